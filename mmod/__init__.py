@@ -1,0 +1,25 @@
+"""Mixture-of-Depths for vision transformers: each routed block computes only the tokens that need it."""
+
+from mmod.config import Plan, RoutingConfig
+from mmod.convert import capacities, is_routed, route_, routed_blocks, routing_config, set_capacity, unroute_
+from mmod.measuring import Trace, trace
+from mmod.objectives import auxiliary_loss
+from mmod.planning import preset
+from mmod.routing import Routing
+
+__all__ = [
+    "Plan",
+    "Routing",
+    "RoutingConfig",
+    "Trace",
+    "auxiliary_loss",
+    "capacities",
+    "is_routed",
+    "preset",
+    "route_",
+    "routed_blocks",
+    "routing_config",
+    "set_capacity",
+    "trace",
+    "unroute_",
+]

@@ -1,0 +1,203 @@
+"""What mmod must know of a host library, and the arguments that hosts of several libraries share.
+
+Axes: B images, N tokens, K slots per image, H heads.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmod.blocks import BlockHost
+from mmod.routing import Routing
+
+
+@dataclass(frozen=True)
+class HostModel:
+    """A model of a supported library, as far as routing is concerned.
+
+    Args:
+        library: Name of the adapter.
+        names: Module names of its residual blocks, in order.
+        blocks: The blocks.
+        prefix: Leading tokens that are not patches.
+        dim: Channels of a token.
+        host_of: Returns how the library calls a block, or raises a ValueError that says why it cannot be routed.
+    """
+
+    library: str
+    names: tuple[str, ...]
+    blocks: tuple[nn.Module, ...]
+    prefix: int
+    dim: int
+    host_of: Callable[[nn.Module], BlockHost]
+
+
+# Top-level package of a model's class -> module with `find_blocks(model) -> HostModel`.
+ADAPTERS = {"timm": "mmod.adapters.timm"}
+
+
+def find_host(model: nn.Module) -> HostModel:
+    """Return the residual blocks of a model of a supported library.
+
+    Args:
+        model: The model, not yet wrapped or compiled.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: A model of no supported library, or of an unsupported family; the message says what is supported.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    for base in type(model).__mro__:
+        adapter = ADAPTERS.get(base.__module__.partition(".")[0])
+        if adapter is not None:
+            host: HostModel = importlib.import_module(adapter).find_blocks(model)
+            return host
+    raise ValueError(
+        f"cannot route a {type(model).__module__}.{type(model).__qualname__}: supported are models of "
+        f"{', '.join(ADAPTERS)}. Route a model before it is wrapped (DistributedDataParallel) or compiled"
+    )
+
+
+@dataclass(frozen=True)
+class NamedArguments:
+    """A block host that narrows a block's arguments by their names.
+
+    Args:
+        names: The block's parameters after the tokens, in order.
+        rope_prefix: Leading tokens that rotary embeddings leave out.
+    """
+
+    names: tuple[str, ...]
+    rope_prefix: int = 0
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the given arguments by name, without those that are None."""
+        if len(args) > len(self.names):
+            raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {self.names}")
+        named = {**dict(zip(self.names, args)), **kwargs}
+        unknown = sorted(set(named) - set(self.names))
+        if unknown:
+            raise TypeError(f"a routed block got unknown arguments {unknown}, it takes {self.names}")
+        return {name: value for name, value in named.items() if value is not None}
+
+    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """Read padding off the attention mask: a token no query may attend to."""
+        mask = arguments.get("attn_mask")
+        if mask is None or mask.ndim != 4:
+            return None
+        valid_BN = _allowed(mask).any(dim=1).any(dim=1)
+        return valid_BN.expand(x_BND.shape[0], -1)
+
+    def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
+        """Return the arguments for the kept tokens alone."""
+        narrowed = dict(arguments)
+        index_BK = routing.index_BK
+        if "rope" in narrowed:
+            narrowed["rope"] = narrow_rope(narrowed["rope"], index_BK, self.rope_prefix)
+        if "shared_rel_pos_bias" in self.names:
+            bias = narrowed.get("shared_rel_pos_bias")
+            bias = None if bias is None else narrow_pairs(bias, index_BK, x_BND.shape[1])
+            narrowed["shared_rel_pos_bias"] = hide_empty_slots(bias, routing.valid_BK, x_BND.dtype)
+            return narrowed
+        mask = narrowed.get("attn_mask")
+        if mask is not None:
+            mask = narrow_pairs(mask, index_BK, x_BND.shape[1])
+        if routing.valid_BK is not None:
+            mask = hide_empty_slots(mask, routing.valid_BK, x_BND.dtype)
+            if narrowed.pop("is_causal", False):
+                mask = _add_causal(mask, x_BND.dtype)
+        if mask is not None:
+            narrowed["attn_mask"] = mask
+        return narrowed
+
+
+def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
+    """Take the rows and columns of a mask or bias over pairs of tokens that belong to the kept ones.
+
+    Args:
+        bias: Mask or bias of shape (N, N), (H, N, N) or (B or 1, H or 1, N or 1, N).
+        index_BK: Kept tokens (B, K).
+        tokens: N.
+
+    Returns:
+        The same for the kept tokens (B, H or 1, K or 1, K).
+
+    Raises:
+        ValueError: Another shape.
+    """
+    if bias.shape[-1] != tokens or bias.shape[-2] not in (1, tokens) or bias.ndim > 4:
+        raise ValueError(
+            f"cannot narrow a mask of shape {tuple(bias.shape)} for {tokens} tokens; valid are (N, N), (H, N, N), "
+            "(B, H, N, N) and (B, 1, 1, N)"
+        )
+    slots = index_BK.shape[1]
+    bias = bias[(None,) * (4 - bias.ndim)].expand(index_BK.shape[0], -1, -1, -1)
+    heads, queries = bias.shape[1], bias.shape[2]
+    index = index_BK[:, None, None, :]
+    if queries > 1:
+        bias = bias.gather(2, index_BK[:, None, :, None].expand(-1, heads, -1, tokens))
+    return bias.gather(3, index.expand(-1, heads, slots if queries > 1 else 1, -1))
+
+
+def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
+    """Take the rotary embeddings of the kept tokens' own positions.
+
+    Args:
+        rope: Embeddings (N - prefix, E), (H, N - prefix, E) or (B, 1 or H, N - prefix, E).
+        index_BK: Kept tokens, the prefix first (B, K).
+        prefix: Leading tokens without an embedding.
+
+    Returns:
+        Embeddings (B, 1 or H, K - prefix, E).
+    """
+    rope = rope[(None,) * (4 - rope.ndim)].expand(index_BK.shape[0], -1, -1, -1)
+    position = (index_BK[:, prefix:] - prefix)[:, None, :, None]
+    return rope.gather(2, position.expand(-1, rope.shape[1], -1, rope.shape[3]))
+
+
+def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Add to a mask that nobody attends to empty slots.
+
+    Every query keeps at least one key, since a softmax over nothing is NaN and would reach the gradients of the
+    kept tokens. What an empty slot's own query computes is thrown away.
+
+    Args:
+        mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K), or None.
+        valid_BK: False where a slot is empty (B, K), or None.
+        dtype: Type of the bias returned.
+
+    Returns:
+        A bias (B, H or 1, K or 1, K), or the mask as it came where no slot can be empty.
+    """
+    if valid_BK is None:
+        return mask
+    first_K = torch.arange(valid_BK.shape[1], device=valid_BK.device) == 0
+    lowest = torch.finfo(dtype).min
+    bias = torch.zeros(valid_BK.shape, dtype=dtype, device=valid_BK.device)
+    bias = bias.masked_fill(~(valid_BK | first_K), lowest)[:, None, None, :]
+    if mask is None:
+        return bias
+    pairs = torch.where(mask, 0.0, lowest).to(dtype) if mask.dtype == torch.bool else mask.to(dtype)
+    # An empty slot may be padding, whose own row can be hidden from everything.
+    pairs = torch.where(valid_BK[:, None, :, None], pairs, 0.0) if pairs.shape[2] > 1 else pairs
+    return torch.maximum(pairs, torch.full_like(pairs, lowest / 2)) + bias / 2
+
+
+def _add_causal(mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    assert mask is not None
+    slots = mask.shape[-1]
+    later = torch.ones(slots, slots, dtype=torch.bool, device=mask.device).triu(1)
+    return mask.masked_fill(later, torch.finfo(dtype).min)
+
+
+def _allowed(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return mask
+    return mask > torch.finfo(mask.dtype).min / 2

@@ -1,0 +1,94 @@
+"""timm: which models have residual blocks that can run on some of their tokens, and how they are called."""
+
+from __future__ import annotations
+
+import inspect
+
+from timm.models import beit, eva, vision_transformer
+from torch import nn
+
+from mmod.adapters.base import HostModel, NamedArguments
+from mmod.blocks import host_class
+
+BLOCKS: tuple[type[nn.Module], ...] = (
+    vision_transformer.Block,
+    vision_transformer.ResPostBlock,
+    vision_transformer.ParallelScalingBlock,
+    vision_transformer.DiffParallelScalingBlock,
+    vision_transformer.ParallelThingsBlock,
+    eva.EvaBlock,
+    eva.EvaBlockPostNorm,
+    beit.Block,
+)
+ARGUMENTS = ("attn_mask", "is_causal", "rope", "shared_rel_pos_bias")
+SUPPORTED = (
+    "timm families vit, deit (distilled too), deit3, dinov2, dinov3, siglip, aimv2, vit with registers, eva, eva02, "
+    "pe, rope-vit, naflexvit, and beit with a bias shared by its blocks"
+)
+
+
+def find_blocks(model: nn.Module) -> HostModel:
+    """Return the residual blocks of a timm model.
+
+    Args:
+        model: A model made by `timm.create_model`.
+
+    Raises:
+        ValueError: A family whose blocks cannot run on some of their tokens; the message says why.
+    """
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "blocks" and isinstance(module, (nn.Sequential, nn.ModuleList)) and len(module)
+    ]
+    title = type(model).__name__
+    if len(found) != 1:
+        raise ValueError(
+            f"cannot route {title}: it has {len(found) or 'no'} lists of blocks, so tokens change in number or "
+            f"meaning between its stages. Supported: {SUPPORTED}"
+        )
+    name, container = found[0]
+    blocks = tuple(container)
+    for block in blocks:
+        _check_block(block, title)
+    owner = model.get_submodule(name.rpartition(".")[0])
+    prefix = getattr(owner, "num_prefix_tokens", None)
+    dim = getattr(owner, "embed_dim", None)
+    if prefix is None or dim is None:
+        raise ValueError(f"cannot route {title}: it does not say how many prefix tokens it has. Supported: {SUPPORTED}")
+    return HostModel(
+        library="timm",
+        names=tuple(f"{name}.{index}" for index in range(len(blocks))),
+        blocks=blocks,
+        prefix=int(prefix),
+        dim=int(dim),
+        host_of=lambda block: _host_of(block, int(prefix), title),
+    )
+
+
+def _check_block(block: nn.Module, title: str) -> None:
+    if not isinstance(block, BLOCKS):
+        host = host_class(block)
+        raise ValueError(
+            f"cannot route {title}: its blocks are {host.__module__}.{host.__qualname__}, which need all tokens at "
+            f"once (windows, stages, or a bias over all pairs built inside attention). Supported: {SUPPORTED}"
+        )
+    if getattr(getattr(block, "attn", None), "relative_position_bias_table", None) is not None:
+        raise ValueError(
+            f"cannot route {title}: every block builds its own relative position bias for all pairs of tokens inside "
+            f"attention, where kept tokens cannot be told apart. Supported: {SUPPORTED}"
+        )
+
+
+def _host_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
+    parameters = list(inspect.signature(host_class(block).forward).parameters)[2:]
+    unknown = sorted(set(parameters) - set(ARGUMENTS))
+    if unknown:
+        raise ValueError(f"cannot route {title}: its blocks take {unknown}, which mmod cannot narrow to kept tokens")
+    rope_prefix = int(getattr(getattr(block, "attn", None), "num_prefix_tokens", prefix))
+    if rope_prefix > prefix:
+        raise ValueError(
+            f"cannot route {title}: attention sets {rope_prefix} tokens apart from rotary positions, "
+            f"the model only {prefix}"
+        )
+    return NamedArguments(names=tuple(parameters), rope_prefix=rope_prefix)

@@ -1,0 +1,114 @@
+"""Routed blocks and the dense blocks that compute importance for them.
+
+Both are mixins put in front of a host's own class, so the host's forward is called and never copied.
+Axes: B images, N tokens, K slots per image, D channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmod.blocks.state import Handover, RoutedState
+from mmod.ops import capture_importance, gather_rows, lerp_rows, scatter_rows
+from mmod.routing import Router, Routing
+
+
+class RoutedBlock(nn.Module):
+    """Mixin that runs a host block on the tokens its router keeps; all others pass by unchanged.
+
+    Attributes:
+        router: Decides which tokens run; the only module added to the host.
+        mod: Plain state, see `RoutedState`.
+    """
+
+    router: Router
+    mod: RoutedState
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Route: gather the kept rows, run the host block on them, weigh the update, write it back.
+
+        Args:
+            x: Tokens (B, N, D).
+            args: Further arguments of the host block.
+            kwargs: The same by name.
+        """
+        host = self.mod.host
+        arguments = host.bind(args, kwargs)
+        routing = self.router(x, self.mod.importance(x, self.training), host.valid(arguments, x))
+        self.mod.record(routing, self.training)
+        z_BKD = gather_rows(x, routing.index_BK)
+        narrowed = host.narrow(arguments, x, routing)
+        y_BKD = super().forward(z_BKD, **narrowed) if routing.index_BK.shape[1] else z_BKD
+        return merge(x, z_BKD, y_BKD, routing)
+
+
+class ImportanceBlock(nn.Module):
+    """Mixin that hands the importance of a dense host block's attention to the routed blocks after it.
+
+    Attributes:
+        mod: Plain state: how the host calls the block, and where importance goes.
+    """
+
+    mod: ImportanceState
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the host block and hand over the attention each token received in it.
+
+        Args:
+            x: Tokens (B, N, D).
+            args: Further arguments of the host block.
+            kwargs: The same by name.
+        """
+        if self.mod.teaches and not self.training:
+            return super().forward(x, *args, **kwargs)
+        valid_BN = self.mod.host.valid(self.mod.host.bind(args, kwargs), x)
+        captured = capture_importance(valid_BN)
+        with captured:
+            y = super().forward(x, *args, **kwargs)
+        if captured.importance_BN is None:
+            raise RuntimeError(
+                f"no attention was seen in this {type(self).__name__}: it calls neither scaled_dot_product_attention "
+                "nor softmax over (B, H, N, N), so importance cannot be read from it"
+            )
+        self.mod.target.importance_BN = captured.importance_BN
+        return y
+
+
+class ImportanceState:
+    """The state of a block that computes importance.
+
+    Args:
+        host: How the host calls the block.
+        target: Where importance goes.
+        teaches: Importance serves a loss only, so it is computed in training alone.
+    """
+
+    def __init__(self, host: Any, target: Handover, teaches: bool) -> None:
+        self.host = host
+        self.target = target
+        self.teaches = teaches
+
+
+def merge(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tensor:
+    """Write the weighed update of the kept rows back among all rows.
+
+    Args:
+        x_BND: All tokens before the block (B, N, D).
+        z_BKD: The kept ones among them (B, K, D).
+        y_BKD: The kept ones after the block (B, K, D).
+        routing: The decision.
+
+    Returns:
+        All tokens after the block (B, N, D).
+    """
+    rest_BND = x_BND
+    if routing.skip_weight_BN is not None:
+        rest_BND = x_BND * routing.skip_weight_BN.unsqueeze(-1).to(x_BND.dtype)
+    new_BKD = lerp_rows(z_BKD, y_BKD, routing.gate_BK)
+    if routing.valid_BK is not None:
+        old_BKD = z_BKD if rest_BND is x_BND else gather_rows(rest_BND, routing.index_BK)
+        new_BKD = torch.where(routing.valid_BK.unsqueeze(-1), new_BKD, old_BKD)
+    return scatter_rows(rest_BND, routing.index_BK, new_BKD)

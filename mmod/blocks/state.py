@@ -1,0 +1,93 @@
+"""What a converted block remembers beside its parameters, in plain objects that state_dict, compile and export ignore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mmod.routing import Routing
+
+
+class BlockHost(Protocol):
+    """How a host library calls one of its blocks; adapters provide it."""
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the block's arguments after the tokens, by name, raising for those mmod cannot narrow."""
+        ...
+
+    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """Return False where a token is padding (B, N), or None when none is."""
+        ...
+
+    def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
+        """Return the arguments for the kept tokens alone."""
+        ...
+
+
+class Handover:
+    """Carries importance from the dense block that computes it to the routed blocks that read it."""
+
+    def __init__(self) -> None:
+        self.importance_BN: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the tensors of the last forward pass out of copies and pickles."""
+        return {"importance_BN": None}
+
+
+class RoutedState:
+    """The state of a routed block.
+
+    Args:
+        host: How the host calls the block.
+        source: Where importance comes from, or None when neither score nor losses read it.
+        teaches: Importance serves a loss only, so it is not expected outside training.
+    """
+
+    def __init__(self, host: BlockHost, source: Handover | None, teaches: bool = False) -> None:
+        self.host = host
+        self.source = source
+        self.teaches = teaches
+        self.recording = False
+        self.routing: Routing | None = None
+        self.fresh = False
+        self._input_address = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the routing of the last forward pass, and an open trace, out of copies and pickles."""
+        return {**self.__dict__, "recording": False, "routing": None, "fresh": False, "_input_address": 0}
+
+    def importance(self, x_BND: Tensor, training: bool) -> Tensor | None:
+        """Return the importance handed over for this forward pass.
+
+        Raises:
+            RuntimeError: Under gradient checkpointing, another forward pass has replaced it in the meantime.
+        """
+        if self.source is None or (self.teaches and not training):
+            return None
+        if not torch.compiler.is_compiling():
+            address = x_BND.data_ptr()
+            if not recomputing():
+                self._input_address = address
+            elif address != self._input_address:
+                raise RuntimeError(
+                    "gradient checkpointing recomputes a routed block after another forward pass has replaced its "
+                    "importance: run backward() before the next forward pass, or turn checkpointing off"
+                )
+        return self.source.importance_BN
+
+    def record(self, routing: Routing, training: bool) -> None:
+        """Keep the routing for losses and traces; a recomputation is no new decision."""
+        if (training or self.recording) and not recomputing():
+            self.routing = routing
+            self.fresh = True
+
+
+def recomputing() -> bool:
+    """Whether this code runs inside a backward pass, that is, recomputes a checkpointed forward."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,248 @@
+"""What to route and how, as values: `RoutingConfig` and `Plan`, strict on the way in and plain on the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROUTERS = ("attention", "linear", "random", "stride", "norm")
+SELECTIONS = ("topk", "threshold")
+GATES = ("identity", "linear", "sigmoid", "tanh")
+LOSSES = ("membership", "load", "capacity", "importance")
+LAYOUTS = ("every_other", "all")
+
+ScoreFunction = Callable[["Tensor"], "Tensor"]
+
+
+def rational(capacity: float) -> Fraction:
+    """Return a capacity as the exact fraction its decimal form stands for.
+
+    Kept counts are computed as `N * numerator // denominator`, which stays symbolic under export and does not
+    depend on how a binary float rounds.
+
+    Args:
+        capacity: Share of tokens kept, in (0, 1].
+
+    Raises:
+        TypeError: `capacity` is no number.
+        ValueError: `capacity` lies outside (0, 1].
+
+    Example:
+        >>> rational(0.3)
+        Fraction(3, 10)
+    """
+    if isinstance(capacity, bool) or not isinstance(capacity, (int, float, Fraction)):
+        raise TypeError(f"capacity must be a number in (0, 1], got {capacity!r}")
+    if not 0 < capacity <= 1:
+        raise ValueError(f"capacity must be in (0, 1], got {capacity!r}")
+    exact = capacity if isinstance(capacity, Fraction) else Fraction(str(capacity))
+    return exact.limit_denominator(1_000_000)
+
+
+def one_of(name: str, value: object, valid: Sequence[str]) -> None:
+    """Raise a ValueError that names the value and the valid ones unless `value` is one of `valid`."""
+    if value not in valid:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which blocks of a model are routed, each with its capacity.
+
+    Args:
+        blocks: Indices of the routed blocks, ascending.
+        capacities: Share of tokens each of them keeps, in (0, 1].
+        depth: Number of blocks of the model.
+
+    Raises:
+        ValueError: No block, an index outside the model or named twice, or counts that differ.
+
+    Example:
+        >>> Plan(blocks=(1, 3), capacities=(0.5, 0.25), depth=4).mean_capacity
+        0.6875
+    """
+
+    blocks: tuple[int, ...]
+    capacities: tuple[float, ...]
+    depth: int
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ValueError(f"a plan must name at least one of the model's {self.depth} blocks")
+        outside = [block for block in self.blocks if not 0 <= block < self.depth]
+        if outside:
+            raise ValueError(f"blocks {outside} do not exist: valid indices are 0 to {self.depth - 1}")
+        if list(self.blocks) != sorted(set(self.blocks)):
+            raise ValueError(f"blocks must be ascending and named once, got {list(self.blocks)}")
+        if len(self.capacities) != len(self.blocks):
+            raise ValueError(f"{len(self.blocks)} routed blocks need as many capacities, got {len(self.capacities)}")
+        for capacity in self.capacities:
+            rational(capacity)
+
+    @property
+    def mean_capacity(self) -> float:
+        """Share of all block-token pairs that are computed."""
+        return (self.depth - len(self.blocks) + sum(self.capacities)) / self.depth
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """How a model is routed: who is scored how, who is selected, how the update is gated, and where.
+
+    Args:
+        router: Where the score comes from: "attention" (importance in the preceding dense block, no parameters),
+            "linear" (learned), the controls "random", "stride" and "norm", or a function from tokens (B, N, D) to
+            scores (B, N).
+        capacity: Share of tokens kept, in (0, 1], prefix tokens included; one number or one for each routed block.
+        blocks: "every_other" (1, 3, 5, ...), "all", or the indices of the blocks to route.
+        select: "topk" keeps `max(1, floor(capacity * N))` tokens of every image; "threshold" keeps those whose
+            squashed score reaches `threshold`.
+        threshold: For "threshold". A learned score is squashed by a sigmoid; importance and norm are taken relative
+            to the image's mean, so that 1 means average; random and stride scores lie in [0, 1).
+        min_tokens: For "threshold": keep at least this many, the highest scores first.
+        max_tokens: For "threshold": keep at most this many. It fixes tensor shapes, so compiling without a graph
+            break and exporting need it.
+        gate: How the kept score weighs the block's update: "identity" (1), "linear" (the score, Eq. 1 of the MoD
+            paper), "sigmoid" (`gate_scale * sigmoid`), "tanh" (`1 + gate_scale * tanh`). None means "tanh" for
+            scores that learn and "identity" for those that do not.
+        gate_scale: Factor of the gate; None means 0.2 for "tanh" (p-MoD) and 1 otherwise.
+        reweight_skipped: Multiply the state of skipped tokens by the gate too (p-MoD). They are then no longer
+            bitwise copies.
+        normalize: Give the linear score a layer-normalised input without parameters.
+        bias: Give the linear score a bias.
+        init_std: Standard deviation of the linear score's initial weight. None chooses one at which every gate starts
+            within a percent of the dense model's.
+        protect_prefix: Always keep class, distillation and register tokens.
+        losses: Weight of each auxiliary objective: "membership" (binary cross-entropy between score and selection,
+            MoD), "load" (kept share times mean gate, MoDification), "capacity" (distance of the kept share from
+            `capacity`), "importance" (binary cross-entropy between a learned score and the selection that importance
+            would make).
+        seed: Seed of the random router.
+
+    Raises:
+        TypeError: A value of the wrong type.
+        ValueError: A value outside its range, or two that exclude each other.
+
+    Example:
+        >>> config = RoutingConfig(router="linear", capacity=0.25, blocks=(2, 4))
+        >>> config.gate, RoutingConfig.from_dict(config.to_dict()) == config
+        ('tanh', True)
+    """
+
+    router: str | ScoreFunction = "attention"
+    capacity: float | tuple[float, ...] = 0.5
+    blocks: str | tuple[int, ...] = "every_other"
+    select: str = "topk"
+    threshold: float = 0.5
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    gate: str | None = None
+    gate_scale: float | None = None
+    reweight_skipped: bool = False
+    normalize: bool = True
+    bias: bool = False
+    init_std: float | None = None
+    protect_prefix: bool = True
+    losses: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "blocks"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "losses", dict(self.losses))
+        if self.gate is None:
+            object.__setattr__(self, "gate", "tanh" if self.learns else "identity")
+        if self.gate_scale is None:
+            object.__setattr__(self, "gate_scale", 0.2 if self.gate == "tanh" else 1.0)
+        self._check_values()
+        self._check_combinations()
+
+    @property
+    def learns(self) -> bool:
+        """Whether the score may carry a gradient: it is linear or a function of the user's."""
+        return self.router == "linear" or callable(self.router)
+
+    def _check_values(self) -> None:
+        if not callable(self.router):
+            one_of("router", self.router, ROUTERS)
+        one_of("select", self.select, SELECTIONS)
+        one_of("gate", self.gate, GATES)
+        if isinstance(self.blocks, str):
+            one_of("blocks", self.blocks, LAYOUTS)
+        for capacity in self.capacity if isinstance(self.capacity, tuple) else (self.capacity,):
+            rational(capacity)
+        for name, weight in self.losses.items():
+            one_of("a loss", name, LOSSES)
+            if weight <= 0:
+                raise ValueError(f"the weight of loss {name!r} must be positive, got {weight!r}")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must not be negative, got {self.min_tokens}")
+        if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
+            raise ValueError(f"max_tokens must be at least 1 and min_tokens ({self.min_tokens}), got {self.max_tokens}")
+
+    def _check_combinations(self) -> None:
+        if not self.learns and self.gate != "identity":
+            raise ValueError(f"gate {self.gate!r} needs a score that learns; router {self.router!r} takes 'identity'")
+        if not self.learns and self.losses:
+            raise ValueError(f"router {self.router!r} learns nothing, so it takes no losses, got {dict(self.losses)}")
+        if self.reweight_skipped and self.gate == "identity":
+            raise ValueError("reweight_skipped needs a gate other than 'identity'")
+        if self.select == "topk" and (self.min_tokens or self.max_tokens is not None):
+            raise ValueError("min_tokens and max_tokens belong to select='threshold'; 'topk' is set by capacity")
+
+    def plan(self, depth: int) -> Plan:
+        """Return the plan for a model of `depth` blocks.
+
+        Raises:
+            ValueError: The blocks do not exist in such a model, or capacities and blocks differ in number.
+        """
+        if self.blocks == "every_other":
+            blocks = tuple(range(1, depth, 2))
+        elif self.blocks == "all":
+            blocks = tuple(range(depth))
+        else:
+            blocks = tuple(sorted(int(block) for block in self.blocks))
+        capacities = self.capacity if isinstance(self.capacity, tuple) else (self.capacity,) * len(blocks)
+        return Plan(blocks=blocks, capacities=capacities, depth=depth)
+
+    def replace(self, **changes: Any) -> RoutingConfig:
+        """Return a copy with some fields changed; an unknown field raises a ValueError naming the valid ones."""
+        return RoutingConfig.from_dict({**self._fields(), **changes})
+
+    def _fields(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as plain JSON values.
+
+        Raises:
+            ValueError: The router is a function, which JSON cannot hold.
+        """
+        if callable(self.router):
+            raise ValueError("a config whose router is a function cannot be saved; name one of " + ", ".join(ROUTERS))
+        plain = self._fields()
+        for name in ("capacity", "blocks"):
+            if isinstance(plain[name], tuple):
+                plain[name] = list(plain[name])
+        plain["losses"] = dict(self.losses)
+        return plain
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RoutingConfig:
+        """Build a config from plain values, refusing keys it does not know.
+
+        Raises:
+            ValueError: An unknown key; the message names the valid ones.
+        """
+        names = [f.name for f in dataclasses.fields(cls)]
+        unknown = sorted(set(values) - set(names))
+        if unknown:
+            raise ValueError(f"unknown routing option {', '.join(unknown)}; valid ones are {', '.join(names)}")
+        return cls(**values)

@@ -1,0 +1,233 @@
+"""Route a model in place, and undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from torch import nn
+
+from mmod.adapters import HostModel, find_host
+from mmod.blocks import (
+    Handover,
+    ImportanceBlock,
+    ImportanceState,
+    RoutedBlock,
+    RoutedState,
+    make_dense,
+    make_important,
+    make_routed,
+)
+from mmod.config import Plan, RoutingConfig, rational
+from mmod.routing import Router
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def route_(model: Model, config: RoutingConfig | None = None) -> Model:
+    """Route a model in place: its planned blocks run on the tokens their routers keep.
+
+    Classes of single blocks change, nothing is wrapped: every key of the dense state dict keeps its name, and a dense
+    checkpoint loads before or after (`strict=False` where routers have parameters).
+
+    Args:
+        model: A model of a supported library, not yet wrapped or compiled.
+        config: How to route; None means `RoutingConfig()`, attention routing at capacity 0.5 in every other block.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: Not a module, or not a `RoutingConfig`.
+        ValueError: Already routed, a model that cannot be routed, or a plan that does not fit it. The model is then
+            unchanged.
+
+    Source: Raposo et al., arXiv 2404.02258 (MoD); Gadhikar et al., arXiv 2412.20875 (attention routing).
+
+    Example:
+        >>> import timm
+        >>> model = route_(timm.create_model("test_vit"), RoutingConfig(capacity=0.25))
+        >>> list(routed_blocks(model))
+        ['blocks.1', 'blocks.3', 'blocks.5']
+    """
+    config = RoutingConfig() if config is None else config
+    if not isinstance(config, RoutingConfig):
+        raise TypeError(f"config must be a RoutingConfig, got {config!r}")
+    host = find_host(model)
+    if any(isinstance(block, (RoutedBlock, ImportanceBlock)) for block in host.blocks):
+        raise ValueError(f"this {type(model).__name__} is already routed; call unroute_ first or set_capacity")
+    plan = config.plan(len(host.blocks))
+    conversions = _prepare(host, config, plan)
+    for block, router, state in conversions:
+        if isinstance(state, RoutedState):
+            assert router is not None
+            make_routed(block, router, state)
+        else:
+            make_important(block, state)
+    model.routing_config = config  # type: ignore[assignment]
+    return model
+
+
+def _prepare(
+    host: HostModel, config: RoutingConfig, plan: Plan
+) -> list[tuple[nn.Module, Router | None, RoutedState | ImportanceState]]:
+    """Make everything a conversion needs, so that an error leaves the model as it was."""
+    prefix = host.prefix if config.protect_prefix else 0
+    if not config.protect_prefix:
+        _check_free_prefix(host, plan)
+    teaches = "importance" in config.losses
+    handovers: dict[int, Handover] = {}
+    conversions: list[tuple[nn.Module, Router | None, RoutedState | ImportanceState]] = []
+    for index, capacity in zip(plan.blocks, plan.capacities):
+        block = host.blocks[index]
+        source = None
+        if config.router == "attention" or teaches:
+            source = handovers.setdefault(_importance_block(index, plan), Handover())
+        parameter = next(block.parameters())
+        router = Router(
+            config,
+            dim=host.dim,
+            block=index,
+            capacity=capacity,
+            prefix=prefix,
+            device=parameter.device,
+            dtype=parameter.dtype,
+        )
+        router.train(block.training)
+        conversions.append((block, router, RoutedState(host.host_of(block), source, teaches)))
+    for index, handover in handovers.items():
+        block = host.blocks[index]
+        conversions.append((block, None, ImportanceState(host.host_of(block), handover, teaches)))
+    return conversions
+
+
+def _importance_block(index: int, plan: Plan) -> int:
+    """Return the nearest dense block before a routed one: only there has every token a fresh importance."""
+    for earlier in range(index - 1, -1, -1):
+        if earlier not in plan.blocks:
+            return earlier
+    raise ValueError(
+        f"block {index} needs the importance of a dense block before it, but none precedes it: keep block 0 dense "
+        f"(routed are {list(plan.blocks)})"
+    )
+
+
+def _check_free_prefix(host: HostModel, plan: Plan) -> None:
+    for index in plan.blocks:
+        if host.prefix and "rope" in getattr(host.host_of(host.blocks[index]), "names", ()):
+            raise ValueError("protect_prefix=False: rotary positions need the prefix tokens first in every block")
+
+
+def unroute_(model: Model) -> Model:
+    """Make a routed model dense again: its own classes and keys; routers are dropped.
+
+    Args:
+        model: A routed model.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: Nothing in it is routed.
+
+    Example:
+        >>> import timm
+        >>> model = unroute_(route_(timm.create_model("test_vit")))
+        >>> type(model.blocks[1]).__name__
+        'Block'
+    """
+    routed_blocks(model)
+    for module in list(model.modules()):
+        if isinstance(module, (RoutedBlock, ImportanceBlock)):
+            make_dense(module)
+    for module in model.modules():
+        if hasattr(module, "routing_config"):
+            del module.routing_config
+    return model
+
+
+def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
+    """Return the routed blocks of a model by their module names, in order.
+
+    Args:
+        model: A routed model, possibly wrapped or compiled.
+
+    Raises:
+        ValueError: Nothing in it is routed.
+    """
+    found = {name: module for name, module in model.named_modules() if isinstance(module, RoutedBlock)}
+    if not found:
+        raise ValueError(f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first")
+    return found
+
+
+def set_capacity(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> None:
+    """Give a routed model another budget; its weights stay.
+
+    Args:
+        model: A routed model.
+        capacity: Share of tokens kept: one number, one for each routed block in order, or some by module name.
+
+    Raises:
+        TypeError: A capacity that is no number.
+        ValueError: A capacity outside (0, 1], a wrong number of them, a block that is not routed, or threshold
+            routing, whose kept share follows from the scores.
+
+    Example:
+        >>> import timm
+        >>> model = route_(timm.create_model("test_vit"))
+        >>> set_capacity(model, 0.25)
+    """
+    blocks = routed_blocks(model)
+    if isinstance(capacity, Mapping):
+        unknown = sorted(set(capacity) - set(blocks))
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)} is not a routed block; routed are {', '.join(blocks)}")
+        wanted = dict(capacity)
+    elif isinstance(capacity, Sequence) and not isinstance(capacity, str):
+        if len(capacity) != len(blocks):
+            raise ValueError(f"{len(blocks)} blocks are routed, got {len(capacity)} capacities")
+        wanted = dict(zip(blocks, capacity))
+    else:
+        wanted = dict.fromkeys(blocks, capacity)  # type: ignore[arg-type]
+    exact = {name: rational(value) for name, value in wanted.items()}
+    for name in exact:
+        if blocks[name].router.config.select != "topk":
+            raise ValueError(f"{name} is routed by threshold: its kept share follows from the scores, not a capacity")
+    for name, value in exact.items():
+        blocks[name].router.capacity = value
+
+
+def capacities(model: nn.Module) -> dict[str, float]:
+    """Return the capacity of every routed block by module name.
+
+    Args:
+        model: A routed model.
+
+    Raises:
+        ValueError: Nothing in it is routed.
+    """
+    return {name: float(block.router.capacity) for name, block in routed_blocks(model).items()}
+
+
+def is_routed(model: nn.Module) -> bool:
+    """Return whether any block of a model is routed."""
+    return any(isinstance(module, RoutedBlock) for module in model.modules())
+
+
+def routing_config(model: nn.Module) -> RoutingConfig:
+    """Return the config a model was routed with.
+
+    Args:
+        model: A routed model, possibly wrapped.
+
+    Raises:
+        ValueError: Nothing in it is routed, or several parts of it were, each with a config of its own.
+    """
+    routed_blocks(model)
+    configs = [module.routing_config for module in model.modules() if hasattr(module, "routing_config")]
+    if len(configs) != 1:
+        raise ValueError(f"{len(configs)} parts of this {type(model).__name__} were routed; ask each for its config")
+    config = configs[0]
+    assert isinstance(config, RoutingConfig)
+    return config

@@ -1,0 +1,130 @@
+"""Auxiliary objectives of routers, collected over a model.
+
+Axes: B images, N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmod.blocks import RoutedBlock
+from mmod.convert import routed_blocks
+from mmod.routing import Router, Routing, apply_gate, select_topk
+
+
+def membership_loss(routing: Routing, router: Router) -> Tensor:
+    """Return the binary cross-entropy between scores and what was kept.
+
+    It pushes scores of kept tokens above 0 and others below, so that one token's score tells whether it is kept.
+    Prefix tokens are kept whatever their score and do not count.
+
+    Args:
+        routing: A block's decision.
+        router: The router that made it.
+
+    Source: Raposo et al., arXiv 2404.02258, section 3.5.
+    """
+    kept_BN = routing.keep_BN.to(routing.score_BN.dtype)
+    return F.binary_cross_entropy_with_logits(routing.score_BN[:, router.prefix :], kept_BN[:, router.prefix :])
+
+
+def load_loss(routing: Routing, router: Router) -> Tensor:
+    """Return the kept share, without a gradient, times the mean gate.
+
+    Args:
+        routing: A block's decision.
+        router: The router that made it.
+
+    Source: MoDification, arXiv 2410.14268.
+    """
+    gate_BN = apply_gate(routing.score_BN, str(router.config.gate), float(router.config.gate_scale or 0))
+    if gate_BN is None:
+        raise ValueError("the load loss needs a gate other than 'identity'")
+    return routing.keep_BN.float().mean() * gate_BN.mean()
+
+
+def capacity_loss(routing: Routing, router: Router) -> Tensor:
+    """Return the distance of the kept share from the router's capacity.
+
+    The value is that of the hard decision; the gradient is the sigmoid's (straight-through).
+
+    Args:
+        routing: A block's decision.
+        router: The router that made it.
+
+    Source: Router-Tuning, arXiv 2410.13184, and D-LLM, NeurIPS 2024, with a two-sided distance.
+    """
+    soft_BN = torch.sigmoid(routing.score_BN)
+    share = (routing.keep_BN.float() + soft_BN - soft_BN.detach()).mean()
+    return (share - float(router.capacity)).abs()
+
+
+def importance_loss(routing: Routing, router: Router) -> Tensor:
+    """Return the binary cross-entropy between scores and the selection that importance would make.
+
+    Args:
+        routing: A block's decision.
+        router: The router that made it.
+
+    Raises:
+        ValueError: Importance was not computed in this forward pass.
+    """
+    if routing.importance_BN is None:
+        raise ValueError("the importance loss reads importance, which is computed in training mode only")
+    index_BK, valid_BK = select_topk(routing.importance_BN, router.capacity, router.prefix)
+    target_BN = Routing(routing.importance_BN, index_BK, valid_BK=valid_BK).keep_BN.to(routing.score_BN.dtype)
+    return F.binary_cross_entropy_with_logits(routing.score_BN[:, router.prefix :], target_BN[:, router.prefix :])
+
+
+OBJECTIVES: dict[str, Callable[[Routing, Router], Tensor]] = {
+    "membership": membership_loss,
+    "load": load_loss,
+    "capacity": capacity_loss,
+    "importance": importance_loss,
+}
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor:
+    """Return the weighted auxiliary losses of a routed model's last forward pass.
+
+    Each objective is averaged over the routed blocks, so its weight does not depend on how many there are. Every
+    forward pass can be collected once.
+
+    Args:
+        model: A routed model, possibly wrapped, after a forward pass in training mode.
+
+    Raises:
+        ValueError: Nothing is routed, or the routing config has no losses.
+        RuntimeError: There was no forward pass in training mode since the last call, or its graph is gone, as it is
+            under `torch.no_grad` and with reentrant gradient checkpointing.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.route_(timm.create_model("test_vit"), mmod.preset("distilled"))
+        >>> _ = model(torch.randn(2, 3, 160, 160))
+        >>> mmod.auxiliary_loss(model).requires_grad
+        True
+    """
+    blocks = routed_blocks(model)
+    if not any(block.router.config.losses for block in blocks.values()):
+        raise ValueError("no auxiliary loss is configured: set RoutingConfig(losses={'membership': 0.01}) or the like")
+    terms = [_block_loss(name, block) for name, block in blocks.items() if block.router.config.losses]
+    return torch.stack(terms).mean()
+
+
+def _block_loss(name: str, block: RoutedBlock) -> Tensor:
+    routing = block.mod.routing
+    if routing is None or not block.mod.fresh:
+        raise RuntimeError(f"{name} has routed nothing in training mode since its loss was last collected")
+    if not routing.score_BN.requires_grad:
+        raise RuntimeError(
+            f"the scores of {name} carry no gradient: the forward pass ran under no_grad or with reentrant gradient "
+            "checkpointing (pass use_reentrant=False), or the router is frozen"
+        )
+    block.mod.fresh = False
+    weights = block.router.config.losses
+    return torch.stack([weight * OBJECTIVES[loss](routing, block.router) for loss, weight in weights.items()]).sum()

@@ -1,0 +1,15 @@
+"""Move rows and attend; knows no model."""
+
+from mmod.ops.capture import capture_importance
+from mmod.ops.importance import attention_importance, attention_with_importance, importance_of_map
+from mmod.ops.rows import gather_rows, lerp_rows, scatter_rows
+
+__all__ = [
+    "attention_importance",
+    "attention_with_importance",
+    "capture_importance",
+    "gather_rows",
+    "importance_of_map",
+    "lerp_rows",
+    "scatter_rows",
+]

@@ -1,0 +1,37 @@
+"""Gates: how a kept token's score weighs the block's update."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmod.config import GATES, one_of
+
+
+def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:
+    """Return the weight of a block's update for raw scores of any shape, or None where it is 1.
+
+    Args:
+        score: Raw scores.
+        gate: "identity" (A-MoD: no weight), "linear" (`scale * score`; MoD, Eq. 1 at scale 1), "sigmoid"
+            (`scale * sigmoid(score)`; MoR at scale 0.1, MoDification at 1), "tanh" (`1 + scale * tanh(score)`;
+            p-MoD at scale 0.2).
+        scale: Factor of the gate.
+
+    Raises:
+        ValueError: Unknown gate.
+
+    Example:
+        >>> apply_gate(torch.zeros(2), "tanh", 0.2)
+        tensor([1., 1.])
+    """
+    if gate == "identity":
+        return None
+    if gate == "linear":
+        return scale * score
+    if gate == "sigmoid":
+        return scale * torch.sigmoid(score)
+    if gate == "tanh":
+        return 1 + scale * torch.tanh(score)
+    one_of("gate", gate, GATES)
+    raise AssertionError(gate)

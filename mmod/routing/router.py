@@ -1,0 +1,170 @@
+"""The router of one block: score, select and gate, and the decision they return.
+
+Axes: B images, N tokens, K kept slots per image, D channels.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmod.config import RoutingConfig, rational
+from mmod.routing.gate import apply_gate
+from mmod.routing.score import FunctionScore, LinearScore, NormScore, RandomScore, StrideScore, near_dense_std
+from mmod.routing.select import select_threshold, select_topk
+
+
+class Routing(NamedTuple):
+    """One block's decision for a batch: made once by its router, then only applied.
+
+    Args:
+        score_BN: Raw scores, fp32 (B, N).
+        index_BK: Kept tokens, ascending among the valid slots (B, K).
+        gate_BK: Weight of the block's update for each slot, or None where it is 1.
+        valid_BK: False where a slot is empty; None where every slot is filled.
+        skip_weight_BN: Weight of a skipped token's state, or None where it is 1.
+        importance_BN: Importance of the tokens where it was computed, else None.
+    """
+
+    score_BN: Tensor
+    index_BK: Tensor
+    gate_BK: Tensor | None = None
+    valid_BK: Tensor | None = None
+    skip_weight_BN: Tensor | None = None
+    importance_BN: Tensor | None = None
+
+    @property
+    def keep_BN(self) -> Tensor:
+        """True where a token is kept (B, N)."""
+        valid_BK = torch.ones_like(self.index_BK, dtype=torch.bool) if self.valid_BK is None else self.valid_BK
+        empty_BN = torch.zeros(self.score_BN.shape, dtype=torch.bool, device=self.score_BN.device)
+        return empty_BN.scatter(1, self.index_BK, valid_BK)
+
+    def detach(self) -> Routing:
+        """Return the same decision without its autograd graph."""
+        return Routing(*(None if value is None else value.detach() for value in self))
+
+
+class Router(nn.Module):
+    """Decide which tokens of a block run: score, then select, then gate.
+
+    Args:
+        config: How to score, select and gate.
+        dim: Channels D of a token.
+        block: Index of the block in its model.
+        capacity: Share of tokens kept.
+        prefix: Leading tokens that are always kept.
+        device: Where parameters are created.
+        dtype: Type of the parameters; scores are fp32 whatever it is.
+
+    Example:
+        >>> router = Router(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5, prefix=1)
+        >>> routing = router(torch.randn(2, 10, 8))
+        >>> routing.index_BK.shape, bool((routing.index_BK[:, 0] == 0).all())
+        (torch.Size([2, 5]), True)
+    """
+
+    def __init__(
+        self,
+        config: RoutingConfig,
+        *,
+        dim: int,
+        block: int,
+        capacity: float,
+        prefix: int = 0,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.prefix = prefix
+        self.capacity: Fraction = rational(capacity)
+        self.score: nn.Module | None = _make_score(config, dim, block, device, dtype)
+
+    def extra_repr(self) -> str:
+        """Say in a printed model what this router does."""
+        name = self.config.router if isinstance(self.config.router, str) else "function"
+        return f"router={name!r}, select={self.config.select!r}, capacity={float(self.capacity)}"
+
+    def forward(self, x_BND: Tensor, importance_BN: Tensor | None = None, valid_BN: Tensor | None = None) -> Routing:
+        """Decide for a batch of tokens.
+
+        Args:
+            x_BND: The block's input (B, N, D).
+            importance_BN: Attention received in the preceding dense block (B, N); needed by "attention".
+            valid_BN: False where a token is padding (B, N), or None.
+
+        Raises:
+            ValueError: Attention routing without importance, or importance of another shape than the tokens.
+        """
+        score_BN = self._score(x_BND, importance_BN)
+        if self.config.select == "topk":
+            index_BK, valid_BK = select_topk(score_BN, self.capacity, self.prefix, valid_BN)
+        else:
+            index_BK, valid_BK = select_threshold(
+                self._level(score_BN.detach(), valid_BN),
+                self.config.threshold,
+                prefix=self.prefix,
+                min_tokens=self.config.min_tokens,
+                max_tokens=self.config.max_tokens,
+                valid_BN=valid_BN,
+            )
+        gate, scale = str(self.config.gate), float(self.config.gate_scale or 0)
+        gate_BK, skip_weight_BN = None, None
+        if gate != "identity":
+            gate_BK = apply_gate(score_BN.gather(1, index_BK), gate, scale)
+        if self.config.reweight_skipped:
+            skip_weight_BN = apply_gate(score_BN, gate, scale)
+        return Routing(score_BN, index_BK, gate_BK, valid_BK, skip_weight_BN, importance_BN)
+
+    def _score(self, x_BND: Tensor, importance_BN: Tensor | None) -> Tensor:
+        if importance_BN is not None and importance_BN.shape != x_BND.shape[:2]:
+            raise ValueError(
+                f"importance has shape {tuple(importance_BN.shape)}, but the block's input has "
+                f"{tuple(x_BND.shape[:2])} (images, tokens): the sequence changed between the two blocks"
+            )
+        if self.score is not None:
+            return self.score(x_BND)
+        if importance_BN is None:
+            raise ValueError("attention routing needs the importance of the preceding dense block: run the whole model")
+        return importance_BN
+
+    def _level(self, score_BN: Tensor, valid_BN: Tensor | None) -> Tensor:
+        if self.config.learns:
+            return torch.sigmoid(score_BN)
+        if self.config.router in ("attention", "norm"):
+            if valid_BN is None:
+                return score_BN / score_BN.mean(dim=1, keepdim=True)
+            total_B1 = (score_BN * valid_BN).sum(dim=1, keepdim=True)
+            return score_BN * valid_BN.sum(dim=1, keepdim=True) / total_B1
+        return score_BN
+
+
+def _make_score(
+    config: RoutingConfig, dim: int, block: int, device: torch.device | None, dtype: torch.dtype | None
+) -> nn.Module | None:
+    """Return the module that scores, or None where the score is the importance handed in."""
+    if callable(config.router):
+        return FunctionScore(config.router)
+    if config.router == "attention":
+        return None
+    if config.router == "norm":
+        return NormScore()
+    if config.router == "stride":
+        return StrideScore()
+    if config.router == "random":
+        return RandomScore(config.seed, block)
+    std = near_dense_std(dim, float(config.gate_scale or 0)) if config.init_std is None else config.init_std
+    return LinearScore(
+        dim,
+        # A linear gate is the score itself, so a pretrained block keeps its function only if scores start at 1.
+        bias=config.bias or config.gate == "linear",
+        initial=1.0 if config.gate == "linear" else 0.0,
+        normalize=config.normalize,
+        init_std=std,
+        device=device,
+        dtype=dtype,
+    )

@@ -1,0 +1,137 @@
+"""Selection: from scores to the tokens that run.
+
+Axes: B images, N tokens, K slots per image. Prefix tokens are the first `prefix` of the sequence. A slot that is not
+valid points at a token that is not kept, so indices are unique in every row and a plain scatter can write them back.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+
+def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
+    """Return how many of `tokens` tokens a capacity keeps: `max(1, prefix, floor(capacity * tokens))`.
+
+    Args:
+        tokens: All tokens of an image, prefix included; may be symbolic.
+        capacity: Share kept, as a fraction.
+        prefix: Leading tokens that are always kept and count as kept.
+
+    Example:
+        >>> kept_count(197, Fraction(1, 2), prefix=1)
+        98
+    """
+    return torch.sym_max(max(1, prefix), tokens * capacity.numerator // capacity.denominator)
+
+
+def select_topk(
+    score_BN: Tensor, capacity: Fraction, prefix: int = 0, valid_BN: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Keep the highest scores of every image.
+
+    Ties go to the lowest index and NaN ranks last, on every backend. With `valid_BN`, the count of an image comes
+    from its own valid tokens, so padding neither runs nor uses capacity up.
+
+    Args:
+        score_BN: Raw scores (B, N).
+        capacity: Share of tokens kept.
+        prefix: Leading tokens that are always kept.
+        valid_BN: False where a token is padding (B, N), or None.
+
+    Returns:
+        Indices (B, K), ascending among the kept, and which slots are valid (B, K); None means all.
+
+    Example:
+        >>> select_topk(torch.tensor([[0.1, 0.9, 0.9, 0.5]]), Fraction(1, 2))[0]
+        tensor([[1, 2]])
+    """
+    count = kept_count(score_BN.shape[1], capacity, prefix)
+    if valid_BN is None:
+        return _ascending(_best(score_BN, count, prefix)), None
+    number_B = valid_BN.sum(dim=1)
+    count_B = (number_B * capacity.numerator // capacity.denominator).clamp(min=max(1, prefix))
+    index_BK = _best(_rank_last(score_BN, ~valid_BN), count, prefix)
+    return _ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
+
+
+def select_threshold(
+    level_BN: Tensor,
+    threshold: float,
+    *,
+    prefix: int = 0,
+    min_tokens: int = 0,
+    max_tokens: int | None = None,
+    valid_BN: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Keep the tokens whose squashed score reaches a threshold.
+
+    Without `max_tokens` the number of slots is the largest count in the batch, which takes one synchronisation with
+    the host; with it, shapes are static.
+
+    Args:
+        level_BN: Squashed scores (B, N); NaN is never kept.
+        threshold: A token is kept when its level is at least this.
+        prefix: Leading tokens that are always kept.
+        min_tokens: Keep at least this many, the highest levels first, prefix included.
+        max_tokens: Keep at most this many, the highest levels first, prefix included.
+        valid_BN: False where a token is padding (B, N), or None.
+
+    Returns:
+        Indices (B, K), ascending among the kept, and which slots are valid (B, K). K may be 0.
+
+    Raises:
+        ValueError: Without `max_tokens` under `torch.export`.
+
+    Example:
+        >>> index, valid = select_threshold(torch.tensor([[0.9, 0.2, 0.7], [0.1, 0.1, 0.6]]), 0.5)
+        >>> index.tolist(), valid.tolist()
+        ([[0, 2], [2, 0]], [[True, True], [True, False]])
+    """
+    tokens = level_BN.shape[1]
+    if valid_BN is not None:
+        level_BN = level_BN.masked_fill(~valid_BN, -torch.inf)
+    count_B = (level_BN[:, prefix:] >= threshold).sum(dim=1) + prefix
+    most_B = torch.full_like(count_B, tokens) if valid_BN is None else valid_BN.sum(dim=1)
+    count_B = torch.minimum(count_B.clamp(min=max(min_tokens, prefix), max=max_tokens), most_B)
+    if max_tokens is not None:
+        slots = torch.sym_min(max(max_tokens, prefix), tokens)
+    elif torch.compiler.is_exporting():
+        raise ValueError("threshold routing needs max_tokens to be exported: without it shapes depend on the data")
+    else:
+        slots = int(count_B.max()) if count_B.numel() else 0
+    ranked_BN = level_BN if valid_BN is None else _rank_last(level_BN, ~valid_BN)
+    return _ascending_valid(_best(ranked_BN, slots, prefix), count_B, tokens)
+
+
+def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:
+    """Lower the scores of some tokens below those of all others, NaN included."""
+    lowest = torch.finfo(score_BN.dtype).min
+    return score_BN.nan_to_num(nan=lowest, neginf=lowest).masked_fill(last_BN, -torch.inf)
+
+
+def _best(score_BN: Tensor, count: int, prefix: int) -> Tensor:
+    """Return the prefix and the `count - prefix` best other tokens, best first (B, count)."""
+    score_BN = score_BN.detach()[:, prefix:].nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
+    if torch.onnx.is_in_onnx_export():
+        # ONNX has no stable sort, but its TopK is defined to prefer the lower index.
+        order_BK = torch.topk(score_BN, count - prefix, dim=1).indices
+    else:
+        order_BK = torch.sort(score_BN, dim=1, descending=True, stable=True).indices[:, : count - prefix]
+    if not prefix:
+        return order_BK
+    first_BP = torch.arange(prefix, device=order_BK.device).expand(order_BK.shape[0], prefix)
+    return torch.cat([first_BP, order_BK + prefix], dim=1)
+
+
+def _ascending(index_BK: Tensor) -> Tensor:
+    return torch.sort(index_BK, dim=1).values
+
+
+def _ascending_valid(index_BK: Tensor, count_B: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Sort the first `count_B` slots of each row ascending in front of the others."""
+    valid_BK = torch.arange(index_BK.shape[1], device=index_BK.device) < count_B.unsqueeze(1)
+    index_BK = _ascending(torch.where(valid_BK, index_BK, index_BK + tokens))
+    return torch.where(index_BK < tokens, index_BK, index_BK - tokens), valid_BK
