@@ -1,0 +1,38 @@
+"""Training: one loop, tasks as objects."""
+
+from mmod.training.config import (
+    CapacityScheduleConfig,
+    DistillConfig,
+    EmaConfig,
+    LossConfig,
+    MixupConfig,
+    ModelConfig,
+    OptimConfig,
+    ScheduleConfig,
+    TrainConfig,
+    load_config,
+    parse_config,
+)
+from mmod.training.evaluation import EvalResult, evaluate
+from mmod.training.loop import fit
+from mmod.training.run import FitResult
+from mmod.training.task import ClassificationTask
+
+__all__ = [
+    "CapacityScheduleConfig",
+    "ClassificationTask",
+    "DistillConfig",
+    "EmaConfig",
+    "EvalResult",
+    "FitResult",
+    "LossConfig",
+    "MixupConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "evaluate",
+    "fit",
+    "load_config",
+    "parse_config",
+]

@@ -1,0 +1,416 @@
+"""The configuration of one training run: typed dataclasses, read strictly from YAML and the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from mmod import RoutingConfig, preset
+from mmod.data.loader import DataConfig
+
+__all__ = [
+    "CapacityScheduleConfig",
+    "DistillConfig",
+    "EmaConfig",
+    "LossConfig",
+    "MixupConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "load_config",
+    "parse_config",
+]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained and from which weights.
+
+    Args:
+        name: A name of timm's registry.
+        args: Further arguments of `timm.create_model`, such as `num_classes` or `img_size`.
+        checkpoint: Starting weights, dense or routed: a `.safetensors` or PyTorch file, a run folder, or a
+            folder written by `mmod.save_pretrained`. None starts from `pretrained` or from scratch.
+        pretrained: Start from timm's published weights.
+    """
+
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+    pretrained: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pretrained and self.checkpoint is not None:
+            raise ValueError(f"model.pretrained and model.checkpoint={self.checkpoint!r} exclude each other")
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether training starts from trained weights."""
+        return self.pretrained or self.checkpoint is not None
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimiser: arguments of `timm.optim.create_optimizer_v2`.
+
+    Args:
+        opt: A name of `timm.optim.list_optimizers`.
+        lr: Learning rate.
+        lr_per: When given, `lr` is meant for this many images per optimiser step and is scaled linearly
+            to the actual number (all processes and accumulated batches together).
+        weight_decay: Weight decay; biases and norms are exempt.
+        momentum: Momentum of the optimisers that have one.
+        layer_decay: Factor on the learning rate per layer, from the head down. None for no decay.
+        args: Further arguments of the optimiser, such as `betas` or `eps`.
+    """
+
+    opt: str = "adamw"
+    lr: float = 1e-3
+    lr_per: int | None = None
+    weight_decay: float = 0.05
+    momentum: float = 0.9
+    layer_decay: float | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning-rate schedule, stepped at each optimiser step: arguments of timm's `create_scheduler_v2`.
+
+    Args:
+        sched: "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant" or "none".
+        warmup_epochs: Epochs of linear warm-up.
+        warmup_lr: Learning rate at the start of the warm-up.
+        min_lr: Learning rate at the end.
+        args: Further arguments of `create_scheduler_v2`.
+    """
+
+    sched: str = "cosine"
+    warmup_epochs: int = 0
+    warmup_lr: float = 1e-6
+    min_lr: float = 0.0
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.sched == "plateau":
+            raise ValueError("schedule.sched='plateau' depends on metrics; choose a function of the step")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The task's criterion.
+
+    Args:
+        kind: "ce" for cross entropy, "bce" for one binary cross entropy per class.
+        smoothing: Label smoothing, in [0, 1).
+    """
+
+    kind: Literal["ce", "bce"] = "ce"
+    smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.smoothing < 1:
+            raise ValueError(f"loss.smoothing must be in [0, 1), got {self.smoothing}")
+
+
+@dataclass(frozen=True)
+class MixupConfig:
+    """Mixing of images in a batch: arguments of `timm.data.Mixup`.
+
+    Args:
+        mixup_alpha: Alpha of mixup; 0 switches it off.
+        cutmix_alpha: Alpha of cutmix; 0 switches it off.
+        prob: Probability of mixing a batch or element.
+        switch_prob: Probability of cutmix when both are on.
+        mode: What shares one draw: the batch, a pair of images, or each image its own.
+    """
+
+    mixup_alpha: float = 0.8
+    cutmix_alpha: float = 1.0
+    prob: float = 1.0
+    switch_prob: float = 0.5
+    mode: Literal["batch", "pair", "elem"] = "batch"
+
+    def __post_init__(self) -> None:
+        if self.mixup_alpha <= 0 and self.cutmix_alpha <= 0:
+            raise ValueError("mixup needs mixup_alpha or cutmix_alpha above 0; use `mixup: null` for none")
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """Moving average of the weights: arguments of `timm.utils.ModelEmaV3`.
+
+    Args:
+        decay: Share of the old average kept at each optimiser step.
+        use_warmup: Start with a small decay that grows with the steps.
+    """
+
+    decay: float = 0.9999
+    use_warmup: bool = False
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Distillation: `weight * temperature^2 * KL(teacher || student)` is added to the task's loss.
+
+    Args:
+        teacher: "auto" is "dense" when a model with trained weights is routed and "none" otherwise;
+            "dense" is the unrouted copy of the starting weights; a path is a checkpoint of the same
+            architecture; anything else is a name of timm's registry, with its published weights.
+        weight: Weight of the term.
+        temperature: Divisor of both logits.
+    """
+
+    teacher: str = "auto"
+    weight: float = 0.5
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.weight <= 0 or self.temperature <= 0:
+            raise ValueError(
+                f"distill.weight and distill.temperature must be above 0, got {self.weight} and "
+                f"{self.temperature}; use teacher='none' for no distillation"
+            )
+
+
+@dataclass(frozen=True)
+class CapacityScheduleConfig:
+    """A capacity that falls linearly, once an epoch, from `start` to the one of the routing config.
+
+    Args:
+        start: Capacity of the first epoch, in (0, 1].
+        epochs: The epoch (from 0) at which the final capacity is reached.
+    """
+
+    start: float = 1.0
+    epochs: int = 5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.start <= 1 or self.epochs < 1:
+            raise ValueError(
+                f"capacity_schedule needs start in (0, 1] and epochs >= 1, got {self.start} and {self.epochs}"
+            )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides the outcome of a training run.
+
+    Args:
+        output: The run folder, made when absent.
+        model: The model and its starting weights.
+        data: Where images come from and how they are augmented.
+        routing: None trains the dense model. Otherwise the fields of `mmod.RoutingConfig`, or
+            `preset: NAME` with the fields to change.
+        epochs: Passes over the training data.
+        optim: The optimiser.
+        schedule: The learning-rate schedule.
+        loss: The task's criterion.
+        mixup: Mixup and cutmix; None for neither.
+        ema: Moving average of the weights; None for none.
+        distill: The teacher, if any.
+        capacity_schedule: Approach the capacity over some epochs; None starts at it.
+        precision: "fp32", "bf16" (autocast) or "fp16" (autocast with loss scaling, CUDA only).
+        accumulate: Batches per optimiser step.
+        grad_clip: Largest norm of the gradient; None for no clipping.
+        grad_checkpointing: Recompute activations in the backward pass to save memory.
+        compile: Compile the model.
+        device: "auto" takes the GPU when there is one; otherwise "cpu", "cuda" or another torch device.
+        seed: Decides every random draw together with the step and the process.
+        checkpoint_every: Optimiser steps between checkpoints, besides the one after each epoch; None
+            for the latter only.
+        eval_every: Epochs between evaluations; the last epoch is always evaluated.
+        log_every: Optimiser steps between updates of the figures shown.
+        tensorboard: Also write TensorBoard logs into the run folder.
+    """
+
+    output: str
+    model: ModelConfig
+    data: DataConfig
+    routing: dict[str, Any] | None = None
+    epochs: int = 10
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    mixup: MixupConfig | None = None
+    ema: EmaConfig | None = None
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    capacity_schedule: CapacityScheduleConfig | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    accumulate: int = 1
+    grad_clip: float | None = None
+    grad_checkpointing: bool = False
+    compile: bool = False
+    device: str = "auto"
+    seed: int = 0
+    checkpoint_every: int | None = None
+    eval_every: int = 1
+    log_every: int = 20
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "accumulate", "eval_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.checkpoint_every is not None and self.checkpoint_every < 1:
+            raise ValueError(f"checkpoint_every must be at least 1 or null, got {self.checkpoint_every}")
+        if self.precision not in ("fp32", "bf16", "fp16"):
+            raise ValueError(f"precision must be fp32, bf16 or fp16, got {self.precision!r}")
+        if self.mixup is not None and self.data.batch_size % 2:
+            raise ValueError(f"mixup needs an even data.batch_size, got {self.data.batch_size}")
+        if self.capacity_schedule is not None and self.routing is None:
+            raise ValueError("capacity_schedule needs a routing config")
+        if self.distill.teacher == "dense" and not self.model.has_weights:
+            raise ValueError(
+                "distill.teacher='dense' needs trained weights: set model.checkpoint or model.pretrained"
+            )
+        self.routing_config()
+
+    def routing_config(self) -> RoutingConfig | None:
+        """Return the routing this run asks for, presets resolved; None for a dense model."""
+        if self.routing is None:
+            return None
+        fields = dict(self.routing)
+        name = fields.pop("preset", None)
+        return RoutingConfig.from_dict(fields) if name is None else preset(name, **fields)
+
+    def teacher(self) -> str | None:
+        """Return the teacher with "auto" resolved; None for no distillation."""
+        if self.distill.teacher == "none":
+            return None
+        if self.distill.teacher == "auto":
+            return "dense" if self.routing is not None and self.model.has_weights else None
+        return self.distill.teacher
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values only, with routing presets resolved, as the run folder keeps them."""
+        record = dataclasses.asdict(self)
+        routing = self.routing_config()
+        record["routing"] = None if routing is None else routing.to_dict()
+        # Through JSON, so that tuples become lists as they do when the file is read again.
+        plain: dict[str, Any] = json.loads(json.dumps(record))
+        return plain
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a config file and apply command-line overrides to it.
+
+    Args:
+        path: A YAML file with the fields of `TrainConfig`.
+        overrides: Arguments such as `["--epochs", "1", "--optim.lr=1e-4"]`.
+
+    Returns:
+        The checked config.
+
+    Raises:
+        ValueError: If a key is unknown (the valid ones are named) or a value does not fit its type.
+
+    Example:
+        >>> config = load_config("configs/digits/dense.yaml", ["--epochs", "1"])  # doctest: +SKIP
+    """
+    return parse_config([str(path), *overrides], exit_on_error=False)
+
+
+def parse_config(arguments: Sequence[str], *, exit_on_error: bool = True) -> TrainConfig:
+    """Turn the command line `CONFIG [--key.sub value ...]` into a config.
+
+    Args:
+        arguments: The command line without the program's name.
+        exit_on_error: Print errors and end the process, as a script does, instead of raising.
+
+    Returns:
+        The checked config.
+
+    Raises:
+        ValueError: If a key is unknown or a value does not fit its type, unless `exit_on_error`.
+    """
+    parser = _create_parser()
+    try:
+        return _parse(parser, list(arguments))
+    except (ValueError, TypeError, OSError) as error:
+        if not exit_on_error:
+            raise
+        parser.exit(2, f"error: {error}\n")
+        raise AssertionError("unreachable") from error
+
+
+def _create_parser() -> Any:
+    """Build the parser: one option per field, named as in the YAML file."""
+    import jsonargparse
+
+    parser = jsonargparse.ArgumentParser(
+        usage="%(prog)s CONFIG [--key value] [--group.key value] [--print_config]",
+        description="Train a dense or routed model as a config file says; options override the file.",
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="The config file; its place is the first argument.")
+    parser.add_class_arguments(TrainConfig)
+    return parser
+
+
+def _parse(parser: Any, arguments: list[str]) -> TrainConfig:
+    from argparse import ArgumentError
+
+    if arguments and not arguments[0].startswith("-"):
+        path = Path(arguments[0])
+        if not path.is_file():
+            raise FileNotFoundError(f"no config file at {str(path)!r}")
+        _check_keys(_flatten(yaml.safe_load(path.read_text())))
+        arguments = ["--config", *arguments]
+    _check_keys(
+        word[2:].split("=")[0]
+        for word in arguments
+        if word.startswith("--") and word.split("=")[0] not in _PARSER_OPTIONS
+    )
+    try:
+        fields = parser.instantiate(parser.parse_args(arguments))
+    except ArgumentError as error:
+        raise ValueError(error.message) from error
+    return TrainConfig(**{item.name: fields[item.name] for item in dataclasses.fields(TrainConfig)})
+
+
+_PARSER_OPTIONS = ("--config", "--help", "--print_config", "--print_shtab")
+
+
+def _flatten(tree: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a nested mapping."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"a config file holds a mapping of keys to values, got {type(tree).__name__}")
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+
+
+def _check_keys(keys: Iterable[str]) -> None:
+    """Raise at the first dotted key that is no field of the config, naming the fields there are."""
+    for key in keys:
+        owner: type | None = TrainConfig
+        group = ""
+        for part in key.split("."):
+            if owner is None:
+                break
+            hints = typing.get_type_hints(owner)
+            if part not in hints:
+                where = f"in group {group!r}" if group else "at the top level"
+                raise ValueError(
+                    f"unknown config key {key!r}; valid keys {where}: {', '.join(sorted(hints))}"
+                )
+            owner = _dataclass_in(hints[part])
+            group = f"{group}.{part}" if group else part
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    """Return the dataclass that a field's type is or allows; None when its keys are free."""
+    for item in (hint, *typing.get_args(hint)):
+        if isinstance(item, type) and dataclasses.is_dataclass(item):
+            return item
+    return None

@@ -1,0 +1,91 @@
+"""One process or several: where this one stands, and sums over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Process", "merge_counts", "process_group", "sum_over_processes"]
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among those that train together.
+
+    Args:
+        rank: Number of this process, from 0.
+        world: Number of processes.
+        device: The device of this process.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and shows progress."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_group(device: str = "auto") -> Iterator[Process]:
+    """Join the processes that `torchrun` started, gloo on CPU and nccl on GPUs; alone without it.
+
+    Args:
+        device: "auto" for the GPU when there is one, otherwise a torch device.
+
+    Yields:
+        Where this process stands. A group made here is left at the end.
+
+    Raises:
+        ValueError: If `device` is CUDA and no GPU is there.
+    """
+    from timm.utils.distributed import init_distributed_device_so
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} was asked for and torch sees no GPU; use 'cpu' or 'auto'")
+    if dist.is_initialized():
+        index = f":{dist.get_node_local_rank(0)}" if device == "cuda" else ""
+        yield Process(dist.get_rank(), dist.get_world_size(), torch.device(device + index))
+        return
+    found = init_distributed_device_so(device)
+    try:
+        yield Process(found["global_rank"], found["world_size"], torch.device(found["device"]))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def merge_counts(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the sums by name over all processes.
+
+    Args:
+        counts: What this process counted.
+    """
+    parts: list[Mapping[str, int]] = [counts]
+    if dist.is_initialized():
+        parts = [{}] * dist.get_world_size()
+        dist.all_gather_object(parts, counts)
+    names = sorted({name for part in parts for name in part})
+    return {name: sum(part.get(name, 0) for part in parts) for name in names}
+
+
+def sum_over_processes(values: Tensor) -> Tensor:
+    """Return the elementwise sum over all processes; the values themselves when there is one process.
+
+    Args:
+        values: The same shape and dtype in each process.
+    """
+    if not dist.is_initialized():
+        return values
+    total = values.clone()
+    dist.all_reduce(total)
+    return total

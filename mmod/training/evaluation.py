@@ -1,0 +1,133 @@
+"""How good a model is on a stream of images, and how many tokens it kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from mmod import Routing, is_routed, routed_blocks, trace
+from mmod.data.loader import BatchStream
+from mmod.training.distributed import sum_over_processes
+from mmod.training.task import autocast
+
+__all__ = ["EvalResult", "evaluate"]
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The outcome of an evaluation.
+
+    Args:
+        top1: Share of images whose class is the first guess, in percent.
+        top5: Share of images whose class is among the first five guesses, in percent.
+        loss: Mean cross entropy.
+        samples: Images seen.
+        kept: Name of each routed block to its mean kept share of tokens, in [0, 1].
+    """
+
+    top1: float
+    top5: float
+    loss: float
+    samples: int
+    kept: dict[str, float]
+
+    @property
+    def mean_kept(self) -> float:
+        """Mean kept share over the routed blocks; 1 for a dense model."""
+        return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    stream: BatchStream,
+    device: torch.device | str = "cpu",
+    precision: str = "fp32",
+    *,
+    progress: bool = False,
+) -> EvalResult:
+    """Measure accuracy, loss and kept share over one pass of a stream.
+
+    With several processes each passes its own part of the data and all get the result of the whole.
+
+    Args:
+        model: The model, on `device`; its mode is restored at the end.
+        stream: The batches.
+        device: Where the model is.
+        precision: "fp32", "bf16" or "fp16".
+        progress: Show a bar.
+
+    Returns:
+        The figures.
+
+    Raises:
+        ValueError: If the stream is empty, or a label is not a class of the model.
+    """
+    device = torch.device(device)
+    names = list(routed_blocks(model)) if is_routed(model) else []
+    # Sums of: first guesses, first five guesses, loss, images, then kept share of each routed block.
+    sums = torch.zeros(4 + len(names), dtype=torch.float64, device=device)
+    was_training = model.training
+    model.eval()
+    batches: Iterable[tuple[Tensor, Tensor]] = stream.batches(0)
+    try:
+        for images, targets in tqdm(
+            batches, total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False
+        ):
+            check_targets(targets, model)
+            images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            with autocast(device, precision), _traced(model, bool(names)) as routings:
+                logits = model(images).float()
+            sums += _batch_sums(logits, targets, [routings[name] for name in names])
+    finally:
+        model.train(was_training)
+    sums = sum_over_processes(sums)
+    first, five, loss, samples, *kept = sums.tolist()
+    if samples == 0:
+        raise ValueError("the evaluation stream holds no images")
+    return EvalResult(
+        top1=100 * first / samples,
+        top5=100 * five / samples,
+        loss=loss / samples,
+        samples=int(samples),
+        kept={name: share / samples for name, share in zip(names, kept, strict=True)},
+    )
+
+
+def check_targets(targets: Tensor, model: nn.Module) -> None:
+    """Raise a ValueError when a label is not a class of the model.
+
+    Args:
+        targets: Class numbers (B), on the CPU.
+        model: A timm model; one without `num_classes` is not checked.
+    """
+    classes = getattr(model, "num_classes", None)
+    if classes is not None and len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < classes:
+        raise ValueError(
+            f"labels run from {int(targets.min())} to {int(targets.max())} and the model has {classes} "
+            f"classes (0 to {classes - 1}); set model.args.num_classes to the data's number of classes"
+        )
+
+
+def _traced(model: nn.Module, routed: bool) -> AbstractContextManager[Mapping[str, Routing]]:
+    """Trace a routed model; a dense one has nothing to trace."""
+    return trace(model) if routed else nullcontext({})
+
+
+def _batch_sums(logits: Tensor, targets: Tensor, routings: list[Routing]) -> Tensor:
+    """Return the sums of one batch in the order of `evaluate`."""
+    guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
+    figures = [
+        guesses[:, 0].sum().double(),
+        guesses.sum().double(),
+        F.cross_entropy(logits, targets, reduction="sum").double(),
+        torch.tensor(len(targets), device=logits.device).double(),
+    ]
+    figures += [routing.keep_BN.double().mean(1).sum() for routing in routings]
+    return torch.stack(figures)

@@ -1,0 +1,115 @@
+"""The run folder: which config it belongs to, whether the run is finished, and what came out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mmod.training.checkpoint import write_atomically
+from mmod.training.evaluation import EvalResult
+
+__all__ = ["FitResult", "check_folder", "read_result", "write_record", "write_result"]
+
+_CONFIG = "config.yaml"
+_RESULT = "result.json"
+# Keys that say where and how to watch, not what comes out: a run may go on with others.
+_FREE_KEYS = frozenset(
+    {"output", "data.workers", "log_every", "checkpoint_every", "tensorboard", "device", "compile"}
+)
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The outcome of a training run.
+
+    Args:
+        folder: The run folder. `model/` holds the final weights, `ema/` their moving average.
+        epochs: Epochs trained.
+        steps: Optimiser steps done.
+        evaluation: The final weights on the evaluation data.
+        average: Their moving average on it; None without one.
+        history: One row for each epoch, as in `metrics.csv`.
+        skipped: For "train" and "val", the files that were unreadable in part and passed over, with the
+            number of samples each.
+        reused: Whether the run had finished before and its result was read from the folder.
+    """
+
+    folder: str
+    epochs: int
+    steps: int
+    evaluation: EvalResult
+    average: EvalResult | None
+    history: list[dict[str, float]]
+    skipped: dict[str, dict[str, int]] = field(default_factory=dict)
+    reused: bool = False
+
+    @property
+    def top1(self) -> float:
+        """Accuracy in percent: of the moving average where there is one."""
+        return (self.average or self.evaluation).top1
+
+
+def check_folder(folder: Path, record: Mapping[str, Any]) -> None:
+    """Raise unless `folder` is free or holds a run of the same config.
+
+    Args:
+        folder: The run folder.
+        record: The config as plain values, with `world_size`.
+
+    Raises:
+        ValueError: If another config made the folder (the keys that differ are named), or if it holds
+            files that no run wrote.
+    """
+    if not folder.exists() or not any(not path.name.startswith(".") for path in folder.iterdir()):
+        return
+    kept = folder / _CONFIG
+    if not kept.exists():
+        raise ValueError(f"output {str(folder)!r} holds files but no {_CONFIG}: choose a new or empty folder")
+    old, new = _flat(yaml.safe_load(kept.read_text())), _flat(record)
+    differing = sorted(key for key in {*old, *new} - _FREE_KEYS if old.get(key) != new.get(key))
+    if differing:
+        lines = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} now" for key in differing]
+        raise ValueError(
+            f"output {str(folder)!r} belongs to a run with another config; choose another folder. "
+            f"Differing keys: {'; '.join(lines)}"
+        )
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write the resolved config into the run folder, once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / _CONFIG).exists():
+        write_atomically(folder / _CONFIG, yaml.safe_dump(dict(record), sort_keys=False))
+
+
+def read_result(folder: Path) -> FitResult | None:
+    """Return the result of a finished run; None when the run in `folder` is not finished."""
+    path = folder / _RESULT
+    if not path.exists():
+        return None
+    fields = json.loads(path.read_text())
+    fields["evaluation"] = EvalResult(**fields["evaluation"])
+    fields["average"] = EvalResult(**fields["average"]) if fields["average"] else None
+    return FitResult(**{**fields, "folder": str(folder), "reused": True})
+
+
+def write_result(result: FitResult) -> None:
+    """Mark the run as finished by writing its result."""
+    write_atomically(Path(result.folder) / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted keys to leaves."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves |= _flat(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
