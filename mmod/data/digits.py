@@ -1,0 +1,363 @@
+"""Cluttered digits: a data set made from scikit-learn's handwritten digits, most of which is background.
+
+One target digit lies at a random position and scale on a larger canvas, among fragments of other digits.
+A model must find the digit before it can read it, and most tokens never matter: a small and fast test for
+models that choose where to compute. The source images are split before scenes are composed, so that no
+handwriting, not even as clutter, crosses from one split to another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+SPLITS = ("train", "val", "test")
+MANIFEST = "manifest.json"
+# Raise this whenever the same parameters would give other bytes: an older build is then refused, not mixed.
+FORMAT = 1
+_SOURCE_SHARES = {"train": 0.7, "val": 0.1, "test": 0.2}
+
+
+@dataclass(frozen=True)
+class DigitsConfig:
+    """The parameters of one build; equal parameters give equal bytes.
+
+    Args:
+        canvas: Side of a scene, in pixels.
+        digit_size: Smallest and largest side of the target digit's box, in pixels.
+        clutter: Number of digit fragments in a scene.
+        fragment: Smallest and largest side of a fragment, as a share of its digit's box.
+        scenes: Number of scenes of each split.
+        shard_size: Scenes in one shard.
+        seed: Seed of the split of the source images and of every scene.
+
+    Raises:
+        ValueError: If a parameter is out of range.
+    """
+
+    canvas: int = 32
+    digit_size: tuple[int, int] = (14, 18)
+    clutter: int = 6
+    fragment: tuple[float, float] = (0.25, 0.45)
+    scenes: dict[str, int] = field(default_factory=lambda: {"train": 16000, "val": 1000, "test": 2000})
+    shard_size: int = 2000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        smallest, largest = self.digit_size
+        if not 4 <= smallest <= largest <= self.canvas:
+            raise ValueError(f"digit_size={self.digit_size} must lie in [4, canvas={self.canvas}], ascending")
+        if not 0 < self.fragment[0] <= self.fragment[1] <= 1:
+            raise ValueError(f"fragment={self.fragment} must lie in (0, 1], ascending")
+        if set(self.scenes) != set(SPLITS) or min(self.scenes.values()) < 1:
+            raise ValueError(f"scenes={self.scenes} must give a positive number for each of {SPLITS}")
+        if self.clutter < 0 or self.shard_size < 1 or self.seed < 0:
+            raise ValueError(
+                f"clutter={self.clutter} and seed={self.seed} must be >= 0, shard_size={self.shard_size} >= 1"
+            )
+
+
+LEVELS: dict[str, DigitsConfig] = {
+    "default": DigitsConfig(),
+    "tiny": DigitsConfig(clutter=2, scenes={"train": 256, "val": 64, "test": 64}, shard_size=64),
+    "hard": DigitsConfig(digit_size=(10, 18), clutter=16, scenes={"train": 64000, "val": 2000, "test": 4000}),
+    "64": DigitsConfig(
+        canvas=64, digit_size=(14, 28), clutter=24, scenes={"train": 64000, "val": 2000, "test": 4000}
+    ),
+    "96": DigitsConfig(
+        canvas=96, digit_size=(14, 36), clutter=48, scenes={"train": 128000, "val": 2000, "test": 4000}
+    ),
+}
+"""Named parameter sets: `default` learns in minutes on two cores, `tiny` is for tests, the others want a GPU."""
+
+
+class Scene(NamedTuple):
+    """One composed image and how it was made.
+
+    Attributes:
+        image: Grey values, uint8, (canvas, canvas).
+        label: Class of the target digit, 0 to 9.
+        target: Index of the target among the source images.
+        box: Left, top, right, bottom of the target, in pixels, right and bottom exclusive.
+        clutter: Indices of the source images that the fragments were cut from.
+    """
+
+    image: np.ndarray
+    label: int
+    target: int
+    box: tuple[int, int, int, int]
+    clutter: tuple[int, ...]
+
+
+class SourceDigits(NamedTuple):
+    """scikit-learn's digits and their split.
+
+    Attributes:
+        images: Grey values, uint8, (1797, 8, 8).
+        labels: Classes, (1797,).
+        splits: Split name -> indices of its images; disjoint, together all of them.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    splits: dict[str, np.ndarray]
+
+
+def load_sources(seed: int = 0) -> SourceDigits:
+    """Load the source images and split them 70/10/20, stratified by class.
+
+    Args:
+        seed: Seed of the split.
+
+    Returns:
+        Images, labels and the indices of each split.
+
+    Example:
+        >>> sources = load_sources()
+        >>> {name: len(indices) for name, indices in sources.splits.items()}
+        {'train': 1258, 'val': 180, 'test': 359}
+    """
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = np.round(digits.images * (255 / 16)).astype(np.uint8)
+    rng = np.random.default_rng([seed, len(SPLITS)])
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
+    cuts = np.cumsum([_SOURCE_SHARES[name] for name in SPLITS])[:-1]
+    for label in range(10):
+        indices = rng.permutation(np.flatnonzero(digits.target == label))
+        for name, part in zip(SPLITS, np.split(indices, np.round(cuts * len(indices)).astype(int))):
+            parts[name].append(part)
+    splits = {name: np.sort(np.concatenate(part)) for name, part in parts.items()}
+    return SourceDigits(images, digits.target.astype(np.int64), splits)
+
+
+def compose_scenes(config: DigitsConfig, split: str, sources: SourceDigits | None = None) -> Iterator[Scene]:
+    """Compose the scenes of one split, each from its own seed.
+
+    Args:
+        config: Parameters of the build.
+        split: One of `SPLITS`.
+        sources: What `load_sources(config.seed)` returned, when it is at hand.
+
+    Yields:
+        `config.scenes[split]` scenes. Every source image of the split is a target equally often.
+
+    Raises:
+        ValueError: If the split is unknown.
+
+    Example:
+        >>> scene = next(compose_scenes(LEVELS["tiny"], "test"))
+        >>> scene.image.shape, 0 <= scene.label <= 9
+        ((32, 32), True)
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is unknown; valid: {', '.join(SPLITS)}")
+    sources = sources or load_sources(config.seed)
+    split_seed = SPLITS.index(split)
+    targets = np.random.default_rng([config.seed, split_seed]).permutation(sources.splits[split])
+    for index in range(config.scenes[split]):
+        rng = np.random.default_rng([config.seed, split_seed, index])
+        yield _compose(config, sources, sources.splits[split], int(targets[index % len(targets)]), rng)
+
+
+def _compose(
+    config: DigitsConfig, sources: SourceDigits, pool: np.ndarray, target: int, rng: np.random.Generator
+) -> Scene:
+    canvas = np.zeros((config.canvas, config.canvas), np.uint8)
+    clutter = rng.choice(pool, config.clutter)
+    for source in clutter:
+        _paste(canvas, _fragment(_scaled(sources.images[source], config, rng), config, rng), rng)
+    box = _paste(canvas, _scaled(sources.images[target], config, rng), rng)
+    return Scene(canvas, int(sources.labels[target]), target, box, tuple(int(source) for source in clutter))
+
+
+def _scaled(digit: np.ndarray, config: DigitsConfig, rng: np.random.Generator) -> np.ndarray:
+    side = int(rng.integers(config.digit_size[0], config.digit_size[1] + 1))
+    return np.asarray(Image.fromarray(digit).resize((side, side), Image.Resampling.BILINEAR))
+
+
+def _fragment(digit: np.ndarray, config: DigitsConfig, rng: np.random.Generator) -> np.ndarray:
+    side = len(digit)
+    low, high = (max(1, round(side * share)) for share in config.fragment)
+    height, width = rng.integers(low, high + 1, 2)
+    top, left = rng.integers(0, side - height + 1), rng.integers(0, side - width + 1)
+    return digit[top : top + height, left : left + width]
+
+
+def _paste(canvas: np.ndarray, patch: np.ndarray, rng: np.random.Generator) -> tuple[int, int, int, int]:
+    height, width = patch.shape
+    top = int(rng.integers(0, canvas.shape[0] - height + 1))
+    left = int(rng.integers(0, canvas.shape[1] - width + 1))
+    region = canvas[top : top + height, left : left + width]
+    np.maximum(region, patch, out=region)
+    return left, top, left + width, top + height
+
+
+def digits_config(level: str) -> DigitsConfig:
+    """Look up a named parameter set.
+
+    Args:
+        level: A key of `LEVELS`.
+
+    Returns:
+        Its parameters.
+
+    Raises:
+        ValueError: If there is no such level.
+
+    Example:
+        >>> digits_config("64").canvas
+        64
+    """
+    if level not in LEVELS:
+        raise ValueError(f"digits level {level!r} is unknown; valid: {', '.join(LEVELS)}")
+    return LEVELS[level]
+
+
+def build_digits(
+    root: str | Path, config: DigitsConfig | None = None, progress: bool = False
+) -> dict[str, Any]:
+    """Write the shards of a build, or find them already written.
+
+    The shards are written to a temporary folder beside `root` which takes the place of `root` once complete, so an
+    interrupted build leaves nothing that could be taken for one. Processes that ask for the same build at
+    once wait for the first. Shards hold `KEY.png`, `KEY.cls` and `KEY.json` (how the scene was made).
+
+    Args:
+        root: Folder of the build. It must not exist, be empty, or hold a build with the same parameters.
+        config: Parameters; `LEVELS["default"]` when not given.
+        progress: Show a progress bar.
+
+    Returns:
+        The manifest: `format`, `parameters` and, for each shard, its `samples` and `sha256`.
+
+    Raises:
+        FileExistsError: If `root` holds another build or files that are no build.
+        ValueError: If `root` holds the right build but a shard of it is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> manifest = build_digits(tempfile.mkdtemp(), LEVELS["tiny"])
+        >>> sorted(manifest["shards"])[:2]
+        ['test-000000.tar', 'train-000000.tar']
+    """
+    root = Path(root)
+    config = config or LEVELS["default"]
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with open(root.parent / f".{root.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if root.is_dir() and any(root.iterdir()):
+            return _check_build(root, config)
+        partial = root.parent / f".{root.name}.partial"
+        # Only the holder of the lock writes here, so what is left over belongs to a build that was killed.
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            manifest = _write_build(partial, config, progress)
+            os.rename(partial, root)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return manifest
+
+
+def save_montage(path: str | Path, config: DigitsConfig | None = None, columns: int = 8, rows: int = 4) -> None:
+    """Save a picture of the first test scenes.
+
+    Args:
+        path: PNG file to write.
+        config: Parameters; `LEVELS["default"]` when not given.
+        columns: Scenes in a row.
+        rows: Number of rows.
+
+    Raises:
+        FileExistsError: If the file exists.
+    """
+    config = config or LEVELS["default"]
+    scale, gap = max(1, 96 // config.canvas), 4
+    cell = config.canvas * scale + gap
+    sheet = np.full((rows * cell + gap, columns * cell + gap), 255, np.uint8)
+    for index, scene in zip(range(rows * columns), compose_scenes(config, "test")):
+        top, left = gap + index // columns * cell, gap + index % columns * cell
+        large = scene.image.repeat(scale, axis=0).repeat(scale, axis=1)
+        sheet[top : top + len(large), left : left + len(large)] = large
+    with open(path, "xb") as file:
+        Image.fromarray(sheet).save(file, format="PNG", optimize=True)
+
+
+def _parameters(config: DigitsConfig) -> dict[str, Any]:
+    # Through JSON, so that tuples compare equal to the lists that a manifest holds.
+    return json.loads(json.dumps(asdict(config)))
+
+
+def _check_build(root: Path, config: DigitsConfig) -> dict[str, Any]:
+    if not (root / MANIFEST).is_file():
+        raise FileExistsError(f"{root} is not empty and holds no build of cluttered digits; choose another folder")
+    manifest = json.loads((root / MANIFEST).read_text())
+    found, wanted = manifest["parameters"], _parameters(config)
+    differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+    if manifest["format"] != FORMAT:
+        differing.append("format")
+        found, wanted = {**found, "format": manifest["format"]}, {**wanted, "format": FORMAT}
+    if differing:
+        changes = "; ".join(f"{key}: {found.get(key)} there, {wanted.get(key)} asked for" for key in differing)
+        raise FileExistsError(f"{root} holds another build ({changes}); choose another folder or delete it")
+    for name, entry in manifest["shards"].items():
+        if not (root / name).is_file() or _sha256(root / name) != entry["sha256"]:
+            raise ValueError(f"{root / name} is missing or differs from its checksum; delete {root} to build it again")
+    return manifest
+
+
+def _write_build(folder: Path, config: DigitsConfig, progress: bool) -> dict[str, Any]:
+    from tqdm import tqdm
+
+    sources = load_sources(config.seed)
+    shards: dict[str, dict[str, Any]] = {}
+    with tqdm(total=sum(config.scenes.values()), unit="scene", disable=not progress) as bar:
+        for split in SPLITS:
+            scenes = compose_scenes(config, split, sources)
+            for first in range(0, config.scenes[split], config.shard_size):
+                path = folder / f"{split}-{first // config.shard_size:06d}.tar"
+                samples = min(config.shard_size, config.scenes[split] - first)
+                _write_shard(path, (next(scenes) for _ in range(samples)), first)
+                shards[path.name] = {"samples": samples, "sha256": _sha256(path)}
+                bar.update(samples)
+    manifest = {"format": FORMAT, "parameters": _parameters(config), "shards": dict(sorted(shards.items()))}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    return manifest
+
+
+def _write_shard(path: Path, scenes: Iterator[Scene], first: int) -> None:
+    from webdataset import TarWriter
+
+    # A fixed time makes builds equal byte for byte.
+    with contextlib.closing(TarWriter(str(path), mtime=0, user="", group="", encoder=False)) as writer:
+        for index, scene in enumerate(scenes, first):
+            png = io.BytesIO()
+            Image.fromarray(scene.image).save(png, format="PNG")
+            made = {"target": scene.target, "box": scene.box, "clutter": scene.clutter}
+            writer.write(
+                {
+                    "__key__": f"{index:06d}",
+                    "png": png.getvalue(),
+                    "cls": str(scene.label).encode(),
+                    "json": json.dumps(made).encode(),
+                }
+            )
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

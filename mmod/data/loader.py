@@ -1,0 +1,302 @@
+"""Batches as a pure function of (seed, epoch, step).
+
+timm's transforms are used as they are, its loaders are not: they shuffle in stream order and draw augmentation from
+the workers' random state, so that a run cannot be resumed in the middle of an epoch with the same batches. Here the
+order of an epoch is one permutation, and every sample's augmentation has its own seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mmod.data.corrupt import CorruptReport, OnCorrupt
+from mmod.data.digits import build_digits, digits_config
+from mmod.data.sources import ImageSource
+from mmod.data.stream import ImageReader, MemoryReader, SampleStream
+
+# Mean and standard deviation of the grey values of cluttered digits, near enough for every level.
+_DIGITS_MEAN, _DIGITS_STD = 0.14, 0.27
+
+
+@dataclass
+class AugmentConfig:
+    """Training augmentation: the arguments of `timm.data.create_transform` that matter for images.
+
+    Args:
+        train_crop_mode: "rrc" (random resized crop), "rkrc" or "rkrr".
+        scale: Area of the crop, as a share of the image; timm's default when None.
+        ratio: Aspect ratio of the crop; timm's default when None.
+        hflip: Probability of a horizontal flip.
+        vflip: Probability of a vertical flip.
+        color_jitter: Strength of the colour jitter; unused when `auto_augment` replaces it.
+        color_jitter_prob: Probability of the colour jitter; always when None.
+        grayscale_prob: Probability of a greyscale image.
+        gaussian_blur_prob: Probability of a blur.
+        auto_augment: A policy as "rand-m9-mstd0.5-inc1" or "3a"; none when None.
+        interpolation: Interpolation of the crop: "bilinear", "bicubic", "random", ...
+        re_prob: Probability of random erasing.
+        re_mode: Fill of the erased area: "const", "rand" or "pixel".
+        re_count: Number of erased areas.
+    """
+
+    train_crop_mode: str = "rrc"
+    scale: tuple[float, float] | None = None
+    ratio: tuple[float, float] | None = None
+    hflip: float = 0.5
+    vflip: float = 0.0
+    color_jitter: float = 0.4
+    color_jitter_prob: float | None = None
+    grayscale_prob: float = 0.0
+    gaussian_blur_prob: float = 0.0
+    auto_augment: str | None = None
+    interpolation: str = "random"
+    re_prob: float = 0.0
+    re_mode: str = "const"
+    re_count: int = 1
+
+
+@dataclass
+class DataConfig:
+    """What to read and how.
+
+    Args:
+        source: "digits" or "digits:LEVEL" (the embedded set, built into `root` when it is not there);
+            "shards:PATTERN" (webdataset shards; `{split}` in the pattern stands for the split); or a
+            name for `timm.data.create_dataset`: "folder", "torch/...", "hfds/...".
+        root: Folder of the data. For digits it defaults to `runs/data/cluttered-digits-LEVEL`; for remote shards it is
+            where copies of them are kept.
+        train_split: Split to train on.
+        val_split: Split to evaluate on.
+        image_size: Side of an image, in pixels.
+        channels: 1 (grey) or 3 (RGB).
+        mean: Mean of each channel; by default the digits' own, ImageNet's for 3 channels, 0.5 for 1.
+        std: Standard deviation of each channel, as `mean`.
+        batch_size: Images in a batch of one process.
+        workers: Worker processes; 0 reads in the training process.
+        augment: Augmentation of training images; None resizes and crops them as for evaluation.
+        crop_pct: Share of the resized image that the evaluation crop keeps. Digits are never resized.
+        interpolation: Interpolation of the evaluation resize.
+        on_corrupt: "raise" stops at an image or shard that cannot be read. "skip" counts it in the stream's
+            report: a training batch gets the next readable sample in its place, evaluation goes on without it.
+        in_memory: Decode everything once and keep it as uint8; None does so for digits without augmentation.
+        pin_memory: Return batches in pinned memory (for a GPU).
+        options: Further arguments of `timm.data.create_dataset`, as `class_map`.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    source: str = "digits"
+    root: str | None = None
+    train_split: str = "train"
+    val_split: str = "val"
+    image_size: int = 32
+    channels: int = 1
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    batch_size: int = 64
+    workers: int = 0
+    augment: AugmentConfig | None = None
+    crop_pct: float = 0.875
+    interpolation: str = "bicubic"
+    on_corrupt: OnCorrupt = "raise"
+    in_memory: bool | None = None
+    pin_memory: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.channels not in (1, 3):
+            raise ValueError(f"channels={self.channels} is unknown; valid: 1 (grey), 3 (RGB)")
+        for name, low in (("image_size", 1), ("batch_size", 1), ("workers", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= {low}")
+        if not 0 < self.crop_pct <= 1:
+            raise ValueError(f"crop_pct={self.crop_pct} must lie in (0, 1]")
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.channels:
+                raise ValueError(f"{name}={values} must have channels={self.channels} values")
+        if self.in_memory and self.augment is not None:
+            raise ValueError("in_memory=True keeps images as evaluated; it cannot be combined with augment")
+
+
+class BatchStream(Protocol):
+    """Batches of one process.
+
+    Attributes:
+        steps_per_epoch: Batches in an epoch.
+        num_samples: Samples of the whole source, over all processes.
+        report: What could not be read so far.
+    """
+
+    steps_per_epoch: int
+    num_samples: int
+    report: CorruptReport
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over the batches of an epoch.
+
+        `batches(e, s)` equals `batches(e)` without its first `s` batches, whatever the number of workers; the
+        batches left out are not read, and the caller's random state is neither used nor changed.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            start: First batch.
+
+        Yields:
+            Normalised images, float32, (B, channels, image_size, image_size), and classes, int64, (B,).
+        """
+        ...
+
+
+def create_train_stream(config: DataConfig, seed: int, rank: int = 0, world: int = 1) -> BatchStream:
+    """Make the stream of shuffled and augmented training batches of one process.
+
+    Every epoch has its own order. Full batches only: the fewer than `batch_size * world` samples at the end
+    of an epoch's order wait for another epoch. The processes' batches of one step are neighbours in the order.
+
+    Args:
+        config: What to read.
+        seed: Seed of order and augmentation, the same in all processes.
+        rank: Number of this process.
+        world: Number of processes.
+
+    Returns:
+        The stream.
+
+    Raises:
+        ValueError: If the source does not exist, is too small for one batch, or does not fit the config.
+        CorruptDataError: If a shard is damaged, unless `config.on_corrupt` is "skip".
+
+    Example:
+        >>> import tempfile
+        >>> config = DataConfig("digits:tiny", root=tempfile.mkdtemp(), batch_size=16)
+        >>> stream = create_train_stream(config, seed=0)
+        >>> images, classes = next(stream.batches(epoch=0))
+        >>> images.shape, stream.steps_per_epoch
+        (torch.Size([16, 1, 32, 32]), 16)
+    """
+    _check_rank(rank, world)
+    reader, report = _create_reader(config, config.train_split, training=True)
+    if len(reader) < config.batch_size * world:
+        raise ValueError(
+            f"the split {config.train_split!r} of {config.source!r} has {len(reader)} samples, fewer than one batch of "
+            f"batch_size={config.batch_size} on each of {world} processes"
+        )
+    return SampleStream(reader, report, config.batch_size, config.workers, config.pin_memory, rank, world, seed)
+
+
+def create_eval_stream(config: DataConfig, rank: int = 0, world: int = 1) -> BatchStream:
+    """Make the stream of evaluation batches of one process: every sample once, in order.
+
+    Process `rank` reads samples `rank, rank + world, ...`; the last batch may be smaller, and the processes may
+    differ by one in their number of batches.
+
+    Args:
+        config: What to read.
+        rank: Number of this process.
+        world: Number of processes.
+
+    Returns:
+        The stream.
+
+    Raises:
+        ValueError: If the source does not exist, has fewer samples than processes, or does not fit the config.
+        CorruptDataError: If a shard is damaged, unless `config.on_corrupt` is "skip".
+
+    Example:
+        >>> import tempfile
+        >>> config = DataConfig("digits:tiny", root=tempfile.mkdtemp(), batch_size=48)
+        >>> [len(classes) for _, classes in create_eval_stream(config).batches(epoch=0)]
+        [48, 16]
+    """
+    _check_rank(rank, world)
+    reader, report = _create_reader(config, config.val_split, training=False)
+    if len(reader) < world:
+        raise ValueError(f"the split {config.val_split!r} has {len(reader)} samples for {world} processes")
+    return SampleStream(reader, report, config.batch_size, config.workers, config.pin_memory, rank, world)
+
+
+def _check_rank(rank: int, world: int) -> None:
+    if not 0 <= rank < world:
+        raise ValueError(f"rank={rank} must lie in [0, world={world})")
+
+
+def _create_reader(
+    config: DataConfig, split: str, training: bool
+) -> tuple[ImageReader | MemoryReader, CorruptReport]:
+    report = CorruptReport(config.on_corrupt)
+    source = _create_source(config, split, report)
+    mean, std = _normalisation(config)
+    digits = _is_digits(config)
+    mode = "L" if config.channels == 1 else "RGB"
+    if config.in_memory or (config.in_memory is None and digits and config.augment is None):
+        transform = _transform(config, training, mean, std, normalise=False)
+        return MemoryReader(source, mode, transform, mean, std, report), report
+    # A corrupt training sample is replaced, so that every process keeps its number of full batches.
+    return ImageReader(source, mode, _transform(config, training, mean, std), replace=training), report
+
+
+def _create_source(config: DataConfig, split: str, report: CorruptReport) -> ImageSource:
+    from mmod.data.shards import ShardSource
+    from mmod.data.timm_source import TimmSource
+
+    kind, _, rest = config.source.partition(":")
+    if kind == "digits":
+        root = _build_level(config, rest or "default", split)
+        return ShardSource(f"{root}/{split}-*.tar", report)
+    if kind == "shards":
+        if "{split}" not in rest:
+            raise ValueError(
+                f"source={config.source!r} must contain '{{split}}', which stands for train_split or val_split"
+            )
+        return ShardSource(rest.replace("{split}", split), report, cache=config.root, progress=True)
+    return TimmSource(config.source, config.root, split, config.options)
+
+
+def _is_digits(config: DataConfig) -> bool:
+    return config.source.partition(":")[0] == "digits"
+
+
+def _build_level(config: DataConfig, level: str, split: str) -> Path:
+    digits = digits_config(level)
+    if split not in digits.scenes:
+        raise ValueError(f"split {split!r} of the digits is unknown; valid: {', '.join(digits.scenes)}")
+    if config.image_size != digits.canvas:
+        raise ValueError(f"image_size={config.image_size}: scenes of the level {level!r} have {digits.canvas} pixels")
+    root = Path(config.root or f"runs/data/cluttered-digits-{level}")
+    build_digits(root, digits, progress=True)
+    return root
+
+
+def _normalisation(config: DataConfig) -> tuple[Tensor, Tensor]:
+    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+    if _is_digits(config):
+        mean, std = (_DIGITS_MEAN,) * config.channels, (_DIGITS_STD,) * config.channels
+    elif config.channels == 3:
+        mean, std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+    else:
+        mean, std = (0.5,), (0.5,)
+    return torch.tensor(config.mean or mean), torch.tensor(config.std or std)
+
+
+def _transform(config: DataConfig, training: bool, mean: Tensor, std: Tensor, normalise: bool = True) -> Any:
+    from timm.data import create_transform
+
+    common: dict[str, Any] = {
+        "input_size": (config.channels, config.image_size, config.image_size),
+        "mean": tuple(mean.tolist()),
+        "std": tuple(std.tolist()),
+        "normalize": normalise,
+    }
+    if training and config.augment is not None:
+        return create_transform(is_training=True, **common, **asdict(config.augment))
+    crop_pct = 1.0 if _is_digits(config) else config.crop_pct
+    return create_transform(is_training=False, crop_pct=crop_pct, interpolation=config.interpolation, **common)

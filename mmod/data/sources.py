@@ -1,0 +1,65 @@
+"""What a stream reads from: images by number."""
+
+from __future__ import annotations
+
+import io
+from typing import Protocol
+
+from PIL import Image
+
+from mmod.data.corrupt import Fault
+
+
+class UnreadableSampleError(Exception):
+    """Raised by a source for one sample that cannot be read; carries the fault."""
+
+    def __init__(self, fault: Fault):
+        super().__init__(str(fault))
+        self.fault = fault
+
+
+class ImageSource(Protocol):
+    """Labelled images by number, in any order and from any process.
+
+    Random access is what makes a stream exact: it can be shuffled globally, split between processes and
+    resumed at any batch without reading what comes before.
+    """
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def read(self, index: int, mode: str) -> tuple[Image.Image, int]:
+        """Read one sample.
+
+        Args:
+            index: Its number.
+            mode: PIL mode to convert to, "L" or "RGB".
+
+        Returns:
+            The decoded image and its label.
+
+        Raises:
+            UnreadableSampleError: If the image or the label cannot be read.
+        """
+        ...
+
+
+def decode_image(data: bytes, mode: str) -> Image.Image:
+    """Decode an image completely.
+
+    Args:
+        data: The encoded file.
+        mode: PIL mode to convert to.
+
+    Returns:
+        The image.
+
+    Raises:
+        ValueError: If the bytes are no image that can be read to its end.
+    """
+    try:
+        return Image.open(io.BytesIO(data)).convert(mode)
+    except Exception as error:
+        # Pillow's decoders raise OSError, SyntaxError, struct.error and others on damaged files.
+        raise ValueError(f"image of {len(data)} bytes cannot be decoded: {error}") from error

@@ -1,0 +1,264 @@
+"""The stream behind every source: which samples make up a batch, and how a batch is read."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
+from mmod.data.sources import ImageSource, UnreadableSampleError
+
+
+class Batch(NamedTuple):
+    """What a reader returns.
+
+    Attributes:
+        images: Normalised images, float32, (B, C, H, W).
+        labels: Classes, int64, (B,).
+        faults: The samples that could not be read.
+    """
+
+    images: Tensor
+    labels: Tensor
+    faults: list[Fault]
+
+
+class BatchReader(Protocol):
+    """Reads a batch, given its samples' numbers and seeds."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> Batch:
+        """Read one batch.
+
+        Args:
+            indices: Numbers of the samples, (B,).
+            seeds: Seed of the stream and number of the epoch.
+
+        Returns:
+            The batch.
+        """
+        ...
+
+
+class ImageReader:
+    """Decodes and transforms the samples of a source, each with its own random state.
+
+    Args:
+        source: Where samples come from.
+        mode: PIL mode, "L" or "RGB".
+        transform: From a PIL image to a tensor (C, H, W), drawing from the global random states if at all.
+        replace: Put the next readable sample in the place of an unreadable one, instead of leaving it out.
+    """
+
+    def __init__(
+        self, source: ImageSource, mode: str, transform: Callable[..., Tensor], replace: bool = False
+    ):
+        self.source = source
+        self.mode = mode
+        self.transform = transform
+        self.replace = replace
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> Batch:
+        """Read one batch; see `BatchReader.read`."""
+        faults: list[Fault] = []
+        images, labels = [], []
+        with _kept_random_state():
+            for index in indices.tolist():
+                found = self._read_one(index, faults)
+                if found is None:
+                    continue
+                image, label = found
+                # By the place in the order, not by the sample that filled it: a replaced one differs from its twin.
+                _seed_all(*seeds, index)
+                images.append(self.transform(image))
+                labels.append(label)
+        batch = torch.stack(images) if images else torch.empty(0)
+        return Batch(batch, torch.tensor(labels, dtype=torch.int64), faults)
+
+    def _read_one(self, index: int, faults: list[Fault]) -> tuple[object, int] | None:
+        for attempt in range(len(self) if self.replace else 1):
+            try:
+                return self.source.read((index + attempt) % len(self), self.mode)
+            except UnreadableSampleError as error:
+                faults.append(error.fault)
+        return None
+
+
+class MemoryReader:
+    """Holds the decoded images of a source and normalises whole batches at once.
+
+    Args:
+        source: Where samples come from; all are read here, and unreadable ones left out.
+        mode: PIL mode, "L" or "RGB".
+        transform: From a PIL image to a uint8 tensor (C, H, W).
+        mean: Mean of each channel on the scale of 0 to 1, (C,).
+        std: Standard deviation of each channel on that scale, (C,).
+        report: Where unreadable samples are counted.
+
+    Raises:
+        CorruptDataError: If a sample cannot be read, unless the report says "skip", or if none can.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        mode: str,
+        transform: Callable[..., Tensor],
+        mean: Tensor,
+        std: Tensor,
+        report: CorruptReport,
+    ):
+        images, labels = [], []
+        for index in range(len(source)):
+            try:
+                image, label = source.read(index, mode)
+            except UnreadableSampleError as error:
+                report.add([error.fault])
+                continue
+            images.append(transform(image))
+            labels.append(label)
+        if not images:
+            raise CorruptDataError(f"none of {len(source)} samples can be read; {report}")
+        self.images = torch.stack(images)
+        self.labels = torch.tensor(labels, dtype=torch.int64)
+        self.scale = (1 / (255 * std))[:, None, None]
+        self.shift = (-mean / std)[:, None, None]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> Batch:
+        """Read one batch; see `BatchReader.read`."""
+        chosen = torch.from_numpy(indices)
+        return Batch(self.images[chosen] * self.scale + self.shift, self.labels[chosen], [])
+
+
+class SampleStream:
+    """A `mmod.data.loader.BatchStream` over a reader.
+
+    Args:
+        reader: Reads batches.
+        report: Where unreadable samples are counted.
+        batch_size: Samples in a batch of one process.
+        workers: Worker processes; 0 reads in this one.
+        pin_memory: Return pinned tensors.
+        rank: Number of this process.
+        world: Number of processes.
+        seed: Seed of the order of training; None reads every sample once, in order.
+    """
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        report: CorruptReport,
+        batch_size: int,
+        workers: int = 0,
+        pin_memory: bool = False,
+        rank: int = 0,
+        world: int = 1,
+        seed: int | None = None,
+    ):
+        self.reader = reader
+        self.report = report
+        self.batch_size = batch_size
+        self.workers = workers
+        self.pin_memory = pin_memory
+        self.rank = rank
+        self.world = world
+        self.seed = seed
+        self.num_samples = len(reader)
+        self.steps_per_epoch = len(self._order(0))
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over the batches of an epoch; see `mmod.data.loader.BatchStream.batches`.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            start: First batch.
+
+        Yields:
+            Images and classes.
+
+        Raises:
+            ValueError: If the epoch is negative or has no batch `start`.
+            CorruptDataError: If a sample cannot be read, unless the report says "skip", or if no sample of a
+                batch can.
+        """
+        if epoch < 0 or not 0 <= start <= self.steps_per_epoch:
+            raise ValueError(f"epoch={epoch} must be >= 0 and start={start} in [0, {self.steps_per_epoch}]")
+        for batch in self._load(self._order(epoch)[start:], (self.seed or 0, epoch)):
+            self.report.add(batch.faults)
+            if not len(batch.labels):
+                raise CorruptDataError(f"no sample of a batch can be read; {self.report}")
+            yield batch.images, batch.labels
+
+    def _order(self, epoch: int) -> list[np.ndarray]:
+        """Numbers of the samples of each of this process's batches."""
+        if self.seed is None:
+            mine = np.arange(self.rank, self.num_samples, self.world)
+            return [mine[first : first + self.batch_size] for first in range(0, len(mine), self.batch_size)]
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+        steps = self.num_samples // (self.batch_size * self.world)
+        whole = order[: steps * self.world * self.batch_size]
+        return list(whole.reshape(steps, self.world, self.batch_size)[:, self.rank])
+
+    def _load(self, order: list[np.ndarray], seeds: tuple[int, int]) -> Iterator[Batch]:
+        # A generator of its own, because the loader would draw from the global one.
+        return iter(
+            DataLoader(
+                _Batches(self.reader, seeds),
+                batch_size=None,
+                sampler=order,
+                num_workers=min(self.workers, len(order)),
+                collate_fn=_unchanged,
+                pin_memory=self.pin_memory,
+                generator=torch.Generator(),
+            )
+        )
+
+
+class _Batches(Dataset):
+    """A reader as a data set whose items are whole batches."""
+
+    def __init__(self, reader: BatchReader, seeds: tuple[int, int]):
+        self.reader = reader
+        self.seeds = seeds
+
+    def __getitem__(self, indices: np.ndarray) -> Batch:
+        return self.reader.read(indices, self.seeds)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _seed_all(*seeds: int) -> None:
+    python, numpy, first, second = np.random.SeedSequence(seeds).generate_state(4).tolist()
+    random.seed(python)
+    np.random.seed(numpy)  # noqa: NPY002 (transforms draw from the global state)
+    # Not torch.manual_seed, which would also reset the generators of GPUs.
+    torch.default_generator.manual_seed(first << 32 | second)
+
+
+@contextlib.contextmanager
+def _kept_random_state() -> Iterator[None]:
+    state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])  # noqa: NPY002
+        torch.default_generator.set_state(state[2])
