@@ -100,7 +100,7 @@ class Router(nn.Module):
         Raises:
             ValueError: Attention routing without importance, or importance of another shape than the tokens.
         """
-        score_BN = self._score(x_BND, importance_BN)
+        score_BN = self._score(x_BND, importance_BN, valid_BN)
         if self.config.select == "topk":
             index_BK, valid_BK = select_topk(score_BN, self.capacity, self.prefix, valid_BN)
         else:
@@ -120,12 +120,14 @@ class Router(nn.Module):
             skip_weight_BN = apply_gate(score_BN, gate, scale)
         return Routing(score_BN, index_BK, gate_BK, valid_BK, skip_weight_BN, importance_BN)
 
-    def _score(self, x_BND: Tensor, importance_BN: Tensor | None) -> Tensor:
+    def _score(self, x_BND: Tensor, importance_BN: Tensor | None, valid_BN: Tensor | None) -> Tensor:
         if importance_BN is not None and importance_BN.shape != x_BND.shape[:2]:
             raise ValueError(
                 f"importance has shape {tuple(importance_BN.shape)}, but the block's input has "
                 f"{tuple(x_BND.shape[:2])} (images, tokens): the sequence changed between the two blocks"
             )
+        if isinstance(self.score, RandomScore):
+            return self.score(x_BND, valid_BN)
         if self.score is not None:
             return self.score(x_BND)
         if importance_BN is None:

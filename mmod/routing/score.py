@@ -120,10 +120,15 @@ class RandomScore(nn.Module):
         super().__init__()
         self.salt = _mix_number(_mix_number(seed) + block)
 
-    def forward(self, x_BND: Tensor) -> Tensor:
-        """Return the scores (B, N) for tokens (B, N, D)."""
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, leaves no fingerprint."""
+        print_BND = x_BND.detach()[..., :4].float()
+        if valid_BN is None:
+            mean_BD = print_BND.mean(dim=1)
+        else:
+            total_BD = (print_BND * valid_BN.unsqueeze(-1)).sum(dim=1)
+            mean_BD = total_BD / valid_BN.sum(dim=1, keepdim=True).clamp(min=1)
         # Rounding to 1/64 keeps the fingerprint clear of the last bits, in which batch sizes and compilers differ.
-        mean_BD = x_BND.detach()[..., :4].float().mean(dim=1)
         coarse_BD = torch.round(mean_BD * 64).to(torch.int64)
         key_B = torch.full_like(coarse_BD[:, 0], self.salt)
         for channel in range(coarse_BD.shape[1]):

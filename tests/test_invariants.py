@@ -1,0 +1,246 @@
+"""The promises of a routed block, over every kind of timm model that can be routed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mmod
+from mmod import RoutingConfig
+from tests.reference import as_double, reference_forward
+from tests.zoo import ZOO, make_images, make_model
+
+DENSE_FUNCTIONS = [
+    RoutingConfig(capacity=1.0),
+    RoutingConfig(router="linear", gate="identity", capacity=1.0),
+    RoutingConfig(router="linear", gate="identity", select="threshold", threshold=0.0),
+]
+ROUTERS = {
+    "attention": RoutingConfig(capacity=0.4),
+    "linear": RoutingConfig(router="linear", capacity=0.4, init_std=0.3),
+    "eq1": mmod.preset("mod", capacity=0.4, init_std=0.1),
+    "sigmoid": RoutingConfig(router="linear", capacity=0.4, gate="sigmoid", gate_scale=0.1, init_std=0.3),
+    "p-mod": mmod.preset("p-mod", capacity=0.4, blocks="every_other", init_std=0.1),
+    "threshold": RoutingConfig(router="linear", select="threshold", init_std=0.3),
+    "attention-threshold": RoutingConfig(select="threshold", threshold=0.9),
+    "random": RoutingConfig(router="random", capacity=0.4),
+    "stride": RoutingConfig(router="stride", capacity=0.4),
+    "norm": RoutingConfig(router="norm", capacity=0.4),
+}
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> None:
+    b = b.detach()
+    torch.testing.assert_close(a.detach(), b, rtol=tolerance, atol=tolerance * float(b.abs().max().clamp(min=1)))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_full_capacity_is_the_dense_model(name: str) -> None:
+    model, images = make_model(name), make_images(name, 2)
+    keys = list(model.state_dict())
+    with torch.no_grad():
+        dense = model(images)
+        for config in DENSE_FUNCTIONS:
+            mmod.route_(model, config)
+            close(model(images), dense, 1e-6)
+            mmod.unroute_(model)
+        assert torch.equal(model(images), dense)
+    assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_base_patch16_xp_224"])
+@pytest.mark.parametrize("config", DENSE_FUNCTIONS[:2], ids=["attention", "linear"])
+def test_full_capacity_is_bitwise_dense_in_bf16(name: str, config: RoutingConfig) -> None:
+    model, images = make_model(name).bfloat16(), make_images(name, 2).bfloat16()
+    with torch.no_grad():
+        dense = model(images)
+        assert torch.equal(mmod.route_(model, config)(images), dense)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_matches_the_per_image_definition_with_gradients(name: str) -> None:
+    for config in (ROUTERS["attention"], ROUTERS["linear"]):
+        model = as_double(mmod.route_(make_model(name), config))
+        images = make_images(name, 2).double()
+        expected = reference_forward(model, images)
+        close(model(images), expected, 1e-6)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        weights = torch.randn_like(expected)
+        wanted = torch.autograd.grad((expected * weights).sum(), parameters, allow_unused=True)
+        found = torch.autograd.grad((model(images) * weights).sum(), parameters, allow_unused=True)
+        for a, b in zip(found, wanted, strict=True):
+            if b is not None:
+                close(a, b, 1e-5)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "vit_small_patch16_dinov3"])
+def test_every_router_matches_the_definition(name: str, router: str) -> None:
+    model = mmod.route_(make_model(name), ROUTERS[router]).double()
+    images = make_images(name, 3).double()
+    with torch.no_grad():
+        close(model(images), reference_forward(model, images), 1e-6)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_skipped_rows_are_bitwise_copies_and_prefix_runs(name: str) -> None:
+    model, images = mmod.route_(make_model(name), RoutingConfig(capacity=0.3)), make_images(name, 2)
+    seen = {}
+    blocks = mmod.routed_blocks(model)
+    for key, block in blocks.items():
+        block.register_forward_hook(lambda _, args, out, key=key: seen.update({key: (args[0], out)}))
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        model(images)
+    prefix = next(iter(blocks.values())).router.prefix
+    for key, routing in decisions.items():
+        before, after = seen[key]
+        skipped = ~routing.keep_BN
+        assert skipped.any()
+        assert torch.equal(after[skipped], before[skipped])
+        assert not torch.equal(after, before)
+        assert routing.keep_BN[:, :prefix].all()
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_batch_composition_never_changes_an_output(router: str) -> None:
+    for name in ("test_vit", "eva02_tiny_patch14_224"):
+        model, images = mmod.route_(make_model(name), ROUTERS[router]).double(), make_images(name, 5).double()
+        with torch.no_grad():
+            together = model(images)
+            alone = torch.cat([model(images[i : i + 1]) for i in range(5)])
+            shuffled = model(images[[3, 0, 4, 1, 2]])
+        close(together, alone, 1e-6)
+        close(shuffled, together[[3, 0, 4, 1, 2]], 1e-6)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_attention_routing_adds_no_key_and_unroute_restores_everything(name: str) -> None:
+    model = make_model(name)
+    classes = [type(module) for module in model.modules()]
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    attributes = [set(vars(module)) for module in model.modules()]
+    mmod.route_(model)
+    assert list(model.state_dict()) == list(state)
+    model.load_state_dict(state, strict=True)
+    mmod.unroute_(model)
+    mmod.route_(model, RoutingConfig(router="linear"))
+    missing = model.load_state_dict(state, strict=False)
+    assert not missing.unexpected_keys
+    assert all(".router." in key for key in missing.missing_keys)
+    mmod.unroute_(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("router", ["attention", "linear", "random"])
+def test_copies_and_pickles_route_alike(router: str) -> None:
+    model, images = mmod.route_(make_model("test_vit"), ROUTERS[router]), make_images("test_vit", 2)
+    model.train()
+    model(images).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        expected = model(images)
+        assert torch.equal(copy.deepcopy(model)(images), expected)
+        restored = pickle.loads(pickle.dumps(model))
+        assert torch.equal(restored(images), expected)
+    assert type(restored.blocks[1]) is type(model.blocks[1])
+
+
+@given(batch=st.integers(1, 4), rows=st.integers(1, 5), columns=st.integers(1, 5), capacity=st.floats(0.01, 1.0))
+def test_any_shape_and_capacity(batch: int, rows: int, columns: int, capacity: float) -> None:
+    model = make_model("vit_tiny_patch16_224", dynamic_img_size=True, depth=2)
+    mmod.route_(model, RoutingConfig(capacity=round(capacity, 3)))
+    images = torch.randn(batch, 3, 16 * rows, 16 * columns)
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        out = model(images)
+        close(out, reference_forward(model, images), 1e-4)
+    tokens = rows * columns + 1
+    assert decisions["blocks.1"].index_BK.shape == (batch, max(1, int(tokens * round(capacity, 3) + 1e-9)))
+
+
+def test_a_single_token_is_routed() -> None:
+    model = make_model("vit_base_patch16_siglip_224", img_size=16)
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        dense = model(images)
+        close(mmod.route_(model, RoutingConfig(capacity=0.1))(images), dense, 1e-6)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 3])
+def test_threshold_may_keep_nothing(max_tokens: int | None) -> None:
+    name = "vit_base_patch16_siglip_gap_224"
+    model, images = make_model(name), make_images(name, 2)
+    config = RoutingConfig(
+        router="stride", select="threshold", threshold=2.0, blocks=(1, 2), max_tokens=max_tokens, gate="identity"
+    )
+    mmod.route_(model, config)
+    images.requires_grad_()
+    with mmod.trace(model) as decisions:
+        out = model(images)
+    assert not any(routing.keep_BN.any() for routing in decisions.values())
+    out.sum().backward()
+    assert images.grad is not None
+    assert images.grad.isfinite().all()
+
+
+def test_static_and_dynamic_thresholds_agree() -> None:
+    name, results = "deit_tiny_patch16_224", []
+    for max_tokens in (None, 17):
+        model = mmod.route_(make_model(name), ROUTERS["threshold"].replace(max_tokens=max_tokens))
+        torch.manual_seed(5)
+        for block in mmod.routed_blocks(model).values():
+            block.router.score.reset_parameters()
+        out = model(make_images(name, 4))
+        gradient = torch.autograd.grad(out.square().sum(), [p for p in model.parameters() if p.requires_grad])
+        results.append((out.detach(), *gradient))
+    for dynamic, static in zip(*results):
+        close(dynamic, static, 1e-5)
+
+
+@pytest.mark.parametrize("router", ["attention", "linear", "random", "norm", "threshold"])
+def test_padding_of_naflexvit_never_runs_and_never_counts(router: str) -> None:
+    model = mmod.route_(make_model("naflexvit_base_patch16_gap"), ROUTERS[router]).double()
+    patches = torch.randn(2, 20, 16 * 16 * 3).double()
+    coordinates = torch.cartesian_prod(torch.arange(4), torch.arange(5)).expand(2, -1, -1).clone()
+    valid = torch.ones(2, 20, dtype=torch.bool)
+    valid[1, 10:], coordinates[1, 10:] = False, 0
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        both = model(patches, patch_coord=coordinates, patch_valid=valid)
+    with torch.no_grad(), mmod.trace(model) as alone_decisions:
+        alone = model(patches[1:, :10], patch_coord=coordinates[1:, :10], patch_valid=valid[1:, :10])
+    close(both[1:], alone, 1e-6)
+    for key, routing in decisions.items():
+        keep = routing.keep_BN[1]
+        assert not keep[-10:].any()
+        assert torch.equal(keep[:-10], alone_decisions[key].keep_BN[0])
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_intermediate_features_are_those_of_each_block(norm: bool) -> None:
+    model, images = mmod.route_(make_model("test_vit")), make_images("test_vit", 2)
+    seen = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, args, out: seen.append(out.clone()))
+    with torch.no_grad():
+        features, intermediates = model.forward_intermediates(images, norm=norm, output_fmt="NLC")
+        last = model.get_intermediate_layers(images, n=[1], norm=norm)[0]
+        expected = [model.norm(x) if norm else x for x in seen[: len(model.blocks)]]
+        prefix = model.num_prefix_tokens
+        for found, wanted in zip(intermediates, expected, strict=True):
+            close(found, wanted[:, prefix:], 1e-6)
+        close(last, expected[1][:, prefix:], 1e-6)
+        close(features, model.forward_features(images), 1e-6)
+
+
+def test_head_can_be_reset_and_blocks_pruned() -> None:
+    model, images = mmod.route_(make_model("test_vit")), make_images("test_vit", 2)
+    model.reset_classifier(3)
+    assert model(images).shape == (2, 3)
+    model.prune_intermediate_layers([3])
+    assert len(mmod.routed_blocks(model)) == 2

@@ -1,0 +1,55 @@
+"""The parts of the loss."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mmod
+from mmod.training import ClassificationTask
+
+
+def tiny(**routing: object) -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=4, num_heads=2, num_classes=5
+    )
+    return mmod.route_(model, mmod.RoutingConfig(**routing)) if routing else model
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(6, 3, 16, 16, generator=generator), torch.arange(6) % 5
+
+
+def test_distillation_is_the_divergence_from_the_teacher(batch: tuple[Tensor, Tensor]) -> None:
+    images, targets = batch
+    student, teacher = tiny(), tiny()
+    nn.init.normal_(teacher.head.weight)
+    task = ClassificationTask(student, nn.CrossEntropyLoss(), teacher=teacher, distill_weight=0.3, temperature=2.0)
+    parts = task.train()(images, targets)
+    assert not teacher.training
+    p, q = teacher(images).div(2).softmax(-1), student(images).div(2).softmax(-1)
+    expected = 0.3 * 4 * (p * (p / q).log()).sum(-1).mean()
+    torch.testing.assert_close(parts["distillation"], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(parts["loss"], parts["task"] + parts["distillation"])
+    torch.testing.assert_close(parts["task"], F.cross_entropy(student(images), targets))
+
+
+def test_auxiliary_objective_is_in_the_loss_and_moves_the_router(batch: tuple[Tensor, Tensor]) -> None:
+    model = tiny(router="linear", gate="identity", losses={"membership": 0.5})
+    parts = ClassificationTask(model, nn.CrossEntropyLoss(), auxiliary=True).train()(*batch)
+    torch.testing.assert_close(parts["loss"], parts["task"] + parts["auxiliary"])
+    assert parts["auxiliary"] > 0
+    parts["loss"].backward()
+    gradients = [block.router.score.weight.grad for block in mmod.routed_blocks(model).values()]
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
+
+
+def test_auxiliary_objective_of_a_model_without_one_raises(batch: tuple[Tensor, Tensor]) -> None:
+    with pytest.raises(ValueError, match="no auxiliary loss is configured"):
+        ClassificationTask(tiny(capacity=0.5), nn.CrossEntropyLoss(), auxiliary=True)(*batch)

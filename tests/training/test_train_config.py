@@ -1,0 +1,110 @@
+"""Configs are strict, and the command line is one call of the library."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmod.training import TrainConfig, load_config
+
+ROOT = Path(__file__).parents[2]
+MINIMAL = """
+output: {output}
+model: {{name: vit_tiny_patch16_224, args: {{num_classes: 10}}}}
+data: {{source: digits, image_size: 32, channels: 1, batch_size: 8}}
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text(MINIMAL.format(output=tmp_path / "run"))
+    return file
+
+
+def test_overrides_reach_groups_and_free_mappings(path: Path) -> None:
+    config = load_config(
+        path,
+        ["--epochs", "3", "--optim.lr=2e-4", "--model.args.depth", "4", "--routing.preset", "a-mod"]
+        + ["--routing.capacity", "0.25", "--ema.decay", "0.9"],
+    )
+    assert (config.epochs, config.optim.lr, config.model.args) == (3, 2e-4, {"num_classes": 10, "depth": 4})
+    routing = config.routing_config()
+    assert routing is not None
+    assert (routing.router, routing.capacity) == ("attention", 0.25)
+    assert config.ema is not None
+    assert config.ema.decay == 0.9
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--optim.lrr=1", r"unknown config key 'optim\.lrr'; valid keys in group 'optim': args, .*lr, .*weight_decay"),
+        ("--optimizer=adamw", r"unknown config key 'optimizer'; valid keys at the top level: accumulate, .*optim"),
+        ("--ema.decai=1", r"unknown config key 'ema\.decai'; valid keys in group 'ema': decay, use_warmup"),
+        ("--routing.capcity=0.5", r"unknown routing option capcity; valid ones are router, capacity"),
+        ("--routing.capacity=1.5", r"capacity must be in \(0, 1\]"),
+        ("--epochs=0", "epochs must be at least 1, got 0"),
+        ("--epochs=many", "epochs"),
+        ("--precision=fp8", "fp8"),
+        ("--distill.teacher=dense", r"needs trained weights: set model\.checkpoint or model\.pretrained"),
+        ("--loss.smoothing=2", r"loss\.smoothing must be in \[0, 1\), got 2"),
+        ("--schedule.sched=plateau", "depends on metrics"),
+        ("--capacity_schedule.epochs=2", "needs a routing config"),
+    ],
+)
+def test_wrong_option_is_named_with_the_valid_ones(path: Path, option: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(path, [option])
+
+
+def test_wrong_key_in_the_file_is_named_with_the_valid_ones(path: Path) -> None:
+    path.write_text(path.read_text() + "schedule: {warmup: 3}\n")
+    with pytest.raises(ValueError, match=r"'schedule\.warmup'; valid keys in group 'schedule': .*warmup_epochs"):
+        load_config(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no config file at '.*nowhere\.yaml'"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_resolved_config_reads_back_as_itself(path: Path, tmp_path: Path) -> None:
+    config = load_config(path, ["--routing.preset", "p-mod", "--routing.depth", "12", "--mixup.mode", "elem"])
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(yaml.safe_dump(config.to_dict()))
+    again = load_config(copy)
+    assert isinstance(again, TrainConfig)
+    assert again.to_dict() == config.to_dict()
+    assert again.routing_config() == config.routing_config()
+
+
+def test_command_line_ends_with_an_error_that_names_valid_keys(path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, str(ROOT / "tools/train.py"), str(path), "--optim.lrr", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert "valid keys in group 'optim'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_and_print_config(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from mmod.training import parse_config
+
+    with pytest.raises(SystemExit) as stop:
+        parse_config(["--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--optim.layer_decay" in shown
+    assert "Optimiser steps between checkpoints" in " ".join(shown.split())
+    with pytest.raises(SystemExit) as stop:
+        parse_config([str(path), "--epochs", "7", "--print_config"])
+    assert stop.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["epochs"] == 7
+    assert printed["data"]["source"] == "digits"

@@ -1,0 +1,95 @@
+"""Small runs on tensors made from a seed, for the tests and for the processes they start and kill.
+
+Run as a script, it trains the config in a JSON file and prints each optimiser step as it begins.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmod.data.loader import DataConfig
+from mmod.training import (
+    DistillConfig,
+    EmaConfig,
+    FitResult,
+    LossConfig,
+    MixupConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    fit,
+)
+
+MODEL = {"img_size": 16, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
+GROUPS = {
+    "distill": DistillConfig,
+    "ema": EmaConfig,
+    "loss": LossConfig,
+    "mixup": MixupConfig,
+    "optim": OptimConfig,
+}
+
+
+class NoFaults:
+    counts: dict[str, int] = {}
+
+
+class TensorStream:
+    """Batches of learnable noise; with several processes each takes every `world`-th image."""
+
+    def __init__(self, batch_size: int, *, seed: int | None, rank: int = 0, world: int = 1, loud: bool = False):
+        generator = torch.Generator().manual_seed(5)
+        self.targets = torch.arange(48) % 4
+        self.images = torch.randn(48, 1, 16, 16, generator=generator) + self.targets[:, None, None, None]
+        self.batch_size, self.seed, self.rank, self.world, self.loud = batch_size, seed, rank, world, loud
+        self.num_samples = len(self.targets)
+        self.steps_per_epoch = self.num_samples // (batch_size * world)
+        self.report = NoFaults()
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.arange(self.num_samples)
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(1000 * self.seed + epoch)
+            order = torch.randperm(self.num_samples, generator=generator)
+        order = order[self.rank :: self.world]
+        for step in range(start, self.steps_per_epoch):
+            if self.loud:
+                print(f"step {epoch * self.steps_per_epoch + step}", flush=True)
+            rows = order[step * self.batch_size : (step + 1) * self.batch_size]
+            yield self.images[rows], self.targets[rows]
+
+
+def tiny_config(output: Path | str, *, batch_size: int = 8, args: Any = None, **changes: Any) -> TrainConfig:
+    """Return a config of a ViT with four blocks; groups may be given as plain mappings."""
+    changes = {name: GROUPS[name](**value) if isinstance(value, dict) and name in GROUPS else value
+               for name, value in changes.items()}
+    model = {"name": "vit_tiny_patch16_224", "args": {**MODEL, "num_classes": 4, **(args or {})}}
+    model |= changes.pop("model", {})
+    data = DataConfig(source="folder", root="none", image_size=16, channels=1, batch_size=batch_size, workers=0)
+    defaults: dict[str, Any] = {"epochs": 2, "device": "cpu", "log_every": 2}
+    return TrainConfig(output=str(output), model=ModelConfig(**model), data=data, **(defaults | changes))
+
+
+def run(config: TrainConfig, *, rank: int = 0, world: int = 1, loud: bool = False) -> FitResult:
+    """Train on tensors instead of the data that the config names."""
+    train = TensorStream(config.data.batch_size, seed=config.seed, rank=rank, world=world, loud=loud)
+    test = TensorStream(config.data.batch_size, seed=None, rank=rank, world=world)
+    return fit(config, streams=(train, test), progress=False)
+
+
+def main(path: str) -> None:
+    import os
+
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    run(tiny_config(**json.loads(Path(path).read_text())), rank=rank, world=world, loud=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
