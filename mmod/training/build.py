@@ -9,7 +9,7 @@ from typing import Any
 
 import timm
 import torch
-from timm.data import Mixup
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
@@ -48,17 +48,18 @@ def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
         FileNotFoundError: If the checkpoint is not there.
     """
     model = create_dense_model(config.model)
-    check_input(model, config.data)
+    check_input(model, config.data, config.model.pretrained)
     state = read_weights(config.model.checkpoint) if config.model.checkpoint is not None else None
-    routed_keys = set(state) - set(model.state_dict()) if state is not None else set()
+    dense_keys = set(model.state_dict())
     if state is not None:
-        dense = {name: value for name, value in state.items() if name not in routed_keys}
+        is_whole = dense_keys <= set(state)
+        dense = {name: value for name, value in state.items() if name in dense_keys} if is_whole else state
         load_weights(model, dense, config.model.checkpoint)
     teacher = _create_teacher(config, model)
     routing = config.routing_config()
     if routing is not None:
         route_(model, routing)
-    if state is not None and routed_keys:
+    if state is not None and set(state) != dense_keys:
         load_weights(model, state, config.model.checkpoint)
     if config.grad_checkpointing:
         model.set_grad_checkpointing(True)  # type: ignore[operator]  # every timm model has it
@@ -117,12 +118,13 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) 
     model.load_state_dict(state)
 
 
-def check_input(model: nn.Module, data: DataConfig) -> None:
+def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
     """Raise a ValueError when the images of `data` are not what the model takes.
 
     Args:
         model: A timm model.
         data: The data's config.
+        pretrained: Whether the model has timm's published weights, which expect one normalisation.
     """
     patch_embed = getattr(model, "patch_embed", None)
     projection = getattr(patch_embed, "proj", None)
@@ -138,6 +140,16 @@ def check_input(model: nn.Module, data: DataConfig) -> None:
             f"data.image_size is {data.image_size} and the model takes {size[0]}x{size[1]}; "
             f"set model.args.img_size to {data.image_size}"
         )
+    if pretrained and data.channels == 3:
+        published: Mapping[str, Any] = getattr(model, "pretrained_cfg", {})
+        defaults = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
+        for name, default in defaults.items():
+            given, expected = tuple(getattr(data, name) or default), tuple(published.get(name, default))
+            if given != expected:
+                raise ValueError(
+                    f"the published weights expect images normalised with {name} {list(expected)}, "
+                    f"data gives {list(given)}; set data.{name} to {list(expected)}"
+                )
 
 
 def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:
@@ -238,7 +250,7 @@ def _create_teacher(config: TrainConfig, dense: nn.Module) -> nn.Module | None:
     else:
         arguments: dict[str, Any] = {"in_chans": config.data.channels}
         teacher = create_dense_model(ModelConfig(name=name, args=arguments, pretrained=True))
-        check_input(teacher, config.data)
+        check_input(teacher, config.data, pretrained=True)
     classes, own = getattr(teacher, "num_classes", None), getattr(dense, "num_classes", None)
     if classes != own:
         raise ValueError(f"teacher {name!r} has {classes} classes and the model {own}")

@@ -177,7 +177,8 @@ class _Trainer:
         config = self.config
         self.task.train()
         done = self.step - self.epoch * self.steps_per_epoch
-        batches = self.train_stream.batches(self.epoch, start=done * config.accumulate)
+        start = min(done * config.accumulate, self.train_stream.steps_per_epoch)
+        batches = self.train_stream.batches(self.epoch, start)
         images = config.data.batch_size * config.accumulate * self.process.world
         bar = tqdm(
             desc=f"epoch {self.epoch + 1}/{self.epochs}",

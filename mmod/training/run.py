@@ -20,7 +20,7 @@ _CONFIG = "config.yaml"
 _RESULT = "result.json"
 # Keys that say where and how to watch, not what comes out: a run may go on with others.
 _FREE_KEYS = frozenset(
-    {"output", "data.workers", "log_every", "checkpoint_every", "tensorboard", "device", "compile"}
+    {"output", "data.workers", "data.pin_memory", "log_every", "checkpoint_every", "tensorboard"}
 )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,25 +15,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from training_worker import TensorStream, run, tiny_config
 
 import mmod
-from mmod.training import EmaConfig, evaluate, fit
+from mmod.training import CapacityScheduleConfig, DistillConfig, EmaConfig, evaluate, fit
 from mmod.training.build import create_models
 from mmod.training.loop import seed_draws
+from tests.training.worker import TensorStream, run, tiny_config, weights
 
-WORKER = Path(__file__).with_name("training_worker.py")
+ROOT = Path(__file__).parents[2]
 ROUTED = {"router": "linear", "capacity": 0.5, "losses": {"membership": 0.1}}
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
-    return load_file(next((folder / "model").glob("*.safetensors")))
-
-
 def assert_close(one: Path, other: Path) -> None:
-    left, right = weights(one), weights(other)
+    left, right = weights(one / "model"), weights(other / "model")
     for name in left:
         torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-5, msg=name)
 
@@ -50,16 +48,14 @@ def test_shorter_last_group_counts_each_image_once(tmp_path: Path) -> None:
 
 
 def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path) -> None:
-    import json
-
     options = {"epochs": 1, "optim": {"opt": "sgd", "lr": 0.1}, "routing": ROUTED, "checkpoint_every": 2}
     one = run(tiny_config(output=tmp_path / "one", batch_size=8, **options))
     (tmp_path / "options.json").write_text(
         json.dumps({**options, "batch_size": 4, "output": str(tmp_path / "two")})
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*command, str(WORKER), str(tmp_path / "options.json")], check=True, env=environment)
+    command += ["--module", "tests.training.worker", str(tmp_path / "options.json")]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert_close(tmp_path / "one", tmp_path / "two")
     two = json.loads((tmp_path / "two/result.json").read_text())
     assert two["evaluation"]["samples"] == one.evaluation.samples == 48
@@ -69,7 +65,7 @@ def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path) -> N
 def test_bf16_learns(tmp_path: Path) -> None:
     result = run(tiny_config(output=tmp_path / "run", epochs=6, precision="bf16", optim={"lr": 3e-3}, routing=ROUTED))
     assert result.history[-1]["train_loss"] < 0.9 * result.history[0]["train_loss"]
-    assert all(value.dtype == torch.float32 for value in weights(tmp_path / "run").values())
+    assert all(value.dtype == torch.float32 for value in weights(tmp_path / "run/model").values())
 
 
 def test_fp16_without_a_gpu_says_what_to_use(tmp_path: Path) -> None:
@@ -85,13 +81,21 @@ def test_average_follows_timm(tmp_path: Path) -> None:
 
 
 def test_capacity_schedule_ends_at_the_configured_capacity(tmp_path: Path) -> None:
-    from mmod.training import CapacityScheduleConfig
-
     schedule = CapacityScheduleConfig(start=1.0, epochs=2)
     result = run(
         tiny_config(output=tmp_path / "run", epochs=3, routing={"capacity": 0.25}, capacity_schedule=schedule)
     )
     assert [round(row["kept"], 3) for row in result.history] == [1.0, round(10 / 17, 3), round(4 / 17, 3)]
+
+
+def test_routed_checkpoint_is_distilled_from_the_dense_model_unless_told_otherwise(tmp_path: Path) -> None:
+    run(tiny_config(output=tmp_path / "dense", epochs=1))
+    options: dict[str, Any] = {"epochs": 1, "model": {"checkpoint": str(tmp_path / "dense")}}
+    options |= {"routing": {"capacity": 0.5}}
+    auto = run(tiny_config(output=tmp_path / "auto", **options))
+    none = run(tiny_config(output=tmp_path / "none", distill=DistillConfig("none"), **options))
+    assert auto.history[-1]["train_distillation"] > 0
+    assert "train_distillation" not in none.history[-1]
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -131,7 +135,7 @@ def test_evaluation_counts_what_a_loop_counts(tmp_path: Path) -> None:
 def test_draws_depend_on_seed_step_and_process_only() -> None:
     def draw(*place: int) -> tuple[float, float]:
         seed_draws(*place)
-        return torch.rand(()).item(), __import__("random").random()
+        return torch.rand(()).item(), random.random()
 
     assert draw(0, 1, 0) == draw(0, 1, 0)
     assert len({draw(0, 1, 0), draw(1, 1, 0), draw(0, 2, 0), draw(0, 1, 1)}) == 4
@@ -147,7 +151,7 @@ class TestStartingWeights:
         assert teacher is not None
         assert not mmod.is_routed(teacher)
         assert mmod.is_routed(model)
-        dense = weights(tmp_path / "dense")
+        dense = weights(tmp_path / "dense/model")
         assert teacher.state_dict().keys() == dense.keys()
         for name, value in teacher.state_dict().items():
             assert torch.equal(value, dense[name])
@@ -158,17 +162,17 @@ class TestStartingWeights:
         run(tiny_config(output=tmp_path / "routed", epochs=1, routing=ROUTED))
         config = tiny_config(output=tmp_path / "again", model={"checkpoint": str(tmp_path / "routed")}, routing=ROUTED)
         model, _ = create_models(config)
-        for name, value in weights(tmp_path / "routed").items():
+        for name, value in weights(tmp_path / "routed/model").items():
             assert torch.equal(model.state_dict()[name], value)
 
     def test_missing_checkpoint(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError, match="no checkpoint at '.*nowhere'"):
+        with pytest.raises(FileNotFoundError, match=r"no checkpoint at '.*nowhere'"):
             create_models(tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "nowhere")}))
 
     def test_other_number_of_classes(self, tmp_path: Path) -> None:
         model, _ = create_models(tiny_config(output=tmp_path, args={"num_classes": 7}))
         save_file(model.state_dict(), tmp_path / "seven.safetensors")
-        with pytest.raises(ValueError, match=r"has 7 classes, the model 4: head\.weight has shape \(7, 16\)"):
+        with pytest.raises(ValueError, match=r"has 7 classes, the model 4: head\."):
             create_models(tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "seven.safetensors")}))
 
     def test_other_architecture(self, tmp_path: Path) -> None:
@@ -178,7 +182,7 @@ class TestStartingWeights:
 
     def test_code_in_a_checkpoint_is_not_run(self, tmp_path: Path) -> None:
         torch.save({"model": copy.deepcopy(TensorStream(8, seed=0))}, tmp_path / "code.pth")
-        with pytest.raises(Exception, match="[Ww]eights.only"):
+        with pytest.raises(Exception, match=r"[Ww]eights.only"):
             create_models(tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "code.pth")}))
 
     def test_unknown_model_lists_near_names(self, tmp_path: Path) -> None:

@@ -13,20 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from training_worker import run, tiny_config
 
-from mmod.training import DistillConfig, OptimConfig
+from mmod.training import OptimConfig
 from mmod.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from tests.training.worker import run, tiny_config, weights
 
-WORKER = Path(__file__).with_name("training_worker.py")
+ROOT = Path(__file__).parents[2]
 
 
 def start(options: dict[str, Any], path: Path) -> subprocess.Popen[str]:
     path.write_text(json.dumps(options))
-    root = str(WORKER.parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path])}
-    return subprocess.Popen([sys.executable, str(WORKER), str(path)], stdout=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, "-m", "tests.training.worker", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
 
 
 def kill_at(options: dict[str, Any], path: Path, step: int) -> None:
@@ -39,17 +38,6 @@ def kill_at(options: dict[str, Any], path: Path, step: int) -> None:
             break
     process.stdout.read()
     assert process.wait() == -9, f"the run ended before step {step}"
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(next(folder.glob("*.safetensors")))
-
-
-def assert_bitwise_equal(one: Path, other: Path) -> None:
-    left, right = weights(one), weights(other)
-    assert left.keys() == right.keys()
-    for name in left:
-        assert torch.equal(left[name], right[name]), name
 
 
 @pytest.mark.parametrize(
@@ -80,7 +68,9 @@ def test_killed_run_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any], 
     process = start(interrupted, tmp_path / "options.json")
     assert process.wait() == 0, f"killed at {steps}"
     for name in ("model", "ema")[: 1 + ("ema" in options)]:
-        assert_bitwise_equal(tmp_path / "whole" / name, tmp_path / "killed" / name)
+        left, right = weights(tmp_path / "whole" / name), weights(tmp_path / "killed" / name)
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[key], right[key]) for key in left), f"killed at {steps}"
     first, second = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed"))
     assert {**first, "folder": ""} == {**second, "folder": ""}, f"killed at {steps}"
     assert (tmp_path / "whole/metrics.csv").read_text() == (tmp_path / "killed/metrics.csv").read_text()
@@ -109,7 +99,7 @@ def test_folder_of_another_config_names_the_differing_keys(tmp_path: Path) -> No
 
 def test_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds files but no config.yaml"):
+    with pytest.raises(ValueError, match=r"holds files but no config\.yaml"):
         run(tiny_config(output=tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -132,12 +122,3 @@ def test_checkpoint_killed_while_written_leaves_the_earlier_one(
     assert load_checkpoint(path).training == {"step": 1}
     save_checkpoint(tmp_path, 0, 2, Checkpoint({"weight": torch.zeros(2)}, None, {"step": 2}), {})
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_result_holds_no_teacher_key_when_none_is_wanted(tmp_path: Path) -> None:
-    run(tiny_config(output=tmp_path / "dense", epochs=1))
-    start_weights = {"checkpoint": str(tmp_path / "dense")}
-    routed = tiny_config(
-        output=tmp_path / "routed", epochs=1, model=start_weights, routing={"capacity": 0.5}, distill=DistillConfig("none")
-    )
-    assert "train_distillation" not in run(routed).history[-1]

@@ -1,19 +1,22 @@
 """Small runs on tensors made from a seed, for the tests and for the processes they start and kill.
 
-Run as a script, it trains the config in a JSON file and prints each optimiser step as it begins.
+Run as a module, it trains the config in a JSON file and prints each optimiser step as it begins.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from mmod.data.corrupt import CorruptReport
 from mmod.data.loader import DataConfig
 from mmod.training import (
     DistillConfig,
@@ -37,10 +40,6 @@ GROUPS = {
 }
 
 
-class NoFaults:
-    counts: dict[str, int] = {}
-
-
 class TensorStream:
     """Batches of learnable noise; with several processes each takes every `world`-th image."""
 
@@ -51,7 +50,7 @@ class TensorStream:
         self.batch_size, self.seed, self.rank, self.world, self.loud = batch_size, seed, rank, world, loud
         self.num_samples = len(self.targets)
         self.steps_per_epoch = self.num_samples // (batch_size * world)
-        self.report = NoFaults()
+        self.report = CorruptReport()
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.arange(self.num_samples)
@@ -68,8 +67,9 @@ class TensorStream:
 
 def tiny_config(output: Path | str, *, batch_size: int = 8, args: Any = None, **changes: Any) -> TrainConfig:
     """Return a config of a ViT with four blocks; groups may be given as plain mappings."""
-    changes = {name: GROUPS[name](**value) if isinstance(value, dict) and name in GROUPS else value
-               for name, value in changes.items()}
+    for name in GROUPS.keys() & changes.keys():
+        if isinstance(changes[name], dict):
+            changes[name] = GROUPS[name](**changes[name])
     model = {"name": "vit_tiny_patch16_224", "args": {**MODEL, "num_classes": 4, **(args or {})}}
     model |= changes.pop("model", {})
     data = DataConfig(source="folder", root="none", image_size=16, channels=1, batch_size=batch_size, workers=0)
@@ -84,9 +84,12 @@ def run(config: TrainConfig, *, rank: int = 0, world: int = 1, loud: bool = Fals
     return fit(config, streams=(train, test), progress=False)
 
 
-def main(path: str) -> None:
-    import os
+def weights(folder: Path) -> dict[str, Tensor]:
+    """Read the weights that a finished run left in `folder`."""
+    return load_file(next(folder.glob("*.safetensors")))
 
+
+def main(path: str) -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     run(tiny_config(**json.loads(Path(path).read_text())), rank=rank, world=world, loud=True)
 
