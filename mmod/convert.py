@@ -189,7 +189,7 @@ def set_capacity(model: nn.Module, capacity: float | Sequence[float] | Mapping[s
             raise ValueError(f"{len(blocks)} blocks are routed, got {len(capacity)} capacities")
         wanted = dict(zip(blocks, capacity))
     else:
-        wanted = dict.fromkeys(blocks, capacity)  # type: ignore[arg-type]
+        wanted = dict.fromkeys(blocks, capacity)
     exact = {name: rational(value) for name, value in wanted.items()}
     for name in exact:
         if blocks[name].router.config.select != "topk":

@@ -203,6 +203,37 @@ def test_static_and_dynamic_thresholds_agree() -> None:
         close(dynamic, static, 1e-5)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["vit_tiny_patch16_224", "vit_base_patch16_rpn_224", "vit_small_patch16_18x2_224", "vit_base_patch16_xp_224"],
+)
+@pytest.mark.parametrize("skipped", [False, True])
+def test_packed_rows_equal_padded_rows(name: str, skipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ROUTERS["threshold"].replace(reweight_skipped=skipped, blocks="all")
+    model, images = mmod.route_(make_model(name), config).double(), make_images(name, 4).double()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    host = type(mmod.routed_blocks(model)["blocks.1"].mod.host)
+    assert all(block.mod.host.packs(block, {}) for block in mmod.routed_blocks(model).values())
+    results = []
+    for packed in (True, False):
+        monkeypatch.setattr(host, "packs", lambda self, block, arguments, packed=packed: packed)
+        out = model(images)
+        gradients = torch.autograd.grad(out.square().sum(), parameters, allow_unused=True)
+        results.append([out, *(g for g in gradients if g is not None)])
+    for a, b in zip(*results, strict=True):
+        close(a, b, 1e-9)
+
+
+def test_packing_is_refused_where_it_would_be_wrong() -> None:
+    dropping = mmod.route_(make_model("vit_tiny_patch16_224", drop_path_rate=0.5), ROUTERS["threshold"]).train()
+    rotary = mmod.route_(make_model("eva02_tiny_patch14_224"), ROUTERS["threshold"])
+    block = mmod.routed_blocks(dropping)["blocks.3"]
+    assert not block.mod.host.packs(block, {})
+    assert block.mod.host.packs(block.eval(), {})
+    block = mmod.routed_blocks(rotary)["blocks.1"]
+    assert not block.mod.host.packs(block, {"rope": torch.zeros(1)})
+
+
 @pytest.mark.parametrize("router", ["attention", "linear", "random", "norm", "threshold"])
 def test_padding_of_naflexvit_never_runs_and_never_counts(router: str) -> None:
     model = mmod.route_(make_model("naflexvit_base_patch16_gap"), ROUTERS[router]).double()

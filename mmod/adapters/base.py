@@ -72,20 +72,22 @@ class NamedArguments:
     Args:
         names: The block's parameters after the tokens, in order.
         rope_prefix: Leading tokens that rotary embeddings leave out.
+        fused: The block's attention is a single call of `scaled_dot_product_attention` for each of its attentions.
     """
 
     names: tuple[str, ...]
     rope_prefix: int = 0
+    fused: bool = False
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the given arguments by name, without those that are None."""
+        """Return the given arguments by name, without those that are off (None or False)."""
         if len(args) > len(self.names):
             raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {self.names}")
         named = {**dict(zip(self.names, args)), **kwargs}
         unknown = sorted(set(named) - set(self.names))
         if unknown:
             raise TypeError(f"a routed block got unknown arguments {unknown}, it takes {self.names}")
-        return {name: value for name, value in named.items() if value is not None}
+        return {name: value for name, value in named.items() if value is not None and value is not False}
 
     def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
         """Read padding off the attention mask: a token no query may attend to."""
@@ -94,6 +96,12 @@ class NamedArguments:
             return None
         valid_BN = _allowed(mask).any(dim=1).any(dim=1)
         return valid_BN.expand(x_BND.shape[0], -1)
+
+    def packs(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+        """Masks and positions have no packed form, and stochastic depth would drop all images at once."""
+        if not self.fused or arguments:
+            return False
+        return not (block.training and any(getattr(module, "drop_prob", 0) for module in block.modules()))
 
     def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
         """Return the arguments for the kept tokens alone."""

@@ -91,4 +91,6 @@ def _host_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
             f"cannot route {title}: attention sets {rope_prefix} tokens apart from rotary positions, "
             f"the model only {prefix}"
         )
-    return NamedArguments(names=tuple(parameters), rope_prefix=rope_prefix)
+    attentions = [module for module in block.modules() if hasattr(module, "fused_attn")]
+    fused = bool(attentions) and all(module.fused_attn for module in attentions)
+    return NamedArguments(names=tuple(parameters), rope_prefix=rope_prefix, fused=fused)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -11,8 +10,9 @@ from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock
 from mmod.blocks.state import RoutedState
 from mmod.routing import Router
 
+_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
-@cache
+
 def converted_class(mixin: type[nn.Module], host: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of `host` with `mixin` in front, made once for each pair.
 
@@ -20,6 +20,8 @@ def converted_class(mixin: type[nn.Module], host: type[nn.Module]) -> type[nn.Mo
         mixin: `RoutedBlock` or `ImportanceBlock`.
         host: The host library's block class.
     """
+    if (mixin, host) in _CLASSES:
+        return _CLASSES[mixin, host]
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # A class made at run time cannot be pickled by name, so it is named by what it is made of.
@@ -28,7 +30,7 @@ def converted_class(mixin: type[nn.Module], host: type[nn.Module]) -> type[nn.Mo
 
     name = mixin.__name__.removesuffix("Block") + host.__name__
     members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce}
-    return type(name, (mixin, host), members)
+    return _CLASSES.setdefault((mixin, host), type(name, (mixin, host), members))
 
 
 def _instance(mixin: type[nn.Module], host: type[nn.Module]) -> nn.Module:
@@ -39,7 +41,7 @@ def _instance(mixin: type[nn.Module], host: type[nn.Module]) -> nn.Module:
 def host_class(block: nn.Module) -> type[nn.Module]:
     """Return the host library's class of a block, converted or not."""
     for base in type(block).__mro__:
-        if not issubclass(base, (RoutedBlock, ImportanceBlock)):
+        if issubclass(base, nn.Module) and not issubclass(base, (RoutedBlock, ImportanceBlock)):
             return base
     raise AssertionError(type(block))
 

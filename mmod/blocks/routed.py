@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmod.blocks.packed import run_packed
 from mmod.blocks.state import Handover, RoutedState
 from mmod.ops import capture_importance, gather_rows, lerp_rows, scatter_rows
 from mmod.routing import Router, Routing
@@ -39,6 +40,8 @@ class RoutedBlock(nn.Module):
         arguments = host.bind(args, kwargs)
         routing = self.router(x, self.mod.importance(x, self.training), host.valid(arguments, x))
         self.mod.record(routing, self.training)
+        if routing.valid_BK is not None and routing.total and host.packs(self, arguments):
+            return run_packed(x, routing, super().forward)
         z_BKD = gather_rows(x, routing.index_BK)
         narrowed = host.narrow(arguments, x, routing)
         y_BKD = super().forward(z_BKD, **narrowed) if routing.index_BK.shape[1] else z_BKD

@@ -1,4 +1,4 @@
-"""What a converted block remembers beside its parameters, in plain objects that state_dict, compile and export ignore."""
+"""What a converted block remembers beside its parameters, in plain objects invisible to state_dict and export."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmod.routing import Routing
 
@@ -20,6 +20,10 @@ class BlockHost(Protocol):
 
     def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
         """Return False where a token is padding (B, N), or None when none is."""
+        ...
+
+    def packs(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+        """Return whether the block may run on one sequence of many images whose attention is kept apart."""
         ...
 
     def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:

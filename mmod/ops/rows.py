@@ -50,12 +50,12 @@ def lerp_rows(z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor | None) -> Tensor:
     `torch.lerp` returns y exactly at gate 1, in half precision too, which the written-out form does not.
 
     Args:
-        z_BKD: Rows before the block (B, K, D).
-        y_BKD: Rows after it (B, K, D).
-        gate_BK: Weight of the update (B, K), or None for 1.
+        z_BKD: Rows before the block (B, K, D) or packed (T, D).
+        y_BKD: Rows after it.
+        gate_BK: Weight of the update (B, K) or (T), or None for 1.
 
     Returns:
-        The weighted rows in z's dtype (B, K, D).
+        The weighted rows, like z.
 
     Source: Raposo et al., arXiv 2404.02258, Eq. 1, with f the residual update.
 

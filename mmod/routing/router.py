@@ -27,6 +27,7 @@ class Routing(NamedTuple):
         valid_BK: False where a slot is empty; None where every slot is filled.
         skip_weight_BN: Weight of a skipped token's state, or None where it is 1.
         importance_BN: Importance of the tokens where it was computed, else None.
+        total: Number of valid slots in the batch where the host knows it, else None.
     """
 
     score_BN: Tensor
@@ -35,6 +36,7 @@ class Routing(NamedTuple):
     valid_BK: Tensor | None = None
     skip_weight_BN: Tensor | None = None
     importance_BN: Tensor | None = None
+    total: int | None = None
 
     @property
     def keep_BN(self) -> Tensor:
@@ -45,7 +47,7 @@ class Routing(NamedTuple):
 
     def detach(self) -> Routing:
         """Return the same decision without its autograd graph."""
-        return Routing(*(None if value is None else value.detach() for value in self))
+        return Routing(*(value.detach() if isinstance(value, Tensor) else value for value in self))  # type: ignore[arg-type]
 
 
 class Router(nn.Module):
@@ -101,10 +103,11 @@ class Router(nn.Module):
             ValueError: Attention routing without importance, or importance of another shape than the tokens.
         """
         score_BN = self._score(x_BND, importance_BN, valid_BN)
+        total = None
         if self.config.select == "topk":
             index_BK, valid_BK = select_topk(score_BN, self.capacity, self.prefix, valid_BN)
         else:
-            index_BK, valid_BK = select_threshold(
+            index_BK, valid_BK, total = select_threshold(
                 self._level(score_BN.detach(), valid_BN),
                 self.config.threshold,
                 prefix=self.prefix,
@@ -118,7 +121,7 @@ class Router(nn.Module):
             gate_BK = apply_gate(score_BN.gather(1, index_BK), gate, scale)
         if self.config.reweight_skipped:
             skip_weight_BN = apply_gate(score_BN, gate, scale)
-        return Routing(score_BN, index_BK, gate_BK, valid_BK, skip_weight_BN, importance_BN)
+        return Routing(score_BN, index_BK, gate_BK, valid_BK, skip_weight_BN, importance_BN, total)
 
     def _score(self, x_BND: Tensor, importance_BN: Tensor | None, valid_BN: Tensor | None) -> Tensor:
         if importance_BN is not None and importance_BN.shape != x_BND.shape[:2]:

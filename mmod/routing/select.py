@@ -7,6 +7,7 @@ valid points at a token that is not kept, so indices are unique in every row and
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
         >>> kept_count(197, Fraction(1, 2), prefix=1)
         98
     """
-    return torch.sym_max(max(1, prefix), tokens * capacity.numerator // capacity.denominator)
+    return cast(int, torch.sym_max(max(1, prefix), tokens * capacity.numerator // capacity.denominator))
 
 
 def select_topk(
@@ -65,7 +66,7 @@ def select_threshold(
     min_tokens: int = 0,
     max_tokens: int | None = None,
     valid_BN: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, int | None]:
     """Keep the tokens whose squashed score reaches a threshold.
 
     Without `max_tokens` the number of slots is the largest count in the batch, which takes one synchronisation with
@@ -80,15 +81,16 @@ def select_threshold(
         valid_BN: False where a token is padding (B, N), or None.
 
     Returns:
-        Indices (B, K), ascending among the kept, and which slots are valid (B, K). K may be 0.
+        Indices (B, K), ascending among the kept; which slots are valid (B, K), None meaning all; and how many are
+        valid in all, None where only the device knows. K may be 0.
 
     Raises:
         ValueError: Without `max_tokens` under `torch.export`.
 
     Example:
-        >>> index, valid = select_threshold(torch.tensor([[0.9, 0.2, 0.7], [0.1, 0.1, 0.6]]), 0.5)
-        >>> index.tolist(), valid.tolist()
-        ([[0, 2], [2, 0]], [[True, True], [True, False]])
+        >>> index, valid, total = select_threshold(torch.tensor([[0.9, 0.2, 0.7], [0.1, 0.1, 0.6]]), 0.5)
+        >>> index.tolist(), valid.tolist(), total
+        ([[0, 2], [2, 0]], [[True, True], [True, False]], 3)
     """
     tokens = level_BN.shape[1]
     if valid_BN is not None:
@@ -96,14 +98,17 @@ def select_threshold(
     count_B = (level_BN[:, prefix:] >= threshold).sum(dim=1) + prefix
     most_B = torch.full_like(count_B, tokens) if valid_BN is None else valid_BN.sum(dim=1)
     count_B = torch.minimum(count_B.clamp(min=max(min_tokens, prefix), max=max_tokens), most_B)
+    total = None
     if max_tokens is not None:
-        slots = torch.sym_min(max(max_tokens, prefix), tokens)
+        slots = cast(int, torch.sym_min(max(max_tokens, prefix), tokens))
     elif torch.compiler.is_exporting():
         raise ValueError("threshold routing needs max_tokens to be exported: without it shapes depend on the data")
     else:
-        slots = int(count_B.max()) if count_B.numel() else 0
+        counts = count_B.tolist()
+        slots, total = max(counts, default=0), sum(counts)
     ranked_BN = level_BN if valid_BN is None else _rank_last(level_BN, ~valid_BN)
-    return _ascending_valid(_best(ranked_BN, slots, prefix), count_B, tokens)
+    index_BK, valid_BK = _ascending_valid(_best(ranked_BN, slots, prefix), count_B, tokens)
+    return index_BK, None if total == valid_BK.numel() else valid_BK, total
 
 
 def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:
