@@ -10,6 +10,7 @@ from PIL import Image
 from mmod.data.corrupt import Fault
 from mmod.data.sources import UnreadableSampleError, decode_image
 
+_STREAMS = ("hfids", "tfds", "wds")
 _SYNONYMS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluation"))
 
 
@@ -45,6 +46,11 @@ class TimmSource:
         from timm.data import create_dataset
         from timm.data.dataset import ImageDataset
 
+        if name.partition("/")[0].lower() in _STREAMS:
+            raise ValueError(
+                f"source {name!r} is a stream: its samples have no numbers, so that it cannot be resumed exactly; "
+                "for webdataset shards use 'shards:PATTERN'"
+            )
         options = dict(options or {})
         folder = name in ("", "folder")
         if folder:
@@ -53,11 +59,6 @@ class TimmSource:
                 _check_classes(root, split)
             options["search_split"] = False
         dataset = create_dataset("" if folder else name, root=root, split=split, input_img_mode="", **options)
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"source {name!r} is a stream: its samples have no numbers, so that it cannot be resumed exactly; "
-                "for webdataset shards use 'shards:PATTERN'"
-            )
         self._dataset = dataset
         self._name = f"{name or 'folder'}:{root}"
         self._reader = dataset.reader if isinstance(dataset, ImageDataset) else None

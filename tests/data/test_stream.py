@@ -1,0 +1,300 @@
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmod.data import AugmentConfig, CorruptDataError, DataConfig, create_eval_stream, create_train_stream
+from mmod.data.loader import _create_reader
+from mmod.data.stream import SampleStream
+
+STRONG = AugmentConfig(
+    scale=(0.3, 1.0), auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.5, re_mode="pixel", vflip=0.5, color_jitter=0.4
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """27 training and 10 evaluation images of three classes; the red value tells an image's number."""
+    root = tmp_path_factory.mktemp("folder")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 27), ("val", 10)):
+        for number in range(count):
+            path = root / split / "abc"[number % 3] / f"{number:03d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = rng.integers(0, 255, (20, 24, 3), np.uint8)
+            pixels[..., 0] = number
+            Image.fromarray(pixels).save(path)
+    return root
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> DataConfig:
+    config = DataConfig("digits:tiny", root=str(tmp_path_factory.mktemp("digits")), batch_size=10)
+    create_train_stream(config, 0)
+    return config
+
+
+def folder_config(folder: Path, **changes) -> DataConfig:
+    # Without resizing and normalisation, the red value of a pixel is the image's number.
+    values = {"image_size": 20, "channels": 3, "batch_size": 4, "crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1.0,) * 3}
+    return DataConfig("folder", root=str(folder), **(values | changes))
+
+
+def numbers(images: torch.Tensor) -> list[int]:
+    return (images[:, 0, 0, 0] * 255).round().int().tolist()
+
+
+def equal(first: list, second: list) -> bool:
+    return len(first) == len(second) and all(
+        torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(first, second)
+    )
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**40), epoch=st.integers(0, 1000), batch=st.integers(1, 13), world=st.integers(1, 2),
+    data=st.data(),
+)  # fmt: skip
+def test_a_stream_is_a_pure_function_of_seed_epoch_and_start(folder, seed, epoch, batch, world, data):
+    config = folder_config(folder, batch_size=batch, augment=STRONG)
+    rank = data.draw(st.integers(0, world - 1))
+    stream = create_train_stream(config, seed, rank, world)
+    whole = list(stream.batches(epoch))
+    assert len(whole) == stream.steps_per_epoch == 27 // (batch * world)
+    start = data.draw(st.integers(0, len(whole)))
+    list(stream.batches(epoch + 1))
+    assert equal(list(create_train_stream(config, seed, rank, world).batches(epoch, start)), whole[start:])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_nothing(folder, workers):
+    config = folder_config(folder, augment=STRONG)
+    alone = list(create_train_stream(config, 5).batches(2))
+    assert equal(list(create_train_stream(replace(config, workers=workers), 5).batches(2, 1)), alone[1:])
+
+
+def test_augmentation_differs_between_epochs_and_seeds_but_not_between_batch_sizes(folder):
+    def by_number(seed: int, epoch: int, batch: int) -> dict[int, torch.Tensor]:
+        augment = AugmentConfig(scale=(0.3, 0.5), color_jitter=0.0, interpolation="bilinear")
+        stream = create_train_stream(folder_config(folder, augment=augment, batch_size=batch), seed)
+        return {
+            number: image for images, _ in stream.batches(epoch) for number, image in zip(numbers(images), images)
+        }
+
+    first = by_number(0, 0, 1)
+    assert len(first) == 27
+    same = by_number(0, 0, 9)
+    assert all(torch.equal(first[number], same[number]) for number in first)
+    for other in (by_number(1, 0, 1), by_number(0, 1, 1)):
+        assert sum(torch.equal(first[number], other[number]) for number in first) < 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_callers_random_state_is_neither_used_nor_changed(folder, workers):
+    stream = create_train_stream(folder_config(folder, augment=STRONG, workers=workers), 0)
+
+    def state():
+        return random.random(), np.random.rand(), torch.rand(())  # noqa: NPY002
+
+    def reset(seed: int) -> None:
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)  # noqa: NPY002
+
+    reset(3)
+    undisturbed = state()
+    reset(3)
+    first = list(stream.batches(0))
+    assert state() == undisturbed
+    reset(4)
+    assert equal(list(stream.batches(0)), first)
+
+
+def test_skipping_to_start_reads_nothing_before(folder, monkeypatch):
+    stream = create_train_stream(folder_config(folder), 0)
+    read: list[int] = []
+    source = stream.reader.source
+    original = source.read
+    monkeypatch.setattr(source, "read", lambda index, mode: (read.append(index), original(index, mode))[1])
+    list(stream.batches(0, 4))
+    assert len(read) == (6 - 4) * 4
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5))
+def test_ranks_share_out_every_sample_exactly_once(samples, batch, world):
+    class Counted:
+        def __len__(self) -> int:
+            return samples
+
+    def taken(seed: int | None) -> list[list[np.ndarray]]:
+        return [SampleStream(Counted(), None, batch, rank=r, world=world, seed=seed)._order(0) for r in range(world)]
+
+    evaluated = np.concatenate([part for rank in taken(None) for part in rank] or [[]])
+    assert sorted(evaluated) == list(range(samples))
+    trained = [part for rank in taken(7) for part in rank]
+    assert len(set(np.concatenate([*trained, []]))) == samples // (batch * world) * batch * world
+    assert all(len(part) == batch for part in trained)
+
+
+def test_two_processes_make_the_global_batches_of_one(digits):
+    alone = list(create_train_stream(replace(digits, batch_size=20), 0).batches(3))
+    ranks = [list(create_train_stream(digits, 0, rank, 2).batches(3)) for rank in range(2)]
+    for step, (images, classes) in enumerate(alone):
+        assert torch.equal(images, torch.cat([rank[step][0] for rank in ranks]))
+        assert torch.equal(classes, torch.cat([rank[step][1] for rank in ranks]))
+
+
+def test_epochs_differ_in_order(digits):
+    stream = create_train_stream(digits, 0)
+    first, second = (torch.cat([classes for _, classes in stream.batches(epoch)]) for epoch in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_evaluation_is_every_sample_once_in_order(folder):
+    config = folder_config(folder)
+    images, classes = zip(*create_eval_stream(config).batches(0))
+    assert [len(part) for part in classes] == [4, 4, 2]
+    order = [0, 3, 6, 9, 1, 4, 7, 2, 5, 8]
+    assert numbers(torch.cat(images)) == order
+    assert torch.cat(classes).tolist() == [number % 3 for number in order]
+    first = [part for images, _ in create_eval_stream(config, 0, 2).batches(0) for part in numbers(images)]
+    assert first == order[::2]
+
+
+def test_the_memory_path_equals_decoding_each_time(digits, folder):
+    for config in (digits, folder_config(folder, image_size=12, crop_pct=0.8, mean=None, std=None)):
+        fast = list(create_train_stream(replace(config, in_memory=True), 1).batches(0))
+        slow = list(create_train_stream(replace(config, in_memory=False, workers=1), 1).batches(0))
+        for (images, classes), (expected, expected_classes) in zip(fast, slow, strict=True):
+            assert images.dtype == torch.float32
+            assert classes.dtype == torch.int64
+            torch.testing.assert_close(images, expected, rtol=0, atol=1e-5)
+            assert torch.equal(classes, expected_classes)
+
+
+def test_digits_are_normalised(digits):
+    images = torch.cat([images for images, _ in create_train_stream(digits, 0).batches(0)])
+    assert images.mean().abs() < 0.25
+    assert 0.75 < images.std() < 1.25
+    assert next(create_train_stream(replace(digits, channels=3), 0).batches(0))[0].shape == (10, 3, 32, 32)
+
+
+def damaged_folder(folder: Path, root: Path, broken: list[int]) -> list[str]:
+    paths = []
+    for path in sorted(folder.glob("*/*/*.png")):
+        copy = root / path.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        data = path.read_bytes()
+        if int(path.stem) in broken:
+            data = data[:200]
+            paths.append(str(copy))
+        copy.write_bytes(data)
+    return paths
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_corrupt_image_raises(folder, tmp_path, workers, in_memory):
+    damaged_folder(folder, tmp_path, [4])
+    config = folder_config(tmp_path, workers=workers, in_memory=in_memory)
+    with pytest.raises(CorruptDataError, match=r"004\.png: image of 200 bytes cannot be decoded.*on_corrupt='skip'"):
+        list(create_eval_stream(config).batches(0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_skipping_replaces_in_training_and_leaves_out_in_evaluation(folder, tmp_path, workers):
+    broken = damaged_folder(folder, tmp_path, [4, 7, 25])
+    config = folder_config(tmp_path, workers=workers, on_corrupt="skip", batch_size=3)
+    train = create_train_stream(config, 0)
+    found = [number for _ in range(2) for images, _ in train.batches(0) for number in numbers(images)]
+    # The folder's order is a, b, c: 4 and 7 are neighbours, whose next readable one is 10; after 25 comes 2.
+    expected = [{4: 10, 7: 10, 25: 2}.get(number, number) for number in range(27)]
+    assert sorted(found) == sorted(expected * 2)
+    assert train.report.counts == {path: 1 for path in broken if "train" in path}
+    evaluation = create_eval_stream(config)
+    assert [number for images, _ in evaluation.batches(0) for number in numbers(images)] == [0, 3, 6, 9, 1, 2, 5, 8]
+    assert evaluation.report.counts == {path: 1 for path in broken if "val" in path}
+    memory = create_train_stream(replace(config, in_memory=True), 0)
+    assert memory.num_samples == 24
+    assert memory.report.counts == train.report.counts
+
+
+def test_a_batch_without_any_readable_sample_is_an_error(folder, tmp_path):
+    damaged_folder(folder, tmp_path, [1, 4, 7])
+    stream = create_eval_stream(folder_config(tmp_path, batch_size=1, on_corrupt="skip"))
+    with pytest.raises(CorruptDataError, match=r"no sample of a batch can be read; 1 corrupt"):
+        list(stream.batches(0))
+    damaged_folder(folder, tmp_path, list(range(27)))
+    with pytest.raises(CorruptDataError, match="none of 10 samples"):
+        create_eval_stream(folder_config(tmp_path, in_memory=True, on_corrupt="skip"))
+
+
+def test_shards_with_any_number_of_workers(digits):
+    # One training shard in four, two workers for one evaluation shard.
+    config = replace(digits, source=f"shards:{digits.root}/{{split}}-*.tar", image_size=32, crop_pct=1.0, workers=2)
+    config = replace(config, mean=(0.14,), std=(0.27,))
+    for make in (create_eval_stream, lambda config: create_train_stream(config, 3)):
+        expected, found = list(make(digits).batches(0)), list(make(config).batches(0))
+        for (images, classes), (others, other_classes) in zip(expected, found, strict=True):
+            torch.testing.assert_close(images, others, rtol=0, atol=1e-5)
+            assert torch.equal(classes, other_classes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source": "digits:huge"}, r"'huge' is unknown; valid: default, tiny, hard"),
+        ({"source": "digits:tiny", "image_size": 64}, "image_size=64: scenes of the level 'tiny' have 32 pixels"),
+        ({"source": "digits:tiny", "train_split": "training"}, "'training' of the digits is unknown; valid: train"),
+        ({"source": "shards:/nowhere/a.tar"}, r"must contain '\{split\}'"),
+        ({"source": "shards:/nowhere/{split}-{00..03}.tar"}, "no shard matches '/nowhere/train-00.tar'"),
+        ({"source": "folder"}, "root=None is no folder"),
+        ({"source": "digits:tiny", "batch_size": 300}, "has 256 samples, fewer than one batch"),
+    ],
+)
+def test_streams_that_cannot_be_made(tmp_path, change, message):
+    root = None if change["source"] == "folder" else str(tmp_path / "root")
+    with pytest.raises(ValueError, match=message):
+        create_train_stream(replace(DataConfig(root=root), **change), 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"channels": 4}, "channels=4 is unknown; valid: 1"),
+        ({"batch_size": 0}, "batch_size=0 must be >= 1"),
+        ({"workers": -1}, "workers=-1"),
+        ({"crop_pct": 1.5}, "crop_pct=1.5"),
+        ({"mean": (0.5, 0.5)}, "channels=1 values"),
+        ({"in_memory": True, "augment": AugmentConfig()}, "cannot be combined with augment"),
+    ],
+)
+def test_config_values_out_of_range_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**change)
+
+
+def test_ranks_epochs_and_policies_out_of_range_are_named(digits):
+    for rank, world in ((2, 2), (-1, 1), (0, 0)):
+        with pytest.raises(ValueError, match=f"rank={rank} must lie in"):
+            create_eval_stream(digits, rank, world)
+    stream = create_train_stream(digits, 0)
+    for epoch, start in ((-1, 0), (0, 26), (0, -1)):
+        with pytest.raises(ValueError, match=f"epoch={epoch} must be >= 0 and start={start}"):
+            next(stream.batches(epoch, start))
+    assert list(stream.batches(0, 25)) == []
+    with pytest.raises(ValueError, match="on_corrupt='ignore' is unknown"):
+        create_train_stream(replace(digits, on_corrupt="ignore"), 0)
+
+
+def test_readers_survive_pickling(folder):
+    import pickle
+
+    reader, _ = _create_reader(folder_config(folder, augment=STRONG), "train", training=True)
+    again = pickle.loads(pickle.dumps(reader))
+    indices = np.arange(3)
+    assert torch.equal(reader.read(indices, (0, 0)).images, again.read(indices, (0, 0)).images)
