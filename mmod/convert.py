@@ -211,7 +211,11 @@ def capacities(model: nn.Module) -> dict[str, float]:
 
 
 def is_routed(model: nn.Module) -> bool:
-    """Return whether any block of a model is routed."""
+    """Return whether any block of a model is routed.
+
+    Args:
+        model: Any model.
+    """
     return any(isinstance(module, RoutedBlock) for module in model.modules())
 
 
