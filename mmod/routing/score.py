@@ -177,7 +177,7 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def _mix_number(value: int) -> int:
-    return int(_mix(torch.tensor(value + 1, dtype=torch.int64)))
+    return int(_mix(torch.tensor(value + 1, dtype=torch.int64, device="cpu")))
 
 
 def near_dense_std(dim: int, gate_scale: float) -> float:

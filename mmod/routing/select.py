@@ -97,10 +97,11 @@ def select_threshold(
         level_BN = level_BN.masked_fill(~valid_BN, -torch.inf)
     count_B = (level_BN[:, prefix:] >= threshold).sum(dim=1) + prefix
     most_B = torch.full_like(count_B, tokens) if valid_BN is None else valid_BN.sum(dim=1)
-    count_B = torch.minimum(count_B.clamp(min=max(min_tokens, prefix), max=max_tokens), most_B)
+    ceiling = None if max_tokens is None else max(max_tokens, prefix)
+    count_B = torch.minimum(count_B.clamp(min=max(min_tokens, prefix), max=ceiling), most_B)
     total = None
-    if max_tokens is not None:
-        slots = cast(int, torch.sym_min(max(max_tokens, prefix), tokens))
+    if ceiling is not None:
+        slots = cast(int, torch.sym_min(ceiling, tokens))
     elif torch.compiler.is_exporting():
         raise ValueError("threshold routing needs max_tokens to be exported: without it shapes depend on the data")
     else:

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mmod
+from mmod import RoutingConfig
+from mmod.routing import LinearScore, RandomScore, Router, StrideScore, apply_gate
+
+
+def make(config: RoutingConfig, **changes: object) -> Router:
+    return Router(config, **{"dim": 8, "block": 1, "capacity": 0.5, "prefix": 1, **changes})
+
+
+def test_scores_and_gates_are_fp32_under_autocast_and_in_half_precision() -> None:
+    x = torch.randn(2, 6, 8)
+    router = make(RoutingConfig(router="linear", init_std=1.0))
+    expected = router(x).score_BN
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(router(x).score_BN, expected)
+    assert router.bfloat16()(x.bfloat16()).score_BN.dtype == torch.float32
+
+
+def test_linear_score_is_the_dot_product() -> None:
+    x, score = torch.randn(2, 3, 8), LinearScore(8, bias=True, normalize=False, init_std=1.0, initial=0.5)
+    torch.testing.assert_close(score(x), x @ score.weight[0] + 0.5)
+    normalised = LinearScore(8, init_std=1.0)
+    torch.testing.assert_close(normalised(x), F.layer_norm(x, (8,)) @ normalised.weight[0])
+
+
+@pytest.mark.parametrize(("gate", "scale", "value"), [
+    ("linear", 1.0, 0.7), ("sigmoid", 0.1, 0.1 / (1 + math.exp(-0.7))), ("tanh", 0.2, 1 + 0.2 * math.tanh(0.7)),
+])  # fmt: skip
+def test_gates_follow_their_formulas(gate: str, scale: float, value: float) -> None:
+    found = apply_gate(torch.tensor([0.7]), gate, scale)
+    assert found is not None
+    assert found.item() == pytest.approx(value, abs=1e-6)
+
+
+def test_identity_gate_is_no_weight_at_all() -> None:
+    assert apply_gate(torch.zeros(2), "identity") is None
+    assert make(RoutingConfig())(torch.randn(1, 4, 8), torch.rand(1, 4)).gate_BK is None
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_scores_differ_by_image_block_and_seed_and_repeat(seed: int) -> None:
+    x = torch.randn(3, 40, 8)
+    score = RandomScore(seed, 1)(x)
+    assert torch.equal(score, RandomScore(seed, 1)(x))
+    assert torch.equal(score, RandomScore(seed, 1)(x + 1e-6 * torch.randn_like(x)))
+    assert not torch.equal(score[0], score[1])
+    assert not torch.equal(score, RandomScore(seed, 3)(x))
+    assert not torch.equal(score, RandomScore(seed + 1, 1)(x))
+
+
+def test_random_scores_are_uniform_over_positions() -> None:
+    score = RandomScore(0, 1)(torch.randn(4000, 16, 8))
+    kept = (score.argsort(1, descending=True)[:, :8]).flatten().bincount(minlength=16) / 4000
+    assert (kept - 0.5).abs().max() < 0.05
+    assert abs(float(score.mean()) - 0.5) < 0.01
+
+
+def test_stride_spreads_any_count_evenly() -> None:
+    score = StrideScore()(torch.zeros(1, 64, 1))[0]
+    for count in (2, 4, 16, 32):
+        kept = score.argsort(descending=True, stable=True)[:count].sort().values
+        assert kept.diff().tolist() == [64 // count] * (count - 1)
+
+
+def test_a_function_may_score_and_learn() -> None:
+    torch.manual_seed(1)
+    router = make(RoutingConfig(router=torch.nn.Sequential(torch.nn.Linear(8, 1), torch.nn.Flatten(1))))
+    routing = router(torch.randn(2, 6, 8))
+    assert routing.gate_BK.requires_grad
+    assert {name for name, _ in router.named_parameters()} == {"score.function.0.weight", "score.function.0.bias"}
+    with pytest.raises(ValueError, match=r"\(2, 6\) \(images, tokens\), got \(2,\)"):
+        make(RoutingConfig(router=lambda x: x.sum((1, 2))))(torch.randn(2, 6, 8))
+
+
+def test_attention_routing_says_what_it_misses() -> None:
+    router = make(RoutingConfig())
+    with pytest.raises(ValueError, match="needs the importance of the preceding dense block"):
+        router(torch.randn(1, 4, 8))
+    with pytest.raises(ValueError, match=r"importance has shape \(1, 5\).*\(1, 4\)"):
+        router(torch.randn(1, 4, 8), torch.rand(1, 5))
+
+
+def test_nan_scores_rank_last() -> None:
+    importance = torch.tensor([[0.1, float("nan"), 0.3, 0.2]])
+    assert make(RoutingConfig(), prefix=0)(torch.zeros(1, 4, 8), importance).index_BK.tolist() == [[2, 3]]
+
+
+def test_gate_gradient_reaches_kept_tokens_only() -> None:
+    router = make(RoutingConfig(router="linear", init_std=1.0), prefix=0)
+    routing = router(torch.randn(1, 6, 8))
+    (gradient,) = torch.autograd.grad(routing.gate_BK.sum(), routing.score_BN)
+    assert torch.equal(gradient[0] != 0, routing.keep_BN[0])
+
+
+class TestPresets:
+    def test_mod_weighs_the_update_by_the_raw_score(self) -> None:
+        router = make(mmod.preset("mod"), prefix=0)
+        x = torch.randn(1, 8, 8)
+        with torch.no_grad():
+            router.score.weight.normal_()
+        routing = router(x)
+        torch.testing.assert_close(routing.gate_BK, (x @ router.score.weight[0] + 1).gather(1, routing.index_BK))
+        assert router.config.capacity == 0.125
+
+    def test_a_mod_has_no_parameter_and_no_gate(self) -> None:
+        router = make(mmod.preset("a-mod"))
+        assert list(router.parameters()) == []
+        assert router.config.gate == "identity"
+
+    def test_p_mod_starts_dense_and_reweighs_skipped_tokens(self) -> None:
+        config = mmod.preset("p-mod", depth=32)
+        assert config.blocks == tuple(range(8, 32))
+        expected = [0.5 * math.cos(math.pi * block / 31) + 0.5 for block in range(8, 32)]
+        assert config.capacity == pytest.approx([max(0.15, ratio) for ratio in expected], abs=1e-6)
+        router = make(config, prefix=0)
+        x = torch.randn(2, 6, 8)
+        routing = router(x)
+        assert torch.equal(routing.gate_BK, torch.ones(2, 3))
+        assert torch.equal(routing.skip_weight_BN, torch.ones(2, 6))
+        with torch.no_grad():
+            router.score.weight.fill_(100.0)
+        weight = router(x).skip_weight_BN
+        assert bool(((weight >= 0.8) & (weight <= 1.2)).all())
+        router(x).skip_weight_BN.sum().backward()
+        assert router.score.weight.grad is not None
+
+    def test_p_mod_needs_a_depth(self) -> None:
+        with pytest.raises(ValueError, match="give depth="):
+            mmod.preset("p-mod")
+
+    def test_modification_decides_token_by_token(self) -> None:
+        router = make(mmod.preset("modification", init_std=1.0), prefix=0)
+        x = torch.randn(1, 12, 8)
+        keep = router(x).keep_BN[0]
+        assert torch.equal(keep, torch.sigmoid(router(x).score_BN[0]) >= 0.5)
+        for token in range(12):
+            assert bool(router(x[:, token : token + 1]).keep_BN.any()) == bool(keep[token])
+
+    def test_unknown_presets_name_the_known(self) -> None:
+        with pytest.raises(ValueError, match="'mod', 'a-mod', 'p-mod', 'modification', 'distilled', got 'amod'"):
+            mmod.preset("amod")

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import timm
+import torch
+
+import mmod
+from mmod import Plan, RoutingConfig
+from tests.zoo import make_images, make_model
+
+NAME = "test_vit"
+
+
+class TestConfig:
+    def test_survives_json(self) -> None:
+        config = RoutingConfig(router="linear", capacity=(0.5, 0.25), blocks=(3, 1), losses={"membership": 0.1})
+        assert RoutingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+    def test_unknown_option_names_the_valid_ones(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"unknown routing option capcity; valid ones are router, capacity"
+        ):
+            RoutingConfig.from_dict({"capcity": 0.5})
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            (
+                {"router": "atention"},
+                "router must be one of 'attention', 'linear', 'random', 'stride', 'norm', got",
+            ),
+            ({"capacity": 0.0}, r"capacity must be in \(0, 1\], got 0.0"),
+            ({"capacity": 1.5}, r"capacity must be in \(0, 1\], got 1.5"),
+            ({"blocks": "odd"}, "blocks must be one of 'every_other', 'all', got 'odd'"),
+            ({"select": "top-k"}, "select must be one of 'topk', 'threshold', got 'top-k'"),
+            ({"gate": "relu"}, "gate must be one of 'identity', 'linear', 'sigmoid', 'tanh', got 'relu'"),
+            ({"gate": "tanh"}, "gate 'tanh' needs a score that learns"),
+            ({"losses": {"membership": 1.0}}, "router 'attention' learns nothing, so it takes no losses"),
+            ({"router": "linear", "losses": {"bce": 1.0}}, "a loss must be one of 'membership', 'load'"),
+            ({"router": "linear", "losses": {"load": 0.0}}, "the weight of loss 'load' must be positive"),
+            ({"router": "linear", "gate": "identity", "reweight_skipped": True}, "reweight_skipped needs a gate"),
+            ({"max_tokens": 4}, "belong to select='threshold'"),
+            ({"select": "threshold", "min_tokens": 5, "max_tokens": 4}, r"at least 1 and min_tokens \(5\), got 4"),
+            ({"select": "threshold", "min_tokens": -1}, "min_tokens must not be negative, got -1"),
+        ],
+    )
+    def test_wrong_values_are_named(self, fields: dict[str, object], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            RoutingConfig(**fields)
+
+    def test_capacity_of_a_wrong_type(self) -> None:
+        with pytest.raises(TypeError, match="capacity must be a number"):
+            RoutingConfig(capacity="half")
+
+    def test_a_function_cannot_be_saved(self) -> None:
+        with pytest.raises(ValueError, match="router is a function cannot be saved"):
+            RoutingConfig(router=lambda x: x.sum(-1)).to_dict()
+
+    @pytest.mark.parametrize(
+        ("blocks", "capacities", "message"),
+        [
+            ((), (), "at least one of the model's 4 blocks"),
+            ((5,), (0.5,), r"blocks \[5\] do not exist: valid indices are 0 to 3"),
+            ((1, 1), (0.5, 0.5), r"ascending and named once, got \[1, 1\]"),
+            ((1, 3), (0.5,), "2 routed blocks need as many capacities, got 1"),
+        ],
+    )
+    def test_plans_fit_the_model(self, blocks, capacities, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            Plan(blocks=blocks, capacities=capacities, depth=4)
+
+
+class TestRoute:
+    def test_routing_twice(self) -> None:
+        model = mmod.route_(make_model(NAME))
+        with pytest.raises(ValueError, match="already routed; call unroute_ first or set_capacity"):
+            mmod.route_(model)
+
+    def test_unrouting_a_dense_model(self) -> None:
+        with pytest.raises(ValueError, match="nothing in this VisionTransformer is routed"):
+            mmod.unroute_(make_model(NAME))
+
+    def test_an_impossible_plan_leaves_the_model_as_it_was(self) -> None:
+        model = make_model(NAME)
+        with pytest.raises(ValueError, match="block 0 needs the importance of a dense block before it"):
+            mmod.route_(model, RoutingConfig(blocks="all"))
+        assert not mmod.is_routed(model)
+        mmod.route_(model)
+
+    @pytest.mark.parametrize(
+        ("name", "why"),
+        [
+            ("beit_base_patch16_224", "every block builds its own relative position bias"),
+            ("vit_relpos_small_patch16_224", r"RelPosBlock, which need all tokens at once"),
+            ("swin_tiny_patch4_window7_224", "4 lists of blocks, so tokens change in number or meaning"),
+            ("cait_xxs24_224", "LayerScaleBlock, which need all tokens at once"),
+            ("hiera_tiny_224", "HieraBlock, which need all tokens at once"),
+            ("convnext_atto", "lists of blocks, so tokens change"),
+            ("resnet18", "no lists of blocks"),
+            ("samvit_base_patch16", "which need all tokens at once"),
+        ],
+    )
+    def test_what_cannot_be_routed_says_why_and_what_can(self, name: str, why: str) -> None:
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        with pytest.raises(ValueError, match=why) as error:
+            mmod.route_(model)
+        assert "Supported: timm families vit, deit" in str(error.value)
+
+    def test_models_of_no_supported_library(self) -> None:
+        with pytest.raises(ValueError, match=r"cannot route a torch.nn.modules.linear.Linear: supported are models of"):
+            mmod.route_(torch.nn.Linear(2, 2))
+        with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got str"):
+            mmod.route_("deit_small_patch16_224")
+        with pytest.raises(TypeError, match="config must be a RoutingConfig, got 'a-mod'"):
+            mmod.route_(make_model(NAME), "a-mod")
+
+    def test_a_wrong_sequence_length_is_an_error(self) -> None:
+        model = mmod.route_(make_model(NAME))
+        model.blocks[0](torch.randn(2, 10, 64))
+        with pytest.raises(ValueError, match="the sequence changed between the two blocks"):
+            model.blocks[1](torch.randn(2, 12, 64))
+
+    def test_unknown_block_arguments_are_an_error(self) -> None:
+        model = mmod.route_(make_model(NAME))
+        with pytest.raises(TypeError, match=r"unknown arguments \['rope'\]"):
+            model.blocks[1](torch.randn(1, 4, 64), rope=torch.zeros(4, 8))
+
+    def test_prefix_protection_can_be_given_up(self) -> None:
+        model = mmod.route_(make_model(NAME), RoutingConfig(router="norm", capacity=0.1, protect_prefix=False))
+        with mmod.trace(model) as decisions:
+            model(make_images(NAME, 8))
+        assert not all(bool(routing.keep_BN[:, 0].all()) for routing in decisions.values())
+        with pytest.raises(ValueError, match="rotary positions need the prefix tokens first"):
+            mmod.route_(make_model("eva02_tiny_patch14_224"), RoutingConfig(protect_prefix=False))
+
+
+class TestCapacity:
+    def test_another_budget_on_the_same_weights(self) -> None:
+        model, images = mmod.route_(make_model(NAME)), make_images(NAME, 1)
+        for given, expected in [
+            (0.25, [0.25, 0.25, 0.25]),
+            ([0.5, 0.25, 1.0], [0.5, 0.25, 1.0]),
+            ({"blocks.3": 0.125}, [0.5, 0.125, 1.0]),
+        ]:
+            mmod.set_capacity(model, given)
+            assert list(mmod.capacities(model).values()) == expected
+            with mmod.trace(model) as decisions:
+                model(images)
+            assert [r.index_BK.shape[1] for r in decisions.values()] == [int(37 * c) for c in expected]
+
+    @pytest.mark.parametrize(
+        ("capacity", "message"),
+        [
+            (0, r"in \(0, 1\], got 0"),
+            ([0.5], "3 blocks are routed, got 1 capacities"),
+            ({"blocks.0": 0.5}, r"blocks.0 is not a routed block; routed are blocks.1, blocks.3, blocks.5"),
+        ],
+    )
+    def test_wrong_budgets(self, capacity, message: str) -> None:
+        model = mmod.route_(make_model(NAME))
+        with pytest.raises(ValueError, match=message):
+            mmod.set_capacity(model, capacity)
+        assert set(mmod.capacities(model).values()) == {0.5}
+
+    def test_thresholds_have_no_budget(self) -> None:
+        model = mmod.route_(make_model(NAME), RoutingConfig(select="threshold"))
+        with pytest.raises(ValueError, match="routed by threshold"):
+            mmod.set_capacity(model, 0.5)
+
+
+class TestTrace:
+    def test_statistics_and_maps(self) -> None:
+        model = mmod.route_(make_model(NAME))
+        with mmod.trace(model) as decisions:
+            model(make_images(NAME, 2))
+        assert list(decisions) == ["blocks.1", "blocks.3", "blocks.5"]
+        assert decisions.kept_shares() == pytest.approx(dict.fromkeys(decisions, 18 / 37))
+        maps = decisions.maps(prefix=1, grid=(6, 6))
+        assert maps.shape == (3, 2, 6, 6)
+        assert int(maps.sum()) == 3 * 2 * 17
+        with pytest.raises(ValueError, match="a grid of 5 x 6 does not hold 36 patches"):
+            decisions.maps(prefix=1, grid=(5, 6))
+        with pytest.raises(KeyError, match=r"blocks\.2"):
+            decisions["blocks.2"]
+
+    def test_a_closed_trace_stays_as_it_was(self) -> None:
+        model = mmod.route_(make_model(NAME)).train()
+        with mmod.trace(model) as decisions:
+            model(make_images(NAME, 2))
+        model(make_images(NAME, 1))
+        assert decisions["blocks.1"].index_BK.shape[0] == 2
+
+    def test_evaluation_keeps_nothing_outside_a_trace(self) -> None:
+        model = mmod.route_(make_model(NAME))
+        model(make_images(NAME, 2))
+        assert all(block.mod.routing is None for block in mmod.routed_blocks(model).values())
+
+
+class TestCheckpointing:
+    @pytest.mark.parametrize("router", ["attention", "linear"])
+    def test_gradients_are_those_without(self, router: str) -> None:
+        gradients = []
+        for checkpointing in (False, True):
+            model = mmod.route_(make_model(NAME), RoutingConfig(router=router)).train()
+            model.set_grad_checkpointing(checkpointing)
+            model(make_images(NAME, 2)).square().sum().backward()
+            gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        assert gradients[0].keys() == gradients[1].keys()
+        for name, gradient in gradients[0].items():
+            torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-6)
+
+    def test_importance_of_another_pass_is_an_error_and_not_a_wrong_gradient(self) -> None:
+        model = mmod.route_(make_model(NAME)).train()
+        model.set_grad_checkpointing()
+        first = model(make_images(NAME, 2, seed=1))
+        model(make_images(NAME, 2, seed=2))
+        with pytest.raises(RuntimeError, match="run backward\\(\\) before the next forward pass"):
+            first.sum().backward()
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RoutingConfig().capacity = 0.1

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mmod
+from mmod import RoutingConfig
+from mmod.routing import Router, Routing
+from tests.zoo import make_images, make_model
+
+NAME = "test_vit"
+
+
+def trained(config: RoutingConfig):
+    model = mmod.route_(make_model(NAME), config).train()
+    model(make_images(NAME, 3))
+    return model
+
+
+def routers(model) -> dict[str, Router]:
+    return {name: block.router for name, block in mmod.routed_blocks(model).items()}
+
+
+def test_membership_is_the_cross_entropy_with_what_was_kept() -> None:
+    model = trained(RoutingConfig(router="linear", init_std=1.0, losses={"membership": 0.5}))
+    routings = [block.mod.routing for block in mmod.routed_blocks(model).values()]
+    expected = torch.stack(
+        [F.binary_cross_entropy_with_logits(r.score_BN[:, 1:], r.keep_BN[:, 1:].float()) for r in routings]
+    ).mean()
+    torch.testing.assert_close(mmod.auxiliary_loss(model), 0.5 * expected)
+
+
+def test_membership_is_zero_when_scores_say_what_is_kept() -> None:
+    score = torch.tensor([[50.0, -50.0, 50.0, -50.0]])
+    routing = Routing(score, torch.tensor([[0, 2]]))
+    router = Router(RoutingConfig(router="linear"), dim=2, block=0, capacity=0.5)
+    assert mmod.objectives.membership_loss(routing, router).item() < 1e-20
+
+
+def test_load_is_share_times_mean_gate_and_only_the_gate_learns() -> None:
+    model = trained(mmod.preset("modification", init_std=1.0))
+    routings = [block.mod.routing for block in mmod.routed_blocks(model).values()]
+    expected = sum(r.keep_BN.float().mean() * torch.sigmoid(r.score_BN).mean() for r in routings) / len(routings)
+    loss = mmod.auxiliary_loss(model)
+    torch.testing.assert_close(loss, 0.01 * expected)
+    loss.backward()
+    assert all(router.score.weight.grad.abs().sum() > 0 for router in routers(model).values())
+
+
+def test_capacity_measures_the_hard_share_and_moves_the_scores() -> None:
+    config = RoutingConfig(router="linear", select="threshold", capacity=0.25, init_std=1.0, losses={"capacity": 1.0})
+    model = trained(config)
+    shares = [block.mod.routing.keep_BN.float().mean() for block in mmod.routed_blocks(model).values()]
+    loss = mmod.auxiliary_loss(model)
+    torch.testing.assert_close(loss, torch.stack([(share - 0.25).abs() for share in shares]).mean())
+    loss.backward()
+    assert all(router.score.weight.grad.abs().sum() > 0 for router in routers(model).values())
+
+
+def test_importance_teaches_the_selection_of_attention_routing() -> None:
+    model = trained(mmod.preset("distilled", capacity=0.5, init_std=1.0))
+    block = mmod.routed_blocks(model)["blocks.1"]
+    importance = block.mod.routing.importance_BN
+    assert not importance.requires_grad
+    twin = mmod.route_(make_model(NAME), RoutingConfig(capacity=0.5, blocks=(1,))).train()
+    twin(make_images(NAME, 3))
+    twin_routing = mmod.routed_blocks(twin)["blocks.1"].mod.routing
+    torch.testing.assert_close(importance, twin_routing.score_BN)
+    expected = F.binary_cross_entropy_with_logits(
+        block.mod.routing.score_BN[:, 1:], twin_routing.keep_BN[:, 1:].float()
+    )
+    torch.testing.assert_close(mmod.objectives.importance_loss(block.mod.routing, block.router), expected)
+
+
+def test_importance_is_not_computed_in_evaluation() -> None:
+    model = trained(mmod.preset("distilled")).eval()
+    with mmod.trace(model) as decisions:
+        model(make_images(NAME, 1))
+    assert all(routing.importance_BN is None for routing in decisions.values())
+
+
+class TestErrors:
+    def test_nothing_routed(self) -> None:
+        with pytest.raises(ValueError, match="nothing in this VisionTransformer is routed"):
+            mmod.auxiliary_loss(make_model(NAME))
+
+    def test_nothing_configured(self) -> None:
+        with pytest.raises(ValueError, match="no auxiliary loss is configured"):
+            mmod.auxiliary_loss(trained(RoutingConfig()))
+
+    def test_no_forward_pass_since_the_last_collection(self) -> None:
+        model = mmod.route_(make_model(NAME), mmod.preset("distilled")).train()
+        with pytest.raises(RuntimeError, match=r"blocks\.1 has routed nothing in training mode"):
+            mmod.auxiliary_loss(model)
+        model(make_images(NAME, 1))
+        mmod.auxiliary_loss(model)
+        with pytest.raises(RuntimeError, match="since its loss was last collected"):
+            mmod.auxiliary_loss(model)
+
+    def test_graph_gone(self) -> None:
+        model = mmod.route_(make_model(NAME), mmod.preset("distilled")).train()
+        with torch.no_grad():
+            model(make_images(NAME, 1))
+        with pytest.raises(RuntimeError, match="carry no gradient"):
+            mmod.auxiliary_loss(model)
