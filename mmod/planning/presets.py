@@ -55,7 +55,7 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
         fields = {"router": "linear", "gate": "sigmoid", "select": "threshold", "threshold": 0.5}
         fields |= {"losses": {"load": 0.01}}
     else:
-        fields = {"router": "linear", "gate": "tanh", "losses": {"importance": 0.1}}
+        fields = {"router": "linear", "gate": "tanh", "losses": {"importance": 1.0}}
     return RoutingConfig.from_dict({**fields, **changes})
 
 
