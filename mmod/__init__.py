@@ -5,6 +5,7 @@ from mmod.convert import capacities, is_routed, route_, routed_blocks, routing_c
 from mmod.measuring import Trace, trace
 from mmod.objectives import auxiliary_loss
 from mmod.planning import preset
+from mmod.pretrained import load_pretrained, save_pretrained
 from mmod.routing import Routing
 
 __all__ = [
@@ -15,10 +16,12 @@ __all__ = [
     "auxiliary_loss",
     "capacities",
     "is_routed",
+    "load_pretrained",
     "preset",
     "route_",
     "routed_blocks",
     "routing_config",
+    "save_pretrained",
     "set_capacity",
     "trace",
     "unroute_",
