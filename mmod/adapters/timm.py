@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 
+from timm.layers import register_notrace_module
 from timm.models import beit, eva, vision_transformer
 from torch import nn
 
 from mmod.adapters.base import HostModel, NamedArguments
-from mmod.blocks import host_class
+from mmod.blocks import ImportanceBlock, RoutedBlock, host_class
 
 BLOCKS: tuple[type[nn.Module], ...] = (
     vision_transformer.Block,
@@ -20,6 +21,9 @@ BLOCKS: tuple[type[nn.Module], ...] = (
     eva.EvaBlockPostNorm,
     beit.Block,
 )
+# timm's feature extraction by torch.fx takes a converted block as one node: its decisions are no symbolic values.
+register_notrace_module(RoutedBlock)
+register_notrace_module(ImportanceBlock)
 ARGUMENTS = ("attn_mask", "is_causal", "rope", "shared_rel_pos_bias")
 SUPPORTED = (
     "timm families vit, deit (distilled too), deit3, dinov2, dinov3, siglip, aimv2, vit with registers, eva, eva02, "

@@ -16,6 +16,11 @@ from mmod.blocks.state import Handover, RoutedState
 from mmod.ops import capture_importance, gather_rows, lerp_rows, scatter_rows
 from mmod.routing import Router, Routing
 
+_NO_TORCHSCRIPT = (
+    "a routed model cannot be scripted: its blocks take the host's arguments as they come, which TorchScript has no "
+    "types for. Use torch.export or torch.compile, which replace TorchScript"
+)
+
 
 class RoutedBlock(nn.Module):
     """Mixin that runs a host block on the tokens its router keeps; all others pass by unchanged.
@@ -46,6 +51,10 @@ class RoutedBlock(nn.Module):
         narrowed = host.narrow(arguments, x, routing)
         y_BKD = super().forward(z_BKD, **narrowed) if routing.index_BK.shape[1] else z_BKD
         return merge(x, z_BKD, y_BKD, routing)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Refuse TorchScript."""
+        raise RuntimeError(_NO_TORCHSCRIPT)
 
 
 class ImportanceBlock(nn.Module):
@@ -78,6 +87,10 @@ class ImportanceBlock(nn.Module):
             )
         self.mod.target.importance_BN = captured.importance_BN
         return y
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Refuse TorchScript."""
+        raise RuntimeError(_NO_TORCHSCRIPT)
 
 
 class ImportanceState:
