@@ -114,7 +114,7 @@ class RoutingConfig:
         gate_scale: Factor of the gate; None means 0.2 for "tanh" (p-MoD) and 1 otherwise.
         reweight_skipped: Multiply the state of skipped tokens by the gate too (p-MoD). They are then no longer
             bitwise copies.
-        normalize: Give the linear score a layer-normalised input without parameters.
+        normalize: Divide the linear score's input by its root mean square.
         bias: Give the linear score a bias.
         init_std: Standard deviation of the linear score's initial weight. None chooses one at which every gate starts
             within a percent of the dense model's.

@@ -9,17 +9,16 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 class LinearScore(nn.Module):
-    """Score tokens by a learned vector: `score = w . norm(x) + b`, computed in fp32 under autocast too.
+    """Score tokens by a learned vector: `score = w . x / rms(x) + b`, computed in fp32 under autocast too.
 
     Args:
         dim: Channels D of a token.
         bias: Add a bias, which starts at 0.
-        normalize: Layer-normalise the input first, without parameters.
+        normalize: Divide the input by its root mean square first.
         init_std: Standard deviation of the initial weight.
         initial: Value around which the scores start; other than 0 it needs the bias.
         device: Where the weight is created.
@@ -67,10 +66,12 @@ class LinearScore(nn.Module):
 
     def _score(self, x_BND: Tensor) -> Tensor:
         x_BND = x_BND.float()
+        score_BN = x_BND @ self.weight[0].float()
         if self.normalize:
-            x_BND = F.layer_norm(x_BND, x_BND.shape[-1:])
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(x_BND, self.weight.float(), bias).squeeze(-1)
+            # Dividing the product instead of the tokens reads them twice and writes them never.
+            square_BN = torch.linalg.vector_norm(x_BND, dim=-1).square() / x_BND.shape[-1]
+            score_BN = score_BN * torch.rsqrt(square_BN + 1e-6)
+        return score_BN if self.bias is None else score_BN + self.bias.float()
 
 
 class NormScore(nn.Module):

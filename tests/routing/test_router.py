@@ -28,7 +28,8 @@ def test_linear_score_is_the_dot_product() -> None:
     x, score = torch.randn(2, 3, 8), LinearScore(8, bias=True, normalize=False, init_std=1.0, initial=0.5)
     torch.testing.assert_close(score(x), x @ score.weight[0] + 0.5)
     normalised = LinearScore(8, init_std=1.0)
-    torch.testing.assert_close(normalised(x), F.layer_norm(x, (8,)) @ normalised.weight[0])
+    torch.testing.assert_close(normalised(x), F.rms_norm(x, (8,), eps=1e-6) @ normalised.weight[0])
+    assert normalised(torch.zeros(1, 1, 8)).item() == 0
 
 
 @pytest.mark.parametrize(("gate", "scale", "value"), [
