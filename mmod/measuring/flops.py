@@ -1,0 +1,403 @@
+"""What a model costs: FLOPs per block and in all, parameters and activation memory, from shapes alone."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mmod.adapters import find_host
+from mmod.blocks import RoutedBlock
+from mmod.convert import is_routed, unroute_
+from mmod.measuring.memory import ActivationMemory
+from mmod.measuring.trace import Trace
+from mmod.routing import LinearScore
+
+REST = ""
+
+
+@dataclass(frozen=True)
+class BlockFlops:
+    """The cost of one block for one image.
+
+    Args:
+        name: Module name; empty for everything outside the blocks.
+        tokens: Tokens that enter it (N).
+        kept: Tokens it computes (K).
+        dense: FLOPs without routing.
+        routed: FLOPs as routed, with `router` and `importance`.
+        router: FLOPs of its router.
+        importance: FLOPs of the importance it computes for others.
+    """
+
+    name: str
+    tokens: int
+    kept: int
+    dense: int
+    routed: int
+    router: int = 0
+    importance: int = 0
+
+
+@dataclass(frozen=True)
+class FlopReport:
+    """The cost of a model for one image; `print(report)` shows it as a table.
+
+    Args:
+        input_size: Channels, height and width of the image.
+        blocks: One row for each block, in order.
+        rest: Everything outside the blocks: embedding, head, pooling.
+        parameters: Parameters, routers included.
+        router_parameters: Parameters of routers alone.
+        dense_activation_bytes: Most activation memory held at once in inference, without routing.
+        activation_bytes: The same as routed.
+        dense_training_bytes: Activations held for the backward pass when the forward pass ends, without routing.
+        training_bytes: The same as routed.
+    """
+
+    input_size: tuple[int, int, int]
+    blocks: tuple[BlockFlops, ...]
+    rest: BlockFlops
+    parameters: int
+    router_parameters: int
+    dense_activation_bytes: int
+    activation_bytes: int
+    dense_training_bytes: int
+    training_bytes: int
+
+    @property
+    def dense(self) -> int:
+        """FLOPs of the model without routing."""
+        return self.rest.dense + sum(row.dense for row in self.blocks)
+
+    @property
+    def routed(self) -> int:
+        """FLOPs of the model as routed, with routers and importance."""
+        return self.rest.routed + sum(row.routed for row in self.blocks)
+
+    @property
+    def importance(self) -> int:
+        """FLOPs spent on importance, contained in `routed`."""
+        return sum(row.importance for row in self.blocks)
+
+    @property
+    def speedup(self) -> float:
+        """How many times fewer FLOPs the routed model needs."""
+        return self.dense / self.routed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON values, totals included."""
+        totals = {"dense": self.dense, "routed": self.routed, "importance": self.importance, "speedup": self.speedup}
+        return {
+            **asdict(self),
+            **totals,
+            "input_size": list(self.input_size),
+            "blocks": [asdict(b) for b in self.blocks],
+        }
+
+    def __str__(self) -> str:
+        """Return the report as a table, in MFLOPs."""
+        name_width = max(len(row.name) for row in (*self.blocks, BlockFlops("everything else", 0, 0, 0, 0)))
+        form = f"{{:<{name_width}}}  {{:>6}}  {{:>6}}  {{:>10}}  {{:>10}}  {{:>8}}  {{:>10}}"
+        lines = [form.format("block", "tokens", "kept", "dense", "routed", "router", "importance")]
+        for row in self.blocks:
+            counts = (row.dense, row.routed, row.router, row.importance)
+            lines.append(form.format(row.name, row.tokens, row.kept, *map(_mega, counts)))
+        lines.append(form.format("everything else", "", "", _mega(self.rest.dense), _mega(self.rest.routed), "-", "-"))
+        router = sum(row.router for row in self.blocks)
+        totals = map(_mega, (self.dense, self.routed, router, self.importance))
+        lines.append(form.format("total MFLOPs", "", "", *totals))
+        lines += [
+            f"{self.speedup:.3f} times fewer FLOPs than dense (2 per multiply-add) for a {_by(self.input_size)} image",
+            f"{self.parameters:,} parameters, {self.router_parameters:,} of them in routers",
+            f"activations held at once in inference: {_mebi(self.activation_bytes)} "
+            f"(dense {_mebi(self.dense_activation_bytes)})",
+            f"activations held for a backward pass: {_mebi(self.training_bytes)} "
+            f"(dense {_mebi(self.dense_training_bytes)})",
+        ]
+        return "\n".join(lines)
+
+
+def flops(
+    model: nn.Module,
+    input_size: int | tuple[int, int, int],
+    kept: float | Mapping[str, float] | Trace | None = None,
+) -> FlopReport:
+    """Count what one image costs a model, dense and as routed, without running it on data.
+
+    One FLOP is one multiplication or one addition, so a matrix product of (n, k) and (k, m) counts `2 n k m`; norms,
+    activations, softmax, sorting and moving rows count nothing. The forward pass is followed on the meta device, and
+    each call of a linear layer, convolution, matrix product or attention is counted by a formula of its shapes. That
+    is one level above `torch.utils.flop_counter`, which counts the kernels that torch makes of those calls.
+
+    Importance counts as one more product of queries and keys in each block that computes it, which is what runs on a
+    GPU, in training and compiled. Inference in fp32 on a CPU takes it from attention's own probabilities: there,
+    `report.importance` of the FLOPs are not spent.
+
+    Memory is that of activations in the parameters' dtype, without weights and input, with attention that stores no
+    map, in an allocator without gaps.
+
+    Args:
+        model: A model of a supported library, routed or not. It is not changed.
+        input_size: Channels, height and width of the image; one number means a square image of three channels.
+        kept: For threshold routing, whose cost follows from the data: the share of tokens kept in (0, 1], one for
+            all routed blocks, by module name, or a trace of a pass over representative images. Counts are rounded
+            down to whole tokens.
+
+    Returns:
+        Counts per block and in all.
+
+    Raises:
+        ValueError: A model of no supported library, threshold routing without `kept`, `kept` for a model without
+            threshold routing, or an operation that cannot be counted.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig(capacity=0.25))
+        >>> round(flops(model, 160).speedup, 2)
+        1.48
+    """
+    size = (3, input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
+    if len(size) != 3 or min(size) < 1:
+        raise ValueError(f"input_size must be (channels, height, width) or one number, got {input_size!r}")
+    find_host(model)
+    routed = _meta_copy(model)
+    _fix_thresholds(routed, kept)
+    dense = _meta_copy(routed)
+    if is_routed(dense):
+        unroute_(dense)
+    dense_count, routed_count = _follow(dense, size), _follow(routed, size)
+    rows = [
+        _row(name, block, dense_count, routed_count)
+        for name, block in zip(find_host(routed).names, find_host(routed).blocks)
+    ]
+    dense_parameters = sum(parameter.numel() for parameter in dense.parameters())
+    parameters = sum(parameter.numel() for parameter in routed.parameters())
+    return FlopReport(
+        input_size=size,
+        blocks=tuple(rows),
+        rest=BlockFlops(REST, 0, 0, dense_count.flops[REST], routed_count.flops[REST]),
+        parameters=parameters,
+        router_parameters=parameters - dense_parameters,
+        dense_activation_bytes=dense_count.activation_bytes,
+        activation_bytes=routed_count.activation_bytes,
+        dense_training_bytes=dense_count.training_bytes,
+        training_bytes=routed_count.training_bytes,
+    )
+
+
+def _row(name: str, block: nn.Module, dense: _Counter, routed: _Counter) -> BlockFlops:
+    router = routed.flops[f"{name}.router"]
+    total = routed.flops[name] + router
+    importance = 0 if isinstance(block, RoutedBlock) else total - dense.flops[name]
+    tokens = dense.tokens[name]
+    return BlockFlops(name, tokens, routed.kept.get(name, tokens), dense.flops[name], total, router, importance)
+
+
+class _ToMeta(TorchFunctionMode):
+    """Makes deep copies of tensors on the meta device, those that are neither parameter nor buffer too."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__deepcopy__:
+            return torch.empty_like(args[0], device="meta", requires_grad=False)
+        return func(*args, **(kwargs or {}))
+
+
+def _meta_copy(model: nn.Module) -> nn.Module:
+    """Return the model on the meta device; its weights are neither moved nor copied."""
+    parameters = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.is_floating_point())
+        for p in model.parameters()
+    }
+    with _ToMeta():
+        copied = copy.deepcopy(model, parameters).eval()
+    for module in copied.modules():
+        if isinstance(module, LinearScore):
+            # Its forward asks whether autocast is on for the tokens' device, and torch has no answer for meta.
+            module.forward = module._score  # type: ignore[method-assign]
+    return copied
+
+
+def _fix_thresholds(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> None:
+    """Turn threshold routing into top-k of the share of tokens it is said to keep."""
+    by_threshold = {
+        name: block
+        for name, block in model.named_modules()
+        if isinstance(block, RoutedBlock) and block.router.config.select == "threshold"
+    }
+    if not by_threshold:
+        if kept is not None:
+            raise ValueError("kept belongs to threshold routing; what this model keeps follows from its capacities")
+        return
+    if kept is None:
+        raise ValueError(
+            f"{', '.join(by_threshold)} route by threshold, so their cost follows from the data: give kept, the share "
+            "of tokens they keep, or a trace over representative images"
+        )
+    shares = _shares(kept, by_threshold)
+    missing = sorted(set(by_threshold) - set(shares))
+    if missing:
+        raise ValueError(f"kept names no share for {', '.join(missing)}; it names {', '.join(shares)}")
+    for name, block in by_threshold.items():
+        share = float(shares[name])
+        if not 0 < share <= 1:
+            raise ValueError(f"the kept share of {name} must be in (0, 1], got {share}")
+        router = block.router
+        router.config = router.config.replace(select="topk", min_tokens=0, max_tokens=None)
+        # A share is a count over N in most traces; the nearest simple fraction gives that count back exactly.
+        router.capacity = Fraction(share).limit_denominator(10_000)
+
+
+def _shares(kept: float | Mapping[str, float] | Trace, names: Iterable[str]) -> Mapping[str, float]:
+    if isinstance(kept, Trace):
+        return kept.kept_shares()
+    if isinstance(kept, (int, float)):
+        return dict.fromkeys(names, kept)
+    return kept
+
+
+class _Counter(TorchFunctionMode):
+    """Counts the calls made inside it under the name of the block that makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: Counter[str] = Counter()
+        self.tokens: dict[str, int] = {}
+        self.kept: dict[str, int] = {}
+        self.activation_bytes = 0
+        self.training_bytes = 0
+        self._inside = [REST]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _UNCOUNTED:
+            raise ValueError(f"cannot count the FLOPs of {func.__name__}, which this model calls")
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        result = func(*args, **kwargs)
+        formula = _FORMULAS.get(func)
+        if formula is not None:
+            self.flops[self._inside[-1]] += formula(result, *args, **kwargs)
+        return result
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        per_pair = query.shape[-1] + value.shape[-1]
+        self.flops[self._inside[-1]] += 2 * prod(query.shape[:-1]) * key.shape[-2] * per_pair
+        return _FusedAttention.apply(query, key, value)
+
+    def watch(self, name: str, block: nn.Module) -> None:
+        """Count what a block and its router call under their own names."""
+
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._inside.append(name)
+            self.tokens[name] = args[0].shape[1]
+
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            self._inside.pop()
+
+        def enter_router(module: nn.Module, args: Any) -> None:
+            self._inside.append(f"{name}.router")
+
+        def leave_router(module: nn.Module, args: Any, routing: Any) -> None:
+            self._inside.pop()
+            self.kept[name] = routing.index_BK.shape[1]
+
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
+        if isinstance(block, RoutedBlock):
+            block.router.register_forward_pre_hook(enter_router)
+            block.router.register_forward_hook(leave_router)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Attention as far as shapes and memory go: it holds queries, keys, values and its output, and no map."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        heads_first = (*query.shape[:-1], value.shape[-1])
+        out = query.new_empty([heads_first[d] for d in (0, 2, 1, 3)]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+
+def _follow(model: nn.Module, size: tuple[int, ...]) -> _Counter:
+    """Run a model on the meta device and return what it called and held."""
+    host = find_host(model)
+    counter = _Counter()
+    for name, block in zip(host.names, host.blocks):
+        counter.watch(name, block)
+    image = torch.empty(1, *size, device="meta", dtype=next(model.parameters()).dtype)
+    known = [image, *model.parameters(), *model.buffers()]
+    with torch.no_grad(), counter, ActivationMemory(known) as inference:
+        model(image)
+    counted = counter.flops.copy()
+    with torch.enable_grad(), counter, ActivationMemory(known) as training:
+        output = model(image)
+    counter.flops, counter.activation_bytes, counter.training_bytes = counted, inference.peak, training.live
+    del output
+    return counter
+
+
+def _linear(result: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
+    return 2 * result.numel() * weight.shape[-1]
+
+
+def _convolution(result: Tensor, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * result.numel() * prod(weight.shape[1:])
+
+
+def _product(result: Tensor, left: Tensor, right: Tensor, **kwargs: Any) -> int:
+    return 2 * result.numel() * left.shape[-1]
+
+
+def _reversed_product(result: Tensor, right: Tensor, left: Tensor) -> int:
+    return 2 * result.numel() * left.shape[-1]
+
+
+def _added_product(result: Tensor, added: Tensor, left: Tensor, right: Tensor, **kwargs: Any) -> int:
+    return 2 * result.numel() * left.shape[-1]
+
+
+def _mega(count: int) -> str:
+    return f"{count / 1e6:,.2f}" if count else "-"
+
+
+def _mebi(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+def _by(size: tuple[int, ...]) -> str:
+    return " x ".join(map(str, size))
+
+
+_FORMULAS: dict[Callable[..., Any], Callable[..., int]] = {
+    F.linear: _linear,
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _product),
+    **dict.fromkeys((torch.mm, Tensor.mm, torch.mv, Tensor.mv), _product),
+    Tensor.__rmatmul__: _reversed_product,
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _added_product),
+}
+_UNCOUNTED = {torch.einsum, torch.tensordot, F.bilinear, F.multi_head_attention_forward}
+_UNCOUNTED |= {F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}

@@ -1,0 +1,124 @@
+"""Time functions side by side: interleaved in random order, so that a machine's moods hit all of them alike."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its quartiles.
+
+    Args:
+        median: Median.
+        low: Lower quartile.
+        high: Upper quartile.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        """Summarise values.
+
+        Example:
+            >>> Spread.of([1.0, 2.0, 3.0, 4.0, 5.0])
+            Spread(median=3.0, low=2.0, high=4.0)
+        """
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+def ratios(numerator: list[float], denominator: list[float]) -> Spread:
+    """Summarise the ratios of two functions' times, round by round."""
+    return Spread.of([top / bottom for top, bottom in zip(numerator, denominator)])
+
+
+def interleave(
+    functions: Mapping[Name, Callable[[], Any]],
+    *,
+    seconds: float,
+    rounds: int,
+    device: torch.device,
+    warmup: int = 2,
+    seed: int = 0,
+) -> dict[Name, list[float]]:
+    """Time functions in rounds; each round calls each of them once, in random order.
+
+    Args:
+        functions: What to time, by name.
+        seconds: Go on for at least this long.
+        rounds: And for at least this many rounds.
+        device: Where they run; on a GPU each call is timed by events and waited for.
+        warmup: Rounds that are not counted.
+        seed: Seed of the order.
+
+    Returns:
+        Milliseconds of every counted call by name; entry i of each list comes from round i.
+
+    Raises:
+        ValueError: No rounds.
+
+    Example:
+        >>> times = interleave({"a": lambda: None}, seconds=0, rounds=3, device=torch.device("cpu"))
+        >>> len(times["a"])
+        3
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    order, shuffle = list(functions), random.Random(seed).shuffle
+    timer = _time_on_gpu if device.type == "cuda" else _time_on_cpu
+    for _ in range(warmup):
+        for function in functions.values():
+            timer(function)
+    times: dict[Name, list[float]] = {name: [] for name in functions}
+    started = time.perf_counter()
+    with _without_garbage_collection():
+        while len(times[order[0]]) < rounds or time.perf_counter() - started < seconds:
+            shuffle(order)
+            for name in order:
+                times[name].append(timer(functions[name]))
+    return times
+
+
+def _time_on_cpu(function: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    function()
+    return (time.perf_counter() - started) * 1e3
+
+
+def _time_on_gpu(function: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

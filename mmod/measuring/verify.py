@@ -1,0 +1,250 @@
+"""Is a routed model's output right? Checks against the dense model and a slow loop over single images.
+
+No speed is worth reporting for a wrong result, so a benchmark runs these first.
+Axes: B images, N tokens, K slots per image, D channels, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mmod.blocks import Handover, ImportanceBlock, RoutedBlock, RoutedState
+from mmod.convert import routed_blocks, unroute_
+from mmod.measuring.free import convert, sharing_copy
+from mmod.measuring.trace import trace
+from mmod.routing import Router, Routing, apply_gate
+
+# The last kept and the first skipped score of an image must differ by this share of the largest score: closer ones
+# may change places when the same sums are taken in another order.
+CLEAR_MARGIN = 1e-5
+
+
+class WrongOutputError(RuntimeError):
+    """A routed model's output is not what it must be."""
+
+
+def check_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Raise unless two tensors agree.
+
+    Args:
+        what: Names the comparison in the error.
+        found: The tensor in question.
+        expected: What it must be.
+        tolerance: Largest difference allowed, as a share of the largest expected value.
+
+    Raises:
+        WrongOutputError: They differ by more, or one is not finite.
+    """
+    scale = float(expected.abs().max())
+    error = float((found.float() - expected.float()).abs().max()) / (scale or 1.0)
+    if not error <= tolerance:
+        raise WrongOutputError(f"{what}: off by {error:.2e} of the largest value, allowed is {tolerance:.0e}")
+
+
+@torch.no_grad()
+def check_dense(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> None:
+    """Check that at capacity 1 and gate 1 a routed model computes what the dense one does.
+
+    Args:
+        model: A routed model in evaluation; it is not changed.
+        images: Images (B, C, height, width).
+        tolerance: Largest difference allowed, as a share of the largest output.
+
+    Raises:
+        WrongOutputError: The outputs differ.
+    """
+    full = sharing_copy(model)
+    for block in routed_blocks(full).values():
+        block.router.capacity = Fraction(1)
+        block.router.config = block.router.config.replace(
+            select="topk", min_tokens=0, max_tokens=None, gate="identity", reweight_skipped=False
+        )
+    dense = unroute_(sharing_copy(model))
+    check_close("routed at capacity 1 and gate 1 against dense", full(images), dense(images), tolerance)
+
+
+@torch.no_grad()
+def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> None:
+    """Check a model routed by top-k against a loop over single images and tokens.
+
+    The loop scores on its own (importance from the full attention map), selects by Python's sort, and writes one
+    token at a time.
+
+    Args:
+        model: A routed model in evaluation; it is not changed.
+        images: Images (B, C, height, width).
+        tolerance: Largest difference of outputs and scores allowed, as a share of the largest one.
+
+    Raises:
+        WrongOutputError: Scores, selection or outputs differ.
+    """
+    with trace(model) as decisions:
+        output = model(images)
+    loop = sharing_copy(model)
+    routers = {name: block.router for name, block in routed_blocks(model).items()}
+    states: dict[str, _LoopState] = {}
+    for name, module in loop.named_modules():
+        if isinstance(module, RoutedBlock):
+            states[name] = _LoopState(module.mod)
+            convert(module, _LoopBlock, states[name])
+        elif isinstance(module, ImportanceBlock):
+            convert(module, _MapBlock, module.mod)
+    for image in range(images.shape[0]):
+        for name, state in states.items():
+            state.routing = _only(decisions[name], image)
+        expected = loop(images[image : image + 1])
+        for name, state in states.items():
+            assert state.seen_score_N is not None
+            score = decisions[name].score_BN[image]
+            check_close(f"the scores of {name} against a single image's", score, state.seen_score_N, tolerance)
+            _check_selection(name, routers[name], decisions[name].index_BK[image], score)
+        check_close("the routed output against a loop over images", output[image], expected[0], tolerance)
+
+
+def _only(routing: Routing, image: int) -> Routing:
+    part = slice(image, image + 1)
+    gate_BK, valid_BK = routing.gate_BK, routing.valid_BK
+    return Routing(
+        routing.score_BN[part],
+        routing.index_BK[part],
+        None if gate_BK is None else gate_BK[part],
+        None if valid_BK is None else valid_BK[part],
+    )
+
+
+def _check_selection(name: str, router: Router, index_K: Tensor, score_N: Tensor) -> None:
+    score, prefix = score_N.tolist(), router.prefix
+    count = max(1, prefix, math.floor(router.capacity * len(score)))
+    ranked = sorted(range(prefix, len(score)), key=lambda token: (-score[token], token))
+    expected = sorted([*range(prefix), *ranked[: count - prefix]])
+    if index_K.tolist() != expected:
+        raise WrongOutputError(f"{name} keeps {index_K.tolist()}, but its scores rank {expected} highest")
+
+
+class _LoopState:
+    """What a block of the loop knows: how it is called, where importance comes from, and the given selection."""
+
+    def __init__(self, routed: RoutedState) -> None:
+        self.host = routed.host
+        self.source = routed.source
+        self.routing: Routing | None = None
+        self.seen_score_N: Tensor | None = None
+
+
+class _LoopBlock(nn.Module):
+    """A routed block for one image, token by token, that applies a given selection and notes its own score."""
+
+    router: Router
+    mod: _LoopState
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        state, routing = self.mod, self.mod.routing
+        assert routing is not None
+        if self.router.score is None:
+            assert state.source is not None
+            score_BN = state.source.importance_BN
+        else:
+            score_BN = self.router.score(x)
+        assert score_BN is not None
+        state.seen_score_N = score_BN[0]
+        arguments = state.host.narrow(state.host.bind(args, kwargs), x, routing)
+        kept = routing.index_BK[0].tolist()
+        z_BKD = torch.stack([x[0, token] for token in kept]).unsqueeze(0)
+        y_BKD = super().forward(z_BKD, **arguments)
+        gate_BN = apply_gate(score_BN, str(self.router.config.gate), float(self.router.config.gate_scale or 0))
+        out = x.clone()
+        for slot, token in enumerate(kept):
+            gate = 1.0 if gate_BN is None else float(gate_BN[0, token])
+            out[0, token] = z_BKD[0, slot] + gate * (y_BKD[0, slot] - z_BKD[0, slot])
+        return out
+
+
+class _MapBlock(nn.Module):
+    """A dense block that takes importance from full attention maps."""
+
+    mod: Any
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with _FullMaps() as maps:
+            y = super().forward(x, *args, **kwargs)
+        target: Handover = self.mod.target
+        target.importance_BN = torch.stack([m.mean(dim=(1, 2)) for m in maps.seen]).mean(dim=0)
+        return y
+
+
+class _FullMaps(TorchFunctionMode):
+    """Notes the attention map of every attention call inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            query, key = args[:2]
+            scale = kwargs.get("scale") or query.shape[-1] ** -0.5
+            product = query.double() @ key.double().transpose(-2, -1) * scale
+            mask = kwargs.get("attn_mask")
+            if mask is not None:
+                product = product.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else product + mask
+            self.seen.append(torch.softmax(product, dim=-1).float())
+        elif func in (torch.softmax, Tensor.softmax, F.softmax) and result.ndim == 4:
+            self.seen.append(result.float())
+        return result
+
+
+@torch.no_grad()
+def clear_images(model: nn.Module, make: Callable[[int], Tensor], count: int, attempts: int = 20) -> Tensor:
+    """Return images for which every routed block decides clearly.
+
+    Where the last kept and the first skipped token score alike to within rounding, two right computations may route
+    differently, so only clear images can be compared.
+
+    Args:
+        model: A model routed by top-k, in evaluation.
+        make: Returns the given number of fresh images.
+        count: Images wanted.
+        attempts: Batches drawn at most.
+
+    Raises:
+        ValueError: Too few clear images among those drawn.
+    """
+    found: list[Tensor] = []
+    for _ in range(attempts):
+        images = make(count)
+        with trace(model) as decisions:
+            model(images)
+        margins = [_margin(routing, routed_blocks(model)[name].router) for name, routing in decisions.items()]
+        clear_B = torch.stack(margins).amin(dim=0) > CLEAR_MARGIN
+        found += list(images[clear_B])
+        if len(found) >= count:
+            return torch.stack(found[:count])
+    raise ValueError(
+        f"only {len(found)} of {count * attempts} random images are routed clearly, {count} are needed: scores are "
+        "too alike, so outputs cannot be compared"
+    )
+
+
+def _margin(routing: Routing, router: Router) -> Tensor:
+    score_BN, prefix = routing.score_BN, router.prefix
+    kept = routing.index_BK.shape[1] - prefix
+    if not 0 < kept < score_BN.shape[1] - prefix:
+        return torch.full_like(score_BN[:, 0], torch.inf)
+    ranked_BN = score_BN[:, prefix:].sort(dim=1, descending=True).values
+    return (ranked_BN[:, kept - 1] - ranked_BN[:, kept]) / score_BN.abs().amax(dim=1)
