@@ -21,7 +21,7 @@ from mmod.data.sources import ImageSource
 from mmod.data.stream import ImageReader, MemoryReader, SampleStream
 
 # Mean and standard deviation of the grey values of cluttered digits, near enough for every level.
-_DIGITS_MEAN, _DIGITS_STD = 0.14, 0.27
+_DIGITS_MEAN, _DIGITS_STD = 0.094, 0.22
 
 
 @dataclass

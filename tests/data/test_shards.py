@@ -41,7 +41,7 @@ def read_all(source: ShardSource) -> list[tuple[int, int]]:
 
 
 def test_samples_of_all_shards_in_order_and_by_number(tmp_path):
-    write_samples(tmp_path / "a-0.tar", range(0, 5))
+    write_samples(tmp_path / "a-0.tar", range(5))
     write_samples(tmp_path / "a-1.tar", range(5, 7))
     source = ShardSource(str(tmp_path / "a-{0..1}.tar"), CorruptReport())
     assert read_all(source) == [(key, key % 10) for key in range(7)]
