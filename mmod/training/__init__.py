@@ -10,11 +10,10 @@ from mmod.training.config import (
     OptimConfig,
     ScheduleConfig,
     TrainConfig,
-    load_config,
-    parse_config,
 )
 from mmod.training.evaluation import EvalResult, evaluate
 from mmod.training.loop import fit
+from mmod.training.parse import load_config, parse_config, train_config
 from mmod.training.run import FitResult
 from mmod.training.task import ClassificationTask
 
@@ -35,4 +34,5 @@ __all__ = [
     "fit",
     "load_config",
     "parse_config",
+    "train_config",
 ]

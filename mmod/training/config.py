@@ -1,16 +1,11 @@
-"""The configuration of one training run: typed dataclasses, read strictly from YAML and the command line."""
+"""The configuration of one training run, as typed dataclasses."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from mmod import RoutingConfig, preset
 from mmod.data.loader import DataConfig
@@ -25,8 +20,6 @@ __all__ = [
     "OptimConfig",
     "ScheduleConfig",
     "TrainConfig",
-    "load_config",
-    "parse_config",
 ]
 
 
@@ -266,8 +259,14 @@ class TrainConfig:
             raise ValueError(f"precision must be fp32, bf16 or fp16, got {self.precision!r}")
         if self.mixup is not None and self.data.batch_size % 2:
             raise ValueError(f"mixup needs an even data.batch_size, got {self.data.batch_size}")
-        if self.capacity_schedule is not None and self.routing is None:
-            raise ValueError("capacity_schedule needs a routing config")
+        if self.capacity_schedule is not None:
+            if self.routing is None:
+                raise ValueError("capacity_schedule needs a routing config")
+            if self.capacity_schedule.epochs >= self.epochs:
+                raise ValueError(
+                    f"capacity_schedule.epochs={self.capacity_schedule.epochs} must be below epochs={self.epochs}, "
+                    "so that the last epoch trains at the final capacity"
+                )
         if self.distill.teacher == "dense" and not self.model.has_weights:
             raise ValueError(
                 "distill.teacher='dense' needs trained weights: set model.checkpoint or model.pretrained"
@@ -298,119 +297,3 @@ class TrainConfig:
         # Through JSON, so that tuples become lists as they do when the file is read again.
         plain: dict[str, Any] = json.loads(json.dumps(record))
         return plain
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a config file and apply command-line overrides to it.
-
-    Args:
-        path: A YAML file with the fields of `TrainConfig`.
-        overrides: Arguments such as `["--epochs", "1", "--optim.lr=1e-4"]`.
-
-    Returns:
-        The checked config.
-
-    Raises:
-        ValueError: If a key is unknown (the valid ones are named) or a value does not fit its type.
-
-    Example:
-        >>> config = load_config("configs/digits/dense.yaml", ["--epochs", "1"])  # doctest: +SKIP
-    """
-    return parse_config([str(path), *overrides], exit_on_error=False)
-
-
-def parse_config(arguments: Sequence[str], *, exit_on_error: bool = True) -> TrainConfig:
-    """Turn the command line `CONFIG [--key.sub value ...]` into a config.
-
-    Args:
-        arguments: The command line without the program's name.
-        exit_on_error: Print errors and end the process, as a script does, instead of raising.
-
-    Returns:
-        The checked config.
-
-    Raises:
-        ValueError: If a key is unknown or a value does not fit its type, unless `exit_on_error`.
-    """
-    parser = _create_parser()
-    try:
-        return _parse(parser, list(arguments))
-    except (ValueError, TypeError, OSError) as error:
-        if not exit_on_error:
-            raise
-        parser.exit(2, f"error: {error}\n")
-        raise AssertionError("unreachable") from error
-
-
-def _create_parser() -> Any:
-    """Build the parser: one option per field, named as in the YAML file."""
-    import jsonargparse
-
-    parser = jsonargparse.ArgumentParser(
-        usage="%(prog)s CONFIG [--key value] [--group.key value] [--print_config]",
-        description="Train a dense or routed model as a config file says; options override the file.",
-        exit_on_error=False,
-    )
-    parser.add_argument("--config", action="config", help="The config file; its place is the first argument.")
-    parser.add_class_arguments(TrainConfig)
-    return parser
-
-
-def _parse(parser: Any, arguments: list[str]) -> TrainConfig:
-    from argparse import ArgumentError
-
-    if arguments and not arguments[0].startswith("-"):
-        path = Path(arguments[0])
-        if not path.is_file():
-            raise FileNotFoundError(f"no config file at {str(path)!r}")
-        _check_keys(_flatten(yaml.safe_load(path.read_text())))
-        arguments = ["--config", *arguments]
-    _check_keys(
-        word[2:].split("=")[0]
-        for word in arguments
-        if word.startswith("--") and word.split("=")[0] not in _PARSER_OPTIONS
-    )
-    try:
-        fields = parser.instantiate(parser.parse_args(arguments))
-    except ArgumentError as error:
-        raise ValueError(error.message) from error
-    return TrainConfig(**{item.name: fields[item.name] for item in dataclasses.fields(TrainConfig)})
-
-
-_PARSER_OPTIONS = ("--config", "--help", "--print_config", "--print_shtab")
-
-
-def _flatten(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a nested mapping."""
-    if not isinstance(tree, Mapping):
-        raise ValueError(f"a config file holds a mapping of keys to values, got {type(tree).__name__}")
-    for key, value in tree.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-
-
-def _check_keys(keys: Iterable[str]) -> None:
-    """Raise at the first dotted key that is no field of the config, naming the fields there are."""
-    for key in keys:
-        owner: type | None = TrainConfig
-        group = ""
-        for part in key.split("."):
-            if owner is None:
-                break
-            hints = typing.get_type_hints(owner)
-            if part not in hints:
-                where = f"in group {group!r}" if group else "at the top level"
-                raise ValueError(
-                    f"unknown config key {key!r}; valid keys {where}: {', '.join(sorted(hints))}"
-                )
-            owner = _dataclass_in(hints[part])
-            group = f"{group}.{part}" if group else part
-
-
-def _dataclass_in(hint: Any) -> type | None:
-    """Return the dataclass that a field's type is or allows; None when its keys are free."""
-    for item in (hint, *typing.get_args(hint)):
-        if isinstance(item, type) and dataclasses.is_dataclass(item):
-            return item
-    return None

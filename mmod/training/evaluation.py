@@ -68,6 +68,14 @@ def evaluate(
 
     Raises:
         ValueError: If the stream is empty, or a label is not a class of the model.
+
+    Example:
+        >>> import tempfile, timm
+        >>> from mmod.data.loader import DataConfig, create_eval_stream
+        >>> stream = create_eval_stream(DataConfig("digits:tiny", root=tempfile.mkdtemp()))
+        >>> model = timm.create_model("test_vit", img_size=32, in_chans=1, num_classes=10)
+        >>> evaluate(model, stream).samples
+        64
     """
     device = torch.device(device)
     names = list(routed_blocks(model)) if is_routed(model) else []

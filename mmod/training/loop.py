@@ -17,13 +17,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from timm.models import save_for_hf
 from timm.utils import ModelEmaV3, accuracy, dispatch_clip_grad
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from mmod import is_routed, save_pretrained, set_capacity, trace
+from mmod import is_routed, set_capacity, trace
 from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream
+from mmod.pretrained import save_pretrained
 from mmod.training.build import (
     create_criterion,
     create_mixup,
@@ -62,9 +64,17 @@ def fit(
         FloatingPointError: If the loss stops being finite.
 
     Example:
-        >>> from mmod.training import load_config
-        >>> result = fit(load_config("configs/digits/dense.yaml"))  # doctest: +SKIP
-        >>> result.top1, result.folder  # doctest: +SKIP
+        >>> import tempfile
+        >>> from mmod.data.loader import DataConfig
+        >>> from mmod.training import ModelConfig
+        >>> folder = tempfile.mkdtemp()
+        >>> args = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
+        >>> model = ModelConfig("vit_tiny_patch16_224", {**args, "num_classes": 10})
+        >>> data = DataConfig("digits:tiny", root=f"{folder}/digits")
+        >>> config = TrainConfig(output=f"{folder}/run", model=model, data=data, epochs=1)
+        >>> result = fit(config, progress=False)
+        >>> result.steps, result.evaluation.samples
+        (4, 64)
     """
     with process_group(config.device) as process:
         autocast(process.device, config.precision)
@@ -370,10 +380,17 @@ def _columns(result: EvalResult, prefix: str) -> dict[str, float]:
 
 
 def _export(model: nn.Module, folder: Path) -> None:
-    """Write the final weights where `mmod.load_pretrained` finds them, whole or not at all."""
+    """Write the final weights, whole or not at all.
+
+    A routed model is read again by `mmod.pretrained.load_pretrained`, a dense one by timm's
+    `create_model("local-dir:FOLDER")`.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    save_pretrained(model, partial)
+    if is_routed(model):
+        save_pretrained(model, partial)
+    else:
+        save_for_hf(model, str(partial), safe_serialization=True)
     if not folder.exists():
         os.replace(partial, folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmod.training import TrainConfig, load_config
+from mmod import RoutingConfig
+from mmod.training import TrainConfig, load_config, train_config
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = """
@@ -29,13 +31,23 @@ def path(tmp_path: Path) -> Path:
 
 def test_overrides_reach_groups_and_free_mappings(path: Path) -> None:
     options = ["--epochs", "3", "--optim.lr=2e-4", "--model.args.depth", "4", "--ema.decay", "0.9"]
-    config = load_config(path, [*options, "--routing.preset=a-mod", "--routing.capacity", "0.25"])
+    losses = ["--routing.losses", "{membership: 0.1, capacity: 0.2}"]
+    config = load_config(path, [*options, "--routing.router=linear", "--routing.capacity", "0.25", *losses])
     assert (config.epochs, config.optim.lr, config.model.args) == (3, 2e-4, {"num_classes": 10, "depth": 4})
     routing = config.routing_config()
     assert routing is not None
-    assert (routing.router, routing.capacity) == ("attention", 0.25)
+    assert (routing.router, routing.capacity) == ("linear", 0.25)
+    assert routing.losses == {"membership": 0.1, "capacity": 0.2}
     assert config.ema is not None
     assert config.ema.decay == 0.9
+
+
+def test_plain_values_are_as_strict_as_a_file(path: Path) -> None:
+    fields = yaml.safe_load(path.read_text())
+    assert train_config(fields) == load_config(path)
+    assert train_config({**fields, "routing": {"blocks": [1, 3]}}).routing_config() == RoutingConfig(blocks=(1, 3))
+    with pytest.raises(ValueError, match=r"unknown config key 'data\.sauce'; valid keys in group 'data': augment"):
+        train_config({**fields, "data": {"sauce": "digits"}})
 
 
 @pytest.mark.parametrize(
@@ -45,6 +57,7 @@ def test_overrides_reach_groups_and_free_mappings(path: Path) -> None:
         ("--optimizer=adamw", r"unknown config key 'optimizer'; valid keys at the top level: accumulate, .*optim"),
         ("--ema.decai=1", r"unknown config key 'ema\.decai'; valid keys in group 'ema': decay, use_warmup"),
         ("--routing.capcity=0.5", r"unknown routing option capcity; valid ones are router, capacity"),
+        ("--routing.losses.load=1", r"nested too deep; give the mapping --routing\.losses as a whole"),
         ("--routing.capacity=1.5", r"capacity must be in \(0, 1\]"),
         ("--epochs=0", "epochs must be at least 1, got 0"),
         ("--epochs=many", "epochs"),
@@ -53,11 +66,14 @@ def test_overrides_reach_groups_and_free_mappings(path: Path) -> None:
         ("--loss.smoothing=2", r"loss\.smoothing must be in \[0, 1\), got 2"),
         ("--schedule.sched=plateau", "depends on metrics"),
         ("--capacity_schedule.epochs=2", "needs a routing config"),
+        ("--mixup.mixup_alpha=-1 --mixup.cutmix_alpha=0", "use `mixup: null` for none"),
+        ("--data.batch_size=7 --mixup.mode=elem", r"needs an even data\.batch_size, got 7"),
+        ("--model.pretrained=true --model.checkpoint=x", "exclude each other"),
     ],
 )
 def test_wrong_option_is_named_with_the_valid_ones(path: Path, option: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_config(path, [option])
+        load_config(path, option.split())
 
 
 def test_wrong_key_in_the_file_is_named_with_the_valid_ones(path: Path) -> None:
@@ -105,3 +121,20 @@ def test_help_and_print_config(path: Path, capsys: pytest.CaptureFixture[str]) -
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["epochs"] == 7
     assert printed["data"]["source"] == "digits"
+
+
+def test_script_trains_and_says_when_it_had_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("train", ROOT / "tools/train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    arguments = [str(ROOT / "configs/digits/a-mod.yaml"), "--model.checkpoint=null", "--epochs=1"]
+    arguments += [f"--output={tmp_path / 'run'}", "--data.source=digits:tiny", f"--data.root={tmp_path / 'digits'}"]
+    arguments += ["--model.args.embed_dim=12", "--model.args.depth=2", "--data.batch_size=128"]
+    script.main(arguments)
+    assert "finished after 1 epochs, 2 steps" in capsys.readouterr().out
+    script.main(arguments)
+    shown = capsys.readouterr().out
+    assert "had finished before after 1 epochs" in shown
+    assert "(64 images)" in shown

@@ -74,6 +74,13 @@ def test_fp16_without_a_gpu_says_what_to_use(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 1, "routing": ROUTED, "ema": EmaConfig(decay=0.5)}
+    run(tiny_config(output=tmp_path / "plain", **options))
+    run(tiny_config(output=tmp_path / "checkpointed", grad_checkpointing=True, **options))
+    assert_close(tmp_path / "plain", tmp_path / "checkpointed")
+
+
 def test_average_follows_timm(tmp_path: Path) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=1, ema=EmaConfig(decay=0.0))
     result = run(config)

@@ -1,0 +1,163 @@
+"""Configs from YAML files and command lines, read strictly."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from argparse import ArgumentError
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import yaml
+
+from mmod.training.config import TrainConfig
+
+__all__ = ["load_config", "parse_config", "train_config"]
+
+_PARSER_OPTIONS = ("--config", "--help", "--print_config", "--print_shtab")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a config file and apply command-line overrides to it.
+
+    Args:
+        path: A YAML file with the fields of `TrainConfig`.
+        overrides: Arguments such as `["--epochs", "1", "--optim.lr=1e-4"]`.
+
+    Returns:
+        The checked config.
+
+    Raises:
+        ValueError: If a key is unknown (the valid ones are named) or a value does not fit its type.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.yaml"
+        >>> _ = path.write_text("{output: run, model: {name: deit_tiny_patch16_224}, data: {source: digits}}")
+        >>> load_config(path, ["--optim.lr", "2e-4"]).optim.lr
+        0.0002
+    """
+    return parse_config([str(path), *overrides], exit_on_error=False)
+
+
+def train_config(fields: Mapping[str, Any]) -> TrainConfig:
+    """Make a config from plain nested values, as a YAML file holds them.
+
+    Args:
+        fields: Fields of `TrainConfig`.
+
+    Returns:
+        The checked config.
+
+    Raises:
+        ValueError: If a key is unknown (the valid ones are named) or a value does not fit its type.
+
+    Example:
+        >>> fields = {"output": "run", "model": {"name": "deit_tiny_patch16_224"}, "data": {"source": "digits"}}
+        >>> train_config({**fields, "optim": {"lr": 2e-4}}).optim.lr
+        0.0002
+    """
+    _check_keys(_flatten(fields))
+    parser = _create_parser()
+    try:
+        return _instantiate(parser, parser.parse_object(dict(fields)))
+    except ArgumentError as error:
+        raise ValueError(error.message) from error
+
+
+def parse_config(arguments: Sequence[str], *, exit_on_error: bool = True) -> TrainConfig:
+    """Turn the command line `CONFIG [--key.sub value ...]` into a config.
+
+    Args:
+        arguments: The command line without the program's name.
+        exit_on_error: Print errors and end the process, as a script does, instead of raising.
+
+    Returns:
+        The checked config.
+
+    Raises:
+        ValueError: If a key is unknown or a value does not fit its type, unless `exit_on_error`.
+    """
+    parser = _create_parser()
+    try:
+        return _parse(parser, list(arguments))
+    except (ValueError, TypeError, OSError) as error:
+        if not exit_on_error:
+            raise
+        parser.exit(2, f"error: {error}\n")
+        raise AssertionError("unreachable") from error
+
+
+def _create_parser() -> jsonargparse.ArgumentParser:
+    """Build the parser: one option per field, named as in the YAML file."""
+    parser = jsonargparse.ArgumentParser(
+        usage="%(prog)s CONFIG [--key value] [--group.key value] [--print_config]",
+        description="Train a dense or routed model as a config file says; options override the file.",
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="The config file; its place is the first argument.")
+    parser.add_class_arguments(TrainConfig)
+    return parser
+
+
+def _parse(parser: jsonargparse.ArgumentParser, arguments: list[str]) -> TrainConfig:
+    if arguments and not arguments[0].startswith("-"):
+        path = Path(arguments[0])
+        if not path.is_file():
+            raise FileNotFoundError(f"no config file at {str(path)!r}")
+        _check_keys(_flatten(yaml.safe_load(path.read_text())))
+        arguments = ["--config", *arguments]
+    names = (word.split("=")[0] for word in arguments if word.startswith("--"))
+    _check_keys((name[2:] for name in names if name not in _PARSER_OPTIONS), is_option=True)
+    try:
+        return _instantiate(parser, parser.parse_args(arguments))
+    except ArgumentError as error:
+        raise ValueError(error.message) from error
+
+
+def _instantiate(parser: jsonargparse.ArgumentParser, parsed: jsonargparse.Namespace) -> TrainConfig:
+    """Make the dataclasses from what the parser read."""
+    fields = parser.instantiate(parsed)
+    return TrainConfig(**{item.name: fields[item.name] for item in dataclasses.fields(TrainConfig)})
+
+
+def _flatten(tree: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a nested mapping."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"a config file holds a mapping of keys to values, got {type(tree).__name__}")
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+
+
+def _check_keys(keys: Iterable[str], is_option: bool = False) -> None:
+    """Raise at the first dotted key that is no field of the config, naming the fields there are."""
+    for key in keys:
+        owner: type | None = TrainConfig
+        group = ""
+        parts = key.split(".")
+        for place, part in enumerate(parts):
+            if owner is None:
+                if is_option and place + 1 < len(parts):
+                    # The parser would keep the last of several such options only.
+                    raise ValueError(f"--{key} is nested too deep; give the mapping --{group}.{part} as a whole")
+                break
+            hints = typing.get_type_hints(owner)
+            if part not in hints:
+                where = f"in group {group!r}" if group else "at the top level"
+                raise ValueError(
+                    f"unknown config key {key!r}; valid keys {where}: {', '.join(sorted(hints))}"
+                )
+            owner = _dataclass_in(hints[part])
+            group = f"{group}.{part}" if group else part
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    """Return the dataclass that a field's type is or allows; None when its keys are free."""
+    for item in (hint, *typing.get_args(hint)):
+        if isinstance(item, type) and dataclasses.is_dataclass(item):
+            return item
+    return None
