@@ -1,0 +1,131 @@
+"""Routed models compile without a graph break, export and run elsewhere, with what they compute in eager mode."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import mmod
+import pytest
+import torch
+from mmod import RoutingConfig
+from torch import Tensor, nn
+from torch.export import Dim
+
+from tests.zoo import make_model
+
+ROUTINGS = {
+    "attention": RoutingConfig(capacity=0.5),
+    "linear": RoutingConfig(router="linear", capacity=0.3, init_std=0.3),
+    "stride": RoutingConfig(router="stride", capacity=(0.5, 0.25)),
+    "norm": RoutingConfig(router="norm", capacity=0.5),
+    "distilled": mmod.preset("distilled", init_std=0.3),
+    "p-mod": mmod.preset("p-mod", depth=4, init_std=0.3),
+    "threshold": RoutingConfig(router="attention", select="threshold", threshold=1.0, max_tokens=7),
+    "learned threshold": mmod.preset("modification", max_tokens=7, init_std=0.3),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def routed(routing: str, name: str = "vit_tiny_patch16_224") -> nn.Module:
+    return mmod.route_(make_model(name), ROUTINGS[routing])
+
+
+def images(batch: int, size: int = 64) -> Tensor:
+    return torch.randn(batch, 3, size, size)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_compiles_without_a_break_for_any_batch(routing: str) -> None:
+    model = routed(routing)
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, dynamic=True, backend="aot_eager")
+    x = images(2)
+    torch.testing.assert_close(compiled(x), model(x))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for batch in (3, 5):
+            x = images(batch)
+            torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("routing", ["attention", "distilled", "p-mod", "learned threshold"])
+def test_compiled_training_has_the_gradients_of_eager(routing: str) -> None:
+    model = routed(routing).train()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    x = images(2)
+    for step, original in ((compiled, model), (model, model)):
+        loss = step(x).square().mean()
+        if mmod.routing_config(original).losses:
+            loss = loss + mmod.auxiliary_loss(twin if step is compiled else model)
+        loss.backward()
+    assert_same_gradients(twin, model)
+
+
+def test_inductor_gives_the_same_output() -> None:
+    model = routed("attention")
+    x = images(2)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_exports_with_a_dynamic_batch(routing: str, strict: bool) -> None:
+    model = routed(routing)
+    program = torch.export.export(model, (images(2),), dynamic_shapes=({0: Dim("batch", min=1, max=64)},), strict=strict)
+    module = program.module()
+    for batch in (1, 2, 7):
+        x = images(batch)
+        torch.testing.assert_close(module(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "name", ["deit_tiny_distilled_patch16_224", "vit_small_patch16_dinov3", "vit_small_patch16_rope_mixed_224"]
+)
+def test_other_families_compile_and_export(name: str) -> None:
+    model = routed("attention", name)
+    x = images(2)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(x), model(x))
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+def test_unbounded_threshold_cannot_be_exported() -> None:
+    model = mmod.route_(make_model("vit_tiny_patch16_224"), RoutingConfig(select="threshold", threshold=1.0))
+    with pytest.raises(Exception, match="max_tokens"):
+        torch.export.export(model, (images(2),), strict=False)
+
+
+@pytest.mark.parametrize("routing", ["attention", "linear", "stride", "norm", "threshold"])
+def test_onnx_runs_in_onnx_runtime(routing: str, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = routed(routing)
+    file = str(tmp_path / "model.onnx")
+    torch.onnx.export(
+        model, (images(2),), file, dynamo=True, dynamic_shapes=({0: Dim("batch", min=1, max=64)},), verbose=False
+    )
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    for batch in (1, 2, 5):
+        x = images(batch)
+        (out,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(out), model(x), atol=1e-4, rtol=1e-4)
+
+
+def test_torchscript_is_refused() -> None:
+    for routing in ("attention", "linear"):
+        with pytest.raises(RuntimeError, match=r"torch\.export"):
+            torch.jit.script(routed(routing))
+
+
+def assert_same_gradients(one: nn.Module, other: nn.Module, atol: float = 1e-5) -> None:
+    theirs = dict(other.named_parameters())
+    for name, parameter in one.named_parameters():
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=atol, rtol=1e-3)
