@@ -39,8 +39,8 @@ def parse_arguments() -> tuple[str | None, str | None, DigitsConfig]:
 
 def main() -> None:
     """Build or draw what the command line asks for."""
-    root, montage, config = parse_arguments()
     try:
+        root, montage, config = parse_arguments()
         if montage:
             save_montage(montage, config)
             print(f"drew {montage}")
