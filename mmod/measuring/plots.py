@@ -54,7 +54,8 @@ def draw_routing_maps(
         >>> len(draw_routing_maps(images, decisions, prefix=1, grid=(10, 10)).axes)
         8
     """
-    import matplotlib.pyplot as plt
+    # A figure of its own rather than pyplot's, which would keep every figure alive and choose a window system.
+    from matplotlib.figure import Figure
 
     kept = trace.maps(prefix, grid).cpu()
     pictures = _pictures(images)
@@ -65,13 +66,8 @@ def draw_routing_maps(
     rows, columns = len(pictures), 1 + len(kept)
     height, width = pictures.shape[1:3]
     side = 1.35
-    figure, axes = plt.subplots(
-        rows,
-        columns,
-        figsize=(side * columns, (side * rows + 0.35) * height / width),
-        squeeze=False,
-        gridspec_kw={"wspace": 0.06, "hspace": 0.06},
-    )
+    figure = Figure(figsize=(side * columns, side * rows * height / width + 0.45))
+    axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw={"wspace": 0.06, "hspace": 0.06})
     shares = trace.kept_shares()
     titles = ["image", *(f"{_short(name)}\n{shares[name]:.0%} kept" for name in trace)]
     for row, picture in enumerate(pictures):
@@ -135,7 +131,8 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]]) -> Figure:
         >>> len(draw_tradeoff([{**row, "accuracy_mean": 91.0, "accuracy_std": 0.2, "seeds": 3}]).axes)
         1
     """
-    import matplotlib.pyplot as plt
+    # A figure of its own rather than pyplot's, which would keep every figure alive and choose a window system.
+    from matplotlib.figure import Figure
 
     if not rows:
         raise ValueError("a trade-off needs at least one row")
@@ -146,9 +143,8 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]]) -> Figure:
     panels = [("gflops", "GFLOPs per image")]
     if all(row["latency_ms"] is not None for row in rows):
         panels.append(("latency_ms", "latency in ms"))
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(5.6 * len(panels), 4.2), sharey=True, squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(5.6 * len(panels), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     for axis, (key, title) in zip(axes[0], panels):
         _draw_panel(axis, rows, key)
         axis.set_xlabel(title, color=INK)
@@ -227,5 +223,5 @@ def _label(axis: Axes, labels: list[tuple[float, float, str, str]]) -> None:
         else:
             place, align, anchor = (-8, 0), "right", "center"
             y = height = max(y, height + gap)
-        look = {"color": colour, "fontsize": 9, "fontweight": "bold", "annotation_clip": False}
+        look: dict[str, Any] = {"color": colour, "fontsize": 9, "fontweight": "bold", "annotation_clip": False}
         axis.annotate(name, (x, y), xytext=place, textcoords="offset points", ha=align, va=anchor, **look)
