@@ -1,0 +1,373 @@
+"""The trade-off between accuracy, FLOPs and latency: dense, routed, and the controls that a claim needs."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any, Literal
+
+import torch
+import yaml
+from torch import nn
+from tqdm import tqdm
+
+from mmod.adapters import find_host
+from mmod.convert import is_routed, routed_blocks
+from mmod.data.loader import create_eval_stream
+from mmod.measuring import flops, trace
+from mmod.measuring.latency import interleave
+from mmod.training.build import create_models
+from mmod.training.checkpoint import write_atomically
+from mmod.training.config import ModelConfig, TrainConfig
+from mmod.training.evaluation import EvalResult, evaluate
+from mmod.training.loop import fit
+from mmod.training.parse import train_config
+
+__all__ = ["Point", "TradeoffConfig", "TradeoffResult", "run_tradeoff"]
+
+
+@dataclass(frozen=True)
+class TradeoffConfig:
+    """One study: a dense model, how it is routed, and what it is compared with.
+
+    Args:
+        output: The study's folder; its runs, table and pictures go there. A study goes on where it stopped.
+        dense: Training config of the dense model, a YAML file; the study sets its `output` and `seed`.
+        changes: Fields of `TrainConfig` to set differently in all runs, nested as in the file.
+        finetune: Fields to set differently again when a routed model is fine-tuned from the dense one.
+        routers: Name of each series to its routing: fields of `RoutingConfig`, or `preset: NAME` with changes. Each
+            is run at every capacity.
+        capacities: Capacities of the routed blocks.
+        train_dense: Train the dense model first; False takes it as `dense.model` gives it (pretrained or a
+            checkpoint).
+        isoflop: "scratch" also trains dense models with fewer blocks, as deep as the FLOPs of each capacity allow, for
+            as many epochs as training and fine-tuning have together; "none" leaves them out.
+        seeds: Number of seeds; everything is repeated for each.
+        latency_batch: Images in a batch whose latency is measured.
+        latency_rounds: Interleaved rounds of the measurement.
+        maps: Sample images over which routing is drawn.
+    """
+
+    output: str
+    dense: str
+    routers: dict[str, dict[str, Any]]
+    changes: dict[str, Any] = field(default_factory=dict)
+    finetune: dict[str, Any] = field(default_factory=dict)
+    capacities: list[float] = field(default_factory=lambda: [0.5])
+    train_dense: bool = True
+    isoflop: Literal["scratch", "none"] = "scratch"
+    seeds: int = 1
+    latency_batch: int = 32
+    latency_rounds: int = 15
+    maps: int = 6
+
+    def __post_init__(self) -> None:
+        if not self.routers or not self.capacities:
+            raise ValueError("a study needs at least one entry in routers and in capacities")
+        for name in ("seeds", "latency_batch", "latency_rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for group, given in (("changes", self.changes), ("finetune", self.finetune)):
+            taken = sorted({"output", "seed", "routing"} & set(given))
+            if taken:
+                raise ValueError(f"{group} must not set {', '.join(taken)}: the study sets them")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run of a study."""
+
+    name: str
+    router: str
+    capacity: float
+    seed: int
+    config: TrainConfig
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the trade-off: a model, its cost, and its accuracy over the seeds.
+
+    Args:
+        name: Name of the model in the study.
+        router: Its series: "dense", "isoflop" or a name of `TradeoffConfig.routers`.
+        capacity: Capacity of its routed blocks; 1 without any.
+        gflops: FLOPs of one image, in 1e9.
+        latency_ms: Median latency of one image in a batch, in milliseconds, relative to nothing.
+        speedup: Dense latency over this latency, median of interleaved rounds.
+        accuracy_mean: Top-1 in percent, mean over seeds.
+        accuracy_std: Sample standard deviation over seeds; None for a single one.
+        before: Top-1 in percent before fine-tuning, mean over seeds; None where nothing was fine-tuned.
+        kept: Share of tokens its routed blocks kept on the evaluation data, mean over seeds.
+        seeds: Number of seeds.
+    """
+
+    name: str
+    router: str
+    capacity: float
+    gflops: float
+    latency_ms: float
+    speedup: float
+    accuracy_mean: float
+    accuracy_std: float | None
+    before: float | None
+    kept: float
+    seeds: int
+
+
+@dataclass(frozen=True)
+class TradeoffResult:
+    """The outcome of a study.
+
+    Args:
+        folder: The study's folder with `tradeoff.{csv,json,md,png}` and `maps-*.png`.
+        points: Its points.
+    """
+
+    folder: str
+    points: list[Point]
+
+    def table(self) -> str:
+        """Return the points as a Markdown table."""
+        head = ["model", "capacity", "GFLOPs", "ms / image", "speed-up", "top-1 %", "std", "before tuning", "kept"]
+        lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        for p in self.points:
+            std = "" if p.accuracy_std is None else f"{p.accuracy_std:.2f}"
+            before = "" if p.before is None else f"{p.before:.2f}"
+            cells = [p.router, f"{p.capacity:g}", f"{p.gflops:.4f}", f"{p.latency_ms:.3f}", f"{p.speedup:.2f}"]
+            cells += [f"{p.accuracy_mean:.2f}", std, before, f"{p.kept:.3f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join(lines)
+
+
+def run_tradeoff(config: TradeoffConfig, *, progress: bool = True) -> TradeoffResult:
+    """Run a study: train or load the dense model, route it, fine-tune, evaluate, time, and draw.
+
+    Args:
+        config: The study.
+        progress: Show bars.
+
+    Returns:
+        The points; the same are written as CSV, JSON, Markdown and pictures.
+
+    Raises:
+        ValueError: The folder holds runs of another config, or a part of the config does not fit the model.
+    """
+    folder = Path(config.output)
+    before: dict[str, list[float]] = {}
+    results: dict[str, list[EvalResult]] = {}
+    work = list(jobs(config))
+    with tqdm(work, desc="study", unit="run", disable=not progress) as bar:
+        for job in bar:
+            bar.set_postfix_str(f"{job.name}, seed {job.seed}")
+            if job.config.model.has_weights:
+                before.setdefault(job.name, []).append(_before(job).top1)
+            if job.router == "dense" and not config.train_dense:
+                results.setdefault(job.name, []).append(_before(job))
+            else:
+                found = fit(job.config, progress=progress)
+                results.setdefault(job.name, []).append(found.average or found.evaluation)
+    first = {job.name: job for job in work if job.seed == 0}
+    models = {name: _trained(job, config) for name, job in first.items()}
+    points = _points(config, first, models, results, before)
+    _write(folder, config, points)
+    _draw_maps(folder, config, first, models)
+    return TradeoffResult(str(folder), points)
+
+
+def jobs(config: TradeoffConfig) -> Iterator[Job]:
+    """Yield the training runs of a study in the order they must be done.
+
+    Args:
+        config: The study.
+    """
+    recipe = merged(read_yaml(config.dense), config.changes)
+    tuning = merged(recipe, config.finetune)
+    for seed in range(config.seeds):
+        root = Path(config.output) / f"seed{seed}"
+        dense = train_config({**recipe, "output": str(root / "dense"), "seed": seed})
+        yield Job("dense", "dense", 1.0, seed, dense)
+        start = dense.model
+        if config.train_dense:
+            start = dataclasses.replace(dense.model, checkpoint=str(root / "dense"), pretrained=False)
+        for router, routing in config.routers.items():
+            for capacity in config.capacities:
+                name = f"{router}-{capacity:g}"
+                tuned = train_config({**tuning, "output": str(root / name), "seed": seed})
+                tuned = dataclasses.replace(tuned, model=start, routing={**routing, "capacity": capacity})
+                yield Job(name, router, capacity, seed, tuned)
+        if config.isoflop == "scratch":
+            for depth in _isoflop_depths(config, dense):
+                name = f"isoflop-{depth}"
+                args = {**dense.model.args, "depth": depth}
+                epochs = dense.epochs + train_config({**tuning, "output": str(root)}).epochs
+                shallow = dataclasses.replace(
+                    dense, model=ModelConfig(dense.model.name, args), output=str(root / name), epochs=epochs
+                )
+                yield Job(name, "isoflop", 1.0, seed, shallow)
+
+
+def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested fields with some of them changed.
+
+    Args:
+        fields: The fields.
+        changes: The changes, nested alike.
+
+    Example:
+        >>> merged({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 4}})
+        {'a': 1, 'b': {'c': 2, 'd': 4}}
+    """
+    result = dict(fields)
+    for name, value in changes.items():
+        old = result.get(name)
+        result[name] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """Return the fields of a config file; a FileNotFoundError names one that is not there."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no config file at {path!r}")
+    fields = yaml.safe_load(Path(path).read_text())
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path!r} must hold a mapping of keys to values, got {type(fields).__name__}")
+    return fields
+
+
+def _isoflop_depths(config: TradeoffConfig, dense: TrainConfig) -> list[int]:
+    """Depths of dense models that cost at least what a routed one costs: the control gets the rounding."""
+    model = _untrained(dense)
+    depth, size = len(find_host(model).blocks), (dense.data.channels, dense.data.image_size, dense.data.image_size)
+    report = flops(model, size)
+    depths = set()
+    for capacity in config.capacities:
+        routed = create_models(
+            dataclasses.replace(_weightless(dense), routing={"router": "random", "capacity": capacity})
+        )
+        cost = flops(routed[0], size).routed
+        depths.add(next(k for k in range(1, depth + 1) if report.rest.dense + k * report.blocks[0].dense >= cost))
+    return sorted(depths - {depth})
+
+
+def _weightless(config: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(config, model=ModelConfig(config.model.name, config.model.args))
+
+
+def _untrained(config: TrainConfig) -> nn.Module:
+    return create_models(_weightless(config))[0]
+
+
+def _before(job: Job) -> EvalResult:
+    """Evaluate the model of a run as it is before its first step; read again when that was done before."""
+    path = Path(job.config.output + ".before.json")
+    if path.exists():
+        return EvalResult(**json.loads(path.read_text()))
+    model, _ = create_models(job.config)
+    device = _device(job.config)
+    result = evaluate(model.to(device), create_eval_stream(job.config.data), device, job.config.precision)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(dataclasses.asdict(result)) + "\n")
+    return result
+
+
+def _trained(job: Job, config: TradeoffConfig) -> nn.Module:
+    """Return the final model of a run, in evaluation mode on the device it was trained on."""
+    if job.router == "dense" and not config.train_dense:
+        model, _ = create_models(job.config)
+    else:
+        weights = dataclasses.replace(job.config.model, checkpoint=job.config.output, pretrained=False)
+        model, _ = create_models(dataclasses.replace(job.config, model=weights))
+    return model.to(_device(job.config)).eval()
+
+
+def _device(config: TrainConfig) -> torch.device:
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(auto if config.device == "auto" else config.device)
+
+
+def _points(
+    config: TradeoffConfig,
+    first: Mapping[str, Job],
+    models: Mapping[str, nn.Module],
+    results: Mapping[str, list[EvalResult]],
+    before: Mapping[str, list[float]],
+) -> list[Point]:
+    data = first["dense"].config.data
+    size = (data.channels, data.image_size, data.image_size)
+    device = _device(first["dense"].config)
+    images = next(iter(create_eval_stream(data).batches(0)))[0][: config.latency_batch].to(device)
+    with torch.inference_mode():
+        times = interleave(
+            {name: (lambda model=model: model(images)) for name, model in models.items()},
+            seconds=0,
+            rounds=config.latency_rounds,
+            device=device,
+        )
+    points = []
+    for name, job in first.items():
+        accuracy = [result.top1 for result in results[name]]
+        shares = results[name][0].kept
+        report = flops(models[name], size, **({"kept": shares} if _by_threshold(models[name]) else {}))
+        points.append(
+            Point(
+                name=name,
+                router=job.router,
+                capacity=job.capacity,
+                gflops=report.routed / 1e9,
+                latency_ms=median(times[name]) / len(images),
+                speedup=median(dense / own for dense, own in zip(times["dense"], times[name])),
+                accuracy_mean=mean(accuracy),
+                accuracy_std=stdev(accuracy) if len(accuracy) > 1 else None,
+                before=mean(before[name]) if name in before else None,
+                kept=mean(result.mean_kept for result in results[name]),
+                seeds=len(accuracy),
+            )
+        )
+    return points
+
+
+def _by_threshold(model: nn.Module) -> bool:
+    return is_routed(model) and any(b.router.config.select == "threshold" for b in routed_blocks(model).values())
+
+
+def _write(folder: Path, config: TradeoffConfig, points: list[Point]) -> None:
+    from mmod.measuring.plots import draw_tradeoff
+
+    rows = [dataclasses.asdict(point) for point in points]
+    record = {"config": dataclasses.asdict(config), "torch": torch.__version__, "points": rows}
+    write_atomically(folder / "tradeoff.json", json.dumps(record, indent=2) + "\n")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(folder / "tradeoff.csv", text.getvalue())
+    write_atomically(folder / "tradeoff.md", TradeoffResult(str(folder), points).table() + "\n")
+    draw_tradeoff(rows).savefig(folder / "tradeoff.png", dpi=150)
+
+
+def _draw_maps(folder: Path, config: TradeoffConfig, first: Mapping[str, Job], models: Mapping[str, nn.Module]) -> None:
+    """Draw what each routed model kept on the first evaluation images."""
+    from mmod.measuring.plots import draw_routing_maps
+
+    if not config.maps:
+        return
+    data = first["dense"].config.data
+    images = next(iter(create_eval_stream(data).batches(0)))[0][: config.maps]
+    for name, model in models.items():
+        if not is_routed(model):
+            continue
+        host = find_host(model)
+        with torch.inference_mode(), trace(model) as decisions:
+            model(images.to(_device(first[name].config)))
+        patches = next(iter(decisions.values())).score_BN.shape[1] - host.prefix
+        side = round(patches**0.5)
+        low, high = images.amin(), images.amax()
+        figure = draw_routing_maps((images - low) / (high - low), decisions, host.prefix, (side, patches // side))
+        figure.savefig(folder / f"maps-{name}.png", dpi=150)
