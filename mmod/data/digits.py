@@ -53,7 +53,7 @@ class DigitsConfig:
     clutter: int = 4
     fragment: tuple[float, float] = (0.2, 0.4)
     contrast: tuple[float, float] = (0.4, 0.8)
-    scenes: dict[str, int] = field(default_factory=lambda: {"train": 20000, "val": 1000, "test": 2000})
+    scenes: dict[str, int] = field(default_factory=lambda: {"train": 16000, "val": 1000, "test": 2000})
     shard_size: int = 2000
     seed: int = 0
 

@@ -46,8 +46,8 @@ class TradeoffConfig:
         capacities: Capacities of the routed blocks.
         train_dense: Train the dense model first; False takes it as `dense.model` gives it (pretrained or a
             checkpoint).
-        isoflop: "scratch" also trains dense models with fewer blocks, as deep as the FLOPs of each capacity allow, for
-            as many epochs as training and fine-tuning have together; "none" leaves them out.
+        isoflop: "scratch" also trains dense models with fewer blocks, of the depths nearest in FLOPs to each capacity,
+            for as many epochs as training and fine-tuning have together; "none" leaves them out.
         seeds: Number of seeds; everything is repeated for each.
         latency_batch: Images in a batch whose latency is measured.
         latency_rounds: Interleaved rounds of the measurement.
@@ -242,7 +242,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def _isoflop_depths(config: TradeoffConfig, dense: TrainConfig) -> list[int]:
-    """Depths of dense models that cost at least what a routed one costs: the control gets the rounding."""
+    """Depths of the dense models nearest in FLOPs to what the study's capacities cost."""
     model = _untrained(dense)
     depth, size = len(find_host(model).blocks), (dense.data.channels, dense.data.image_size, dense.data.image_size)
     report = flops(model, size)
@@ -252,7 +252,7 @@ def _isoflop_depths(config: TradeoffConfig, dense: TrainConfig) -> list[int]:
             dataclasses.replace(_weightless(dense), routing={"router": "random", "capacity": capacity})
         )
         cost = flops(routed[0], size).routed
-        depths.add(next(k for k in range(1, depth + 1) if report.rest.dense + k * report.blocks[0].dense >= cost))
+        depths.add(min(range(1, depth + 1), key=lambda k: abs(report.rest.dense + k * report.blocks[0].dense - cost)))
     return sorted(depths - {depth})
 
 
