@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmod.training.tradeoff import TradeoffConfig, run_tradeoff
+from mmod.training.tradeoff import TradeoffConfig, jobs, run_tradeoff
 
 DENSE = {
     "output": "unused",
@@ -77,3 +77,15 @@ def test_wrong_studies_fail_before_the_first_run(
     with pytest.raises(error, match=message):
         run_tradeoff(TradeoffConfig(**fields), progress=False)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs/tradeoff").glob("*.yaml")), ids=lambda path: path.stem)
+def test_study_configs_plan_their_runs(path: Path) -> None:
+    config = TradeoffConfig(**yaml.safe_load(path.read_text()))
+    planned = list(jobs(config))
+    assert planned[0].router == "dense"
+    routed = [job for job in planned if job.config.routing is not None]
+    assert len(routed) == config.seeds * len(config.routers) * len(config.capacities)
+    assert all(job.config.model.has_weights and job.config.routing_config() for job in routed)
+    assert len({job.config.output for job in planned}) == len(planned)
+    assert f"tools/tradeoff.py {path}" in path.read_text()
