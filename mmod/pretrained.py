@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from importlib.metadata import PackageNotFoundError, version
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import RoutingConfig
-from mmod.convert import capacities, is_routed, route_, routing_config, set_capacity, unroute_
+from mmod.convert import capacities, route_, routing_config, set_capacity
 
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
 CONFIG = "mmod.json"
+_ROUTING_ARGUMENTS = {"preset"} | {field.name for field in dataclasses.fields(RoutingConfig)}
 _KEYS = ("format_version", "versions", "library", "model", "routing", "capacities")
 
 
@@ -120,14 +122,19 @@ def _describe(model: nn.Module) -> dict[str, Any]:
 
     cfg = filter_pretrained_cfg(dict(vars(model)["pretrained_cfg"]), remove_source=True, remove_null=True)
     cfg.pop("state_dict", None)
+    arguments = {**vars(model)["_model_args"], **get_model_args(model)}
     architecture = cfg.pop("architecture")
+    if hasattr(model, "dense_entry"):
+        # An entry of timm's registry that routes: its routing is saved as such, the model as the dense one.
+        architecture = model.dense_entry
+        arguments = {name: value for name, value in arguments.items() if name not in _ROUTING_ARGUMENTS}
     described = {
         "format_version": FORMAT_VERSION,
         "versions": {name: _version(name) for name in ("mmod", "timm", "torch")},
         "library": "timm",
         "model": {
             "architecture": architecture,
-            "arguments": {**vars(model)["_model_args"], **get_model_args(model)},
+            "arguments": arguments,
             "pretrained_cfg": cfg,
         },
         "routing": routing,
@@ -147,15 +154,15 @@ def _build(config: dict[str, Any]) -> nn.Module:
     description = config["model"]
     architecture = description["architecture"]
     if not timm.is_model(architecture):
-        import mmod.adapters.timm_models  # noqa: F401  # registers routed entries
-    if not timm.is_model(architecture):
         raise ValueError(
             f"timm {timm.__version__} knows no model {architecture!r}; it was saved with {config['versions']}"
         )
-    cfg = {**description["pretrained_cfg"], "architecture": architecture}
+    cfg = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in description["pretrained_cfg"].items()
+    }
+    cfg["architecture"] = architecture
     model: nn.Module = timm.create_model(architecture, pretrained_cfg=cfg, **description["arguments"])
-    if is_routed(model):
-        unroute_(model)
     route_(model, RoutingConfig.from_dict(config["routing"]))
     if capacities(model) != config["capacities"]:
         set_capacity(model, config["capacities"])

@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import mmod
 import pytest
 import torch
-from mmod import RoutingConfig
 from torch import Tensor, nn
 from torch.export import Dim
 
+import mmod
+from mmod import RoutingConfig
 from tests.zoo import make_model
 
 ROUTINGS = {
@@ -80,7 +80,9 @@ def test_inductor_gives_the_same_output() -> None:
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_exports_with_a_dynamic_batch(routing: str, strict: bool) -> None:
     model = routed(routing)
-    program = torch.export.export(model, (images(2),), dynamic_shapes=({0: Dim("batch", min=1, max=64)},), strict=strict)
+    program = torch.export.export(
+        model, (images(2),), dynamic_shapes=({0: Dim("batch", min=1, max=64)},), strict=strict
+    )
     module = program.module()
     for batch in (1, 2, 7):
         x = images(batch)

@@ -84,6 +84,7 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
 
     def build(**arguments: Any) -> nn.Module:
         model = dense(**arguments)
+        model.dense_entry = dense.__name__  # type: ignore[assignment]  # what mmod.save_pretrained builds again
         if method is None:
             return route_(model, RoutingConfig.from_dict(options))
         return route_(model, preset(method, depth=len(find_host(model).blocks), **options))

@@ -1,0 +1,222 @@
+"""Save and load: the same model and routing again, or a message that says what is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import mmod
+from mmod import RoutingConfig, load_pretrained, save_pretrained
+
+IMAGE = (2, 3, 160, 160)
+LEARNED = RoutingConfig(router="linear", capacity=(0.5, 0.25), blocks=(2, 4), init_std=0.3, losses={"importance": 1.0})
+
+
+def routed(config: RoutingConfig = LEARNED, **arguments: Any) -> nn.Module:
+    return mmod.route_(timm.create_model("test_vit", **arguments), config).eval()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RoutingConfig(),
+        LEARNED,
+        RoutingConfig(router="random", seed=3),
+        mmod.preset("p-mod", depth=6),
+        mmod.preset("modification", max_tokens=20),
+    ],
+    ids=["attention", "learned", "random", "p-mod", "modification"],
+)
+def test_round_trip(config: RoutingConfig, tmp_path: Path) -> None:
+    model = routed(config, num_classes=5)
+    save_pretrained(model, tmp_path / "new" / "folder")
+    again = load_pretrained(tmp_path / "new" / "folder")
+    x = torch.randn(IMAGE)
+    assert torch.equal(again(x), model(x))
+    assert not again.training
+    assert mmod.routing_config(again) == config
+    assert type(again) is type(model)
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["mmod.json", "model.safetensors"]
+
+
+def test_changes_since_creation_are_kept(tmp_path: Path) -> None:
+    model = routed(drop_path_rate=0.2)
+    model.reset_classifier(3, "avg")
+    model.set_input_size(96)
+    mmod.set_capacity(model, {"blocks.2": 0.125})
+    model.to(torch.bfloat16)
+    save_pretrained(model, tmp_path)
+    again = load_pretrained(tmp_path, device="cpu")
+    x = torch.randn(2, 3, 96, 96, dtype=torch.bfloat16)
+    assert torch.equal(again(x), model(x))
+    assert mmod.capacities(again) == {"blocks.2": 0.125, "blocks.4": 0.25}
+    assert again.blocks[5].drop_path1.drop_prob == pytest.approx(0.2)
+
+
+def test_data_config_is_kept(tmp_path: Path) -> None:
+    model = mmod.route_(timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", depth=2, embed_dim=24))
+    save_pretrained(model, tmp_path)
+    again = load_pretrained(tmp_path)
+    assert timm.data.resolve_model_data_config(again) == timm.data.resolve_model_data_config(model)
+    assert again.pretrained_cfg["tag"] == "augreg_in21k_ft_in1k"
+
+
+def test_entry_of_the_registry_loads_without_it(tmp_path: Path) -> None:
+    importlib.import_module("mmod.adapters.timm_models")
+    model = timm.create_model("test_vit_mod", router="linear", init_std=0.3, blocks=(2, 4), num_classes=3).eval()
+    save_pretrained(model, tmp_path)
+    config = json.loads((tmp_path / "mmod.json").read_text())
+    assert config["model"]["architecture"] == "test_vit"
+    x = torch.randn(IMAGE)
+    assert torch.equal(load_pretrained(tmp_path)(x), model(x))
+
+
+def test_routing_stands_in_the_header_of_the_weights(tmp_path: Path) -> None:
+    save_pretrained(routed(), tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert RoutingConfig.from_dict(json.loads(file.metadata()["mmod"])["routing"]) == LEARNED
+
+
+def test_tied_tensors_are_stored(tmp_path: Path) -> None:
+    model = routed()
+    model.blocks[1].attn.proj.weight = model.blocks[0].attn.proj.weight
+    save_pretrained(model, tmp_path)
+    x = torch.randn(IMAGE)
+    assert torch.equal(load_pretrained(tmp_path)(x), model(x))
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    save_pretrained(routed(), tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        save_pretrained(routed(), tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    save_pretrained(routed(), tmp_path, overwrite=True)
+    assert (tmp_path / "model.safetensors").read_bytes() != before
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_interrupted_overwriting_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_pretrained(routed(), tmp_path)
+    replace = mmod.pretrained.os.replace
+
+    def stop_at_config(source: Path, target: Path) -> None:
+        if target.name == "mmod.json":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(mmod.pretrained.os, "replace", stop_at_config)
+    with pytest.raises(KeyboardInterrupt):
+        save_pretrained(routed(RoutingConfig()), tmp_path, overwrite=True)
+    with pytest.raises(ValueError, match="do not belong together"):
+        load_pretrained(tmp_path)
+
+
+def exchange_head(model: nn.Module) -> nn.Module:
+    model.head = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 2))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: timm.create_model("test_vit"), "nothing .* is routed"),
+        (lambda: routed(RoutingConfig(router=lambda x: x.mean(-1))), "function cannot be saved"),
+        (lambda: mmod.route_(timm.models.VisionTransformer(depth=2, embed_dim=24, num_heads=2)), "create_model"),
+        (lambda: torch.compile(routed()), "compiles"),
+        (lambda: nn.Sequential(routed()), "wraps"),
+        (lambda: exchange_head(routed()), "exchanged"),
+        (lambda: routed(act_layer=nn.ReLU), "JSON"),
+    ],
+    ids=["dense", "function", "no create_model", "compiled", "wrapped", "exchanged head", "class as argument"],
+)
+def test_what_cannot_be_saved(make: Callable[[], nn.Module], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        save_pretrained(make(), tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
+    """Change config and weights alike, as a file of another origin would differ."""
+    config = json.loads((folder / "mmod.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    change(config, weights)
+    text = json.dumps(config)
+    (folder / "mmod.json").write_text(text)
+    save_file(weights, folder / "model.safetensors", metadata={"mmod": text})
+
+
+ROUTER = "blocks.2.router.score.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config, weights: config.update(format_version=99), "format version 99"),
+        (lambda config, weights: config.pop("format_version"), "format version None"),
+        (lambda config, weights: config.pop("routing"), "must hold"),
+        (lambda config, weights: config["routing"].update(routr="linear"), "routr"),
+        (lambda config, weights: config["model"].update(architecture="vit_of_tomorrow"), "vit_of_tomorrow"),
+        (lambda config, weights: weights.pop(ROUTER), f"missing .*{ROUTER}"),
+        (lambda config, weights: weights.update(other=torch.zeros(1)), "not known .*other"),
+        (lambda config, weights: weights.update({ROUTER: torch.zeros(1, 3)}), rf"{ROUTER} has shape \(1, 3\)"),
+    ],
+    ids=["version", "no version", "no routing", "routing key", "name", "missing", "unknown", "shape"],
+)
+def test_what_cannot_be_loaded(change: Callable[..., None], message: str, tmp_path: Path) -> None:
+    save_pretrained(routed(), tmp_path)
+    edit(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(tmp_path)
+
+
+def test_edited_config_is_refused(tmp_path: Path) -> None:
+    save_pretrained(routed(), tmp_path)
+    config = json.loads((tmp_path / "mmod.json").read_text())
+    config["capacities"]["blocks.2"] = 1.0
+    (tmp_path / "mmod.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="set_capacity"):
+        load_pretrained(tmp_path)
+
+
+def test_broken_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no mmod\.json"):
+        load_pretrained(tmp_path)
+    save_pretrained(routed(), tmp_path)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ValueError, match="no whole safetensors"):
+        load_pretrained(tmp_path)
+    (tmp_path / "mmod.json").write_text("{")
+    with pytest.raises(ValueError, match="no JSON"):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_dense_checkpoint_loads_before_or_after_routing(before: bool) -> None:
+    dense = timm.create_model("test_vit")
+    model = timm.create_model("test_vit")
+    if before:
+        model.load_state_dict(dense.state_dict())
+        mmod.route_(model, LEARNED)
+    else:
+        mmod.route_(model, LEARNED)
+        missing, unexpected = model.load_state_dict(dense.state_dict(), strict=False)
+        assert not unexpected
+        assert set(missing) == {name for name in model.state_dict() if ".router." in name}
+    mmod.set_capacity(model, 1.0)
+    for block in mmod.routed_blocks(model).values():
+        nn.init.zeros_(block.router.score.weight)
+    x = torch.randn(IMAGE)
+    torch.testing.assert_close(model.eval()(x), dense.eval()(x), atol=1e-6, rtol=0)
