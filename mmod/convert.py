@@ -141,7 +141,7 @@ def unroute_(model: Model) -> Model:
         if isinstance(module, (RoutedBlock, ImportanceBlock)):
             make_dense(module)
     for module in model.modules():
-        if hasattr(module, "routing_config"):
+        if "routing_config" in vars(module):
             del module.routing_config
     return model
 
@@ -229,7 +229,7 @@ def routing_config(model: nn.Module) -> RoutingConfig:
         ValueError: Nothing in it is routed, or several parts of it were, each with a config of its own.
     """
     routed_blocks(model)
-    configs = [module.routing_config for module in model.modules() if hasattr(module, "routing_config")]
+    configs = [module.routing_config for module in model.modules() if "routing_config" in vars(module)]
     if len(configs) != 1:
         raise ValueError(f"{len(configs)} parts of this {type(model).__name__} were routed; ask each for its config")
     config = configs[0]
