@@ -14,11 +14,8 @@ from mmod.blocks import host_class
 
 
 def kept_of(score: list[float], count: int, prefix: int) -> list[int]:
-    """Indices of the prefix and the best other tokens; ties go to the lower index, NaN to the end."""
-    rest = sorted(
-        range(prefix, len(score)),
-        key=lambda token: (-(score[token] if not math.isnan(score[token]) else -math.inf), token),
-    )
+    """Indices of the prefix and the best other tokens; ties go to the lower index, NaN behind everything."""
+    rest = sorted(range(prefix, len(score)), key=lambda token: (math.isnan(score[token]), -score[token], token))
     return sorted([*range(prefix), *rest[: count - prefix]])
 
 

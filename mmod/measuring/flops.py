@@ -20,7 +20,6 @@ from mmod.blocks import RoutedBlock
 from mmod.convert import is_routed, unroute_
 from mmod.measuring.memory import ActivationMemory
 from mmod.measuring.trace import Trace
-from mmod.routing import LinearScore
 
 REST = ""
 
@@ -225,12 +224,7 @@ def _meta_copy(model: nn.Module) -> nn.Module:
         for p in model.parameters()
     }
     with _ToMeta():
-        copied = copy.deepcopy(model, parameters).eval()
-    for module in copied.modules():
-        if isinstance(module, LinearScore):
-            # Its forward asks whether autocast is on for the tokens' device, and torch has no answer for meta.
-            module.forward = module._score  # type: ignore[method-assign]
-    return copied
+        return copy.deepcopy(model, parameters).eval()
 
 
 def _fix_thresholds(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> None:

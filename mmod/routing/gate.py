@@ -28,10 +28,12 @@ def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:
     if gate == "identity":
         return None
     if gate == "linear":
-        return scale * score
+        return score if scale == 1 else scale * score
     if gate == "sigmoid":
-        return scale * torch.sigmoid(score)
+        gate = torch.sigmoid(score)
+        return gate if scale == 1 else scale * gate
     if gate == "tanh":
-        return 1 + scale * torch.tanh(score)
+        # One operation for `1 + scale * tanh`: at batch 1 the number of small operations decides.
+        return torch.rsub(torch.tanh(score), 1, alpha=-scale)
     one_of("gate", gate, GATES)
     raise AssertionError(gate)

@@ -59,18 +59,22 @@ class LinearScore(nn.Module):
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return the scores (B, N) of tokens (B, N, D)."""
-        if torch.is_autocast_enabled(x_BND.device.type):
-            with torch.autocast(x_BND.device.type, enabled=False):
+        device = x_BND.device.type
+        # Torch has no answer for meta, where shapes are followed and nothing is rounded.
+        if device != "meta" and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
                 return self._score(x_BND)
         return self._score(x_BND)
 
     def _score(self, x_BND: Tensor) -> Tensor:
         x_BND = x_BND.float()
-        score_BN = x_BND @ self.weight[0].float()
+        weight = self.weight[0].float()
         if self.normalize:
             # Dividing the product instead of the tokens reads them twice and writes them never.
-            square_BN = torch.linalg.vector_norm(x_BND, dim=-1).square() / x_BND.shape[-1]
-            score_BN = score_BN * torch.rsqrt(square_BN + 1e-6)
+            norm_BN = torch.linalg.vector_norm(x_BND, dim=-1).clamp_min(1e-6)
+            score_BN = x_BND @ (weight * math.sqrt(x_BND.shape[-1])) / norm_BN
+        else:
+            score_BN = x_BND @ weight
         return score_BN if self.bias is None else score_BN + self.bias.float()
 
 

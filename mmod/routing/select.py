@@ -25,7 +25,9 @@ def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
         >>> kept_count(197, Fraction(1, 2), prefix=1)
         98
     """
-    return cast(int, torch.sym_max(max(1, prefix), tokens * capacity.numerator // capacity.denominator))
+    kept, least = tokens * capacity.numerator // capacity.denominator, max(1, prefix)
+    # A plain number must not reach `sym_max`: torch 2.11 breaks the graph there. A symbol must, or it becomes a number.
+    return max(least, kept) if isinstance(kept, int) else cast(int, torch.sym_max(least, kept))
 
 
 def select_topk(
@@ -94,42 +96,40 @@ def select_threshold(
     """
     tokens = level_BN.shape[1]
     if valid_BN is not None:
-        level_BN = level_BN.masked_fill(~valid_BN, -torch.inf)
+        level_BN = _rank_last(level_BN, ~valid_BN)
     count_B = (level_BN[:, prefix:] >= threshold).sum(dim=1) + prefix
     most_B = torch.full_like(count_B, tokens) if valid_BN is None else valid_BN.sum(dim=1)
     ceiling = None if max_tokens is None else max(max_tokens, prefix)
     count_B = torch.minimum(count_B.clamp(min=max(min_tokens, prefix), max=ceiling), most_B)
     total = None
     if ceiling is not None:
-        slots = cast(int, torch.sym_min(ceiling, tokens))
+        slots = min(ceiling, tokens) if isinstance(tokens, int) else cast(int, torch.sym_min(ceiling, tokens))
     elif torch.compiler.is_exporting():
         raise ValueError("threshold routing needs max_tokens to be exported: without it shapes depend on the data")
     else:
         counts = count_B.tolist()
         slots, total = max(counts, default=0), sum(counts)
-    ranked_BN = level_BN if valid_BN is None else _rank_last(level_BN, ~valid_BN)
-    index_BK, valid_BK = _ascending_valid(_best(ranked_BN, slots, prefix), count_B, tokens)
+    index_BK, valid_BK = _ascending_valid(_best(level_BN, slots, prefix), count_B, tokens)
     return index_BK, None if total == valid_BK.numel() else valid_BK, total
 
 
 def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:
-    """Lower the scores of some tokens below those of all others, NaN included."""
+    """Rank some tokens behind all others, which keep their order: NaN, which sorts last, is freed for them."""
     lowest = torch.finfo(score_BN.dtype).min
-    return score_BN.nan_to_num(nan=lowest, neginf=lowest).masked_fill(last_BN, -torch.inf)
+    return score_BN.nan_to_num(nan=-torch.inf, neginf=lowest, posinf=torch.inf).masked_fill(last_BN, torch.nan)
 
 
 def _best(score_BN: Tensor, count: int, prefix: int) -> Tensor:
     """Return the prefix and the `count - prefix` best other tokens, best first (B, count)."""
-    score_BN = score_BN.detach()[:, prefix:].nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
+    rank_BN = -score_BN.detach()
+    if prefix:
+        rank_BN[:, :prefix] = -torch.inf
     if torch.onnx.is_in_onnx_export():
         # ONNX has no stable sort, but its TopK is defined to prefer the lower index.
-        order_BK = torch.topk(score_BN, count - prefix, dim=1).indices
-    else:
-        order_BK = torch.sort(score_BN, dim=1, descending=True, stable=True).indices[:, : count - prefix]
-    if not prefix:
-        return order_BK
-    first_BP = torch.arange(prefix, device=order_BK.device).expand(order_BK.shape[0], prefix)
-    return torch.cat([first_BP, order_BK + prefix], dim=1)
+        rank_BN = rank_BN.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        return torch.topk(rank_BN, count, dim=1, largest=False).indices
+    # Ascending, because sorting puts NaN behind everything.
+    return torch.sort(rank_BN, dim=1, stable=True).indices[:, :count]
 
 
 def _ascending(index_BK: Tensor) -> Tensor:
