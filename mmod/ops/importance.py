@@ -57,10 +57,8 @@ def attention_importance(
         if k_BHNE.shape[1] != heads:
             k_BHNE = k_BHNE.repeat_interleave(heads // k_BHNE.shape[1], dim=1)
         keys = k_BHNE.transpose(-2, -1)
-        rows = _rows_per_chunk(images, heads, tokens, chunk_elements)
         total_BN = torch.zeros(images, tokens, dtype=_accumulator(q_BHNE), device=q_BHNE.device)
-        for start in range(0, tokens, rows):
-            part = slice(start, start + rows)
+        for part in _chunks(images, heads, tokens, chunk_elements):
             score = (q_BHNE[:, :, part] * scale) @ keys
             score = _masked(score.to(total_BN.dtype), mask, is_causal, part)
             attention = torch.softmax(score, dim=-1)
@@ -138,11 +136,13 @@ def _accumulator(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _rows_per_chunk(images: int, heads: int, tokens: int, chunk_elements: int) -> int:
+def _chunks(images: int, heads: int, tokens: int, chunk_elements: int) -> list[slice]:
+    """Return the queries to take at a time."""
     if torch.compiler.is_compiling():
-        # A loop count that depends on the batch would pin the batch size; the compiler fuses the softmax instead.
-        return tokens
-    return max(1, min(tokens, chunk_elements // max(1, images * heads * tokens)))
+        # Chunks that depend on a size would pin it; the compiler fuses the softmax instead.
+        return [slice(None)]
+    rows = max(1, min(tokens, chunk_elements // max(1, images * heads * tokens)))
+    return [slice(start, start + rows) for start in range(0, tokens, rows)]
 
 
 def _masked(score: Tensor, mask: Tensor | None, is_causal: bool, part: slice) -> Tensor:
