@@ -233,9 +233,7 @@ def digits_config(level: str) -> DigitsConfig:
     return LEVELS[level]
 
 
-def build_digits(
-    root: str | Path, config: DigitsConfig | None = None, progress: bool = False
-) -> dict[str, Any]:
+def build_digits(root: str | Path, config: DigitsConfig | None = None, progress: bool = False) -> dict[str, Any]:
     """Write the shards of a build, or find them already written.
 
     The shards are written to a temporary folder beside `root` which takes the place of `root` once complete, so an

@@ -228,9 +228,7 @@ def _check_rank(rank: int, world: int) -> None:
         raise ValueError(f"rank={rank} must lie in [0, world={world})")
 
 
-def _create_reader(
-    config: DataConfig, split: str, training: bool
-) -> tuple[ImageReader | MemoryReader, CorruptReport]:
+def _create_reader(config: DataConfig, split: str, training: bool) -> tuple[ImageReader | MemoryReader, CorruptReport]:
     report = CorruptReport(config.on_corrupt)
     source = _create_source(config, split, report)
     mean, std = _normalisation(config)

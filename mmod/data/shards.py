@@ -118,9 +118,7 @@ class ShardSource:
         256
     """
 
-    def __init__(
-        self, pattern: str, report: CorruptReport, cache: str | Path | None = None, progress: bool = False
-    ):
+    def __init__(self, pattern: str, report: CorruptReport, cache: str | Path | None = None, progress: bool = False):
         from tqdm import tqdm
 
         self.shards = [_local(url, cache) for url in expand_pattern(pattern)]
@@ -216,9 +214,7 @@ def _members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
             yield Fault(path, "", f"damaged tar file: no valid header at byte {end} of {size}; what follows is lost")
 
 
-def _locate(
-    path: str, key: str, members: dict[str, list[tarfile.TarInfo]]
-) -> tuple[int, int, int, int] | Fault:
+def _locate(path: str, key: str, members: dict[str, list[tarfile.TarInfo]]) -> tuple[int, int, int, int] | Fault:
     images = [member for extension in IMAGE_EXTENSIONS for member in members.get(extension, [])]
     labels = members.get(LABEL_EXTENSION, [])
     if len(images) != 1 or len(labels) != 1:

@@ -60,9 +60,7 @@ class ImageReader:
         replace: Put the next readable sample in the place of an unreadable one, instead of leaving it out.
     """
 
-    def __init__(
-        self, source: ImageSource, mode: str, transform: Callable[..., Tensor], replace: bool = False
-    ):
+    def __init__(self, source: ImageSource, mode: str, transform: Callable[..., Tensor], replace: bool = False):
         self.source = source
         self.mode = mode
         self.transform = transform

@@ -1,27 +1,24 @@
-"""Read a host's attention where it happens, without copying the host's forward.
-
-While a `capture_importance` block is open, calls of `scaled_dot_product_attention` also yield importance. Hosts that
-write attention out are read at their softmax. The mechanism is torch's own function mode: it is traced by compile and
-export like any other code and leaves nothing behind.
-"""
+"""Read importance off a host's attention where it happens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from mmod.ops.importance import attention_with_importance, importance_of_map
+from mmod.ops.seam import AttentionSeam
 
 _SOFTMAX = (torch.softmax, torch.Tensor.softmax, F.softmax)
 
 
-class capture_importance(TorchFunctionMode):
+class capture_importance(AttentionSeam):
     """Context manager that computes importance in the attention calls made inside it.
+
+    Hosts that write attention out instead of calling `scaled_dot_product_attention` are read at their softmax.
 
     Args:
         valid_BN: False where a token is padding (B, N), or None.
@@ -43,23 +40,12 @@ class capture_importance(TorchFunctionMode):
         self.calls = 0
         self.importance_BN: Tensor | None = None
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Add importance to attention and pass every other call through."""
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
-        result = func(*args, **kwargs)
+    def watch(self, func: Callable[..., Any], result: Any) -> None:
+        """Read attention that a host writes out at its softmax."""
         if func in _SOFTMAX and result.ndim == 4 and result.shape[-1] == result.shape[-2]:
             self._add(importance_of_map(result, self.valid_BN))
-        return result
 
-    def _attend(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -70,6 +56,7 @@ class capture_importance(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Attend, and take importance on the way."""
         out, importance_BN = attention_with_importance(
             query, key, value, attn_mask, dropout=dropout_p, is_causal=is_causal, scale=scale, valid_BN=self.valid_BN
         )

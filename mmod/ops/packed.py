@@ -6,13 +6,13 @@ Axes: B images, K slots per image, T packed rows, H heads, E channels of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+from mmod.ops.seam import AttentionSeam
 
 
 class Packing(NamedTuple):
@@ -94,7 +94,7 @@ def packed_attention(
     return out_BHKE.transpose(0, 1).flatten(1, 2).index_select(1, packing.slot_T)
 
 
-class attend_within(TorchFunctionMode):
+class attend_within(AttentionSeam):
     """Context manager in which `scaled_dot_product_attention` over a packed sequence stays within its images.
 
     Args:
@@ -109,20 +109,7 @@ class attend_within(TorchFunctionMode):
         self.packing = packing
         self.calls = 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Attend within images and pass every other call through."""
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _attend(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -133,6 +120,7 @@ class attend_within(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Attend within images."""
         if attn_mask is not None or is_causal or enable_gqa or query.shape[0] != 1:
             raise RuntimeError("packed rows take plain attention over one sequence: no mask, no grouped queries")
         self.calls += 1

@@ -30,8 +30,8 @@ def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:
     if gate == "linear":
         return score if scale == 1 else scale * score
     if gate == "sigmoid":
-        gate = torch.sigmoid(score)
-        return gate if scale == 1 else scale * gate
+        share = torch.sigmoid(score)
+        return share if scale == 1 else scale * share
     if gate == "tanh":
         # One operation for `1 + scale * tanh`: at batch 1 the number of small operations decides.
         return torch.rsub(torch.tanh(score), 1, alpha=-scale)

@@ -43,9 +43,7 @@ class Checkpoint:
     training: dict[str, Any]
 
 
-def save_checkpoint(
-    folder: Path, epoch: int, step: int, checkpoint: Checkpoint, metadata: Mapping[str, Any]
-) -> Path:
+def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> Path:
     """Write a checkpoint beside the earlier ones, then remove those.
 
     It is written under a temporary name and renamed when it is on disk, so a process killed at any

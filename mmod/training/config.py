@@ -268,9 +268,7 @@ class TrainConfig:
                     "so that the last epoch trains at the final capacity"
                 )
         if self.distill.teacher == "dense" and not self.model.has_weights:
-            raise ValueError(
-                "distill.teacher='dense' needs trained weights: set model.checkpoint or model.pretrained"
-            )
+            raise ValueError("distill.teacher='dense' needs trained weights: set model.checkpoint or model.pretrained")
         self.routing_config()
 
     def routing_config(self) -> RoutingConfig | None:

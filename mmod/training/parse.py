@@ -148,9 +148,7 @@ def _check_keys(keys: Iterable[str], is_option: bool = False) -> None:
             hints = typing.get_type_hints(owner)
             if part not in hints:
                 where = f"in group {group!r}" if group else "at the top level"
-                raise ValueError(
-                    f"unknown config key {key!r}; valid keys {where}: {', '.join(sorted(hints))}"
-                )
+                raise ValueError(f"unknown config key {key!r}; valid keys {where}: {', '.join(sorted(hints))}")
             owner = _dataclass_in(hints[part])
             group = f"{group}.{part}" if group else part
 

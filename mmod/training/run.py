@@ -19,9 +19,7 @@ __all__ = ["FitResult", "check_folder", "read_result", "write_record", "write_re
 _CONFIG = "config.yaml"
 _RESULT = "result.json"
 # Keys that say where and how to watch, not what comes out: a run may go on with others.
-_FREE_KEYS = frozenset(
-    {"output", "data.workers", "data.pin_memory", "log_every", "checkpoint_every", "tensorboard"}
-)
+_FREE_KEYS = frozenset({"output", "data.workers", "data.pin_memory", "log_every", "checkpoint_every", "tensorboard"})
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any, Literal
@@ -305,7 +306,7 @@ def _points(
     images = next(iter(create_eval_stream(data).batches(0)))[0][: config.latency_batch].to(device)
     with torch.inference_mode():
         times = interleave(
-            {name: (lambda model=model: model(images)) for name, model in models.items()},
+            {name: partial(model, images) for name, model in models.items()},
             seconds=0,
             rounds=config.latency_rounds,
             device=device,

@@ -83,9 +83,7 @@ def test_augmentation_differs_between_epochs_and_seeds_but_not_between_batch_siz
     def by_number(seed: int, epoch: int, batch: int) -> dict[int, torch.Tensor]:
         augment = AugmentConfig(scale=(0.3, 0.5), color_jitter=0.0, interpolation="bilinear")
         stream = create_train_stream(folder_config(folder, augment=augment, batch_size=batch), seed)
-        return {
-            number: image for images, _ in stream.batches(epoch) for number, image in zip(numbers(images), images)
-        }
+        return {number: image for images, _ in stream.batches(epoch) for number, image in zip(numbers(images), images)}
 
     first = by_number(0, 0, 1)
     assert len(first) == 27

@@ -50,9 +50,7 @@ def test_shorter_last_group_counts_each_image_once(tmp_path: Path) -> None:
 def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path) -> None:
     options = {"epochs": 1, "optim": {"opt": "sgd", "lr": 0.1}, "routing": ROUTED, "checkpoint_every": 2}
     one = run(tiny_config(output=tmp_path / "one", batch_size=8, **options))
-    (tmp_path / "options.json").write_text(
-        json.dumps({**options, "batch_size": 4, "output": str(tmp_path / "two")})
-    )
+    (tmp_path / "options.json").write_text(json.dumps({**options, "batch_size": 4, "output": str(tmp_path / "two")}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--module", "tests.training.worker", str(tmp_path / "options.json")]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -89,9 +87,7 @@ def test_average_follows_timm(tmp_path: Path) -> None:
 
 def test_capacity_schedule_ends_at_the_configured_capacity(tmp_path: Path) -> None:
     schedule = CapacityScheduleConfig(start=1.0, epochs=2)
-    result = run(
-        tiny_config(output=tmp_path / "run", epochs=3, routing={"capacity": 0.25}, capacity_schedule=schedule)
-    )
+    result = run(tiny_config(output=tmp_path / "run", epochs=3, routing={"capacity": 0.25}, capacity_schedule=schedule))
     assert [round(row["kept"], 3) for row in result.history] == [1.0, round(10 / 17, 3), round(4 / 17, 3)]
 
 
@@ -151,9 +147,7 @@ def test_draws_depend_on_seed_step_and_process_only() -> None:
 class TestStartingWeights:
     def test_dense_teacher_is_the_model_before_routing(self, tmp_path: Path) -> None:
         run(tiny_config(output=tmp_path / "dense", epochs=1))
-        config = tiny_config(
-            output=tmp_path / "routed", model={"checkpoint": str(tmp_path / "dense")}, routing=ROUTED
-        )
+        config = tiny_config(output=tmp_path / "routed", model={"checkpoint": str(tmp_path / "dense")}, routing=ROUTED)
         model, teacher = create_models(config)
         assert teacher is not None
         assert not mmod.is_routed(teacher)
