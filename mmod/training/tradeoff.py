@@ -32,6 +32,9 @@ from mmod.training.parse import train_config
 
 __all__ = ["Point", "TradeoffConfig", "TradeoffResult", "run_tradeoff"]
 
+# The dense model that all fine-tuning starts from; the point shown as dense is fine-tuned like the others.
+BASE = "base"
+
 
 @dataclass(frozen=True)
 class TradeoffConfig:
@@ -47,6 +50,7 @@ class TradeoffConfig:
         capacities: Capacities of the routed blocks.
         train_dense: Train the dense model first; False takes it as `dense.model` gives it (pretrained or a
             checkpoint).
+        tune_dense: Fine-tune the dense model like the routed ones, so that none is ahead by mere training.
         isoflop: "scratch" also trains dense models with fewer blocks, of the depths nearest in FLOPs to each capacity,
             for as many epochs as training and fine-tuning have together; "none" leaves them out.
         seeds: Number of seeds; everything is repeated for each.
@@ -62,6 +66,7 @@ class TradeoffConfig:
     finetune: dict[str, Any] = field(default_factory=dict)
     capacities: list[float] = field(default_factory=lambda: [0.5])
     train_dense: bool = True
+    tune_dense: bool = True
     isoflop: Literal["scratch", "none"] = "scratch"
     seeds: int = 1
     latency_batch: int = 32
@@ -167,14 +172,14 @@ def run_tradeoff(config: TradeoffConfig, *, progress: bool = True) -> TradeoffRe
     with tqdm(work, desc="study", unit="run", disable=not progress) as bar:
         for job in bar:
             bar.set_postfix_str(f"{job.name}, seed {job.seed}")
-            if job.config.model.has_weights:
-                before.setdefault(job.name, []).append(_before(job).top1)
-            if job.router == "dense" and not config.train_dense:
+            if _is_given(job, config):
                 results.setdefault(job.name, []).append(_before(job))
             else:
+                if job.config.model.has_weights:
+                    before.setdefault(job.name, []).append(_before(job).top1)
                 found = fit(job.config, progress=progress)
                 results.setdefault(job.name, []).append(found.average or found.evaluation)
-    first = {job.name: job for job in work if job.seed == 0}
+    first = {job.name: job for job in work if job.seed == 0 and job.router != BASE}
     models = {name: _trained(job, config) for name, job in first.items()}
     points = _points(config, first, models, results, before)
     _write(folder, config, points)
@@ -192,11 +197,15 @@ def jobs(config: TradeoffConfig) -> Iterator[Job]:
     tuning = merged(recipe, config.finetune)
     for seed in range(config.seeds):
         root = Path(config.output) / f"seed{seed}"
-        dense = train_config({**recipe, "output": str(root / "dense"), "seed": seed})
-        yield Job("dense", "dense", 1.0, seed, dense)
+        base = BASE if config.tune_dense else "dense"
+        dense = train_config({**recipe, "output": str(root / base), "seed": seed})
+        yield Job(base, base, 1.0, seed, dense)
         start = dense.model
         if config.train_dense:
-            start = dataclasses.replace(dense.model, checkpoint=str(root / "dense"), pretrained=False)
+            start = dataclasses.replace(dense.model, checkpoint=dense.output, pretrained=False)
+        if config.tune_dense:
+            tuned = train_config({**tuning, "output": str(root / "dense"), "seed": seed})
+            yield Job("dense", "dense", 1.0, seed, dataclasses.replace(tuned, model=start))
         for router, routing in config.routers.items():
             for capacity in config.capacities:
                 name = f"{router}-{capacity:g}"
@@ -257,6 +266,11 @@ def _isoflop_depths(config: TradeoffConfig, dense: TrainConfig) -> list[int]:
     return sorted(depths - {depth})
 
 
+def _is_given(job: Job, config: TradeoffConfig) -> bool:
+    """Whether a run stands for weights that are taken as they are."""
+    return not config.train_dense and job.name == (BASE if config.tune_dense else "dense")
+
+
 def _weightless(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, model=ModelConfig(config.model.name, config.model.args))
 
@@ -280,7 +294,7 @@ def _before(job: Job) -> EvalResult:
 
 def _trained(job: Job, config: TradeoffConfig) -> nn.Module:
     """Return the final model of a run, in evaluation mode on the device it was trained on."""
-    if job.router == "dense" and not config.train_dense:
+    if _is_given(job, config):
         model, _ = create_models(job.config)
     else:
         weights = dataclasses.replace(job.config.model, checkpoint=job.config.output, pretrained=False)
