@@ -231,7 +231,7 @@ def _check_rank(rank: int, world: int) -> None:
 def _create_reader(config: DataConfig, split: str, training: bool) -> tuple[ImageReader | MemoryReader, CorruptReport]:
     report = CorruptReport(config.on_corrupt)
     source = _create_source(config, split, report)
-    mean, std = _normalisation(config)
+    mean, std = normalisation(config)
     digits = _is_digits(config)
     mode = "L" if config.channels == 1 else "RGB"
     if config.in_memory or (config.in_memory is None and digits and config.augment is None):
@@ -273,7 +273,8 @@ def _build_level(config: DataConfig, level: str, split: str) -> Path:
     return root
 
 
-def _normalisation(config: DataConfig) -> tuple[Tensor, Tensor]:
+def normalisation(config: DataConfig) -> tuple[Tensor, Tensor]:
+    """Return the mean and standard deviation that images are normalised with, one number a channel."""
     from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
     if _is_digits(config):

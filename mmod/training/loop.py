@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from mmod import is_routed, set_capacity, trace
-from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream
+from mmod.data.loader import BatchStream, DataConfig, create_eval_stream, create_train_stream, normalisation
 from mmod.pretrained import save_pretrained
 from mmod.training.build import (
     create_criterion,
@@ -354,9 +354,9 @@ class _Trainer:
             skipped={name: merge_counts(stream.report.counts) for name, stream in streams.items()},
         )
         if self.process.is_first:
-            _export(self.model, self.folder / "model")
+            _export(self.model, self.folder / "model", self.config.data)
             if self.ema is not None:
-                _export(self.ema.module, self.folder / "ema")
+                _export(self.ema.module, self.folder / "ema", self.config.data)
             write_csv(self.folder / "metrics.csv", self.history)
             write_result(result)
             shutil.rmtree(self._checkpoints, ignore_errors=True)
@@ -379,7 +379,7 @@ def _columns(result: EvalResult, prefix: str) -> dict[str, float]:
     return columns
 
 
-def _export(model: nn.Module, folder: Path) -> None:
+def _export(model: nn.Module, folder: Path, data: DataConfig) -> None:
     """Write the final weights, whole or not at all.
 
     A routed model is read again by `mmod.pretrained.load_pretrained`, a dense one by timm's
@@ -390,7 +390,8 @@ def _export(model: nn.Module, folder: Path) -> None:
     if is_routed(model):
         save_pretrained(model, partial)
     else:
-        save_for_hf(model, str(partial), safe_serialization=True)
+        mean, std = (values.tolist() for values in normalisation(data))
+        save_for_hf(model, str(partial), safe_serialization=True, data_config={"mean": mean, "std": std})
     if not folder.exists():
         os.replace(partial, folder)
 

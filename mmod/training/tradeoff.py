@@ -102,7 +102,7 @@ class Point:
 
     Args:
         name: Name of the model in the study.
-        router: Its series: "dense", "isoflop" or a name of `TradeoffConfig.routers`.
+        router: Its series: "dense", "shallow" (fewer blocks) or a name of `TradeoffConfig.routers`.
         capacity: Capacity of its routed blocks; 1 without any.
         gflops: FLOPs of one image, in 1e9.
         latency_ms: Median latency of one image in a batch, in milliseconds, relative to nothing.
@@ -220,7 +220,7 @@ def jobs(config: TradeoffConfig) -> Iterator[Job]:
                 shallow = dataclasses.replace(
                     dense, model=ModelConfig(dense.model.name, args), output=str(root / name), epochs=epochs
                 )
-                yield Job(name, "isoflop", 1.0, seed, shallow)
+                yield Job(name, "shallow", 1.0, seed, shallow)
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -385,4 +385,4 @@ def _draw_maps(folder: Path, config: TradeoffConfig, first: Mapping[str, Job], m
         side = round(patches**0.5)
         low, high = images.amin(), images.amax()
         figure = draw_routing_maps((images - low) / (high - low), decisions, host.prefix, (side, patches // side))
-        figure.savefig(folder / f"maps-{name}.png", dpi=150)
+        figure.savefig(folder / f"maps-{name}.png", dpi=150, bbox_inches="tight")
