@@ -30,7 +30,8 @@ def attention_importance(
 ) -> Tensor:
     """Return the mean attention each token receives, over heads and queries, without a gradient.
 
-    Queries are taken in chunks, so memory grows with N and not with its square.
+    Queries are taken in chunks, so memory grows with N and not with its square. Compiled and exported graphs take all
+    queries at once, since the number of chunks would fix their batch size.
 
     Args:
         q_BHNE: Queries (B, H, N, E).
