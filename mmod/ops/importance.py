@@ -174,13 +174,17 @@ def _shares_probabilities(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.dtype == torch.float32
         and q.shape == k.shape == v.shape
         and not grad
-        and not torch.compiler.is_compiling()
+        and not torch.compiler.is_exporting()
     )
 
 
 def _shared_probabilities(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     images, heads, tokens, width = q.shape
     scale = 1 / math.sqrt(width) if scale is None else scale
+    if torch.compiler.is_compiling():
+        # Groups would fix the batch size.
+        attention = torch.softmax(q @ k.transpose(-2, -1) * scale, dim=-1)
+        return attention @ v, attention.sum(dim=(1, 2)) / (heads * tokens)
     group = max(1, min(images, GROUP_ELEMENTS // (heads * tokens * tokens)))
     # Channels-last like fused attention's own result, so that the host's transpose and reshape stay free.
     out = torch.empty(images, tokens, heads, width).transpose(1, 2)
