@@ -20,11 +20,13 @@ def parse_arguments() -> tuple[str | None, str | None, DigitsConfig]:
     Returns:
         Folder of the build, file of the picture, parameters.
     """
-    level_parser = argparse.ArgumentParser(add_help=False)
+    level_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     level_parser.add_argument("--level", choices=LEVELS, default="default")
     level = level_parser.parse_known_args()[0].level
 
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("root", nargs="?", help="folder of the build")
     parser.add_argument("--level", choices=list(LEVELS), default="default", help="named parameters to start from")
     parser.add_argument("--montage", help="PNG file to draw test scenes into, instead of building")

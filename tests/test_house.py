@@ -121,3 +121,20 @@ def test_readme_commands_exist() -> None:
         assert (ROOT / script).is_file(), f"README names {script}"
     for config in re.findall(r"configs/\S+\.yaml", (ROOT / "README.md").read_text()):
         assert (ROOT / config).is_file(), f"README names {config}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["tools/tradeoff.py", "configs/tradeoff/digits.yaml", "--seed", "3"],
+        ["tools/benchmark.py", "--batch_size", "1"],
+        ["tools/train.py", "configs/digits/dense.yaml", "--epoch", "1"],
+        ["datasets/cluttered_digits.py", "folder", "--clut", "3"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_options_are_never_guessed(command: list[str]) -> None:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert command[-2].lstrip("-") in done.stderr
+    assert not (ROOT / "folder").exists()

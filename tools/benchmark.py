@@ -16,7 +16,7 @@ from mmod.measuring import BenchmarkConfig, benchmark
 
 def main(arguments: list[str]) -> None:
     """Benchmark as the command line says and print the table."""
-    parser = ArgumentParser(description="Time dense, routed and freely routed models side by side.")
+    parser = ArgumentParser(description="Time dense, routed and freely routed models side by side.", allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with the same keys")
     parser.add_class_arguments(BenchmarkConfig, None)
     options = parser.parse_args(arguments)

@@ -16,7 +16,9 @@ from mmod.training.tradeoff import TradeoffConfig, run_tradeoff
 def main(arguments: list[str]) -> None:
     """Run the study that the command line names, print its table and say where the pictures are."""
     parser = ArgumentParser(
-        usage="%(prog)s CONFIG [--key value]", description="Draw the accuracy/FLOPs/latency trade-off."
+        usage="%(prog)s CONFIG [--key value]",
+        description="Draw the accuracy/FLOPs/latency trade-off.",
+        allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="The config file; its place is the first argument.")
     parser.add_class_arguments(TradeoffConfig)
