@@ -1,6 +1,6 @@
 """How do they run? A host's block on kept tokens only; knows no host library."""
 
-from mmod.blocks.conversion import host_class, make_dense, make_important, make_routed
+from mmod.blocks.conversion import convert, host_class, make_dense, make_important, make_routed
 from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, merge
 from mmod.blocks.state import BlockHost, Handover, RoutedState
 
@@ -11,6 +11,7 @@ __all__ = [
     "ImportanceState",
     "RoutedBlock",
     "RoutedState",
+    "convert",
     "host_class",
     "make_dense",
     "make_important",

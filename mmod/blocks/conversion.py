@@ -46,17 +46,21 @@ def host_class(block: nn.Module) -> type[nn.Module]:
     raise AssertionError(type(block))
 
 
+def convert(block: nn.Module, mixin: type[nn.Module], state: object) -> None:
+    """Put a mixin in front of a block's host class, with the plain state it reads as `mod`."""
+    block.__class__ = converted_class(mixin, host_class(block))
+    block.mod = state  # type: ignore[assignment]  # a plain object, kept out of the module's registries on purpose
+
+
 def make_routed(block: nn.Module, router: Router, state: RoutedState) -> None:
     """Convert a dense block into a routed one."""
-    block.__class__ = converted_class(RoutedBlock, type(block))
+    convert(block, RoutedBlock, state)
     block.router = router
-    block.mod = state  # type: ignore[assignment]  # a plain object, kept out of the module's registries on purpose
 
 
 def make_important(block: nn.Module, state: ImportanceState) -> None:
     """Convert a dense block into one that hands its importance over."""
-    block.__class__ = converted_class(ImportanceBlock, type(block))
-    block.mod = state  # type: ignore[assignment]
+    convert(block, ImportanceBlock, state)
 
 
 def make_dense(block: nn.Module) -> None:

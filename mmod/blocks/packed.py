@@ -13,6 +13,18 @@ from mmod.ops import attend_within, lerp_rows, pack_rows
 from mmod.routing import Routing
 
 
+def reweigh_skipped(x_BND: Tensor, routing: Routing) -> Tensor:
+    """Return the state that skipped tokens leave a block with: their own, or weighed by the gate as in p-MoD.
+
+    Args:
+        x_BND: All tokens before the block (B, N, D).
+        routing: The decision.
+    """
+    if routing.skip_weight_BN is None:
+        return x_BND
+    return x_BND * routing.skip_weight_BN.unsqueeze(-1).to(x_BND.dtype)
+
+
 def run_packed(x_BND: Tensor, routing: Routing, block: Callable[[Tensor], Tensor]) -> Tensor:
     """Run a block on the kept rows of a batch, packed, and write them back.
 
@@ -30,7 +42,7 @@ def run_packed(x_BND: Tensor, routing: Routing, block: Callable[[Tensor], Tensor
     assert routing.valid_BK is not None
     assert routing.total is not None
     packing = pack_rows(routing.index_BK, routing.valid_BK, routing.total, x_BND.shape[1])
-    rest_BND = x_BND if routing.skip_weight_BN is None else x_BND * routing.skip_weight_BN.unsqueeze(-1).to(x_BND.dtype)
+    rest_BND = reweigh_skipped(x_BND, routing)
     z_TD = x_BND.flatten(0, 1).index_select(0, packing.row_T)
     seam = attend_within(packing)
     with seam:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks.packed import run_packed
+from mmod.blocks.packed import reweigh_skipped, run_packed
 from mmod.blocks.state import Handover, RoutedState
 from mmod.ops import capture_importance, gather_rows, lerp_rows, scatter_rows
 from mmod.routing import Router, Routing
@@ -120,9 +120,7 @@ def merge(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tens
     Returns:
         All tokens after the block (B, N, D).
     """
-    rest_BND = x_BND
-    if routing.skip_weight_BN is not None:
-        rest_BND = x_BND * routing.skip_weight_BN.unsqueeze(-1).to(x_BND.dtype)
+    rest_BND = reweigh_skipped(x_BND, routing)
     new_BKD = lerp_rows(z_BKD, y_BKD, routing.gate_BK)
     if routing.valid_BK is not None:
         old_BKD = z_BKD if rest_BND is x_BND else gather_rows(rest_BND, routing.index_BK)

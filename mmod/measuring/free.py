@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks import BlockHost, ImportanceBlock, RoutedBlock, host_class, make_dense
-from mmod.blocks.conversion import converted_class
+from mmod.blocks import BlockHost, ImportanceBlock, RoutedBlock, convert, make_dense
 from mmod.convert import routed_blocks
 from mmod.routing import kept_count
 
@@ -104,12 +103,6 @@ def free_routing(model: nn.Module) -> nn.Module:
         elif isinstance(module, ImportanceBlock):
             make_dense(module)
     return free
-
-
-def convert(block: nn.Module, mixin: type[nn.Module], state: object) -> None:
-    """Put another mixin in front of a block's host class, with the plain state it reads as `mod`."""
-    block.__class__ = converted_class(mixin, host_class(block))
-    block.mod = state  # type: ignore[assignment]
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:

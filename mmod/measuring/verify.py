@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mmod.blocks import Handover, ImportanceBlock, RoutedBlock, RoutedState
+from mmod.blocks import Handover, ImportanceBlock, RoutedBlock, RoutedState, convert
 from mmod.convert import routed_blocks, unroute_
-from mmod.measuring.free import convert, sharing_copy
+from mmod.measuring.free import sharing_copy
 from mmod.measuring.trace import trace
 from mmod.routing import Router, Routing, apply_gate
 

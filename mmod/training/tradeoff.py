@@ -51,8 +51,9 @@ class TradeoffConfig:
         train_dense: Train the dense model first; False takes it as `dense.model` gives it (pretrained or a
             checkpoint).
         tune_dense: Fine-tune the dense model like the routed ones, so that none is ahead by mere training.
-        isoflop: "scratch" also trains dense models with fewer blocks, of the depths nearest in FLOPs to each capacity,
-            for as many epochs as training and fine-tuning have together; "none" leaves them out.
+        isoflop: "scratch" also trains dense models with fewer blocks, of the depths nearest in FLOPs to routing every
+            other block at each capacity, for as many epochs as training and fine-tuning have together; "none" leaves
+            them out.
         seeds: Number of seeds; everything is repeated for each.
         latency_batch: Images in a batch whose latency is measured.
         latency_rounds: Interleaved rounds of the measurement.
@@ -105,7 +106,7 @@ class Point:
         router: Its series: "dense", "shallow" (fewer blocks) or a name of `TradeoffConfig.routers`.
         capacity: Capacity of its routed blocks; 1 without any.
         gflops: FLOPs of one image, in 1e9.
-        latency_ms: Median latency of one image in a batch, in milliseconds, relative to nothing.
+        latency_ms: Median latency of one image in a batch, in milliseconds.
         speedup: Dense latency over this latency, median of interleaved rounds.
         accuracy_mean: Top-1 in percent, mean over seeds.
         accuracy_std: Sample standard deviation over seeds; None for a single one.
@@ -195,6 +196,9 @@ def jobs(config: TradeoffConfig) -> Iterator[Job]:
     """
     recipe = merged(read_yaml(config.dense), config.changes)
     tuning = merged(recipe, config.finetune)
+    plain = train_config({**recipe, "output": config.output})
+    depths = _isoflop_depths(config, plain) if config.isoflop == "scratch" else []
+    epochs = plain.epochs + train_config({**tuning, "output": config.output}).epochs
     for seed in range(config.seeds):
         root = Path(config.output) / f"seed{seed}"
         base = BASE if config.tune_dense else "dense"
@@ -212,15 +216,11 @@ def jobs(config: TradeoffConfig) -> Iterator[Job]:
                 tuned = train_config({**tuning, "output": str(root / name), "seed": seed})
                 tuned = dataclasses.replace(tuned, model=start, routing={**routing, "capacity": capacity})
                 yield Job(name, router, capacity, seed, tuned)
-        if config.isoflop == "scratch":
-            for depth in _isoflop_depths(config, dense):
-                name = f"isoflop-{depth}"
-                args = {**dense.model.args, "depth": depth}
-                epochs = dense.epochs + train_config({**tuning, "output": str(root)}).epochs
-                shallow = dataclasses.replace(
-                    dense, model=ModelConfig(dense.model.name, args), output=str(root / name), epochs=epochs
-                )
-                yield Job(name, "shallow", 1.0, seed, shallow)
+        for depth in depths:
+            name = f"isoflop-{depth}"
+            model = ModelConfig(dense.model.name, {**dense.model.args, "depth": depth})
+            shallow = dataclasses.replace(dense, model=model, output=str(root / name), epochs=epochs)
+            yield Job(name, "shallow", 1.0, seed, shallow)
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 def _isoflop_depths(config: TradeoffConfig, dense: TrainConfig) -> list[int]:
     """Depths of the dense models nearest in FLOPs to what the study's capacities cost."""
-    model = _untrained(dense)
+    model = create_models(_weightless(dense))[0]
     depth, size = len(find_host(model).blocks), (dense.data.channels, dense.data.image_size, dense.data.image_size)
     report = flops(model, size)
     depths = set()
@@ -273,10 +273,6 @@ def _is_given(job: Job, config: TradeoffConfig) -> bool:
 
 def _weightless(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, model=ModelConfig(config.model.name, config.model.args))
-
-
-def _untrained(config: TrainConfig) -> nn.Module:
-    return create_models(_weightless(config))[0]
 
 
 def _before(job: Job) -> EvalResult:
