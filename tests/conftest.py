@@ -10,6 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+if not torch.cuda.is_available():
+    # Read when kernels are defined, so before anything imports them.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 settings.register_profile(
     "mmod", deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -1,0 +1,43 @@
+"""What kernels and launchers need so that one source runs compiled on a GPU and interpreted on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Triton reads this when a function is decorated, hence once for all kernels of a process.
+INTERPRET: bool = triton.knobs.runtime.interpret
+
+
+def autotune(configs: Sequence[Any], key: Sequence[str]) -> Callable[[Any], Any]:
+    """Return Triton's autotuner, or where kernels are interpreted a stand-in that takes the first configuration.
+
+    Args:
+        configs: Configurations to try, `triton.Config`.
+        key: Arguments whose change asks for another trial.
+    """
+    if not INTERPRET:
+        return triton.autotune(configs=list(configs), key=list(key))
+    # The autotuner asks for a GPU when it is made.
+    first = {name: (lambda arguments, value=value: value) for name, value in configs[0].kwargs.items()}
+    return triton.heuristics(first)
+
+
+def on_device(tensor: Tensor) -> Any:
+    """Return a context in which launches go to a tensor's device, which need not be the current one.
+
+    Args:
+        tensor: An argument of the kernel.
+    """
+    return torch.cuda.device_of(tensor)
+
+
+@triton.jit
+def load_float(pointer, mask):  # type: ignore[no-untyped-def]
+    """Load in fp32, zero where masked; converting at once is what the interpreter gets right in half precision."""
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
