@@ -16,6 +16,7 @@ SELECTIONS = ("topk", "threshold")
 GATES = ("identity", "linear", "sigmoid", "tanh")
 LOSSES = ("membership", "load", "capacity", "importance")
 LAYOUTS = ("every_other", "all")
+CONTEXTS = ("kept", "all")
 
 ScoreFunction = Callable[["Tensor"], "Tensor"]
 
@@ -103,6 +104,8 @@ class RoutingConfig:
         blocks: "every_other" (1, 3, 5, ...), "all", or the indices of the blocks to route.
         select: "topk" keeps `max(1, floor(capacity * N))` tokens of every image; "threshold" keeps those whose
             squashed score reaches `threshold`.
+        context: What a kept token attends to: the "kept" tokens of its image, as in MoD, or "all" of them, whose keys
+            and values are then computed for every token.
         threshold: For "threshold". A learned score is squashed by a sigmoid; importance and norm are taken relative
             to the image's mean, so that 1 means average; random and stride scores lie in [0, 1).
         min_tokens: For "threshold": keep at least this many, the highest scores first.
@@ -139,6 +142,7 @@ class RoutingConfig:
     capacity: float | tuple[float, ...] = 0.5
     blocks: str | tuple[int, ...] = "every_other"
     select: str = "topk"
+    context: str = "kept"
     threshold: float = 0.5
     min_tokens: int = 0
     max_tokens: int | None = None
@@ -173,6 +177,7 @@ class RoutingConfig:
         if not callable(self.router):
             one_of("router", self.router, ROUTERS)
         one_of("select", self.select, SELECTIONS)
+        one_of("context", self.context, CONTEXTS)
         one_of("gate", self.gate, GATES)
         if isinstance(self.blocks, str):
             one_of("blocks", self.blocks, LAYOUTS)

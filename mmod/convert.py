@@ -7,13 +7,15 @@ from typing import TypeVar
 
 from torch import nn
 
-from mmod.adapters import HostModel, find_host
+from mmod.adapters import HostModel, find_parts
 from mmod.blocks import (
     Handover,
     ImportanceBlock,
     ImportanceState,
     RoutedBlock,
     RoutedState,
+    convert,
+    is_converted,
     make_dense,
     make_important,
     make_routed,
@@ -24,7 +26,7 @@ from mmod.routing import Router
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def route_(model: Model, config: RoutingConfig | None = None) -> Model:
+def route_(model: Model, config: RoutingConfig | None = None, **parts: RoutingConfig | None) -> Model:
     """Route a model in place: its planned blocks run on the tokens their routers keep.
 
     Classes of single blocks change, nothing is wrapped: every key of the dense state dict keeps its name, and a dense
@@ -32,15 +34,18 @@ def route_(model: Model, config: RoutingConfig | None = None) -> Model:
 
     Args:
         model: A model of a supported library, not yet wrapped or compiled.
-        config: How to route; None means `RoutingConfig()`, attention routing at capacity 0.5 in every other block.
+        config: How to route every part of the model. None means `RoutingConfig()`, attention routing at capacity 0.5
+            in every other block, unless parts are named.
+        parts: How to route single parts, by name, instead of `config`: `image` and `text` of a CLIP model; None leaves
+            a part dense. With no `config`, parts that are not named stay dense.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: Not a module, or not a `RoutingConfig`.
-        ValueError: Already routed, a model that cannot be routed, or a plan that does not fit it. The model is then
-            unchanged.
+        ValueError: Already routed, a part that does not exist or cannot be routed, or a plan that does not fit it. The
+            model is then unchanged.
 
     Source: Raposo et al., arXiv 2404.02258 (MoD); Gadhikar et al., arXiv 2412.20875 (attention routing).
 
@@ -50,22 +55,46 @@ def route_(model: Model, config: RoutingConfig | None = None) -> Model:
         >>> list(routed_blocks(model))
         ['blocks.1', 'blocks.3', 'blocks.5']
     """
-    config = RoutingConfig() if config is None else config
-    if not isinstance(config, RoutingConfig):
-        raise TypeError(f"config must be a RoutingConfig, got {config!r}")
-    host = find_host(model)
-    if any(isinstance(block, (RoutedBlock, ImportanceBlock)) for block in host.blocks):
-        raise ValueError(f"this {type(model).__name__} is already routed; call unroute_ first or set_capacity")
-    plan = config.plan(len(host.blocks))
-    conversions = _prepare(host, config, plan)
+    available = find_parts(model)
+    configs = _configs_by_part(list(available), config, parts)
+    hosts = {name: available[name]() for name in configs}
+    for host in hosts.values():
+        if any(isinstance(block, (RoutedBlock, ImportanceBlock)) for block in host.blocks):
+            raise ValueError(f"this {type(model).__name__} is already routed; call unroute_ first or set_capacity")
+    conversions = [
+        conversion
+        for name, host in hosts.items()
+        for conversion in _prepare(host, configs[name], configs[name].plan(len(host.blocks)))
+    ]
     for block, router, state in conversions:
         if isinstance(state, RoutedState):
             assert router is not None
             make_routed(block, router, state)
         else:
             make_important(block, state)
-    model.routing_config = config  # type: ignore[assignment]
+    for host in hosts.values():
+        for module, mixin, shared in host.around:
+            convert(module, mixin, shared)
+    model.routing_configs = configs  # type: ignore[assignment]
     return model
+
+
+def _configs_by_part(
+    names: Sequence[str], config: RoutingConfig | None, parts: Mapping[str, RoutingConfig | None]
+) -> dict[str, RoutingConfig]:
+    unknown = sorted(set(parts) - set(names))
+    if unknown:
+        raise ValueError(f"this model has no part {', '.join(unknown)}; it has {', '.join(names)}")
+    for name, value in {"config": config, **parts}.items():
+        if value is not None and not isinstance(value, RoutingConfig):
+            raise TypeError(f"{name} must be a RoutingConfig, got {value!r}")
+    if config is None and not parts:
+        config = RoutingConfig()
+    wanted = {name: parts.get(name, config) for name in names}
+    configs = {name: value for name, value in wanted.items() if value is not None}
+    if not configs:
+        raise ValueError(f"nothing to route: give a config, or one for {' or '.join(names)}")
+    return configs
 
 
 def _prepare(
@@ -80,6 +109,12 @@ def _prepare(
     conversions: list[tuple[nn.Module, Router | None, RoutedState | ImportanceState]] = []
     for index, capacity in zip(plan.blocks, plan.capacities):
         block = host.blocks[index]
+        block_host = host.host_of(block)
+        if config.context not in block_host.contexts:
+            raise ValueError(
+                f"context={config.context!r} is not possible in {host.names[index]}, which supports "
+                f"{', '.join(block_host.contexts)}: 'all' needs fused attention"
+            )
         source = None
         if config.router == "attention" or teaches:
             source = handovers.setdefault(_importance_block(index, plan), Handover())
@@ -94,7 +129,7 @@ def _prepare(
             dtype=parameter.dtype,
         )
         router.train(block.training)
-        conversions.append((block, router, RoutedState(host.host_of(block), source, teaches)))
+        conversions.append((block, router, RoutedState(block_host, source, teaches)))
     for index, handover in handovers.items():
         block = host.blocks[index]
         conversions.append((block, None, ImportanceState(host.host_of(block), handover, teaches)))
@@ -138,11 +173,11 @@ def unroute_(model: Model) -> Model:
     """
     routed_blocks(model)
     for module in list(model.modules()):
-        if isinstance(module, (RoutedBlock, ImportanceBlock)):
+        if is_converted(module):
             make_dense(module)
     for module in model.modules():
-        if "routing_config" in vars(module):
-            del module.routing_config
+        if "routing_configs" in vars(module):
+            del module.routing_configs
     return model
 
 
@@ -219,19 +254,38 @@ def is_routed(model: nn.Module) -> bool:
     return any(isinstance(module, RoutedBlock) for module in model.modules())
 
 
-def routing_config(model: nn.Module) -> RoutingConfig:
+def routing_config(model: nn.Module, part: str | None = None) -> RoutingConfig:
     """Return the config a model was routed with.
+
+    Args:
+        model: A routed model, possibly wrapped.
+        part: The part meant, where parts were routed differently.
+
+    Raises:
+        ValueError: Nothing in it is routed, no such part is, or parts differ and none is named.
+    """
+    configs = routing_configs(model)
+    if part is not None and part not in configs:
+        raise ValueError(f"part {part!r} of this {type(model).__name__} is not routed; routed are {', '.join(configs)}")
+    first, *others = configs.values() if part is None else [configs[part]]
+    if any(other != first for other in others):
+        raise ValueError(f"{' and '.join(configs)} were routed differently: name the part")
+    return first
+
+
+def routing_configs(model: nn.Module) -> dict[str, RoutingConfig]:
+    """Return the configs a model was routed with, by the name of the routed part.
 
     Args:
         model: A routed model, possibly wrapped.
 
     Raises:
-        ValueError: Nothing in it is routed, or several parts of it were, each with a config of its own.
+        ValueError: Nothing in it is routed, or several models in it were, each by a call of its own.
     """
     routed_blocks(model)
-    configs = [module.routing_config for module in model.modules() if "routing_config" in vars(module)]
-    if len(configs) != 1:
-        raise ValueError(f"{len(configs)} parts of this {type(model).__name__} were routed; ask each for its config")
-    config = configs[0]
-    assert isinstance(config, RoutingConfig)
-    return config
+    found = [module.routing_configs for module in model.modules() if "routing_configs" in vars(module)]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} models in this {type(model).__name__} were routed; ask each for its config")
+    configs = found[0]
+    assert isinstance(configs, dict)
+    return dict(configs)

@@ -86,7 +86,10 @@ def _reference_block(module, host, importance, position, x, *args, **kwargs):
         return x
     index = torch.tensor(kept)
     z = x[:, index]
-    y = host.forward(module, z, **_reference_arguments(module, index, tokens, args, kwargs))
+    if config.context == "all":
+        y = host.forward(module, x, *args, **kwargs)[:, index]
+    else:
+        y = host.forward(module, z, **_reference_arguments(module, index, tokens, args, kwargs))
     gate = {
         "identity": lambda s: torch.ones_like(s),
         "linear": lambda s: config.gate_scale * s,

@@ -24,6 +24,7 @@ ROUTINGS = {
     "distilled": mmod.preset("distilled", init_std=0.3),
     "p-mod": mmod.preset("p-mod", depth=4, init_std=0.3),
     "threshold": RoutingConfig(router="attention", select="threshold", threshold=1.0, max_tokens=7),
+    "context": RoutingConfig(capacity=0.5, context="all"),
     "learned threshold": mmod.preset("modification", max_tokens=7, init_std=0.3),
 }
 
@@ -56,7 +57,7 @@ def test_compiles_without_a_break_for_any_batch(routing: str) -> None:
             torch.testing.assert_close(compiled(x), model(x))
 
 
-@pytest.mark.parametrize("routing", ["attention", "distilled", "p-mod", "learned threshold"])
+@pytest.mark.parametrize("routing", ["attention", "distilled", "p-mod", "context", "learned threshold"])
 def test_compiled_training_has_the_gradients_of_eager(routing: str) -> None:
     model = routed(routing).train()
     twin = copy.deepcopy(model)
@@ -114,7 +115,7 @@ def test_unbounded_threshold_cannot_be_exported() -> None:
         torch.export.export(model, (images(2),), strict=False)
 
 
-@pytest.mark.parametrize("routing", ["attention", "linear", "stride", "norm", "threshold"])
+@pytest.mark.parametrize("routing", ["attention", "linear", "stride", "norm", "threshold", "context"])
 def test_onnx_runs_in_onnx_runtime(routing: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     model = routed(routing)

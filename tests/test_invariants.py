@@ -19,6 +19,7 @@ DENSE_FUNCTIONS = [
     RoutingConfig(capacity=1.0),
     RoutingConfig(router="linear", gate="identity", capacity=1.0),
     RoutingConfig(router="linear", gate="identity", select="threshold", threshold=0.0),
+    RoutingConfig(capacity=1.0, context="all"),
 ]
 ROUTERS = {
     "attention": RoutingConfig(capacity=0.4),
@@ -31,6 +32,9 @@ ROUTERS = {
     "random": RoutingConfig(router="random", capacity=0.4),
     "stride": RoutingConfig(router="stride", capacity=0.4),
     "norm": RoutingConfig(router="norm", capacity=0.4),
+    "context": RoutingConfig(capacity=0.4, context="all"),
+    "learned context": RoutingConfig(router="linear", capacity=0.4, context="all", init_std=0.3),
+    "threshold context": RoutingConfig(router="linear", select="threshold", context="all", init_std=0.3),
 }
 
 
@@ -64,7 +68,7 @@ def test_full_capacity_is_bitwise_dense_in_bf16(name: str, config: RoutingConfig
 
 @pytest.mark.parametrize("name", ZOO)
 def test_matches_the_per_image_definition_with_gradients(name: str) -> None:
-    for config in (ROUTERS["attention"], ROUTERS["linear"]):
+    for config in (ROUTERS["attention"], ROUTERS["linear"], ROUTERS["context"]):
         model = as_double(mmod.route_(make_model(name), config))
         images = make_images(name, 2).double()
         expected = reference_forward(model, images)
@@ -164,6 +168,31 @@ def test_any_shape_and_capacity(batch: int, rows: int, columns: int, capacity: f
     assert decisions["blocks.1"].index_BK.shape == (batch, max(1, int(tokens * round(capacity, 3) + 1e-9)))
 
 
+@pytest.mark.parametrize("context", ["kept", "all"])
+def test_kept_tokens_see_skipped_ones_only_in_the_context_of_all(context: str) -> None:
+    model = make_model("vit_tiny_patch16_224").double()
+    config = RoutingConfig(router=_first_channel, gate="identity", capacity=0.4, context=context, blocks=(1,))
+    block = mmod.routed_blocks(mmod.route_(model, config))["blocks.1"]
+    x = torch.randn(2, 17, 64).double()
+    keep = block.router(x).keep_BN
+    other = torch.where(keep.unsqueeze(-1), x, torch.cat([x[..., :1], torch.randn(2, 17, 63).double()], dim=-1))
+    with torch.no_grad():
+        same = torch.equal(block(other)[keep], block(x)[keep])
+    assert same == (context == "kept")
+
+
+def _first_channel(x_BND: torch.Tensor) -> torch.Tensor:
+    return x_BND[..., 0]
+
+
+def test_the_context_of_all_needs_fused_attention() -> None:
+    model = make_model("vit_tiny_patch16_224")
+    model.blocks[3].attn.fused_attn = False
+    with pytest.raises(ValueError, match=r"context='all' is not possible in blocks\.3, which supports kept"):
+        mmod.route_(model, RoutingConfig(context="all"))
+    assert not mmod.is_routed(model)
+
+
 def test_a_single_token_is_routed() -> None:
     model = make_model("vit_base_patch16_siglip_224", img_size=16)
     images = torch.randn(2, 3, 16, 16)
@@ -234,7 +263,9 @@ def test_packing_is_refused_where_it_would_be_wrong() -> None:
     assert not block.mod.host.packs(block, {"rope": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("router", ["attention", "linear", "random", "norm", "threshold"])
+@pytest.mark.parametrize(
+    "router", ["attention", "linear", "random", "norm", "threshold", "context", "threshold context"]
+)
 def test_padding_of_naflexvit_never_runs_and_never_counts(router: str) -> None:
     model = mmod.route_(make_model("naflexvit_base_patch16_gap"), ROUTERS[router]).double()
     patches = torch.randn(2, 20, 16 * 16 * 3).double()

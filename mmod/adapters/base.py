@@ -5,6 +5,7 @@ Axes: B images, N tokens, K slots per image, H heads.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,20 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from mmod.blocks import BlockHost
+from mmod.ops import Projection, attend_to_all, keys_and_values
 from mmod.routing import Routing
 
 
 @dataclass(frozen=True)
 class HostModel:
-    """A model of a supported library, as far as routing is concerned.
+    """One stack of blocks in a model of a supported library: the model itself, or a part such as a tower.
 
     Args:
         library: Name of the adapter.
-        names: Module names of its residual blocks, in order.
+        names: Module names of its residual blocks in the model, in order.
         blocks: The blocks.
-        prefix: Leading tokens that are not patches.
+        prefix: Tokens that are always kept: the leading ones, where the blocks' hosts do not say which.
         dim: Channels of a token.
         host_of: Returns how the library calls a block, or raises a ValueError that says why it cannot be routed.
+        around: Modules outside the blocks that are converted with them, each with its mixin and the state it reads:
+            they tell the blocks what only the model knows, such as which tokens are padding.
+        sequence: Length of the token ids the part reads, or None where it reads images.
     """
 
     library: str
@@ -36,33 +41,77 @@ class HostModel:
     prefix: int
     dim: int
     host_of: Callable[[nn.Module], BlockHost]
+    around: tuple[tuple[nn.Module, type[nn.Module], object], ...] = ()
+    sequence: int | None = None
 
 
-# Top-level package of a model's class -> module with `find_blocks(model) -> HostModel`.
+# Finds the blocks of one part, or raises a ValueError that says why that part cannot be routed.
+Part = Callable[[], HostModel]
+
+# Top-level package of a model's class -> module with `find_parts(model) -> dict[str, Part]`.
 ADAPTERS = {"timm": "mmod.adapters.timm"}
 
 
-def find_host(model: nn.Module) -> HostModel:
-    """Return the residual blocks of a model of a supported library.
+def find_parts(model: nn.Module) -> dict[str, Part]:
+    """Return the parts of a model that can be routed separately, by name: "image", "text", "language", ...
 
     Args:
         model: The model, not yet wrapped or compiled.
 
     Raises:
         TypeError: Not a module.
-        ValueError: A model of no supported library, or of an unsupported family; the message says what is supported.
+        ValueError: A model of no supported library. Whether a part can be routed is known when it is called.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for base in type(model).__mro__:
         adapter = ADAPTERS.get(base.__module__.partition(".")[0])
         if adapter is not None:
-            host: HostModel = importlib.import_module(adapter).find_blocks(model)
-            return host
+            parts: dict[str, Part] = importlib.import_module(adapter).find_parts(model)
+            return parts
     raise ValueError(
         f"cannot route a {type(model).__module__}.{type(model).__qualname__}: supported are models of "
         f"{', '.join(ADAPTERS)}. Route a model before it is wrapped (DistributedDataParallel) or compiled"
     )
+
+
+def find_host(model: nn.Module) -> HostModel:
+    """Return the residual blocks of a model that has one stack of them.
+
+    Args:
+        model: The model, not yet wrapped or compiled.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: A model of no supported library, of an unsupported family (the message says what is supported), or
+            of several parts.
+    """
+    parts = find_parts(model)
+    if len(parts) != 1:
+        raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(parts)}: take one of them")
+    return next(iter(parts.values()))()
+
+
+def find_hosts(model: nn.Module) -> dict[str, HostModel]:
+    """Return those parts of a model that can be routed, by name.
+
+    Args:
+        model: The model, not yet wrapped or compiled.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: A model of no supported library, or none of its parts can be routed.
+    """
+    hosts: dict[str, HostModel] = {}
+    refusals: list[ValueError] = []
+    for name, part in find_parts(model).items():
+        try:
+            hosts[name] = part()
+        except ValueError as refusal:
+            refusals.append(refusal)
+    if not hosts:
+        raise refusals[0]
+    return hosts
 
 
 @dataclass(frozen=True)
@@ -73,11 +122,21 @@ class NamedArguments:
         names: The block's parameters after the tokens, in order.
         rope_prefix: Leading tokens that rotary embeddings leave out.
         fused: The block's attention is a single call of `scaled_dot_product_attention` for each of its attentions.
+        projections: Weights of the linear maps in front of attention, by name, each with how many of its leading
+            features serve the token itself and not as key or value.
+        attention_calls: Calls of `scaled_dot_product_attention` in one pass through the block.
     """
 
     names: tuple[str, ...]
     rope_prefix: int = 0
     fused: bool = False
+    projections: tuple[tuple[str, int], ...] = ()
+    attention_calls: int = 1
+
+    @property
+    def contexts(self) -> tuple[str, ...]:
+        """What kept tokens can attend to in this block."""
+        return ("kept", "all") if self.fused and self.projections else ("kept",)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the given arguments by name, without those that are off (None or False)."""
@@ -125,6 +184,68 @@ class NamedArguments:
             narrowed["attn_mask"] = mask
         return narrowed
 
+    def attend_to_all(
+        self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
+        z_BKD: Tensor, routing: Routing,
+    ) -> Tensor:  # fmt: skip
+        """Return the kept tokens after the block, in which they attended to all tokens."""
+        projections = [
+            Projection(functools.reduce(getattr, name.split("."), block), own)  # type: ignore[arg-type]
+            for name, own in self.projections
+        ]
+        taken = keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
+        with attend_to_all(projections, taken):
+            y: Tensor = forward(z_BKD, **self._narrow_queries(arguments, x_BND.shape[1], routing))
+        return y
+
+    def _narrow_queries(self, arguments: Mapping[str, Any], tokens: int, routing: Routing) -> dict[str, Any]:
+        """Return the arguments for kept queries and all keys."""
+        narrowed, index_BK = dict(arguments), routing.index_BK
+        if "rope" in narrowed:
+            narrowed["rope"] = narrow_rope(narrowed["rope"], index_BK, self.rope_prefix)
+        for name in ("attn_mask", "shared_rel_pos_bias"):
+            if name in narrowed:
+                narrowed[name] = narrow_queries(narrowed[name], index_BK, tokens)
+        if "attn_mask" in narrowed and routing.valid_BK is not None:
+            # An empty slot may point at padding, whose own row can be hidden from everything: that gives NaN gradients.
+            mask = narrowed["attn_mask"]
+            everything = True if mask.dtype == torch.bool else 0.0
+            narrowed["attn_mask"] = torch.where(routing.valid_BK[:, None, :, None], mask, everything)
+        if narrowed.pop("is_causal", False):
+            # As in the hosts themselves, causal attention takes no further mask.
+            position = torch.arange(tokens, device=index_BK.device)
+            narrowed["attn_mask"] = (position <= index_BK.unsqueeze(-1)).unsqueeze(1)
+        return narrowed
+
+
+def narrow_queries(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
+    """Take the rows of a mask or bias over pairs of tokens that belong to kept queries.
+
+    Args:
+        bias: Mask or bias of shape (N, N), (H, N, N) or (B or 1, H or 1, N or 1, N).
+        index_BK: Kept tokens (B, K).
+        tokens: N.
+
+    Returns:
+        The same for kept queries and all keys (B, H or 1, K or 1, N).
+
+    Raises:
+        ValueError: Another shape.
+    """
+    bias = _pairs_of_batch(bias, index_BK.shape[0], tokens)
+    if bias.shape[2] == 1 and tokens > 1:
+        return bias
+    return bias.gather(2, index_BK[:, None, :, None].expand(-1, bias.shape[1], -1, tokens))
+
+
+def _pairs_of_batch(bias: Tensor, images: int, tokens: int) -> Tensor:
+    if bias.shape[-1] != tokens or bias.shape[-2] not in (1, tokens) or bias.ndim > 4:
+        raise ValueError(
+            f"cannot narrow a mask of shape {tuple(bias.shape)} for {tokens} tokens; valid are (N, N), (H, N, N), "
+            "(B, H, N, N) and (B, 1, 1, N)"
+        )
+    return bias[(None,) * (4 - bias.ndim)].expand(images, -1, -1, -1)
+
 
 def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
     """Take the rows and columns of a mask or bias over pairs of tokens that belong to the kept ones.
@@ -140,13 +261,8 @@ def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
     Raises:
         ValueError: Another shape.
     """
-    if bias.shape[-1] != tokens or bias.shape[-2] not in (1, tokens) or bias.ndim > 4:
-        raise ValueError(
-            f"cannot narrow a mask of shape {tuple(bias.shape)} for {tokens} tokens; valid are (N, N), (H, N, N), "
-            "(B, H, N, N) and (B, 1, 1, N)"
-        )
     slots = index_BK.shape[1]
-    bias = bias[(None,) * (4 - bias.ndim)].expand(index_BK.shape[0], -1, -1, -1)
+    bias = _pairs_of_batch(bias, index_BK.shape[0], tokens)
     heads, queries = bias.shape[1], bias.shape[2]
     index = index_BK[:, None, None, :]
     if queries > 1:

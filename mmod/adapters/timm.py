@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
-from timm.layers import register_notrace_module
+from timm.layers import DiffAttention, register_notrace_module
 from timm.models import beit, eva, vision_transformer
 from torch import nn
 
-from mmod.adapters.base import HostModel, NamedArguments
+from mmod.adapters.base import HostModel, NamedArguments, Part
 from mmod.blocks import ImportanceBlock, RoutedBlock, host_class
 
 BLOCKS: tuple[type[nn.Module], ...] = (
@@ -29,6 +30,15 @@ SUPPORTED = (
     "timm families vit, deit (distilled too), deit3, dinov2, dinov3, siglip, aimv2, vit with registers, eva, eva02, "
     "pe, rope-vit, naflexvit, and beit with a bias shared by its blocks"
 )
+
+
+def find_parts(model: nn.Module) -> dict[str, Part]:
+    """Return the single part of a timm model, its blocks.
+
+    Args:
+        model: A model made by `timm.create_model`.
+    """
+    return {"image": functools.partial(find_blocks, model)}
 
 
 def find_blocks(model: nn.Module) -> HostModel:
@@ -95,6 +105,34 @@ def _host_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
             f"cannot route {title}: attention sets {rope_prefix} tokens apart from rotary positions, "
             f"the model only {prefix}"
         )
-    attentions = [module for module in block.modules() if hasattr(module, "fused_attn")]
-    fused = bool(attentions) and all(module.fused_attn for module in attentions)
-    return NamedArguments(names=tuple(parameters), rope_prefix=rope_prefix, fused=fused)
+    attentions = {name: module for name, module in block.named_modules() if hasattr(module, "fused_attn")}
+    fused = bool(attentions) and all(module.fused_attn for module in attentions.values())
+    projections = [projection for name, module in attentions.items() for projection in _projections(name, module)]
+    return NamedArguments(
+        names=tuple(parameters),
+        rope_prefix=rope_prefix,
+        fused=fused,
+        projections=tuple(projections),
+        # Differential attention subtracts two maps, each from a call of its own.
+        attention_calls=sum(2 if isinstance(module, DiffAttention) else 1 for module in attentions.values()),
+    )
+
+
+def _projections(name: str, attention: nn.Module) -> list[tuple[str, int]]:
+    """Name the weights in front of an attention, with how many leading features serve the token itself."""
+    own: dict[str, int] = {}
+    for child, module in attention.named_children():
+        # By its size and not its class, which an adapter layer (LoRA) around it does not share.
+        features = getattr(module, "out_features", None)
+        if not isinstance(features, int):
+            continue
+        if child == "qkv":
+            own[child] = features // 3
+        elif child in ("q_proj", "gate"):
+            own[child] = features
+        elif child in ("k_proj", "v_proj"):
+            own[child] = 0
+        elif child == "in_proj":
+            # MLP, query, key and value in one; keys and values are as wide as the tokens.
+            own[child] = features - 2 * int(module.in_features)  # type: ignore[arg-type]
+    return [(".".join(filter(None, (name, child, "weight"))), features) for child, features in own.items()]

@@ -45,11 +45,16 @@ class RoutedBlock(nn.Module):
         arguments = host.bind(args, kwargs)
         routing = self.router(x, self.mod.importance(x, self.training), host.valid(arguments, x))
         self.mod.record(routing, self.training)
-        if routing.valid_BK is not None and routing.total and host.packs(self, arguments):
+        to_all = self.router.config.context == "all"
+        if routing.valid_BK is not None and routing.total and not to_all and host.packs(self, arguments):
             return run_packed(x, routing, super().forward)
         z_BKD = gather_rows(x, routing.index_BK)
-        narrowed = host.narrow(arguments, x, routing)
-        y_BKD = super().forward(z_BKD, **narrowed) if routing.index_BK.shape[1] else z_BKD
+        if not routing.index_BK.shape[1]:
+            y_BKD = z_BKD
+        elif to_all:
+            y_BKD = host.attend_to_all(self, super().forward, arguments, x, z_BKD, routing)
+        else:
+            y_BKD = super().forward(z_BKD, **host.narrow(arguments, x, routing))
         return merge(x, z_BKD, y_BKD, routing)
 
     def __prepare_scriptable__(self) -> nn.Module:

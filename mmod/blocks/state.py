@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,11 @@ from mmod.routing import Routing
 
 class BlockHost(Protocol):
     """How a host library calls one of its blocks; adapters provide it."""
+
+    @property
+    def contexts(self) -> tuple[str, ...]:
+        """What kept tokens can attend to in this block, see `RoutingConfig.context`."""
+        ...
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the block's arguments after the tokens, by name, raising for those mmod cannot narrow."""
@@ -28,6 +33,22 @@ class BlockHost(Protocol):
 
     def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
         """Return the arguments for the kept tokens alone."""
+        ...
+
+    def attend_to_all(
+        self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
+        z_BKD: Tensor, routing: Routing,
+    ) -> Tensor:  # fmt: skip
+        """Return the kept tokens (B, K, D) after the block, in which they attended to all tokens.
+
+        Args:
+            block: The block.
+            forward: Its host's forward.
+            arguments: The arguments of all tokens.
+            x_BND: All tokens.
+            z_BKD: The kept ones.
+            routing: The decision.
+        """
         ...
 
 

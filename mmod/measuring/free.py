@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmod.blocks import BlockHost, ImportanceBlock, RoutedBlock, convert, make_dense
 from mmod.convert import routed_blocks
-from mmod.routing import kept_count
+from mmod.routing import Routing, kept_count
 
 
 class FreeState:
@@ -22,12 +22,14 @@ class FreeState:
         host: How the host calls the block.
         capacity: Share of tokens kept.
         prefix: Leading tokens that are always kept.
+        context: What a kept token attends to.
     """
 
-    def __init__(self, host: BlockHost, capacity: Fraction, prefix: int) -> None:
+    def __init__(self, host: BlockHost, capacity: Fraction, prefix: int, context: str) -> None:
         self.host = host
         self.capacity = capacity
         self.prefix = prefix
+        self.context = context
 
 
 class FreeBlock(nn.Module):
@@ -49,8 +51,13 @@ class FreeBlock(nn.Module):
         """
         host, tokens = self.mod.host, x.shape[1]
         count = kept_count(tokens, self.mod.capacity, self.mod.prefix)
-        arguments = first_tokens(host.bind(args, kwargs), tokens, count)
-        y = super().forward(x[:, :count], **arguments)
+        arguments = host.bind(args, kwargs)
+        if self.mod.context == "all":
+            index_BK = torch.arange(count, device=x.device).expand(x.shape[0], -1)
+            first = Routing(score_BN=x[..., 0], index_BK=index_BK)
+            y = host.attend_to_all(self, super().forward, arguments, x, x[:, :count], first)
+        else:
+            y = super().forward(x[:, :count], **first_tokens(arguments, tokens, count))
         return torch.cat([y, x[:, count:]], dim=1)
 
 
@@ -97,7 +104,9 @@ def free_routing(model: nn.Module) -> nn.Module:
     free = sharing_copy(model)
     for module in list(free.modules()):
         if isinstance(module, RoutedBlock):
-            state = FreeState(module.mod.host, module.router.capacity, module.router.prefix)
+            state = FreeState(
+                module.mod.host, module.router.capacity, module.router.prefix, module.router.config.context
+            )
             make_dense(module)
             convert(module, FreeBlock, state)
         elif isinstance(module, ImportanceBlock):

@@ -63,8 +63,8 @@ def test_equals_torchs_counter_dense_and_routed(case: str) -> None:
     dense = flops(model, side)
     assert dense.dense == dense.routed
     assert dense.dense == pytest.approx(counted(model, side), rel=0.005)
-    for router in ("attention", "linear"):
-        mmod.route_(model, mmod.RoutingConfig(router=router, capacity=0.5))
+    for router, context in (("attention", "kept"), ("linear", "kept"), ("linear", "all")):
+        mmod.route_(model, mmod.RoutingConfig(router=router, capacity=0.5, context=context))
         report = flops(model, side)
         assert report.routed == pytest.approx(counted(model, side), rel=0.005)
         assert report.dense == dense.dense
@@ -100,6 +100,10 @@ def test_a_block_by_hand() -> None:
     assert routed.router == 2 * tokens * dim
     assert routed.routed == block(kept) + routed.router
     assert report.blocks[0].importance == 0
+    mmod.unroute_(model)
+    to_all = flops(mmod.route_(model, mmod.RoutingConfig(router="linear", context="all")), side).blocks[1]
+    own = 2 * kept * dim * (dim + dim + 8 * dim) + 4 * kept * tokens * dim
+    assert to_all.routed == own + 2 * tokens * dim * 2 * dim + to_all.router
     importance = flops(mmod.route_(make("vit")[0]), side).blocks[0].importance
     assert importance == 2 * tokens * tokens * dim
 

@@ -1,0 +1,161 @@
+"""Attention of kept tokens over all tokens: queries are computed for kept rows, keys and values for every row.
+
+The host's forward is called twice and never copied: once on all tokens up to its attention, where keys and values are
+taken and the call ends, and once on the kept ones, whose attention is given those. Each call computes only its part of
+every projection.
+Axes: B images, H heads, N tokens, K slots per image, E channels of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmod.ops.seam import AttentionSeam
+
+
+class Projection(NamedTuple):
+    """A linear map in front of attention.
+
+    Args:
+        weight: Its weight (features, D), the very tensor the host uses.
+        own: How many leading features serve the token itself (query, gate, MLP); the others serve as key and value.
+    """
+
+    weight: Tensor
+    own: int
+
+
+def keys_and_values(
+    forward: Callable[[], object], projections: Sequence[Projection], calls: int = 1
+) -> list[tuple[Tensor, Tensor]]:
+    """Return what a host's attention would take as keys and values, without computing queries or anything after them.
+
+    Args:
+        forward: Runs the host block on all tokens.
+        projections: The block's projections in front of attention.
+        calls: Attention calls the block makes.
+
+    Returns:
+        Keys and values (B, H, N, E) of each call.
+
+    Raises:
+        RuntimeError: The block made fewer attention calls.
+    """
+    seam = _KeysAndValues(projections, calls)
+    try:
+        with seam:
+            forward()
+    except _Taken:
+        pass
+    if len(seam.taken) != calls:
+        raise RuntimeError(f"context='all' expects {calls} calls of fused attention in a block, saw {len(seam.taken)}")
+    return seam.taken
+
+
+class _Taken(Exception):
+    """Ends a host's forward once its keys and values are known."""
+
+
+class _Partial(AttentionSeam):
+    """Computes one part of each projection and fills the other with zeros."""
+
+    def __init__(self, projections: Sequence[Projection]) -> None:
+        super().__init__()
+        self.projections = projections
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Divert the projections, and attention."""
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        for projection in self.projections:
+            if weight is projection.weight:
+                start, stop = self.part(projection)
+                rest = (start, weight.shape[0] - stop)
+                if start == stop:
+                    return input.new_zeros(()).expand(*input.shape[:-1], weight.shape[0])
+                part = F.linear(input, weight[start:stop], None if bias is None else bias[start:stop])
+                return F.pad(part, rest) if any(rest) else part
+        return F.linear(input, weight, bias)
+
+    def part(self, projection: Projection) -> tuple[int, int]:
+        """Return the range of features to compute."""
+        raise NotImplementedError
+
+
+class _KeysAndValues(_Partial):
+    def __init__(self, projections: Sequence[Projection], calls: int) -> None:
+        super().__init__(projections)
+        self.calls = calls
+        self.taken: list[tuple[Tensor, Tensor]] = []
+
+    def part(self, projection: Projection) -> tuple[int, int]:
+        return projection.own, projection.weight.shape[0]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.taken.append((key, value))
+        # Tracing for export keeps a stack of modules that an exception would not unwind; what follows is dead code
+        # there, which the graph drops.
+        if len(self.taken) == self.calls and not torch.compiler.is_exporting():
+            raise _Taken
+        return value
+
+
+class attend_to_all(_Partial):
+    """Context manager in which a host block on kept tokens attends to the keys and values of all tokens.
+
+    Args:
+        projections: The block's projections in front of attention.
+        taken: Keys and values of each attention call, from `keys_and_values`.
+
+    Example:
+        >>> from torch import nn
+        >>> qkv = nn.Linear(4, 12)
+        >>> def block(x):
+        ...     q, k, v = qkv(x).unsqueeze(1).chunk(3, dim=-1)
+        ...     return F.scaled_dot_product_attention(q, k, v).squeeze(1)
+        >>> x = torch.randn(1, 6, 4)
+        >>> projections = [Projection(qkv.weight, own=4)]
+        >>> with attend_to_all(projections, keys_and_values(lambda: block(x), projections)):
+        ...     kept = block(x[:, :2])
+        >>> bool(torch.allclose(kept, block(x)[:, :2], atol=1e-6))
+        True
+    """
+
+    def __init__(self, projections: Sequence[Projection], taken: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(projections)
+        self.remaining = list(taken)
+
+    def part(self, projection: Projection) -> tuple[int, int]:
+        """Compute what serves the kept tokens themselves."""
+        return 0, projection.own
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attend to all tokens; the mask is one of kept queries over all keys."""
+        key, value = self.remaining.pop(0)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
+        )
