@@ -75,7 +75,7 @@ def route_(model: Model, config: RoutingConfig | None = None, **parts: RoutingCo
     for host in hosts.values():
         for module, mixin, shared in host.around:
             convert(module, mixin, shared)
-    model.routing_configs = configs  # type: ignore[assignment]
+    model.routing_configs = {**vars(model).get("routing_configs", {}), **configs}  # type: ignore[assignment]
     return model
 
 

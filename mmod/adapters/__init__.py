@@ -1,5 +1,5 @@
 """Where do hosts keep their blocks? One module per host library, imported when such a model is met."""
 
-from mmod.adapters.base import HostModel, find_host
+from mmod.adapters.base import HostModel, find_host, find_hosts, find_parts
 
-__all__ = ["HostModel", "find_host"]
+__all__ = ["HostModel", "find_host", "find_hosts", "find_parts"]

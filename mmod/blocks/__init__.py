@@ -1,6 +1,6 @@
 """How do they run? A host's block on kept tokens only; knows no host library."""
 
-from mmod.blocks.conversion import convert, host_class, make_dense, make_important, make_routed
+from mmod.blocks.conversion import convert, host_class, is_converted, make_dense, make_important, make_routed
 from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, merge
 from mmod.blocks.state import BlockHost, Handover, RoutedState
 
@@ -13,6 +13,7 @@ __all__ = [
     "RoutedState",
     "convert",
     "host_class",
+    "is_converted",
     "make_dense",
     "make_important",
     "make_routed",

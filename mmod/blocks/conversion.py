@@ -1,4 +1,4 @@
-"""Turn a host's block into a routed one in place, and back: only the instance's class changes."""
+"""Turn a host's module into a converted one in place, and back: only the instance's class changes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def converted_class(mixin: type[nn.Module], host: type[nn.Module]) -> type[nn.Mo
     """Return the subclass of `host` with `mixin` in front, made once for each pair.
 
     Args:
-        mixin: `RoutedBlock` or `ImportanceBlock`.
-        host: The host library's block class.
+        mixin: `RoutedBlock`, `ImportanceBlock`, or an adapter's own for a module outside the blocks.
+        host: The host library's class.
     """
     if (mixin, host) in _CLASSES:
         return _CLASSES[mixin, host]
@@ -38,18 +38,24 @@ def _instance(mixin: type[nn.Module], host: type[nn.Module]) -> nn.Module:
     return converted.__new__(converted)
 
 
-def host_class(block: nn.Module) -> type[nn.Module]:
-    """Return the host library's class of a block, converted or not."""
-    for base in type(block).__mro__:
-        if issubclass(base, nn.Module) and not issubclass(base, (RoutedBlock, ImportanceBlock)):
+def host_class(module: nn.Module) -> type[nn.Module]:
+    """Return the host library's class of a module, converted or not."""
+    mixins = tuple(mixin for mixin, _ in _CLASSES)
+    for base in type(module).__mro__:
+        if issubclass(base, nn.Module) and not issubclass(base, mixins):
             return base
-    raise AssertionError(type(block))
+    raise AssertionError(type(module))
 
 
-def convert(block: nn.Module, mixin: type[nn.Module], state: object) -> None:
-    """Put a mixin in front of a block's host class, with the plain state it reads as `mod`."""
-    block.__class__ = converted_class(mixin, host_class(block))
-    block.mod = state  # type: ignore[assignment]  # a plain object, kept out of the module's registries on purpose
+def is_converted(module: nn.Module) -> bool:
+    """Return whether a module's class was changed."""
+    return type(module) in _CLASSES.values()
+
+
+def convert(module: nn.Module, mixin: type[nn.Module], state: object) -> None:
+    """Put a mixin in front of a module's host class, with the plain state it reads as `mod`."""
+    module.__class__ = converted_class(mixin, host_class(module))
+    module.mod = state  # type: ignore[assignment]  # a plain object, kept out of the module's registries on purpose
 
 
 def make_routed(block: nn.Module, router: Router, state: RoutedState) -> None:
@@ -63,9 +69,9 @@ def make_important(block: nn.Module, state: ImportanceState) -> None:
     convert(block, ImportanceBlock, state)
 
 
-def make_dense(block: nn.Module) -> None:
-    """Give a converted block its own class back and remove what was added."""
-    block.__class__ = host_class(block)
-    del block.mod
-    if hasattr(block, "router"):
-        del block.router
+def make_dense(module: nn.Module) -> None:
+    """Give a converted module its own class back and remove what was added."""
+    module.__class__ = host_class(module)
+    del module.mod
+    if hasattr(module, "router"):
+        del module.router
