@@ -156,6 +156,10 @@ class NamedArguments:
         valid_BN = _allowed(mask).any(dim=1).any(dim=1)
         return valid_BN.expand(x_BND.shape[0], -1)
 
+    def protected(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """Return None: prefix tokens lead."""
+        return None
+
     def packs(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Masks and positions have no packed form, and stochastic depth would drop all images at once."""
         if not self.fused or arguments:

@@ -43,7 +43,9 @@ class RoutedBlock(nn.Module):
         """
         host = self.mod.host
         arguments = host.bind(args, kwargs)
-        routing = self.router(x, self.mod.importance(x, self.training), host.valid(arguments, x))
+        routing = self.router(
+            x, self.mod.importance(x, self.training), host.valid(arguments, x), host.protected(arguments, x)
+        )
         self.mod.record(routing, self.training)
         to_all = self.router.config.context == "all"
         if routing.valid_BK is not None and routing.total and not to_all and host.packs(self, arguments):

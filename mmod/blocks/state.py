@@ -27,6 +27,10 @@ class BlockHost(Protocol):
         """Return False where a token is padding (B, N), or None when none is."""
         ...
 
+    def protected(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """Return True where a token is always kept (B, N), or None when those are the leading ones."""
+        ...
+
     def packs(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether the block may run on one sequence of many images whose attention is kept apart."""
         ...

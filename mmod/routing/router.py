@@ -58,7 +58,7 @@ class Router(nn.Module):
         dim: Channels D of a token.
         block: Index of the block in its model.
         capacity: Share of tokens kept.
-        prefix: Leading tokens that are always kept.
+        prefix: Number of tokens that are always kept; the leading ones where a call does not mark others.
         device: Where parameters are created.
         dtype: Type of the parameters; scores are fp32 whatever it is.
 
@@ -91,21 +91,30 @@ class Router(nn.Module):
         name = self.config.router if isinstance(self.config.router, str) else "function"
         return f"router={name!r}, select={self.config.select!r}, capacity={float(self.capacity)}"
 
-    def forward(self, x_BND: Tensor, importance_BN: Tensor | None = None, valid_BN: Tensor | None = None) -> Routing:
+    def forward(
+        self,
+        x_BND: Tensor,
+        importance_BN: Tensor | None = None,
+        valid_BN: Tensor | None = None,
+        protect_BN: Tensor | None = None,
+    ) -> Routing:
         """Decide for a batch of tokens.
 
         Args:
             x_BND: The block's input (B, N, D).
             importance_BN: Attention received in the preceding dense block (B, N); needed by "attention".
             valid_BN: False where a token is padding (B, N), or None.
+            protect_BN: True where a token is always kept (B, N), `prefix` of an image at most; None means the leading
+                ones. Without a prefix nothing is protected.
 
         Raises:
             ValueError: Attention routing without importance, or importance of another shape than the tokens.
         """
         score_BN = self._score(x_BND, importance_BN, valid_BN)
         total = None
+        protect_BN = protect_BN if self.prefix else None
         if self.config.select == "topk":
-            index_BK, valid_BK = select_topk(score_BN, self.capacity, self.prefix, valid_BN)
+            index_BK, valid_BK = select_topk(score_BN, self.capacity, self.prefix, valid_BN, protect_BN)
         else:
             index_BK, valid_BK, total = select_threshold(
                 self._level(score_BN.detach(), valid_BN),
@@ -114,6 +123,7 @@ class Router(nn.Module):
                 min_tokens=self.config.min_tokens,
                 max_tokens=self.config.max_tokens,
                 valid_BN=valid_BN,
+                protect_BN=protect_BN,
             )
         gate, scale = str(self.config.gate), float(self.config.gate_scale or 0)
         gate_BK, skip_weight_BN = None, None

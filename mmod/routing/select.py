@@ -1,7 +1,8 @@
 """Selection: from scores to the tokens that run.
 
-Axes: B images, N tokens, K slots per image. Prefix tokens are the first `prefix` of the sequence. A slot that is not
-valid points at a token that is not kept, so indices are unique in every row and a plain scatter can write them back.
+Axes: B images, N tokens, K slots per image. Prefix tokens are the first `prefix` of the sequence, or those that
+`protect_BN` marks, `prefix` of an image at most. A slot that is not valid points at a token that is not kept, so indices
+are unique in every row and a plain scatter can write them back.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
 
 
 def select_topk(
-    score_BN: Tensor, capacity: Fraction, prefix: int = 0, valid_BN: Tensor | None = None
+    score_BN: Tensor,
+    capacity: Fraction,
+    prefix: int = 0,
+    valid_BN: Tensor | None = None,
+    protect_BN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Keep the highest scores of every image.
 
@@ -41,8 +46,9 @@ def select_topk(
     Args:
         score_BN: Raw scores (B, N).
         capacity: Share of tokens kept.
-        prefix: Leading tokens that are always kept.
+        prefix: Number of tokens that are always kept.
         valid_BN: False where a token is padding (B, N), or None.
+        protect_BN: True where a token is always kept (B, N), or None for the leading ones.
 
     Returns:
         Indices (B, K), ascending among the kept, and which slots are valid (B, K); None means all.
@@ -53,10 +59,10 @@ def select_topk(
     """
     count = kept_count(score_BN.shape[1], capacity, prefix)
     if valid_BN is None:
-        return _ascending(_best(score_BN, count, prefix)), None
+        return _ascending(_best(score_BN, count, prefix, protect_BN)), None
     number_B = valid_BN.sum(dim=1)
     count_B = (number_B * capacity.numerator // capacity.denominator).clamp(min=max(1, prefix))
-    index_BK = _best(_rank_last(score_BN, ~valid_BN), count, prefix)
+    index_BK = _best(_rank_last(score_BN, ~valid_BN), count, prefix, protect_BN)
     return _ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
 
 
@@ -68,6 +74,7 @@ def select_threshold(
     min_tokens: int = 0,
     max_tokens: int | None = None,
     valid_BN: Tensor | None = None,
+    protect_BN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, int | None]:
     """Keep the tokens whose squashed score reaches a threshold.
 
@@ -77,10 +84,11 @@ def select_threshold(
     Args:
         level_BN: Squashed scores (B, N); NaN is never kept.
         threshold: A token is kept when its level is at least this.
-        prefix: Leading tokens that are always kept.
+        prefix: Number of tokens that are always kept.
         min_tokens: Keep at least this many, the highest levels first, prefix included.
         max_tokens: Keep at most this many, the highest levels first, prefix included.
         valid_BN: False where a token is padding (B, N), or None.
+        protect_BN: True where a token is always kept (B, N), or None for the leading ones.
 
     Returns:
         Indices (B, K), ascending among the kept; which slots are valid (B, K), None meaning all; and how many are
@@ -97,7 +105,10 @@ def select_threshold(
     tokens = level_BN.shape[1]
     if valid_BN is not None:
         level_BN = _rank_last(level_BN, ~valid_BN)
-    count_B = (level_BN[:, prefix:] >= threshold).sum(dim=1) + prefix
+    if protect_BN is None:
+        count_B = (level_BN[:, prefix:] >= threshold).sum(dim=1) + prefix
+    else:
+        count_B = ((level_BN >= threshold) | protect_BN).sum(dim=1)
     most_B = torch.full_like(count_B, tokens) if valid_BN is None else valid_BN.sum(dim=1)
     ceiling = None if max_tokens is None else max(max_tokens, prefix)
     count_B = torch.minimum(count_B.clamp(min=max(min_tokens, prefix), max=ceiling), most_B)
@@ -109,7 +120,7 @@ def select_threshold(
     else:
         counts = count_B.tolist()
         slots, total = max(counts, default=0), sum(counts)
-    index_BK, valid_BK = _ascending_valid(_best(level_BN, slots, prefix), count_B, tokens)
+    index_BK, valid_BK = _ascending_valid(_best(level_BN, slots, prefix, protect_BN), count_B, tokens)
     return index_BK, None if total == valid_BK.numel() else valid_BK, total
 
 
@@ -119,10 +130,12 @@ def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:
     return score_BN.nan_to_num(nan=-torch.inf, neginf=lowest, posinf=torch.inf).masked_fill(last_BN, torch.nan)
 
 
-def _best(score_BN: Tensor, count: int, prefix: int) -> Tensor:
+def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) -> Tensor:
     """Return the prefix and the `count - prefix` best other tokens, best first (B, count)."""
     rank_BN = -score_BN.detach()
-    if prefix:
+    if protect_BN is not None:
+        rank_BN = rank_BN.clamp(min=torch.finfo(rank_BN.dtype).min).masked_fill(protect_BN, -torch.inf)
+    elif prefix:
         rank_BN[:, :prefix] = -torch.inf
     if torch.onnx.is_in_onnx_export():
         # ONNX has no stable sort, but its TopK is defined to prefer the lower index.
