@@ -86,7 +86,7 @@ class _Partial(AttentionSeam):
                 start, stop = self.part(projection)
                 rest = (start, weight.shape[0] - stop)
                 if start == stop:
-                    return input.new_zeros(()).expand(*input.shape[:-1], weight.shape[0])
+                    return _zeros(input, weight)
                 part = F.linear(input, weight[start:stop], None if bias is None else bias[start:stop])
                 return F.pad(part, rest) if any(rest) else part
         return F.linear(input, weight, bias)
@@ -94,6 +94,11 @@ class _Partial(AttentionSeam):
     def part(self, projection: Projection) -> tuple[int, int]:
         """Return the range of features to compute."""
         raise NotImplementedError
+
+
+def _zeros(input: Tensor, weight: Tensor) -> Tensor:
+    """Return zeros in the shape of a projection, in the memory of a single one."""
+    return input.new_zeros(()).expand(*input.shape[:-1], weight.shape[0])
 
 
 class _KeysAndValues(_Partial):
@@ -107,11 +112,17 @@ class _KeysAndValues(_Partial):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.taken.append((key, value))
-        # Tracing for export keeps a stack of modules that an exception would not unwind; what follows is dead code
-        # there, which the graph drops.
-        if len(self.taken) == self.calls and not torch.compiler.is_exporting():
+        # Export without dynamo keeps a stack of modules that an exception would not unwind. What follows is dead code
+        # there, and its projections are cut so that it costs little where nobody removes it.
+        dynamo = torch.compiler.is_dynamo_compiling()
+        if len(self.taken) == self.calls and (dynamo or not torch.compiler.is_exporting()):
             raise _Taken
         return value
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if len(self.taken) == self.calls:
+            return _zeros(input, weight)
+        return super()._linear(input, weight, bias)
 
 
 class attend_to_all(_Partial):

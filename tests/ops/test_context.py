@@ -1,0 +1,101 @@
+"""Kept queries over all keys: exact for any split of any projection, and nothing computed in vain."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import mmod
+from mmod.ops import Projection, attend_to_all, keys_and_values
+from tests.zoo import make_images, make_model
+
+
+class Gated(nn.Module):
+    """Attention with everything that can stand in front of it: one projection or three, a gate, norms, a bias."""
+
+    def __init__(self, dim: int, heads: int, fused: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.gate = nn.Linear(dim, dim)
+        self.qkv = nn.Linear(dim, 3 * dim) if fused else None
+        self.q, self.k, self.v = (None,) * 3 if fused else (nn.Linear(dim, dim) for _ in range(3))
+        self.norm = nn.LayerNorm(dim // heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).chunk(3, dim=-1) if self.qkv is not None else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        out = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v)
+        return out.transpose(1, 2).flatten(2) * self.gate(x).sigmoid()
+
+    def projections(self) -> list[Projection]:
+        dim = self.gate.out_features
+        if self.qkv is not None:
+            return [Projection(self.gate.weight, dim), Projection(self.qkv.weight, dim)]
+        return [Projection(self.gate.weight, dim), Projection(self.q.weight, dim), *(
+            Projection(linear.weight, 0) for linear in (self.k, self.v)
+        )]  # fmt: skip
+
+
+@given(batch=st.integers(1, 3), tokens=st.integers(1, 12), heads=st.integers(1, 3), fused=st.booleans(), data=st.data())
+def test_kept_rows_are_those_of_the_whole(
+    batch: int, tokens: int, heads: int, fused: bool, data: st.DataObject
+) -> None:
+    block = Gated(4 * heads, heads, fused).double()
+    x = torch.randn(batch, tokens, 4 * heads, dtype=torch.float64, requires_grad=True)
+    kept = sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1)))
+    projections = block.projections()
+    with attend_to_all(projections, keys_and_values(lambda: block(x), projections)):
+        found = block(x[:, kept])
+    expected = block(x)[:, kept]
+    torch.testing.assert_close(found, expected)
+    parameters = [x, *block.parameters()]
+    wanted = torch.autograd.grad(expected.square().sum(), parameters)
+    for a, b in zip(torch.autograd.grad(found.square().sum(), parameters), wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_no_part_of_a_projection_is_computed_in_vain() -> None:
+    dim, tokens, kept = 16, 10, 4
+    for fused in (True, False):
+        block, x = Gated(dim, 2, fused), torch.randn(1, tokens, dim)
+        projections = block.projections()
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            taken = keys_and_values(partial(block, x), projections)
+            with attend_to_all(projections, taken):
+                block(x[:, :kept])
+        query_and_gate, key_and_value = 2 * kept * dim * 2 * dim, 2 * tokens * dim * 2 * dim
+        assert counter.get_total_flops() == query_and_gate + key_and_value + 4 * kept * tokens * dim
+
+
+def test_a_block_without_fused_attention_is_an_error() -> None:
+    linear, x = nn.Linear(4, 4), torch.randn(1, 3, 4)
+    with pytest.raises(RuntimeError, match=r"expects 1 calls .* saw 0"):
+        keys_and_values(lambda: linear(x), [Projection(linear.weight, 0)])
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_dlittle_patch16_reg1_gap_256"])
+def test_checkpointing_and_autocast_change_nothing(name: str) -> None:
+    model = mmod.route_(make_model(name), mmod.RoutingConfig(capacity=0.3, context="all")).train()
+    images = make_images(name, 2)
+    gradients = []
+    for checkpointing in (False, True):
+        model.set_grad_checkpointing(checkpointing)
+        model.zero_grad()
+        model(images).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+    model.eval()
+    with torch.no_grad():
+        exact = model(images)
+        with torch.autocast("cpu", torch.bfloat16):
+            rough = model(images)
+    assert rough.isfinite().all()
+    assert (rough.float() - exact).norm() < 0.2 * exact.norm()
