@@ -1,0 +1,264 @@
+"""Attention over sequences of any length, whose rows may be read through an index.
+
+All images lie one after the other in one tensor of rows; `start` says where each begins. One program takes one block of
+rows of one head, and sums over blocks in a fixed order: no atomics, so results are the same bit by bit.
+Axes: T rows of all images, S sequences, H heads, E channels of a head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _place(index, first, offset, inside):  # type: ignore[no-untyped-def]
+    """Return the rows at some places of a sequence, through the index where there is one."""
+    rows = (first + offset).to(tl.int64)
+    if index is not None:
+        rows = tl.load(index + rows, mask=inside, other=0).to(tl.int64)
+    return rows
+
+
+@triton.jit
+def load_rows(base, row, stride, inside, width: tl.constexpr, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load rows of one head; places outside are zero."""
+    channel = tl.arange(0, BLOCK_E)
+    mask = inside[:, None]
+    if width < BLOCK_E:
+        mask = mask & (channel < width)[None, :]
+    return tl.load(base + row[:, None] * stride + channel[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(base, row, stride, inside, value, width: tl.constexpr, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store rows of one head, without the places outside."""
+    channel = tl.arange(0, BLOCK_E)
+    mask = inside[:, None]
+    if width < BLOCK_E:
+        mask = mask & (channel < width)[None, :]
+    tl.store(base + row[:, None] * stride + channel[None, :], value.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _hide(score, row_m, row_n, inside_n, valid, first, offset_n, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Give pairs that may not attend the score minus infinity: padding, later tokens, places past the end."""
+    if valid is not None:
+        inside_n = inside_n & (tl.load(valid + first + offset_n, mask=inside_n, other=0) != 0)
+    seen = inside_n[None, :]
+    if CAUSAL:
+        seen = seen & (row_m[:, None] >= row_n[None, :])
+    return tl.where(seen, score, -float("inf"))
+
+
+@triton.jit
+def _locate(start, blocks, heads, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return which sequence, head and rows this program has: blocks of one head are neighbours and share its keys."""
+    program = tl.program_id(0)
+    sequence = program // blocks // heads
+    head = ((program // blocks) % heads).to(tl.int64)
+    offset = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.load(start + sequence).to(tl.int64)
+    length = tl.load(start + sequence + 1) - first
+    return sequence, head, offset, first, length
+
+
+@triton.jit
+def _softmax_step(  # type: ignore[no-untyped-def]
+    top, total, mixed, x_q, row_m, k, v, k_row, v_row, index_k, valid, first_n, length_n, begin, scale,
+    width: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr, HIDE: tl.constexpr,
+):  # fmt: skip
+    """Take one more block of keys into the running softmax; without HIDE, all of them are seen by every query."""
+    offset_n = begin + tl.arange(0, BLOCK_N)
+    inside_n = offset_n < length_n
+    row_n = _place(index_k, first_n, offset_n, inside_n)
+    x_k = load_rows(k, row_n, k_row, inside_n, width, BLOCK_E)
+    score = tl.dot(x_q, tl.trans(x_k), input_precision="ieee")
+    if HIDE:
+        score = _hide(score, row_m, row_n, inside_n, valid, first_n, offset_n, CAUSAL)
+    highest = tl.maximum(top, tl.max(score, 1) * scale)
+    base = highest
+    if HIDE:
+        # A row that has seen no key yet: minus infinity less itself is NaN.
+        base = tl.where(highest == -float("inf"), 0.0, highest)
+    share = tl.exp2(score * scale - base[:, None])
+    decay = tl.exp2(top - base)
+    total = total * decay + tl.sum(share, 1)
+    x_v = load_rows(v, row_n, v_row, inside_n, width, BLOCK_E)
+    mixed = mixed * decay[:, None] + tl.dot(share.to(x_v.dtype), x_v, input_precision="ieee")
+    return highest, total, mixed
+
+
+@triton.jit
+def forward_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, start_q, start_k, index_q, index_k, valid,
+    q_row, q_head, k_row, k_head, v_row, v_head, heads, group, blocks, queries, scale,
+    width: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Attend: one block of queries of one head against all keys of its sequence, keeping a running softmax."""
+    sequence, head, offset_m, first_m, length_m = _locate(start_q, blocks, heads, BLOCK_M)
+    inside_m = offset_m < length_m
+    row_m = _place(index_q, first_m, offset_m, inside_m)
+    first_n = tl.load(start_k + sequence).to(tl.int64)
+    length_n = tl.load(start_k + sequence + 1) - first_n
+    end = tl.where(tl.program_id(0) % blocks * BLOCK_M < length_m, length_n, 0)
+    if CAUSAL and index_q is None:
+        end = tl.minimum(end, (tl.program_id(0) % blocks + 1) * BLOCK_M)
+    whole = end // BLOCK_N * BLOCK_N
+    if CAUSAL or valid is not None:
+        whole = end * 0
+    x_q = load_rows(q + head * q_head, row_m, q_row, inside_m, width, BLOCK_E)
+    k += head // group * k_head
+    v += head // group * v_head
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for begin in range(0, whole, BLOCK_N):
+        top, total, mixed = _softmax_step(
+            top, total, mixed, x_q, row_m, k, v, k_row, v_row, index_k, valid, first_n, length_n, begin, scale * LOG2_E,
+            width, BLOCK_N, BLOCK_E, CAUSAL, False,
+        )  # fmt: skip
+    for begin in range(whole, end, BLOCK_N):
+        top, total, mixed = _softmax_step(
+            top, total, mixed, x_q, row_m, k, v, k_row, v_row, index_k, valid, first_n, length_n, begin, scale * LOG2_E,
+            width, BLOCK_N, BLOCK_E, CAUSAL, True,
+        )  # fmt: skip
+    place = first_m + offset_m
+    # A query that sees no key keeps minus infinity, and zeros.
+    total = tl.where(total == 0.0, 1.0, total)
+    tl.store(lse + head * queries + place, (top + tl.log2(total)) / LOG2_E, mask=inside_m)
+    mixed = mixed / total[:, None]
+    store_rows(out + head * width, place, heads * width, inside_m, mixed, width, BLOCK_E)
+
+
+@triton.jit
+def query_gradient_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, grad_out, delta, grad_q, start_q, start_k, index_q, index_k, valid,
+    q_row, q_head, k_row, k_head, v_row, v_head, heads, group, blocks, queries, scale,
+    width: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one block of queries; leaves `delta`, each row's gradient times output, to the other kernel."""
+    sequence, head, offset_m, first_m, length_m = _locate(start_q, blocks, heads, BLOCK_M)
+    inside_m = offset_m < length_m
+    row_m = _place(index_q, first_m, offset_m, inside_m)
+    first_n = tl.load(start_k + sequence).to(tl.int64)
+    length_n = tl.load(start_k + sequence + 1) - first_n
+    end = tl.where(tl.program_id(0) % blocks * BLOCK_M < length_m, length_n, 0)
+    if CAUSAL and index_q is None:
+        end = tl.minimum(end, (tl.program_id(0) % blocks + 1) * BLOCK_M)
+    place = first_m + offset_m
+    x_q = load_rows(q + head * q_head, row_m, q_row, inside_m, width, BLOCK_E)
+    x_out = load_rows(out + head * width, place, heads * width, inside_m, width, BLOCK_E)
+    x_grad = load_rows(grad_out + head * width, place, heads * width, inside_m, width, BLOCK_E)
+    k += head // group * k_head
+    v += head // group * v_head
+    norm = tl.load(lse + head * queries + place, mask=inside_m, other=float("inf")) * LOG2_E
+    norm = tl.where(norm == -float("inf"), float("inf"), norm)
+    inner = tl.sum(x_out.to(tl.float32) * x_grad.to(tl.float32), 1)
+    tl.store(delta + head * queries + place, inner, mask=inside_m)
+    gradient = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for begin in range(0, end, BLOCK_N):
+        offset_n = begin + tl.arange(0, BLOCK_N)
+        inside_n = offset_n < length_n
+        row_n = _place(index_k, first_n, offset_n, inside_n)
+        x_k = load_rows(k, row_n, k_row, inside_n, width, BLOCK_E)
+        x_v = load_rows(v, row_n, v_row, inside_n, width, BLOCK_E)
+        score = tl.dot(x_q, tl.trans(x_k), input_precision="ieee") * (scale * LOG2_E)
+        score = _hide(score, row_m, row_n, inside_n, valid, first_n, offset_n, CAUSAL)
+        share = tl.exp2(score - norm[:, None])
+        change = share * (tl.dot(x_grad, tl.trans(x_v), input_precision="ieee") - inner[:, None])
+        gradient += tl.dot(change.to(x_k.dtype), x_k, input_precision="ieee")
+    store_rows(grad_q + head * width, row_m, heads * width, inside_m, gradient * scale, width, BLOCK_E)
+
+
+@triton.jit
+def key_gradient_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, lse, grad_out, delta, grad_k, grad_v, start_q, start_k, index_q, index_k, valid,
+    q_row, q_head, k_row, k_head, v_row, v_head, heads, group, blocks, queries, scale,
+    width: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one block of keys and values of one key head, over all queries of all heads that share it."""
+    sequence, shared, offset_n, first_n, length_n = _locate(start_k, blocks, heads // group, BLOCK_N)
+    inside_n = offset_n < length_n
+    row_n = _place(index_k, first_n, offset_n, inside_n)
+    first_m = tl.load(start_q + sequence).to(tl.int64)
+    length_m = tl.load(start_q + sequence + 1) - first_m
+    end = tl.where(tl.program_id(0) % blocks * BLOCK_N < length_n, length_m, 0)
+    begin_m = 0
+    if CAUSAL and index_q is None:
+        begin_m = tl.program_id(0) % blocks * BLOCK_N // BLOCK_M * BLOCK_M
+    x_k = load_rows(k + shared * k_head, row_n, k_row, inside_n, width, BLOCK_E)
+    x_v = load_rows(v + shared * v_head, row_n, v_row, inside_n, width, BLOCK_E)
+    gradient_k = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    gradient_v = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    for member in range(group):
+        head = shared * group + member
+        for begin in range(begin_m, end, BLOCK_M):
+            offset_m = begin + tl.arange(0, BLOCK_M)
+            inside_m = offset_m < length_m
+            row_m = _place(index_q, first_m, offset_m, inside_m)
+            place = first_m + offset_m
+            x_q = load_rows(q + head * q_head, row_m, q_row, inside_m, width, BLOCK_E)
+            x_grad = load_rows(grad_out + head * width, place, heads * width, inside_m, width, BLOCK_E)
+            norm = tl.load(lse + head * queries + place, mask=inside_m, other=float("inf")) * LOG2_E
+            norm = tl.where(norm == -float("inf"), float("inf"), norm)
+            inner = tl.load(delta + head * queries + place, mask=inside_m, other=0.0)
+            score = tl.dot(x_q, tl.trans(x_k), input_precision="ieee") * (scale * LOG2_E)
+            score = _hide(score, row_m, row_n, inside_n, valid, first_n, offset_n, CAUSAL)
+            share = tl.exp2(score - norm[:, None])
+            gradient_v += tl.dot(tl.trans(share.to(x_grad.dtype)), x_grad, input_precision="ieee")
+            change = share * (tl.dot(x_grad, tl.trans(x_v), input_precision="ieee") - inner[:, None])
+            gradient_k += tl.dot(tl.trans(change.to(x_q.dtype)), x_q, input_precision="ieee")
+    row = heads // group * width
+    store_rows(grad_k + shared * width, row_n, row, inside_n, gradient_k * scale, width, BLOCK_E)
+    store_rows(grad_v + shared * width, row_n, row, inside_n, gradient_v, width, BLOCK_E)
+
+
+class Tiles(NamedTuple):
+    """How much of a head one program takes at a time.
+
+    Args:
+        queries: Rows of queries.
+        keys: Rows of keys.
+        channels: Channels, a power of two.
+        warps: Warps of a program.
+        stages: Loads in flight.
+    """
+
+    queries: int
+    keys: int
+    channels: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        """Return the arguments that all attention kernels take."""
+        return {
+            "BLOCK_M": self.queries, "BLOCK_N": self.keys, "BLOCK_E": self.channels,
+            "num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True,
+        }  # fmt: skip
+
+
+def tiles(width: int, dtype: torch.dtype, backward: bool) -> Tiles:
+    """Choose tiles that fit the shared memory of every GPU since sm_80 (99 KiB on the smallest).
+
+    They are the customary ones for attention and not yet tuned by measurement: no GPU was at hand.
+
+    Args:
+        width: Channels of a head.
+        dtype: Type of queries, keys and values.
+        backward: For a gradient kernel.
+    """
+    channels = max(16, triton.next_power_of_2(width))
+    wide = channels > 64
+    if dtype == torch.float32:
+        # Exact fp32 products run outside the tensor cores and hold their operands in registers.
+        return Tiles(32, 32, channels, 4, 1) if backward or wide else Tiles(64, 32, channels, 4, 2)
+    if backward:
+        return Tiles(64, 64, channels, 8 if wide else 4, 1 if wide else 2)
+    return Tiles(128, 64, channels, 8 if wide else 4, 2 if wide else 3)

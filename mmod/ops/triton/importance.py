@@ -1,0 +1,116 @@
+"""Sums of attention's columns, from queries, keys and the rows' log-sum-exp: no map of all pairs.
+
+Axes: B images, H heads, N tokens, E channels of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from mmod.ops.triton.attention import LOG2_E, load_rows, tiles
+from mmod.ops.triton.compat import on_device
+
+
+@triton.jit
+def column_kernel(  # type: ignore[no-untyped-def]
+    q, k, lse, valid_q, valid_k, sums,
+    q_image, q_head, q_row, k_image, k_head, k_row, lse_image, lse_head, valid_q_image, valid_k_image,
+    tokens, heads, group, blocks, scale,
+    width: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Sum the attention that one block of keys receives from all queries of one head."""
+    program = tl.program_id(0)
+    image = (program // blocks // heads).to(tl.int64)
+    head = ((program // blocks) % heads).to(tl.int64)
+    offset_n = program % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_n = offset_n < tokens
+    x_k = load_rows(
+        k + image * k_image + head // group * k_head, offset_n.to(tl.int64), k_row, inside_n, width, BLOCK_E
+    )
+    seen_n = inside_n
+    if valid_k is not None:
+        seen_n = seen_n & (tl.load(valid_k + image * valid_k_image + offset_n, mask=inside_n, other=0) != 0)
+    q += image * q_image + head * q_head
+    lse += image * lse_image + head * lse_head
+    received = tl.zeros([BLOCK_N], tl.float32)
+    begin = 0
+    if CAUSAL:
+        begin = program % blocks * BLOCK_N // BLOCK_M * BLOCK_M
+    for start in range(begin, tokens, BLOCK_M):
+        offset_m = start + tl.arange(0, BLOCK_M)
+        inside_m = offset_m < tokens
+        if valid_q is not None:
+            inside_m = inside_m & (tl.load(valid_q + image * valid_q_image + offset_m, mask=inside_m, other=0) != 0)
+        x_q = load_rows(q, offset_m.to(tl.int64), q_row, inside_m, width, BLOCK_E)
+        # A query that is not counted, or that sees no key, gives nothing to anyone.
+        norm = tl.load(lse + offset_m, mask=inside_m, other=float("inf")) * LOG2_E
+        norm = tl.where(norm == -float("inf"), float("inf"), norm)
+        score = tl.dot(x_k, tl.trans(x_q), input_precision="ieee") * (scale * LOG2_E)
+        if CAUSAL:
+            score = tl.where(offset_m[None, :] >= offset_n[:, None], score, -float("inf"))
+        received += tl.sum(tl.exp2(score - norm[None, :]), 1)
+    received = tl.where(seen_n, received, 0.0)
+    tl.store(sums + (image * heads + head) * tokens + offset_n, received, mask=inside_n)
+
+
+@torch.library.custom_op("mmod::column_sums", mutates_args=())
+def column_sums(
+    q_BHNE: Tensor,
+    k_BHNE: Tensor,
+    lse_BHN: Tensor,
+    valid_q_BN: Tensor | None,
+    valid_k_BN: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """Return the attention each key receives, summed over heads and queries.
+
+    Heads are summed last, so that few images still fill a GPU; that takes H numbers for each token.
+
+    Args:
+        q_BHNE: Queries (B, H, N, E).
+        k_BHNE: Keys, of as many heads or of a divisor of that (B, H or fewer, N, E).
+        lse_BHN: Logarithm of each row's sum of exponentials (B, H, N or more).
+        valid_q_BN: False for queries that do not count (B, N), or None.
+        valid_k_BN: False for keys that nobody attends to (B, N), or None.
+        is_causal: A query sees keys up to its own position.
+        scale: Factor of the products.
+
+    Returns:
+        Sums (B, N), fp32, without a gradient.
+    """
+    q_BHNE, k_BHNE = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHNE, k_BHNE))
+    lse_BHN, valid_q_BN, valid_k_BN = (
+        x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (lse_BHN, valid_q_BN, valid_k_BN)
+    )
+    images, heads, tokens, width = q_BHNE.shape
+    sums_BHN = q_BHNE.new_empty(images, heads, tokens, dtype=torch.float32)
+    tile = tiles(width, q_BHNE.dtype, backward=False)
+    # Keys stay in registers and queries stream by, so the longer side is the keys'.
+    options = {**tile.options(), "BLOCK_M": tile.keys, "BLOCK_N": tile.queries}
+    blocks = triton.cdiv(tokens, tile.queries)
+    if sums_BHN.numel():
+        with on_device(q_BHNE):
+            column_kernel[(blocks * heads * images,)](
+                q_BHNE, k_BHNE, lse_BHN, valid_q_BN, valid_k_BN, sums_BHN,
+                *q_BHNE.stride()[:3], *k_BHNE.stride()[:3], *lse_BHN.stride()[:2],
+                0 if valid_q_BN is None else valid_q_BN.stride(0), 0 if valid_k_BN is None else valid_k_BN.stride(0),
+                tokens, heads, heads // k_BHNE.shape[1], blocks, scale,
+                width=width, CAUSAL=is_causal, **options,
+            )  # fmt: skip
+    return sums_BHN.sum(dim=1)
+
+
+@column_sums.register_fake
+def _(q_BHNE, k_BHNE, *rest):  # type: ignore[no-untyped-def]
+    return q_BHNE.new_empty(q_BHNE.shape[0], q_BHNE.shape[2], dtype=torch.float32)
+
+
+@register_flop_formula(torch.ops.mmod.column_sums)
+def _flops(q_shape, k_shape, *rest, **kwargs):  # type: ignore[no-untyped-def]
+    images, heads, tokens, width = q_shape
+    return 2 * images * heads * tokens * tokens * width
