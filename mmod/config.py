@@ -17,6 +17,11 @@ GATES = ("identity", "linear", "sigmoid", "tanh")
 LOSSES = ("membership", "load", "capacity", "importance")
 LAYOUTS = ("every_other", "all")
 CONTEXTS = ("kept", "all")
+SKIPPABLE = ("image", "all")
+GATED = ("update", "mlp", "branches")
+POSITIONS = ("original", "compact")
+# What only a language model's layers can do, and so what every other stack of blocks refuses.
+LANGUAGE_OPTIONS = ("tokens", "frames", "shared", "predictor", "inference_threshold", "gate_on", "positions")
 
 ScoreFunction = Callable[["Tensor"], "Tensor"]
 
@@ -117,7 +122,8 @@ class RoutingConfig:
         gate_scale: Factor of the gate; None means 0.2 for "tanh" (p-MoD) and 1 otherwise.
         reweight_skipped: Multiply the state of skipped tokens by the gate too (p-MoD). They are then no longer
             bitwise copies.
-        normalize: Divide the linear score's input by its root mean square.
+        normalize: Divide the linear score's input by its root mean square; "block", in language models, scores what
+            the block's own first norm returns (gamma-MoD).
         bias: Give the linear score a bias.
         init_std: Standard deviation of the linear score's initial weight. None chooses one at which every gate starts
             within a percent of the dense model's.
@@ -127,6 +133,19 @@ class RoutingConfig:
             `capacity`), "importance" (binary cross-entropy between a learned score and the selection that importance
             would make).
         seed: Seed of the random router.
+        tokens: Language models: which tokens may be skipped, "image" or "all". None means "image" in a model that
+            sees images and "all" elsewhere. Capacity is the share kept of the tokens that may be skipped.
+        frames: Language models: choose the top-k within each frame (VideoLLM-MoD). A frame is an unbroken "span" of
+            image tokens, or a number of image tokens. None chooses among all image tokens of a sample.
+        shared: Language models: all routed layers score with one weight, stored once (gamma-MoD).
+        predictor: Language models: a small network of its own, which sends no gradient into the model, learns what
+            was kept and decides in evaluation (MoD). It needs the loss "membership" and `inference_threshold`.
+        inference_threshold: Language models: in evaluation keep tokens whose squashed score reaches this, instead of
+            the top-k. Each token is then decided alone, as generating text with skippable text tokens needs.
+        gate_on: Language models: what the gate weighs, the block's whole "update", its "mlp" branch, or both
+            "branches", attention and MLP, one by one (MoDification).
+        positions: Language models: kept tokens have their "original" rotary positions, or "compact" ones, counted
+            among kept tokens (gamma-MoD).
 
     Raises:
         TypeError: A value of the wrong type.
@@ -149,12 +168,19 @@ class RoutingConfig:
     gate: str | None = None
     gate_scale: float | None = None
     reweight_skipped: bool = False
-    normalize: bool = True
+    normalize: bool | str = True
     bias: bool = False
     init_std: float | None = None
     protect_prefix: bool = True
     losses: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
+    tokens: str | None = None
+    frames: str | int | None = None
+    shared: bool = False
+    predictor: bool = False
+    inference_threshold: float | None = None
+    gate_on: str = "update"
+    positions: str = "original"
 
     def __post_init__(self) -> None:
         for name in ("capacity", "blocks"):
@@ -169,6 +195,13 @@ class RoutingConfig:
         self._check_combinations()
 
     @property
+    def language_options(self) -> tuple[str, ...]:
+        """Names of the options set here that only language models have."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        own = [name for name in LANGUAGE_OPTIONS if getattr(self, name) != defaults[name]]
+        return (*own, "normalize") if self.normalize == "block" else tuple(own)
+
+    @property
     def learns(self) -> bool:
         """Whether the score may carry a gradient: it is linear or a function of the user's."""
         return self.router == "linear" or callable(self.router)
@@ -179,6 +212,16 @@ class RoutingConfig:
         one_of("select", self.select, SELECTIONS)
         one_of("context", self.context, CONTEXTS)
         one_of("gate", self.gate, GATES)
+        one_of("gate_on", self.gate_on, GATED)
+        one_of("positions", self.positions, POSITIONS)
+        if self.tokens is not None:
+            one_of("tokens", self.tokens, SKIPPABLE)
+        if isinstance(self.normalize, str):
+            one_of("normalize", self.normalize, ("block",))
+        if self.frames is not None and self.frames != "span" and not (type(self.frames) is int and self.frames > 0):
+            raise ValueError(f"frames must be 'span' or a number of image tokens, got {self.frames!r}")
+        if self.inference_threshold is not None and not 0 <= self.inference_threshold < 1:
+            raise ValueError(f"inference_threshold must be in [0, 1), got {self.inference_threshold!r}")
         if isinstance(self.blocks, str):
             one_of("blocks", self.blocks, LAYOUTS)
         for capacity in self.capacity if isinstance(self.capacity, tuple) else (self.capacity,):
@@ -201,6 +244,19 @@ class RoutingConfig:
             raise ValueError("reweight_skipped needs a gate other than 'identity'")
         if self.select == "topk" and (self.min_tokens or self.max_tokens is not None):
             raise ValueError("min_tokens and max_tokens belong to select='threshold'; 'topk' is set by capacity")
+        self._check_language()
+
+    def _check_language(self) -> None:
+        if self.frames is not None and (self.tokens == "all" or self.select != "topk"):
+            raise ValueError("frames choose the top-k among image tokens: they need tokens='image' and select='topk'")
+        if self.shared and self.router != "linear":
+            raise ValueError(f"shared needs router='linear', got {self.router!r}")
+        if self.gate_on != "update" and self.gate == "identity":
+            raise ValueError(f"gate_on={self.gate_on!r} needs a gate other than 'identity'")
+        if self.inference_threshold is not None and not (self.learns and self.select == "topk"):
+            raise ValueError("inference_threshold needs a score that learns and select='topk'")
+        if self.predictor and (self.inference_threshold is None or "membership" not in self.losses):
+            raise ValueError("predictor needs inference_threshold and the loss 'membership', which trains it")
 
     def plan(self, depth: int) -> Plan:
         """Return the plan for a model of `depth` blocks.

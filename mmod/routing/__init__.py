@@ -1,6 +1,7 @@
 """Who runs? Scores, selection, gates and the router that joins them; torch only, knows no model."""
 
 from mmod.routing.gate import apply_gate
+from mmod.routing.roles import Predictor, RoleRouter, Roles, assign_roles, select_within
 from mmod.routing.router import Router, Routing
 from mmod.routing.score import FunctionScore, LinearScore, NormScore, RandomScore, StrideScore
 from mmod.routing.select import kept_count, select_threshold, select_topk
@@ -9,12 +10,17 @@ __all__ = [
     "FunctionScore",
     "LinearScore",
     "NormScore",
+    "Predictor",
     "RandomScore",
+    "RoleRouter",
+    "Roles",
     "Router",
     "Routing",
     "StrideScore",
     "apply_gate",
+    "assign_roles",
     "kept_count",
     "select_threshold",
     "select_topk",
+    "select_within",
 ]

@@ -28,6 +28,8 @@ class Routing(NamedTuple):
         skip_weight_BN: Weight of a skipped token's state, or None where it is 1.
         importance_BN: Importance of the tokens where it was computed, else None.
         total: Number of valid slots in the batch where the host knows it, else None.
+        free_BN: True where a token might have been skipped, where roles say so, else None.
+        predicted_BN: Logits of the network that predicts what is kept, where there is one.
     """
 
     score_BN: Tensor
@@ -37,6 +39,8 @@ class Routing(NamedTuple):
     skip_weight_BN: Tensor | None = None
     importance_BN: Tensor | None = None
     total: int | None = None
+    free_BN: Tensor | None = None
+    predicted_BN: Tensor | None = None
 
     @property
     def keep_BN(self) -> Tensor:
@@ -178,7 +182,7 @@ def _make_score(
         # A linear gate is the score itself, so a pretrained block keeps its function only if scores start at 1.
         bias=config.bias or config.gate == "linear",
         initial=1.0 if config.gate == "linear" else 0.0,
-        normalize=config.normalize,
+        normalize=config.normalize is True,
         init_std=std,
         device=device,
         dtype=dtype,

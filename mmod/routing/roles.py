@@ -1,0 +1,286 @@
+"""Roles of tokens in a language model, and the router that respects them.
+
+Axes: B samples, N tokens, K slots per sample, D channels.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmod.config import RoutingConfig
+from mmod.routing.gate import apply_gate
+from mmod.routing.router import Router, Routing
+from mmod.routing.score import RandomScore, StrideScore
+
+PADDING, KEPT = -1, 0
+
+
+class Roles(NamedTuple):
+    """Which tokens of a batch may be skipped, for all routed layers of a forward pass.
+
+    Counts stand beside the tensors as plain numbers, so that no layer waits for the device to learn its shapes.
+
+    Args:
+        group_BN: -1 for padding, 0 for tokens that are always kept, and the number of the group, from 1 on, for
+            tokens that may be skipped; the top-k is taken within each group (B, N).
+        gated_BN: True where the gate weighs a kept token's update (B, N).
+        sizes: For each sample the sizes of its groups.
+        always: For each sample the number of tokens that are always kept.
+        strict: A capacity that keeps no token of a group is an error.
+    """
+
+    group_BN: Tensor
+    gated_BN: Tensor
+    sizes: tuple[tuple[int, ...], ...]
+    always: tuple[int, ...]
+    strict: bool = True
+
+    @property
+    def free_BN(self) -> Tensor:
+        """True where a token may be skipped (B, N)."""
+        return self.group_BN > KEPT
+
+
+def assign_roles(
+    free_BN: Tensor, gated_BN: Tensor, valid_BN: Tensor, frames: str | int | None = None, strict: bool = True
+) -> Roles:
+    """Give every token its role; waits for the device once, and twice where frames are spans.
+
+    Args:
+        free_BN: True where a token may be skipped (B, N).
+        gated_BN: True where the gate weighs a kept token's update (B, N).
+        valid_BN: False where a token is padding (B, N).
+        frames: How groups are formed: one per sample, one per unbroken "span", or of a number of tokens each.
+        strict: A capacity that keeps no token of a group is an error.
+
+    Raises:
+        ValueError: A sample's tokens cannot be divided into frames of that size.
+
+    Example:
+        >>> free = torch.tensor([[False, True, True, False, True]])
+        >>> roles = assign_roles(free, free, torch.ones_like(free), frames="span")
+        >>> roles.group_BN.tolist(), roles.sizes, roles.always
+        ([[0, 1, 1, 0, 2]], ((2, 1),), (2,))
+    """
+    free_BN = free_BN & valid_BN
+    if frames is None:
+        group_BN = free_BN.long()
+        groups = 1
+    elif frames == "span":
+        first_BN = free_BN & ~torch.nn.functional.pad(free_BN, (1, 0))[:, :-1]
+        group_BN = first_BN.cumsum(1) * free_BN
+        groups = int(group_BN.max()) if group_BN.numel() else 0
+    else:
+        size = int(frames)
+        group_BN = ((free_BN.cumsum(1) - 1) // size + 1) * free_BN
+        groups = -(-free_BN.shape[1] // size)
+    group_BN = group_BN.masked_fill(~valid_BN, PADDING)
+    counts = torch.zeros(len(group_BN), groups + 2, dtype=torch.long, device=group_BN.device)
+    rows = counts.scatter_add(1, group_BN + 1, torch.ones_like(group_BN)).tolist()
+    sizes = tuple(tuple(row[2 : 2 + _used(row[2:])]) for row in rows)
+    if isinstance(frames, int) and any(size != frames for row in sizes for size in row):
+        raise ValueError(f"frames={frames} does not divide the image tokens of a sample, {[sum(row) for row in sizes]}")
+    return Roles(group_BN, gated_BN & valid_BN, sizes, tuple(row[1] for row in rows), strict)
+
+
+def _used(counts: list[int]) -> int:
+    return max((place + 1 for place, count in enumerate(counts) if count), default=0)
+
+
+def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[Tensor, Tensor | None]:
+    """Keep the highest scores of every group, and all tokens that are always kept.
+
+    Ties go to the lowest index and NaN ranks last among the tokens of its group. A group of n tokens keeps
+    `floor(capacity * n)`.
+
+    Args:
+        score_BN: Raw scores (B, N).
+        capacity: Share of each group that is kept.
+        roles: The roles of the tokens.
+
+    Returns:
+        Indices (B, K), ascending among the kept, and which slots are valid (B, K); None means all.
+
+    Raises:
+        ValueError: The capacity keeps none of a group's tokens, where the roles are strict about it.
+
+    Example:
+        >>> free = torch.tensor([[False, True, True, True, True]])
+        >>> roles = assign_roles(free, free, torch.ones_like(free))
+        >>> select_within(torch.tensor([[0.0, 0.1, 0.9, 0.2, 0.9]]), Fraction(1, 2), roles)[0]
+        tensor([[0, 2, 4]])
+    """
+    keeps = [[_kept_of(size, capacity, roles.strict) for size in row] for row in roles.sizes]
+    counts = [sum(row) + always for row, always in zip(keeps, roles.always)]
+    tokens = score_BN.shape[1]
+    if not any(keeps) or all(kept == list(sizes) for kept, sizes in zip(keeps, roles.sizes)):
+        return _pack(roles.group_BN > PADDING, counts)
+    groups = max(map(len, keeps))
+    worst_BN = -score_BN.detach().nan_to_num(nan=-torch.inf, neginf=torch.finfo(score_BN.dtype).min)
+    order_BN = torch.sort(worst_BN, dim=1, stable=True).indices
+    # Sorting by group afterwards, stably, leaves every group sorted by score; padding and kept tokens come first.
+    in_order_BN = roles.group_BN.gather(1, order_BN)
+    order_BN = order_BN.gather(1, torch.sort(in_order_BN, dim=1, stable=True).indices)
+    first = [_running([tokens - sum(row), *row], groups) for row in roles.sizes]
+    limits = [[*row, *[0] * (groups - len(row))] for row in keeps]
+    group_BN = roles.group_BN.clamp(min=1) - 1
+    last_BN = torch.tensor(first, device=score_BN.device) + torch.tensor(limits, device=score_BN.device)
+    place_BN = torch.empty_like(order_BN).scatter_(
+        1, order_BN, torch.arange(tokens, device=order_BN.device).expand_as(order_BN)
+    )
+    chosen_BN = place_BN < last_BN.gather(1, group_BN)
+    return _pack(torch.where(roles.free_BN, chosen_BN, roles.group_BN == KEPT), counts)
+
+
+def _running(sizes: list[int], groups: int) -> list[int]:
+    """Return where each group starts in the sorted order, for as many groups as any sample has."""
+    starts, start = [], 0
+    for size in sizes[:-1] if len(sizes) > 1 else []:
+        start += size
+        starts.append(start)
+    return starts + [0] * (groups - len(starts))
+
+
+def _kept_of(size: int, capacity: Fraction, strict: bool) -> int:
+    kept = size * capacity.numerator // capacity.denominator
+    if kept or not size:
+        return kept
+    if strict:
+        raise ValueError(
+            f"capacity {float(capacity)} keeps none of {size} image tokens; give at least 1/{size} = {1 / size:.4f}"
+        )
+    return 1
+
+
+def _pack(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None]:
+    """Return the kept tokens' indices in order, others behind them in slots that are not valid."""
+    slots = max(counts, default=0)
+    index_BK = torch.sort((~keep_BN).to(torch.uint8), dim=1, stable=True).indices[:, :slots]
+    if all(count == slots for count in counts):
+        return index_BK, None
+    count_B1 = torch.tensor(counts, device=keep_BN.device).unsqueeze(1)
+    return index_BK, torch.arange(slots, device=keep_BN.device) < count_B1
+
+
+class Predictor(nn.Module):
+    """Predict from a token alone whether it will be kept; the token receives no gradient.
+
+    Args:
+        dim: Channels D of a token.
+        device: Where parameters are created.
+        dtype: Type of the parameters.
+
+    Source: Raposo et al., arXiv 2404.02258, section 3.5 (a small network with a stopped gradient).
+
+    Example:
+        >>> Predictor(8)(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(self, dim: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(dim, max(8, dim // 8), device=device, dtype=dtype)
+        self.out = nn.Linear(max(8, dim // 8), 1, device=device, dtype=dtype)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """Return logits (B, N) for tokens (B, N, D)."""
+        x_BND = x_BND.detach()
+        scale = x_BND.float().square().mean(dim=-1, keepdim=True).clamp_min(1e-12).rsqrt()
+        x_BND = (x_BND * scale).to(self.hidden.weight.dtype)
+        logit: Tensor = self.out(nn.functional.silu(self.hidden(x_BND))).squeeze(-1).float()
+        return logit
+
+
+class RoleRouter(Router):
+    """A router that skips only tokens whose role allows it.
+
+    Args:
+        config: How to score, select and gate.
+        dim: Channels D of a token.
+        block: Index of the block in its model.
+        capacity: Share kept of the tokens that may be skipped.
+        prefix: Not used by roles, which say themselves what is kept.
+        device: Where parameters are created.
+        dtype: Type of the parameters; scores are fp32 whatever it is.
+
+    Example:
+        >>> router = RoleRouter(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5)
+        >>> free = torch.tensor([[False] + [True] * 4])
+        >>> router(torch.randn(1, 5, 8), roles=assign_roles(free, free, torch.ones_like(free))).index_BK.shape
+        torch.Size([1, 3])
+    """
+
+    def __init__(
+        self,
+        config: RoutingConfig,
+        *,
+        dim: int,
+        block: int,
+        capacity: float,
+        prefix: int = 0,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(config, dim=dim, block=block, capacity=capacity, prefix=prefix, device=device, dtype=dtype)
+        self.predictor = Predictor(dim, device, dtype) if config.predictor else None
+
+    def forward(
+        self,
+        x_BND: Tensor,
+        importance_BN: Tensor | None = None,
+        valid_BN: Tensor | None = None,
+        protect_BN: Tensor | None = None,
+        roles: Roles | None = None,
+    ) -> Routing:
+        """Decide for a batch of tokens.
+
+        Args:
+            x_BND: What is scored (B, N, D).
+            importance_BN: Attention received in the preceding dense block (B, N); needed by "attention".
+            valid_BN: Not read; roles say what is padding.
+            protect_BN: Not read; roles say what is kept.
+            roles: The roles of the tokens.
+
+        Raises:
+            ValueError: No roles, attention routing without importance, or a capacity that keeps nothing.
+        """
+        if roles is None:
+            raise ValueError("this router needs the roles of the tokens: run the whole model, not a layer of it")
+        score_BN = self._score(x_BND, importance_BN, roles.group_BN > PADDING)
+        if isinstance(self.score, (RandomScore, StrideScore)):
+            # Drawn by rank among the tokens that may be skipped, so that neither padding nor text moves the draw.
+            score_BN = score_BN.gather(1, (roles.free_BN.cumsum(1) - 1).clamp(min=0))
+        predicted_BN = None if self.predictor is None else self.predictor(x_BND)
+        index_BK, valid_BK = self._select(score_BN, predicted_BN, roles)
+        gate, scale = str(self.config.gate), float(self.config.gate_scale or 0)
+        gate_BK, skip_weight_BN = None, None
+        if gate != "identity":
+            gate_BK = apply_gate(score_BN.gather(1, index_BK), gate, scale)
+            gate_BK = torch.where(roles.gated_BN.gather(1, index_BK), gate_BK, 1.0)  # type: ignore[arg-type]
+        if self.config.reweight_skipped:
+            skip_weight_BN = torch.where(roles.free_BN, apply_gate(score_BN, gate, scale), 1.0)  # type: ignore[arg-type]
+        return Routing(
+            score_BN,
+            index_BK,
+            gate_BK,
+            valid_BK,
+            skip_weight_BN,
+            importance_BN,
+            free_BN=roles.free_BN,
+            predicted_BN=predicted_BN,
+        )
+
+    def _select(self, score_BN: Tensor, predicted_BN: Tensor | None, roles: Roles) -> tuple[Tensor, Tensor | None]:
+        threshold = self.config.threshold if self.config.select == "threshold" else None
+        if not self.training and self.config.inference_threshold is not None:
+            threshold = self.config.inference_threshold
+            score_BN = score_BN if predicted_BN is None else predicted_BN
+        if threshold is None:
+            return select_within(score_BN, self.capacity, roles)
+        level_BN = self._level(score_BN.detach(), roles.free_BN)
+        keep_BN = (roles.group_BN == KEPT) | (roles.free_BN & (level_BN >= threshold))
+        return _pack(keep_BN, keep_BN.sum(1).tolist())
