@@ -57,6 +57,7 @@ def interleave(
     device: torch.device,
     warmup: int = 2,
     seed: int = 0,
+    prepare: Callable[[], object] | None = None,
 ) -> dict[Name, list[float]]:
     """Time functions in rounds; each round calls each of them once, in random order.
 
@@ -67,6 +68,7 @@ def interleave(
         device: Where they run; on a GPU each call is timed by events and waited for.
         warmup: Rounds that are not counted.
         seed: Seed of the order.
+        prepare: Called before each timed call, outside the time, for example to empty caches.
 
     Returns:
         Milliseconds of every counted call by name; entry i of each list comes from round i.
@@ -85,26 +87,31 @@ def interleave(
     timer = _time_on_gpu if device.type == "cuda" else _time_on_cpu
     for _ in range(warmup):
         for function in functions.values():
-            timer(function)
+            timer(function, prepare)
     times: dict[Name, list[float]] = {name: [] for name in functions}
     started = time.perf_counter()
     with _without_garbage_collection():
         while len(times[order[0]]) < rounds or time.perf_counter() - started < seconds:
             shuffle(order)
             for name in order:
-                times[name].append(timer(functions[name]))
+                times[name].append(timer(functions[name], prepare))
     return times
 
 
-def _time_on_cpu(function: Callable[[], Any]) -> float:
+def _time_on_cpu(function: Callable[[], Any], prepare: Callable[[], object] | None) -> float:
+    if prepare is not None:
+        prepare()
     started = time.perf_counter()
     function()
     return (time.perf_counter() - started) * 1e3
 
 
-def _time_on_gpu(function: Callable[[], Any]) -> float:
+def _time_on_gpu(function: Callable[[], Any], prepare: Callable[[], object] | None) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
+    if prepare is not None:
+        # Not waited for: while the GPU is busy with it, the host queues the timed call, so launches cost no time.
+        prepare()
     start.record()
     function()
     end.record()

@@ -1,15 +1,17 @@
-"""Activation memory of a forward pass, counted on shapes alone."""
+"""Memory: counted on shapes, watched while a function runs, and held by each block for the backward pass."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from mmod.adapters import find_host
 
 
 class ActivationMemory(TorchDispatchMode):
@@ -63,3 +65,82 @@ class ActivationMemory(TorchDispatchMode):
     def _release(self, address: int, size: int) -> None:
         self._addresses.discard(address)
         self.live -= size
+
+
+def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
+    """Return the most memory a function holds at once beyond what is held when it starts, its result included.
+
+    Every allocation of torch's allocator counts, those inside custom ops too; scratch memory that a library (oneDNN,
+    MKL, cuBLAS) takes on its own does not.
+
+    Args:
+        function: Called once.
+        device: Where it runs: on a GPU the allocator keeps count, elsewhere the profiler does.
+
+    Example:
+        >>> x = torch.zeros(1024)
+        >>> peak_bytes(lambda: (x + 1) * 2, torch.device("cpu"))
+        8192
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        function()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        function()
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        live += change.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+class HeldBytes(NamedTuple):
+    """What one block of a model leaves behind for the backward pass.
+
+    Args:
+        block: Bytes made inside it and still held when it returns, its output included.
+        stream: Bytes of its output, the tokens that it hands on.
+    """
+
+    block: int
+    stream: int
+
+
+def held_by_blocks(model: nn.Module, images: Tensor) -> dict[str, HeldBytes]:
+    """Run a training forward pass and return what each block holds for the backward pass, by module name.
+
+    Args:
+        model: A model of a supported library, dense or routed; left in evaluation or training as it was.
+        images: Images (B, C, height, width).
+    """
+    host, held = find_host(model), {}
+    memory = ActivationMemory([images, *model.parameters(), *model.buffers()])
+    hooks = []
+    for name, block in zip(host.names, host.blocks):
+        entered: list[int] = []
+
+        def enter(module: nn.Module, args: Any, entered: list[int] = entered) -> None:
+            entered.append(memory.live)
+
+        def leave(module: nn.Module, args: Any, out: Tensor, name: str = name, entered: list[int] = entered) -> None:
+            held[name] = HeldBytes(memory.live - entered.pop(), out.untyped_storage().nbytes())
+
+        hooks += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+    was_training = model.training
+    try:
+        with torch.enable_grad(), memory:
+            output = model.train()(images)
+        del output
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return held
