@@ -5,57 +5,138 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from mmod.measuring.latency import Spread
 
 NAME = "benchmark"
+UNFINISHED = "unfinished.jsonl"
+AnyRow = TypeVar("AnyRow", bound="Row")
 
 
 @dataclass(frozen=True)
-class BenchmarkRow:
-    """One routed model in one run. All ratios are taken round by round.
+class Row:
+    """A line of a report: a dataclass whose subclasses say how it is printed.
+
+    Attributes:
+        HEADER: Titles of the columns.
+    """
+
+    HEADER: ClassVar[tuple[str, ...]] = ()
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the line as text, one cell for each title."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls: type[AnyRow], values: Mapping[str, Any]) -> AnyRow:
+        """Make a row from the values that `to_dict` returned.
+
+        Args:
+            values: Plain JSON values; those that follow from others may be among them.
+        """
+        names = {field.name for field in fields(cls)}
+        known = {name: value for name, value in values.items() if name in names}
+        return cls(**{name: Spread(**value) if isinstance(value, dict) else value for name, value in known.items()})
+
+
+@dataclass(frozen=True)
+class BenchmarkRow(Row):
+    """One routed model in one run. All ratios are taken round by round; memory is that of the whole batch.
 
     Args:
         router: Its router.
-        capacity: Its capacity.
+        select: "topk" or "threshold".
+        context: What kept tokens attend to: "kept" or "all".
+        path: "routed", or a control: "loop" (the same decisions, image by image), "masked" (every token computed, the
+            skipped ones thrown away) or "removed" (no decision, the routed blocks are gone).
+        capacity: Its capacity; for "threshold" the share that the threshold was set to keep.
         batch_size: Images per call.
-        execution: "eager" or "compiled".
+        execution: "eager", "compiled" or "cudagraphs".
         step: "forward" or "train".
         rounds: Rounds timed.
+        kept: Tokens kept by a routed block, mean over images and blocks.
+        most: The largest number of tokens that one block kept of one image.
         dense_ms: Milliseconds per call of the dense model.
-        free_ms: The same of free routing.
-        routed_ms: The same of the routed model.
-        of_free: Speed of the routed model as a share of free routing's.
-        speedup: Speed of the routed model over the dense one's.
-        flop_speedup: FLOPs of the dense model over those of the routed one.
+        free_ms: The same of free routing at this capacity.
+        routed_ms: The same of this model.
+        of_free: Speed of this model as a share of free routing's.
+        of_topk: Speed under "threshold" as a share of that of the same model under "topk"; None elsewhere.
+        speedup: Speed of this model over the dense one's.
+        flop_speedup: FLOPs of the dense model over those of this one.
+        dense_peak: Most bytes that a training step of the dense model holds beyond the weights; None for "forward".
+        routed_peak: The same of this model.
+        peak_bound: `dense_peak` less the share of each routed block's activations that belongs to skipped tokens, or
+            the gradients where they are more; None where the graph is compiled, which decides itself what it holds.
     """
 
+    HEADER = (
+        "batch", "run", "router", "capacity", "kept (most)", "dense ms", "free ms", "routed ms", "routed / free speed",
+        "threshold / top-k speed", "speed-up", "FLOP speed-up", "speed-up / FLOP speed-up", "peak / dense peak",
+        "peak / bound",
+    )  # fmt: skip
+
     router: str
+    select: str
+    context: str
+    path: str
     capacity: float
     batch_size: int
     execution: str
     step: str
     rounds: int
+    kept: float
+    most: int
     dense_ms: Spread
     free_ms: Spread
     routed_ms: Spread
     of_free: Spread
+    of_topk: Spread | None
     speedup: Spread
     flop_speedup: float
+    dense_peak: int | None = None
+    routed_peak: int | None = None
+    peak_bound: int | None = None
 
     @property
     def of_flops(self) -> float:
         """Measured speed-up as a share of what FLOPs promise."""
         return self.speedup.median / self.flop_speedup
 
+    @property
+    def peak_of_dense(self) -> float | None:
+        """Peak memory as a share of the dense model's."""
+        return None if self.dense_peak is None or self.routed_peak is None else self.routed_peak / self.dense_peak
+
+    @property
+    def peak_of_bound(self) -> float | None:
+        """Peak memory over its bound."""
+        return None if self.peak_bound is None or self.routed_peak is None else self.routed_peak / self.peak_bound
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain JSON values."""
-        return {**asdict(self), "of_flops": self.of_flops}
+        """Return the row as plain JSON values, with the ratios that follow from them."""
+        derived = {name: getattr(self, name) for name in ("of_flops", "peak_of_dense", "peak_of_bound")}
+        return {**asdict(self), **derived}
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the line as text."""
+        model = self.router if self.path == "routed" else f"{self.router}, {self.path}"
+        model += ", threshold" * (self.select == "threshold") + ", context all" * (self.context == "all")
+        return (
+            str(self.batch_size), f"{self.execution} {self.step}", model, f"{self.capacity:g}",
+            f"{self.kept:.1f} ({self.most})", f"{self.dense_ms.median:.2f}", f"{self.free_ms.median:.2f}",
+            f"{self.routed_ms.median:.2f}", spread_cell(self.of_free), spread_cell(self.of_topk),
+            spread_cell(self.speedup), f"{self.flop_speedup:.3f}", f"{self.of_flops:.3f}",
+            number_cell(self.peak_of_dense), number_cell(self.peak_of_bound),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,55 +144,116 @@ class BenchmarkReport:
     """The rows of a benchmark and where they come from.
 
     Args:
+        title: What was measured, in a few words.
         config: The options, as plain values.
         environment: See `environment`.
-        rows: One row for each routed model in each run.
+        rows: The lines, all of one class.
+        notes: What a reader of the table must know, a sentence each.
     """
 
+    title: str
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
-    rows: Sequence[BenchmarkRow]
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
 
     def markdown(self) -> str:
-        """Return the rows as a Markdown table, medians with quartiles in brackets."""
-        header = (
-            "batch", "run", "router", "capacity", "dense ms", "free ms", "routed ms",
-            "routed / free speed", "speed-up", "FLOP speed-up", "speed-up / FLOP speed-up",
-        )  # fmt: skip
-        rows = [
-            (
-                str(row.batch_size), f"{row.execution} {row.step}", row.router, f"{row.capacity:g}",
-                f"{row.dense_ms.median:.2f}", f"{row.free_ms.median:.2f}", f"{row.routed_ms.median:.2f}",
-                _spread(row.of_free), _spread(row.speedup), f"{row.flop_speedup:.3f}", f"{row.of_flops:.3f}",
-            )
-            for row in self.rows
-        ]  # fmt: skip
+        """Return the rows as a Markdown table: medians, quartiles in brackets, no columns without a value."""
+        header = self.rows[0].HEADER if self.rows else ()
+        lines = [cells for cells in (row.cells() for row in self.rows) if any(cells)]
+        used = [column for column in range(len(header)) if any(line[column] for line in lines)]
+        table = markdown_table([header[c] for c in used], [[line[c] for c in used] for line in lines])
         named = ", ".join(f"{name} {value}" for name, value in self.environment.items())
-        model = f"{self.config['model']}, {self.config['dtype']}"
-        return f"{model}; {named}.\n\n{markdown_table(header, rows)}\n"
+        notes = "".join(f"\n{note}\n" for note in self.notes)
+        return f"{self.title}; {named}.\n\n{table}\n{notes}"
 
     def save(self, folder: Path) -> None:
         """Write `benchmark.json` and `benchmark.md` into a folder.
 
-        Raises:
-            FileExistsError: The folder holds a benchmark already.
+        Args:
+            folder: Made if it is not there. It must hold no other benchmark: see `refuse_to_overwrite`.
         """
-        refuse_to_overwrite(folder)
         folder.mkdir(parents=True, exist_ok=True)
         plain = {
+            "title": self.title,
             "config": dict(self.config),
             "environment": dict(self.environment),
+            "notes": list(self.notes),
             "rows": [row.to_dict() for row in self.rows],
         }
-        (folder / f"{NAME}.json").write_text(json.dumps(plain, indent=2) + "\n")
         (folder / f"{NAME}.md").write_text(self.markdown())
+        # Last, because this file says that the benchmark is finished.
+        (folder / f"{NAME}.json").write_text(json.dumps(plain, indent=2) + "\n")
+
+
+class Journal:
+    """The runs of a benchmark that is not finished, a line each, so that a killed benchmark goes on where it was.
+
+    Args:
+        folder: Where the results will be; nothing is written before the first run is added.
+        config: The options, as plain values.
+        environment: See `environment`.
+
+    Attributes:
+        runs: The rows of every finished run, as plain values.
+
+    Raises:
+        FileExistsError: The folder holds a finished benchmark.
+        ValueError: The folder holds one that was begun with other options or in another environment.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+        refuse_to_overwrite(folder)
+        self.runs: dict[str, list[dict[str, Any]]] = {}
+        self._path = folder / UNFINISHED
+        self._head = json.loads(json.dumps({"config": config, "environment": environment}))
+        if not self._path.exists():
+            return
+        lines = self._path.read_text().splitlines(keepends=True)
+        whole = [json.loads(line) for line in lines if line.endswith("\n")]
+        if whole and whole[0] != self._head:
+            raise ValueError(
+                f"{self._path} was begun with other {_differences(whole[0], self._head)}: give another out folder, "
+                "or remove it"
+            )
+        self.runs = {entry["run"]: entry["rows"] for entry in whole[1:]}
+        if len(whole) < len(lines):
+            self._path.write_text("".join(line for line in lines if line.endswith("\n")))
+
+    def add(self, run: str, rows: Sequence[Row]) -> None:
+        """Keep the rows of a finished run.
+
+        Args:
+            run: Its name.
+            rows: Its rows.
+        """
+        self.runs[run] = [row.to_dict() for row in rows]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            if not file.tell():
+                file.write(json.dumps(self._head) + "\n")
+            file.write(json.dumps({"run": run, "rows": self.runs[run]}) + "\n")
+
+    def close(self) -> None:
+        """Remove the file, once the results are saved."""
+        self._path.unlink(missing_ok=True)
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    pairs = [
+        f"{name} ({found[part].get(name)!r}, now {wanted[part].get(name)!r})"
+        for part in wanted
+        for name in {**found[part], **wanted[part]}
+        if found[part].get(name) != wanted[part].get(name)
+    ]
+    return ", ".join(pairs)
 
 
 def refuse_to_overwrite(folder: Path) -> None:
     """Raise a FileExistsError if a folder holds a benchmark already."""
-    for suffix in ("json", "md"):
-        path = folder / f"{NAME}.{suffix}"
-        if path.exists():
+    unfinished = (folder / UNFINISHED).exists()
+    for path in (folder / f"{NAME}.json", folder / f"{NAME}.md"):
+        if path.exists() and not unfinished:
             raise FileExistsError(f"{path} exists: give another out folder, or remove it")
 
 
@@ -139,6 +281,10 @@ def _processor() -> str:
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return an aligned Markdown table; numbers are set to the right.
 
+    Args:
+        header: Titles of the columns.
+        rows: Cells, as many in each row as there are titles.
+
     Example:
         >>> print(markdown_table(["name", "ms"], [["dense", "2.0"]]))
         | name  |  ms |
@@ -146,7 +292,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         | dense | 2.0 |
     """
     widths = [max(3, *(len(row[column]) for row in (header, *rows))) for column in range(len(header))]
-    numeric = [all(row[column][:1].isdigit() for row in rows) for column in range(len(header))]
+    numeric = [all(not row[column] or row[column][:1].isdigit() for row in rows) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
         padded = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(cells, widths, numeric))
@@ -156,5 +302,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), line(rule), *map(line, rows)])
 
 
-def _spread(spread: Spread) -> str:
-    return f"{spread.median:.3f} [{spread.low:.3f}, {spread.high:.3f}]"
+def spread_cell(spread: Spread | None) -> str:
+    """Return a spread as a table's cell, empty for None."""
+    return "" if spread is None else f"{spread.median:.3f} [{spread.low:.3f}, {spread.high:.3f}]"
+
+
+def number_cell(value: float | None) -> str:
+    """Return a number as a table's cell, empty for None."""
+    return "" if value is None else f"{value:.3f}"

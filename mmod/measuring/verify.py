@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmod.blocks import Handover, ImportanceBlock, RoutedBlock, RoutedState, convert
 from mmod.convert import routed_blocks, unroute_
+from mmod.measuring.calibrate import score_levels
 from mmod.measuring.free import sharing_copy
 from mmod.measuring.trace import trace
 from mmod.routing import Router, Routing, apply_gate
@@ -27,8 +28,12 @@ from mmod.routing import Router, Routing, apply_gate
 CLEAR_MARGIN = 1e-5
 
 
+# Error of torch's own operations by dtype, as a share of the largest value: beyond it, something is wrong with them.
+PLAIN_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
 class WrongOutputError(RuntimeError):
-    """A routed model's output is not what it must be."""
+    """The output of a routed model, or of an op, is not what it must be."""
 
 
 def check_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -43,10 +48,37 @@ def check_close(what: str, found: Tensor, expected: Tensor, tolerance: float) ->
     Raises:
         WrongOutputError: They differ by more, or one is not finite.
     """
+    if found.shape != expected.shape:
+        raise WrongOutputError(f"{what}: the shape is {tuple(found.shape)}, not {tuple(expected.shape)}")
+    if not expected.numel():
+        return
     scale = float(expected.abs().max())
-    error = float((found.float() - expected.float()).abs().max()) / (scale or 1.0)
+    error = float((found.double() - expected.double()).abs().max()) / (scale or 1.0)
     if not error <= tolerance:
         raise WrongOutputError(f"{what}: off by {error:.2e} of the largest value, allowed is {tolerance:.0e}")
+
+
+def check_error_rule(what: str, found: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """Raise unless a result is as near to the exact one as twice what torch's own operations reach in the same dtype.
+
+    Args:
+        what: Names the comparison in the error.
+        found: The result in question.
+        plain: What torch's own operations give.
+        exact: The same in float64.
+
+    Raises:
+        WrongOutputError: It is further away, or not finite, or torch's own result is wrong.
+    """
+    check_close(f"{what}, by torch", plain, exact, PLAIN_TOLERANCE[plain.dtype])
+    scale = float(exact.abs().max()) if exact.numel() else 0.0
+    error, allowed = (float((x.double() - exact).abs().max()) if x.numel() else 0.0 for x in (found, plain))
+    # A result that torch hits exactly by chance leaves room for one rounding.
+    allowed = 2 * allowed + torch.finfo(plain.dtype).eps * scale
+    if found.shape != exact.shape or not error <= allowed:
+        raise WrongOutputError(
+            f"{what}: off by {error:.2e} from float64, allowed is {allowed:.2e}, twice torch's error"
+        )
 
 
 @torch.no_grad()
@@ -73,10 +105,11 @@ def check_dense(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> No
 
 @torch.no_grad()
 def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> None:
-    """Check a model routed by top-k against a loop over single images and tokens.
+    """Check a routed model against a loop over single images and tokens.
 
-    The loop scores on its own (importance from the full attention map), selects by Python's sort, and writes one
-    token at a time.
+    The loop scores on its own (importance from the full attention map), selects by Python's sort or by comparing with
+    the threshold, and writes one token at a time. Where kept tokens attend to all, they are taken from the block's
+    result for all tokens.
 
     Args:
         model: A routed model in evaluation; it is not changed.
@@ -105,7 +138,7 @@ def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -
             assert state.seen_score_N is not None
             score = decisions[name].score_BN[image]
             check_close(f"the scores of {name} against a single image's", score, state.seen_score_N, tolerance)
-            _check_selection(name, routers[name], decisions[name].index_BK[image], score)
+            _check_selection(name, routers[name], _kept(decisions[name], image), decisions[name].score_BN, image)
         check_close("the routed output against a loop over images", output[image], expected[0], tolerance)
 
 
@@ -120,13 +153,23 @@ def _only(routing: Routing, image: int) -> Routing:
     )
 
 
-def _check_selection(name: str, router: Router, index_K: Tensor, score_N: Tensor) -> None:
-    score, prefix = score_N.tolist(), router.prefix
-    count = max(1, prefix, math.floor(router.capacity * len(score)))
-    ranked = sorted(range(prefix, len(score)), key=lambda token: (-score[token], token))
-    expected = sorted([*range(prefix), *ranked[: count - prefix]])
-    if index_K.tolist() != expected:
-        raise WrongOutputError(f"{name} keeps {index_K.tolist()}, but its scores rank {expected} highest")
+def _kept(routing: Routing, image: int) -> list[int]:
+    index_K = routing.index_BK[image]
+    kept: list[int] = (index_K if routing.valid_BK is None else index_K[routing.valid_BK[image]]).tolist()
+    return kept
+
+
+def _check_selection(name: str, router: Router, kept: list[int], score_BN: Tensor, image: int) -> None:
+    prefix, tokens = router.prefix, score_BN.shape[1]
+    if router.config.select == "topk":
+        score, count = score_BN[image].tolist(), max(1, prefix, math.floor(router.capacity * tokens))
+        reached = sorted(range(prefix, tokens), key=lambda token: (-score[token], token))[: count - prefix]
+    else:
+        level = score_levels(router, score_BN)[image].tolist()
+        reached = [token for token in range(prefix, tokens) if level[token] >= router.config.threshold]
+    expected = sorted([*range(prefix), *reached])
+    if kept != expected:
+        raise WrongOutputError(f"{name} keeps {kept}, but by its scores it must keep {expected}")
 
 
 class _LoopState:
@@ -155,10 +198,15 @@ class _LoopBlock(nn.Module):
             score_BN = self.router.score(x)
         assert score_BN is not None
         state.seen_score_N = score_BN[0]
-        arguments = state.host.narrow(state.host.bind(args, kwargs), x, routing)
-        kept = routing.index_BK[0].tolist()
+        kept = _kept(routing, 0)
+        if not kept:
+            return x
         z_BKD = torch.stack([x[0, token] for token in kept]).unsqueeze(0)
-        y_BKD = super().forward(z_BKD, **arguments)
+        if self.router.config.context == "all":
+            y_BKD = super().forward(x, *args, **kwargs)[:, kept]
+        else:
+            only_kept = routing._replace(index_BK=torch.tensor([kept], device=x.device), valid_BK=None)
+            y_BKD = super().forward(z_BKD, **state.host.narrow(state.host.bind(args, kwargs), x, only_kept))
         gate_BN = apply_gate(score_BN, str(self.router.config.gate), float(self.router.config.gate_scale or 0))
         out = x.clone()
         for slot, token in enumerate(kept):
@@ -213,11 +261,11 @@ class _FullMaps(TorchFunctionMode):
 def clear_images(model: nn.Module, make: Callable[[int], Tensor], count: int, attempts: int = 20) -> Tensor:
     """Return images for which every routed block decides clearly.
 
-    Where the last kept and the first skipped token score alike to within rounding, two right computations may route
-    differently, so only clear images can be compared.
+    Where the last kept and the first skipped token score alike to within rounding, or a token lies on the threshold,
+    two right computations may route differently, so only clear images can be compared.
 
     Args:
-        model: A model routed by top-k, in evaluation.
+        model: A routed model in evaluation.
         make: Returns the given number of fresh images.
         count: Images wanted.
         attempts: Batches drawn at most.
@@ -243,6 +291,9 @@ def clear_images(model: nn.Module, make: Callable[[int], Tensor], count: int, at
 
 def _margin(routing: Routing, router: Router) -> Tensor:
     score_BN, prefix = routing.score_BN, router.prefix
+    if router.config.select == "threshold":
+        level_BN = score_levels(router, score_BN)[:, prefix:]
+        return (level_BN - router.config.threshold).abs().amin(dim=1) / level_BN.abs().amax(dim=1)
     kept = routing.index_BK.shape[1] - prefix
     if not 0 < kept < score_BN.shape[1] - prefix:
         return torch.full_like(score_BN[:, 0], torch.inf)

@@ -13,10 +13,10 @@ import torch
 
 import mmod
 from mmod.measuring import BenchmarkConfig, WrongOutputError, benchmark, check_dense, check_reference, free_routing
-from mmod.measuring.benchmark import _Step, check_compiled
 from mmod.measuring.free import sharing_copy
 from mmod.measuring.latency import Spread, interleave, ratios
 from mmod.measuring.report import markdown_table
+from mmod.measuring.steps import Step, check_compiled
 from mmod.measuring.verify import clear_images
 
 TOOL = Path(__file__).parents[2] / "tools" / "benchmark.py"
@@ -92,7 +92,7 @@ def _off_by_one(score_BN: torch.Tensor, *args: Any) -> tuple[torch.Tensor, None]
     ("target", "wrong", "message"),
     [
         ("mmod.blocks.routed.scatter_rows", _shift_rows, "capacity 1 and gate 1 against dense"),
-        ("mmod.routing.router.select_topk", _off_by_one, "against dense|scores rank"),
+        ("mmod.routing.router.select_topk", _off_by_one, "against dense|by its scores it must keep"),
         ("mmod.blocks.routed.lerp_rows", lambda z, y, gate: y, "against a loop over images|against a single image's"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_wrong_path_is_never_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str, wrong: Any, message: str
 ) -> None:
     monkeypatch.setattr(target, wrong)
-    monkeypatch.setattr("mmod.measuring.latency._time_on_cpu", lambda function: pytest.fail("timed"))
+    monkeypatch.setattr("mmod.measuring.latency._time_on_cpu", lambda *_: pytest.fail("timed"))
     # A gate far from 1, so that leaving it out shows.
     monkeypatch.setattr("mmod.routing.router.near_dense_std", lambda dim, scale: 0.5)
     with pytest.raises(WrongOutputError, match=message):
@@ -125,7 +125,7 @@ def test_wrong_importance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("step", ["forward", "train"])
 def test_wrong_compilation_is_refused(step: str) -> None:
     model, images = routed(), torch.randn(2, 3, 64, 64)
-    eager, compiled = _Step(model, step, "eager"), _Step(model, step, "eager")
+    eager, compiled = Step(model, step, "eager"), Step(model, step, "eager")
     check_compiled("linear", compiled, eager, images)
     compiled.forward = lambda x: model(x) * 1.01
     with pytest.raises(WrongOutputError, match="linear, compiled against eager"):
