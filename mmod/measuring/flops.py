@@ -20,6 +20,7 @@ from mmod.blocks import RoutedBlock
 from mmod.convert import is_routed, unroute_
 from mmod.measuring.memory import ActivationMemory
 from mmod.measuring.trace import Trace
+from mmod.ops.multihead import multihead_attention
 
 REST = ""
 
@@ -289,11 +290,16 @@ class _Counter(TorchFunctionMode):
             raise ValueError(f"cannot count the FLOPs of {func.__name__}, which this model calls")
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return multihead_attention(self._divert, *args, **kwargs)
         result = func(*args, **kwargs)
         formula = _FORMULAS.get(func)
         if formula is not None:
             self.flops[self._inside[-1]] += formula(result, *args, **kwargs)
         return result
+
+    def _divert(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.__torch_function__(func, (), args, kwargs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         per_pair = query.shape[-1] + value.shape[-1]
@@ -393,5 +399,5 @@ _FORMULAS: dict[Callable[..., Any], Callable[..., int]] = {
     Tensor.__rmatmul__: _reversed_product,
     **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _added_product),
 }
-_UNCOUNTED = {torch.einsum, torch.tensordot, F.bilinear, F.multi_head_attention_forward}
+_UNCOUNTED = {torch.einsum, torch.tensordot, F.bilinear}
 _UNCOUNTED |= {F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}

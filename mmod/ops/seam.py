@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mmod.ops.multihead import multihead_attention
+
 
 class AttentionSeam(TorchFunctionMode):
     """Context manager that hands every call of `scaled_dot_product_attention` inside it to `attend`."""
@@ -27,9 +29,14 @@ class AttentionSeam(TorchFunctionMode):
         """Divert attention and pass every other call through."""
         if func is F.scaled_dot_product_attention:
             return self.attend(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            return multihead_attention(self._divert, *args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         self.watch(func, result)
         return result
+
+    def _divert(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.__torch_function__(func, (), args, kwargs)
 
     def attend(
         self,

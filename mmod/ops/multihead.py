@@ -1,0 +1,117 @@
+"""`torch.nn.MultiheadAttention` taken apart, so that projections and attention inside it can be seen.
+
+Axes: B images, L queries, S keys, D channels, H heads, E channels of a head. Tokens come first, as torch hands them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Call = Callable[..., Any]
+
+
+def multihead_attention(
+    call: Call,
+    query_LBD: Tensor,
+    key_SBD: Tensor,
+    value_SBD: Tensor,
+    channels: int,
+    heads: int,
+    in_weight: Tensor | None,
+    in_bias: Tensor | None,
+    key_bias: Tensor | None,
+    value_bias: Tensor | None,
+    add_zero_attn: bool,
+    dropout: float,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    *,
+    training: bool = True,
+    attn_mask: Tensor | None = None,
+    need_weights: bool = True,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Do what `torch.nn.functional.multi_head_attention_forward` does, through calls that can be diverted.
+
+    A function mode is off inside torch's own function while it handles it, so neither importance nor packed rows could
+    reach the attention in it.
+
+    Args:
+        call: Called with each of the functions `linear` and `scaled_dot_product_attention` and its arguments.
+        query_LBD: Queries before projection (L, B, D).
+        key_SBD: Keys before projection (S, B, D).
+        value_SBD: Values before projection (S, B, D).
+        channels: D.
+        heads: H.
+        in_weight: Weights of the three projections in one (3 D, D).
+        in_bias: Their bias (3 D), or None.
+        key_bias: Must be None.
+        value_bias: Must be None.
+        add_zero_attn: Must be False.
+        dropout: Share of probabilities dropped in training.
+        out_weight: Weight of the output projection (D, D).
+        out_bias: Its bias (D), or None.
+        training: Whether to drop.
+        attn_mask: Bias to add, or True where a pair may not attend, (L, S) or (B H, L, S).
+        need_weights: Must be False.
+        options: torch's further arguments, which must all be off.
+
+    Returns:
+        The output (L, B, D), and None in place of the map.
+
+    Raises:
+        ValueError: An option outside those above.
+
+    Example:
+        >>> attention = torch.nn.MultiheadAttention(8, 2)
+        >>> x = torch.randn(5, 3, 8)
+        >>> taken_apart, _ = multihead_attention(
+        ...     lambda function, *args, **kwargs: function(*args, **kwargs), x, x, x, 8, 2,
+        ...     attention.in_proj_weight, attention.in_proj_bias, None, None, False, 0.0,
+        ...     attention.out_proj.weight, attention.out_proj.bias, need_weights=False,
+        ... )
+        >>> bool(torch.allclose(taken_apart, attention(x, x, x)[0], atol=1e-6))
+        True
+    """
+    options |= {"need_weights": need_weights, "add_zero_attn": add_zero_attn, "bias_k": key_bias, "bias_v": value_bias}
+    refused = [n for n, value in options.items() if value is not None and value is not False and n not in _HARMLESS]
+    if refused or in_weight is None:
+        raise ValueError(
+            f"cannot follow torch.nn.MultiheadAttention with {', '.join(refused) or 'separate projections'}: only the "
+            "plain kind, one weight for query, key and value, need_weights=False and no mask of keys"
+        )
+    query, key, value = _project(call, query_LBD, key_SBD, value_SBD, in_weight, in_bias)
+    images = query.shape[1]
+    attended_BHLE = call(
+        F.scaled_dot_product_attention,
+        *(x.unflatten(-1, (heads, channels // heads)).permute(1, 2, 0, 3) for x in (query, key, value)),
+        attn_mask=_additive(attn_mask, images, heads, query.dtype),
+        dropout_p=dropout if training else 0.0,
+    )
+    return call(F.linear, attended_BHLE.permute(2, 0, 1, 3).flatten(2), out_weight, out_bias), None
+
+
+# `is_causal` is a hint beside the mask, which says the same; averaging concerns a map that is not asked for.
+_HARMLESS = ("is_causal", "average_attn_weights")
+
+
+def _project(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    if query is key and key is value:
+        return tuple(call(F.linear, query, weight, bias).chunk(3, dim=-1))
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    return tuple(call(F.linear, x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases))
+
+
+def _additive(mask: Tensor | None, images: int, heads: int, dtype: torch.dtype) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+    return mask if mask.ndim == 2 else mask.unflatten(0, (images, heads))
