@@ -49,7 +49,7 @@ class HostModel:
 Part = Callable[[], HostModel]
 
 # Top-level package of a model's class -> module with `find_parts(model) -> dict[str, Part]`.
-ADAPTERS = {"timm": "mmod.adapters.timm"}
+ADAPTERS = {"timm": "mmod.adapters.timm", "open_clip": "mmod.adapters.open_clip"}
 
 
 def find_parts(model: nn.Module) -> dict[str, Part]:

@@ -1,0 +1,293 @@
+"""open_clip: the image and the text tower of CLIP models as parts, and what a text tower knows of its captions.
+
+Axes: B captions or images, L token ids, N tokens, K slots, H heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from open_clip import model as clip_models
+from open_clip import transformer
+from open_clip.coca_model import CoCa
+from open_clip.hf_model import HFTextEncoder
+from open_clip.timm_model import TimmModel
+from torch import Tensor, nn
+
+from mmod.adapters import timm as timm_adapter
+from mmod.adapters.base import HostModel, NamedArguments, Part
+from mmod.blocks import host_class
+from mmod.blocks.state import recomputing
+from mmod.routing import Routing
+
+BLOCKS: tuple[type[nn.Module], ...] = (
+    transformer.ResidualAttentionBlock,
+    transformer.CustomResidualAttentionBlock,
+)
+MODELS: tuple[type[nn.Module], ...] = (clip_models.CLIP, clip_models.CustomTextCLIP, CoCa)
+# The first token, which starts a caption, and the one the embedding is read from.
+PROTECTED_IN_TEXT = 2
+
+
+def find_parts(model: nn.Module) -> dict[str, Part]:
+    """Return the towers of an open_clip model: "image" and "text", or the one that a tower itself is.
+
+    Args:
+        model: A model that open_clip made, or one of its towers.
+
+    Raises:
+        ValueError: Neither a model nor a tower.
+    """
+    if isinstance(model, MODELS):
+        text = getattr(model, "text", model)
+        return {
+            "image": functools.partial(_image_tower, model.visual, "visual."),
+            "text": functools.partial(_text_tower, text, "" if text is model else "text."),
+        }
+    if isinstance(model, (transformer.VisionTransformer, TimmModel, clip_models.ModifiedResNet)):
+        return {"image": functools.partial(_image_tower, model, "")}
+    if isinstance(model, (transformer.TextTransformer, HFTextEncoder)):
+        return {"text": functools.partial(_text_tower, model, "")}
+    raise ValueError(
+        f"cannot route open_clip's {type(model).__name__}: supported are {', '.join(m.__name__ for m in MODELS)}, and "
+        "their towers VisionTransformer, TimmModel and TextTransformer"
+    )
+
+
+def _image_tower(tower: nn.Module, name: str) -> HostModel:
+    if isinstance(tower, TimmModel):
+        host = timm_adapter.find_blocks(tower.trunk)
+        return dataclasses.replace(
+            host, library="open_clip", names=tuple(f"{name}trunk.{block}" for block in host.names)
+        )
+    if not isinstance(tower, transformer.VisionTransformer):
+        raise ValueError(
+            f"cannot route the image tower {type(tower).__name__}: it is no transformer. Route the text tower alone: "
+            "mmod.route_(model, text=config)"
+        )
+    return _stack(tower.transformer, f"{name}transformer.resblocks", prefix=1)
+
+
+def _text_tower(tower: nn.Module, name: str) -> HostModel:
+    if isinstance(tower, HFTextEncoder):
+        raise ValueError(
+            "cannot route a text tower of Hugging Face transformers inside open_clip. Route the image tower alone: "
+            "mmod.route_(model, image=config)"
+        )
+    roles = TextRoles(tower)
+    host = _stack(tower.transformer, f"{name}transformer.resblocks", prefix=PROTECTED_IN_TEXT, roles=roles)
+    embedding = (tower.token_embedding, CaptionReader, roles)
+    return dataclasses.replace(host, around=(embedding,), sequence=int(tower.context_length))
+
+
+def _stack(stack: nn.Module, name: str, prefix: int, roles: TextRoles | None = None) -> HostModel:
+    blocks = tuple(stack.resblocks)
+    for block in blocks:
+        if not isinstance(block, BLOCKS):
+            raise ValueError(
+                f"cannot route blocks of type {host_class(block).__qualname__} in {name}: supported are "
+                f"{', '.join(kind.__name__ for kind in BLOCKS)}"
+            )
+    if not stack.batch_first:
+        raise ValueError(f"cannot route {name}: it runs with batch_first=False, so that tokens are not its second axis")
+    return HostModel(
+        library="open_clip",
+        names=tuple(f"{name}.{index}" for index in range(len(blocks))),
+        blocks=blocks,
+        prefix=prefix,
+        dim=int(stack.width),
+        host_of=functools.partial(_host_of, roles=roles),
+    )
+
+
+def _host_of(block: nn.Module, roles: TextRoles | None) -> ClipBlock:
+    attention: Any = block.attn
+    names = ("k_x", "v_x", "attn_mask") if isinstance(block, transformer.ResidualAttentionBlock) else ("attn_mask",)
+    fused = isinstance(attention, nn.MultiheadAttention) or (attention.use_fsdpa and attention.logit_scale is None)
+    return ClipBlock(
+        names=names,
+        fused=fused,
+        projections=(("attn.in_proj_weight", attention.in_proj_weight.shape[0] // 3),),
+        heads=int(attention.num_heads),
+        roles=roles,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipBlock(NamedArguments):
+    """How open_clip calls a block: at most a mask beside the tokens.
+
+    Args:
+        heads: Attention heads, which a mask of a batch repeats.
+        roles: What a text tower knows of its captions, None for images.
+    """
+
+    heads: int = 1
+    roles: TextRoles | None = None
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the given arguments by name, without those that are None."""
+        named = super().bind(args, kwargs)
+        if "k_x" in named or "v_x" in named:
+            raise TypeError("a routed block attends to its own tokens: k_x and v_x belong to cross-attention")
+        return named
+
+    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """Return which tokens of a caption are more than padding."""
+        return None if self.roles is None else self.roles.of(x_BND).valid_BN
+
+    def protected(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """Return which tokens of a caption always run: the first, and the one its embedding is read from."""
+        return None if self.roles is None else self.roles.of(x_BND).protect_BN
+
+    def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
+        """Return the mask of the kept tokens alone, in the shape the host takes."""
+        mask = arguments.get("attn_mask")
+        if self.roles is not None and self.roles.causal and mask is not None and mask.ndim == 2:
+            # Kept tokens stand in their own order in front of empty slots, so earlier slots are earlier tokens.
+            slots = routing.index_BK.shape[1]
+            return {**arguments, "attn_mask": mask[:slots, :slots]}
+        return self._flat(super().narrow(self._unflat(arguments), x_BND, routing), routing)
+
+    def _narrow_queries(self, arguments: Mapping[str, Any], tokens: int, routing: Routing) -> dict[str, Any]:
+        narrowed = super()._narrow_queries(self._unflat(arguments), tokens, routing)
+        return self._flat(narrowed, routing)
+
+    def _unflat(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Give a mask for every caption and head (B H, N, N) its axes back."""
+        mask = arguments.get("attn_mask")
+        if mask is None or mask.ndim != 3:
+            return dict(arguments)
+        return {**arguments, "attn_mask": mask.unflatten(0, (-1, self.heads))}
+
+    def _flat(self, arguments: Mapping[str, Any], routing: Routing) -> dict[str, Any]:
+        """Join captions and heads in one axis, after spreading what holds for all of them."""
+        mask = arguments.get("attn_mask")
+        if mask is None:
+            return dict(arguments)
+        batch, slots = routing.index_BK.shape
+        return {**arguments, "attn_mask": mask.expand(batch, self.heads, slots, -1).flatten(0, 1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """Which tokens of a batch of captions are what.
+
+    Args:
+        valid_BN: False where a token leaves no trace in the embedding, None where every token does.
+        protect_BN: True for the first token and the one the embedding is read from.
+    """
+
+    valid_BN: Tensor | None
+    protect_BN: Tensor
+
+
+class TextRoles:
+    """Reads off token ids what the blocks of a text tower cannot know: where a caption ends, and what follows.
+
+    A token is padding when the dense tower's embedding cannot depend on it: it stands behind the token that a causal
+    tower reads its embedding from, or the tower masks it. A tower that attends to its padding has none.
+
+    Args:
+        tower: A `TextTransformer`, or a `CLIP` model, which holds the parts of one.
+    """
+
+    def __init__(self, tower: Any) -> None:
+        packed = isinstance(tower, clip_models.CLIP)
+        self.pool = str(tower.text_pool_type if packed else tower.pool_type)
+        self.eos = int(tower.text_eos_id if packed else tower.eos_id)
+        self.causal = tower.attn_mask is not None
+        self.pad = None if packed else int(tower.pad_id)
+        self.masks_padding = not packed and bool(tower.use_pad_mask)
+        self.class_token = not packed and tower.cls_emb is not None
+        # Published CoCa weights were trained with the mask of the class token one place off.
+        self.class_mask_shifted = self.class_token and not tower.correct_cls_mask
+        self.current: Roles | None = None
+        self._inputs: set[int] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the tensors of the last forward pass out of copies and pickles."""
+        return {**self.__dict__, "current": None, "_inputs": set()}
+
+    def read(self, text_BL: Tensor) -> None:
+        """Take note of the captions that are about to run.
+
+        Args:
+            text_BL: Token ids (B, L).
+        """
+        length = text_BL.shape[1] + self.class_token
+        position_N = torch.arange(length, device=text_BL.device)
+        pooled_B = self._pooled(text_BL, length)
+        protect_BN = (position_N == 0) | (position_N == pooled_B.unsqueeze(1))
+        if self.class_token or self.masks_padding:
+            valid_BN = self._unmasked(text_BL) | protect_BN
+        elif self.causal and self.pool in ("argmax", "eos"):
+            valid_BN = position_N <= pooled_B.unsqueeze(1)
+        else:
+            valid_BN = None
+        self.current = Roles(valid_BN, protect_BN)
+        self._inputs = set()
+
+    def of(self, x_BND: Tensor) -> Roles:
+        """Return the roles of the tokens that a block sees.
+
+        Args:
+            x_BND: The block's input (B, N, D).
+
+        Raises:
+            RuntimeError: No token ids of this shape went through the tower's embedding, or under gradient checkpointing
+                others did in the meantime.
+        """
+        roles = self.current
+        if roles is None or roles.protect_BN.shape != x_BND.shape[:2]:
+            raise RuntimeError(
+                f"a routed text tower must see its token ids: run encode_text or the tower, not its blocks on "
+                f"{tuple(x_BND.shape)}"
+            )
+        if not torch.compiler.is_compiling():
+            if not recomputing():
+                self._inputs.add(x_BND.data_ptr())
+            elif x_BND.data_ptr() not in self._inputs:
+                raise RuntimeError(
+                    "gradient checkpointing recomputes a routed text block after other captions have run: run "
+                    "backward() before the next forward pass, or turn checkpointing off"
+                )
+        return roles
+
+    def _pooled(self, text_BL: Tensor, length: int) -> Tensor:
+        """Return the position whose state becomes the embedding (B)."""
+        if self.class_token or self.pool == "last":
+            return torch.full_like(text_BL[:, 0], length - 1)
+        if self.pool == "argmax":
+            return text_BL.argmax(dim=-1)
+        if self.pool == "eos":
+            return (text_BL == self.eos).int().argmax(dim=-1)
+        return torch.zeros_like(text_BL[:, 0])
+
+    def _unmasked(self, text_BL: Tensor) -> Tensor:
+        """Return which tokens the tower's mask of padding lets others see (B, N)."""
+        valid_BL = text_BL != self.pad
+        if not self.class_token:
+            return valid_BL
+        own_B1 = torch.ones_like(valid_BL[:, :1])
+        return torch.cat([own_B1, valid_BL] if self.class_mask_shifted else [valid_BL, own_B1], dim=1)
+
+
+class CaptionReader(nn.Module):
+    """Mixin for a tower's token embedding that takes note of the ids which pass through it.
+
+    Attributes:
+        mod: Where to.
+    """
+
+    mod: TextRoles
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the embedded tokens (B, L, D) of ids (B, L)."""
+        self.mod.read(input)
+        embedded: Tensor = super().forward(input)
+        return embedded
