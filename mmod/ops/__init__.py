@@ -1,12 +1,15 @@
 """Move rows and attend; knows no model."""
 
+from mmod.ops.backend import Backend, choices, use
 from mmod.ops.capture import capture_importance
 from mmod.ops.context import Projection, attend_to_all, keys_and_values
 from mmod.ops.importance import attention_importance, attention_with_importance, importance_of_map
 from mmod.ops.packed import Packing, attend_within, pack_rows, packed_attention
-from mmod.ops.rows import gather_rows, lerp_rows, scatter_rows
+from mmod.ops.reference import inverse_rows, lerp_rows
+from mmod.ops.rows import gather_norm, gather_rows, merge_rows, scatter_rows
 
 __all__ = [
+    "Backend",
     "Packing",
     "Projection",
     "attend_to_all",
@@ -14,11 +17,16 @@ __all__ = [
     "attention_importance",
     "attention_with_importance",
     "capture_importance",
+    "choices",
+    "gather_norm",
     "gather_rows",
     "importance_of_map",
+    "inverse_rows",
     "keys_and_values",
     "lerp_rows",
+    "merge_rows",
     "pack_rows",
     "packed_attention",
     "scatter_rows",
+    "use",
 ]

@@ -1,0 +1,85 @@
+"""What the row ops compute, in plain torch: the definition that kernels are held to, and what runs without them.
+
+Axes: B images, N tokens, K slots per image, D channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def gather_rows(x_BND: Tensor, index_BK: Tensor) -> Tensor:
+    """Take the rows that the index names, see `mmod.ops.gather_rows`."""
+    return torch.gather(x_BND, 1, index_BK.unsqueeze(-1).expand(-1, -1, x_BND.shape[-1]).long())
+
+
+def scatter_rows(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
+    """Replace the rows that the index names, see `mmod.ops.scatter_rows`."""
+    return torch.scatter(x_BND, 1, index_BK.unsqueeze(-1).expand_as(y_BKD).long(), y_BKD)
+
+
+def lerp_rows(z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor | None) -> Tensor:
+    """Weigh the update from z to y by a gate: `z + gate * (y - z)`.
+
+    `torch.lerp` returns y exactly at gate 1, in half precision too, which the written-out form does not.
+
+    Args:
+        z_BKD: Rows before the block (B, K, D) or packed (T, D).
+        y_BKD: Rows after it.
+        gate_BK: Weight of the update (B, K) or (T), or None for 1.
+
+    Returns:
+        The weighted rows, like z.
+
+    Source: Raposo et al., arXiv 2404.02258, Eq. 1, with f the residual update.
+
+    Example:
+        >>> lerp_rows(torch.zeros(1, 1, 1), torch.ones(1, 1, 1), torch.tensor([[0.25]])).item()
+        0.25
+    """
+    y_BKD = y_BKD.to(z_BKD.dtype)
+    if gate_BK is None:
+        return y_BKD
+    return torch.lerp(z_BKD, y_BKD, gate_BK.unsqueeze(-1).to(z_BKD.dtype))
+
+
+def gather_norm(
+    x_BND: Tensor, index_BK: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str
+) -> tuple[Tensor, Tensor]:
+    """Take the rows that the index names and normalise them, see `mmod.ops.gather_norm`."""
+    z_BKD = gather_rows(x_BND, index_BK)
+    if kind == "layer":
+        return z_BKD, F.layer_norm(z_BKD, z_BKD.shape[-1:], weight, bias, eps)
+    normed_BKD = F.rms_norm(z_BKD, z_BKD.shape[-1:], weight, eps)
+    return z_BKD, normed_BKD if bias is None else normed_BKD + bias
+
+
+def merge_rows(
+    x_BND: Tensor, index_BK: Tensor, z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor | None, valid_BK: Tensor | None
+) -> Tensor:
+    """Write the weighed update of the kept rows among all rows, see `mmod.ops.merge_rows`."""
+    new_BKD = lerp_rows(z_BKD, y_BKD, gate_BK)
+    if valid_BK is not None:
+        new_BKD = torch.where(valid_BK.unsqueeze(-1), new_BKD, gather_rows(x_BND, index_BK))
+    return scatter_rows(x_BND, index_BK, new_BKD)
+
+
+def inverse_rows(index_BK: Tensor, tokens: int) -> Tensor:
+    """Return the slot of each token, -1 where it has none.
+
+    Args:
+        index_BK: Token of each slot, unique in every row (B, K).
+        tokens: All tokens N of an image.
+
+    Returns:
+        The inverse map (B, N), int32.
+
+    Example:
+        >>> inverse_rows(torch.tensor([[1, 3]]), 4).tolist()
+        [[-1, 0, -1, 1]]
+    """
+    slot_BK = torch.arange(index_BK.shape[1], dtype=torch.int32, device=index_BK.device).expand(index_BK.shape)
+    none_BN = torch.full((index_BK.shape[0], tokens), -1, dtype=torch.int32, device=index_BK.device)
+    return none_BN.scatter(1, index_BK.long(), slot_BK)

@@ -1,0 +1,333 @@
+"""Kernels that move rows: gather, gather with a norm, merge, and their gradients.
+
+Every program moves a tile of ROWS rows by CHANNELS channels. Rows are addressed in 64 bits, since B * N * D may pass
+2**31. Indices are unique within an image, so nothing is added up in memory and every run gives the same bits.
+
+Axes: B images, N tokens, K slots per image, D channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmod.ops.triton.compat import load_float, on_device
+
+# Elements of a tile: 128 threads move 32 bytes of bf16 each.
+TILE = 2048
+# Rows whose gradients of a norm's weight one program sums up before it writes them.
+NORM_CHUNK = 32
+
+
+@triton.jit
+def gather_kernel(  # type: ignore[no-untyped-def]
+    x, index, out, rows, slots, channels,
+    x_image, x_token, x_channel, index_image, index_slot,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Copy the rows of x (B, N, D) that index (B, K) names."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    image, slot = (row // slots).to(tl.int64), row % slots
+    token = tl.load(index + image * index_image + slot * index_slot, mask=row < rows, other=0).to(tl.int64)
+    mask = (row < rows)[:, None] & (channel < channels)[None, :]
+    value = tl.load(x + (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel, mask=mask)
+    tl.store(out + row.to(tl.int64)[:, None] * channels + channel[None, :], value, mask=mask)
+
+
+@triton.jit
+def merge_kernel(  # type: ignore[no-untyped-def]
+    x, inverse, z, y, gate, valid, out, rows, tokens, slots, channels,
+    x_image, x_token, x_channel, z_image, z_slot, z_channel, y_image, y_slot, y_channel,
+    HAS_X: tl.constexpr, HAS_Y: tl.constexpr, HAS_GATE: tl.constexpr, HAS_VALID: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Write every row once: a kept one from lerp(z, y, gate), any other from x; zeros stand in for what is absent."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    image, token = (row // tokens).to(tl.int64), row % tokens
+    slot = tl.load(inverse + row, mask=row < rows, other=-1)
+    kept = slot >= 0
+    if HAS_VALID:
+        kept = kept & (tl.load(valid + image * slots + slot, mask=kept, other=0) != 0)
+    mask = (row < rows)[:, None] & (channel < channels)[None, :]
+    from_block = mask & kept[:, None]
+    value = tl.zeros([ROWS, CHANNELS], dtype=tl.float32)
+    if HAS_X:
+        place = (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel
+        value = load_float(x + place, mask & (~kept)[:, None])
+    if HAS_Y:
+        place = (image * y_image + slot * y_slot)[:, None] + channel[None, :] * y_channel
+        after = load_float(y + place, from_block)
+        if HAS_GATE:
+            place = (image * z_image + slot * z_slot)[:, None] + channel[None, :] * z_channel
+            before = load_float(z + place, from_block)
+            weight = load_float(gate + image * slots + slot, kept)[:, None]
+            change = after - before
+            # The form of torch.lerp: exact at gate 0 and at gate 1.
+            after = tl.where(weight < 0.5, before + weight * change, after - change * (1 - weight))
+        value = tl.where(from_block, after, value)
+    place = row.to(tl.int64)[:, None] * channels + channel[None, :]
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def merge_grad_kernel(  # type: ignore[no-untyped-def]
+    grad, index, z, y, gate, valid, grad_z, grad_y, grad_gate, rows, slots, channels,
+    grad_image, grad_token, grad_channel, z_image, z_slot, z_channel, y_image, y_slot, y_channel,
+    HAS_VALID: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of lerp(z, y, gate) for the rows of grad (B, N, D) that index (B, K) names."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    image, slot = (row // slots).to(tl.int64), row % slots
+    token = tl.load(index + row, mask=inside, other=0).to(tl.int64)
+    weight = load_float(gate + row, inside)[:, None]
+    filled = inside
+    if HAS_VALID:
+        filled = tl.load(valid + row, mask=inside, other=0) != 0
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    for start in range(0, channels, CHANNELS):
+        channel = start + tl.arange(0, CHANNELS)
+        mask = inside[:, None] & (channel < channels)[None, :]
+        place = (image * grad_image + token * grad_token)[:, None] + channel[None, :] * grad_channel
+        out = load_float(grad + place, mask & filled[:, None])
+        place = (image * z_image + slot * z_slot)[:, None] + channel[None, :] * z_channel
+        before = load_float(z + place, mask)
+        place = (image * y_image + slot * y_slot)[:, None] + channel[None, :] * y_channel
+        after = load_float(y + place, mask)
+        total += tl.sum(out * (after - before), axis=1)
+        place = row.to(tl.int64)[:, None] * channels + channel[None, :]
+        tl.store(grad_z + place, (out * (1 - weight)).to(grad_z.dtype.element_ty), mask=mask)
+        tl.store(grad_y + place, (out * weight).to(grad_y.dtype.element_ty), mask=mask)
+    tl.store(grad_gate + row, tl.where(filled, total, 0.0).to(grad_gate.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gather_norm_kernel(  # type: ignore[no-untyped-def]
+    x, index, weight, bias, out, normed, mean, scale, rows, slots, channels, eps,
+    x_image, x_token, x_channel, index_image, index_slot,
+    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Copy the named rows, and beside each write it normalised; CHANNELS spans a whole row."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, CHANNELS)
+    inside, across = row < rows, channel < channels
+    image, slot = (row // slots).to(tl.int64), row % slots
+    token = tl.load(index + image * index_image + slot * index_slot, mask=inside, other=0).to(tl.int64)
+    mask = inside[:, None] & across[None, :]
+    value = load_float(x + (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel, mask)
+    place = row.to(tl.int64)[:, None] * channels + channel[None, :]
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
+    if CENTRED:
+        centre = tl.sum(value, axis=1) / channels
+        value = tl.where(mask, value - centre[:, None], 0.0)
+        tl.store(mean + row, centre, mask=inside)
+    deviation = 1 / tl.sqrt(tl.sum(value * value, axis=1) / channels + eps)
+    tl.store(scale + row, deviation, mask=inside)
+    value = value * deviation[:, None]
+    if HAS_WEIGHT:
+        value = value * load_float(weight + channel, across)[None, :]
+    if HAS_BIAS:
+        value = value + load_float(bias + channel, across)[None, :]
+    tl.store(normed + place, value.to(normed.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gather_norm_grad_kernel(  # type: ignore[no-untyped-def]
+    grad_z, grad_normed, z, index, weight, mean, scale, grad_x, grad_weight, grad_bias, rows, tokens, slots, channels,
+    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of each named row to its place in grad_x, and sums over CHUNK rows for weight and bias."""
+    channel = tl.arange(0, CHANNELS)
+    across = channel < channels
+    factor = load_float(weight + channel, across)[None, :] if HAS_WEIGHT else 1.0
+    total_weight = tl.zeros([CHANNELS], dtype=tl.float32)
+    total_bias = tl.zeros([CHANNELS], dtype=tl.float32)
+    for start in range(0, CHUNK, ROWS):
+        row = tl.program_id(0) * CHUNK + start + tl.arange(0, ROWS)
+        inside = row < rows
+        image = (row // slots).to(tl.int64)
+        token = tl.load(index + row, mask=inside, other=0).to(tl.int64)
+        mask = inside[:, None] & across[None, :]
+        place = row.to(tl.int64)[:, None] * channels + channel[None, :]
+        value = load_float(z + place, mask)
+        outer = load_float(grad_normed + place, mask)
+        deviation = tl.load(scale + row, mask=inside, other=0.0)[:, None]
+        if CENTRED:
+            value = value - tl.load(mean + row, mask=inside, other=0.0)[:, None]
+        value = tl.where(mask, value * deviation, 0.0)
+        total_weight += tl.sum(outer * value, axis=0)
+        total_bias += tl.sum(outer, axis=0)
+        inner = outer * factor
+        change = inner - value * (tl.sum(inner * value, axis=1) / channels)[:, None]
+        if CENTRED:
+            change = change - (tl.sum(inner, axis=1) / channels)[:, None]
+        change = change * deviation + load_float(grad_z + place, mask)
+        place = (image * tokens + token)[:, None] * channels + channel[None, :]
+        tl.store(grad_x + place, change.to(grad_x.dtype.element_ty), mask=mask)
+    place = tl.program_id(0).to(tl.int64) * channels + channel
+    tl.store(grad_weight + place, total_weight, mask=across)
+    tl.store(grad_bias + place, total_bias, mask=across)
+
+
+def gather(x_BND: Tensor, index_BK: Tensor) -> Tensor:
+    """Return the rows of x that the index names (B, K, D).
+
+    Args:
+        x_BND: Tokens (B, N, D).
+        index_BK: Indices into N (B, K).
+    """
+    images, slots, channels = *index_BK.shape, x_BND.shape[2]
+    out = torch.empty(images, slots, channels, dtype=x_BND.dtype, device=x_BND.device)
+    rows, (tile_rows, tile_channels) = images * slots, _tile(channels)
+    if out.numel():
+        with on_device(x_BND):
+            gather_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)](
+                x_BND, index_BK, out, rows, slots, channels, *x_BND.stride(), *index_BK.stride(),
+                ROWS=tile_rows, CHANNELS=tile_channels,
+            )  # fmt: skip
+    return out
+
+
+def merge(
+    x_BND: Tensor | None,
+    inverse_BN: Tensor,
+    z_BKD: Tensor | None,
+    y_BKD: Tensor | None,
+    gate_BK: Tensor | None,
+    valid_BK: Tensor | None,
+    out_BND: Tensor,
+) -> Tensor:
+    """Write kept rows from lerp(z, y, gate), all others from x; zeros where x or y is None.
+
+    Args:
+        x_BND: Rows of the tokens that are not kept, or None.
+        inverse_BN: Slot of each token, -1 where it has none (B, N), int32.
+        z_BKD: Kept rows before the block; needed with a gate.
+        y_BKD: Kept rows after the block, or None.
+        gate_BK: Weight of the update, or None for 1.
+        valid_BK: False where a slot is empty, or None.
+        out_BND: Where to write, contiguous.
+    """
+    images, tokens, channels = out_BND.shape
+    x, z, y = (out_BND if value is None else value for value in (x_BND, z_BKD, y_BKD))
+    gate = out_BND if gate_BK is None else gate_BK.contiguous()
+    valid = inverse_BN if valid_BK is None else valid_BK.contiguous().view(torch.uint8)
+    slots = next((value.shape[1] for value in (y_BKD, valid_BK) if value is not None), 0)
+    rows, (tile_rows, tile_channels) = images * tokens, _tile(channels)
+    if out_BND.numel():
+        with on_device(out_BND):
+            merge_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)](
+                x, inverse_BN.contiguous(), z, y, gate, valid, out_BND, rows, tokens, slots, channels,
+                *x.stride(), *z.stride(), *y.stride(), HAS_X=x_BND is not None, HAS_Y=y_BKD is not None,
+                HAS_GATE=gate_BK is not None, HAS_VALID=valid_BK is not None, ROWS=tile_rows, CHANNELS=tile_channels,
+            )  # fmt: skip
+    return out_BND
+
+
+def merge_grad(
+    grad_BND: Tensor, index_BK: Tensor, z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor, valid_BK: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of z, y (B, K, D) and gate (B, K).
+
+    Args:
+        grad_BND: Gradient of the merged rows (B, N, D).
+        index_BK: Token of each slot (B, K).
+        z_BKD: Kept rows before the block.
+        y_BKD: Kept rows after the block.
+        gate_BK: Weight of the update.
+        valid_BK: False where a slot is empty, or None.
+    """
+    images, slots, channels = z_BKD.shape
+    grad_z = torch.empty(z_BKD.shape, dtype=z_BKD.dtype, device=z_BKD.device)
+    grad_y = torch.empty(y_BKD.shape, dtype=y_BKD.dtype, device=y_BKD.device)
+    grad_gate = torch.empty(gate_BK.shape, dtype=gate_BK.dtype, device=gate_BK.device)
+    valid = index_BK if valid_BK is None else valid_BK.contiguous().view(torch.uint8)
+    rows, (tile_rows, tile_channels) = images * slots, _tile(channels)
+    if grad_z.numel():
+        with on_device(grad_BND):
+            merge_grad_kernel[(triton.cdiv(rows, tile_rows),)](
+                grad_BND, index_BK.contiguous(), z_BKD, y_BKD, gate_BK.contiguous(), valid, grad_z, grad_y, grad_gate,
+                rows, slots, channels, *grad_BND.stride(), *z_BKD.stride(), *y_BKD.stride(),
+                HAS_VALID=valid_BK is not None, ROWS=tile_rows, CHANNELS=tile_channels,
+            )  # fmt: skip
+    return grad_z, grad_y, grad_gate
+
+
+def gather_norm(
+    x_BND: Tensor, index_BK: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the named rows, the same normalised (B, K, D), and their means and factors in fp32 (B, K).
+
+    Args:
+        x_BND: Tokens (B, N, D).
+        index_BK: Indices into N (B, K).
+        weight: Weight of the norm (D), or None.
+        bias: Bias of the norm (D), or None.
+        eps: Added to the variance.
+        centred: Subtract the mean first.
+    """
+    images, slots, channels = *index_BK.shape, x_BND.shape[2]
+    out = torch.empty(images, slots, channels, dtype=x_BND.dtype, device=x_BND.device)
+    normed = torch.empty_like(out)
+    mean, scale = (torch.zeros(images, slots, dtype=torch.float32, device=x_BND.device) for _ in range(2))
+    rows, span = images * slots, triton.next_power_of_2(channels)
+    tile_rows = max(1, TILE // span)
+    if out.numel():
+        with on_device(x_BND):
+            gather_norm_kernel[(triton.cdiv(rows, tile_rows),)](
+                x_BND, index_BK, out if weight is None else weight, out if bias is None else bias,
+                out, normed, mean, scale, rows, slots, channels, eps, *x_BND.stride(), *index_BK.stride(),
+                CENTRED=centred, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+                ROWS=tile_rows, CHANNELS=span, num_warps=_warps(span),
+            )  # fmt: skip
+    return out, normed, mean, scale
+
+
+def gather_norm_grad(
+    grad_z: Tensor, grad_normed: Tensor, z_BKD: Tensor, index_BK: Tensor, weight: Tensor | None,
+    mean_BK: Tensor, scale_BK: Tensor, tokens: int, centred: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of x (B, N, D), and of weight and bias (D) in fp32.
+
+    Args:
+        grad_z: Gradient of the rows (B, K, D).
+        grad_normed: Gradient of the normalised rows (B, K, D).
+        z_BKD: The rows.
+        index_BK: Token of each slot (B, K).
+        weight: Weight of the norm (D), or None.
+        mean_BK: Means of the rows.
+        scale_BK: Factors of the rows.
+        tokens: All tokens N of an image.
+        centred: The mean was subtracted.
+    """
+    images, slots, channels = z_BKD.shape
+    grad_x = torch.zeros(images, tokens, channels, dtype=z_BKD.dtype, device=z_BKD.device)
+    rows, span = images * slots, triton.next_power_of_2(channels)
+    parts = triton.cdiv(rows, NORM_CHUNK)
+    grad_weight, grad_bias = (
+        torch.empty(parts, channels, dtype=torch.float32, device=z_BKD.device) for _ in range(2)
+    )  # fmt: skip
+    if z_BKD.numel():
+        with on_device(z_BKD):
+            gather_norm_grad_kernel[(parts,)](
+                grad_z.contiguous(), grad_normed.contiguous(), z_BKD.contiguous(), index_BK.contiguous(),
+                z_BKD if weight is None else weight, mean_BK, scale_BK, grad_x, grad_weight, grad_bias,
+                rows, tokens, slots, channels, CENTRED=centred, HAS_WEIGHT=weight is not None,
+                CHUNK=NORM_CHUNK, ROWS=min(NORM_CHUNK, max(1, TILE // span)), CHANNELS=span, num_warps=_warps(span),
+            )  # fmt: skip
+    return grad_x, grad_weight.sum(dim=0), grad_bias.sum(dim=0)
+
+
+def _tile(channels: int) -> tuple[int, int]:
+    """Return rows and channels of a tile; channels divide D where they can, so that no lane idles."""
+    span = min(triton.next_power_of_2(channels), 256 if channels % 256 == 0 or channels > 1024 else 128)
+    return min(128, TILE // span), span
+
+
+def _warps(span: int) -> int:
+    return 4 if span <= 2048 else 8 if span <= 8192 else 16
