@@ -14,11 +14,14 @@ from mmod.blocks import (
     ImportanceState,
     RoutedBlock,
     RoutedState,
+    attach,
     convert,
+    detach_hooks,
     is_converted,
     make_dense,
     make_important,
     make_routed,
+    model_hooks,
 )
 from mmod.config import Plan, RoutingConfig, rational
 from mmod.routing import Router
@@ -61,22 +64,46 @@ def route_(model: Model, config: RoutingConfig | None = None, **parts: RoutingCo
     for host in hosts.values():
         if any(isinstance(block, (RoutedBlock, ImportanceBlock)) for block in host.blocks):
             raise ValueError(f"this {type(model).__name__} is already routed; call unroute_ first or set_capacity")
-    conversions = [
-        conversion
-        for name, host in hosts.items()
-        for conversion in _prepare(host, configs[name], configs[name].plan(len(host.blocks)))
-    ]
-    for block, router, state in conversions:
-        if isinstance(state, RoutedState):
-            assert router is not None
-            make_routed(block, router, state)
-        else:
-            make_important(block, state)
-    for host in hosts.values():
+    conversions = {
+        name: _prepare(host, configs[name], configs[name].plan(len(host.blocks))) for name, host in hosts.items()
+    }
+    hooks = [host.hook(configs[name]) for name, host in hosts.items() if host.hook is not None]
+    for name, host in hosts.items():
+        for block, router, state in conversions[name]:
+            if isinstance(state, RoutedState):
+                assert router is not None
+                make_routed(block, router, state, host.mixins[0])
+            else:
+                make_important(block, state, host.mixins[1])
+        if configs[name].shared:
+            _share_score(model, host, [router for _, router, _ in conversions[name] if router is not None])
         for module, mixin, shared in host.around:
             convert(module, mixin, shared)
+    for module, hook in hooks:
+        attach(module, hook)
     model.routing_configs = {**vars(model).get("routing_configs", {}), **configs}  # type: ignore[assignment]
+    _describe(model)
     return model
+
+
+def _share_score(model: nn.Module, host: HostModel, routers: Sequence[Router]) -> None:
+    """Let routers score with the first one's weight, which moves to the module that holds the blocks."""
+    owner = model.get_submodule(".".join(host.names[0].split(".")[:-2]))
+    score = routers[0].score
+    owner.router_score = score  # type: ignore[assignment]
+    for router in routers:
+        # Past the module's registries: the weight is stored once, and sharded with its owner.
+        del router._modules["score"]
+        router.__dict__["score"] = score
+
+
+def _describe(model: nn.Module) -> None:
+    """Let a host that saves its own description of a model know how it is routed."""
+    hooks = model_hooks(model)
+    if hooks:
+        configs = routing_configs(model)
+        for hook in hooks:
+            hook.describe(configs, capacities(model))
 
 
 def _configs_by_part(
@@ -101,6 +128,9 @@ def _prepare(
     host: HostModel, config: RoutingConfig, plan: Plan
 ) -> list[tuple[nn.Module, Router | None, RoutedState | ImportanceState]]:
     """Make everything a conversion needs, so that an error leaves the model as it was."""
+    missing = [name for name in config.language_options if name not in host.options]
+    if missing:
+        raise ValueError(f"{host.names[0]} is no layer of a language model, so it takes no {', '.join(missing)}")
     prefix = host.prefix if config.protect_prefix else 0
     if not config.protect_prefix:
         _check_free_prefix(host, plan)
@@ -119,7 +149,7 @@ def _prepare(
         if config.router == "attention" or teaches:
             source = handovers.setdefault(_importance_block(index, plan), Handover())
         parameter = next(block.parameters())
-        router = Router(
+        router = host.router(
             config,
             dim=host.dim,
             block=index,
@@ -172,12 +202,15 @@ def unroute_(model: Model) -> Model:
         'Block'
     """
     routed_blocks(model)
+    detach_hooks(model)
     for module in list(model.modules()):
         if is_converted(module):
             make_dense(module)
     for module in model.modules():
         if "routing_configs" in vars(module):
             del module.routing_configs
+        if "router_score" in module._modules:
+            del module.router_score
     return model
 
 
@@ -231,6 +264,7 @@ def set_capacity(model: nn.Module, capacity: float | Sequence[float] | Mapping[s
             raise ValueError(f"{name} is routed by threshold: its kept share follows from the scores, not a capacity")
     for name, value in exact.items():
         blocks[name].router.capacity = value
+    _describe(model)
 
 
 def capacities(model: nn.Module) -> dict[str, float]:

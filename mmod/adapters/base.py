@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks import BlockHost
+from mmod.blocks import BlockHost, ImportanceBlock, ModelHook, RoutedBlock
+from mmod.config import RoutingConfig
 from mmod.ops import Projection, attend_to_all, keys_and_values
-from mmod.routing import Routing
+from mmod.routing import Router, Routing
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class HostModel:
         around: Modules outside the blocks that are converted with them, each with its mixin and the state it reads:
             they tell the blocks what only the model knows, such as which tokens are padding.
         sequence: Length of the token ids the part reads, or None where it reads images.
+        options: Options of `RoutingConfig` it supports among those that not every part does.
+        router: What decides in its routed blocks.
+        mixins: What is put in front of the class of a routed block, and of one that computes importance.
+        hook: Returns the module to call before the blocks and what to call, for a config that suits the part.
     """
 
     library: str
@@ -43,6 +48,10 @@ class HostModel:
     host_of: Callable[[nn.Module], BlockHost]
     around: tuple[tuple[nn.Module, type[nn.Module], object], ...] = ()
     sequence: int | None = None
+    options: tuple[str, ...] = ()
+    router: type[Router] = Router
+    mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
+    hook: Callable[[RoutingConfig], tuple[nn.Module, ModelHook]] | None = None
 
 
 # Finds the blocks of one part, or raises a ValueError that says why that part cannot be routed.

@@ -1,6 +1,8 @@
 """How do they run? A host's block on kept tokens only; knows no host library."""
 
 from mmod.blocks.conversion import convert, host_class, is_converted, make_dense, make_important, make_routed
+from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
+from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
 from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, merge
 from mmod.blocks.state import BlockHost, Handover, RoutedState
 
@@ -8,14 +10,20 @@ __all__ = [
     "BlockHost",
     "Handover",
     "ImportanceBlock",
+    "ImportanceDecoderBlock",
     "ImportanceState",
+    "ModelHook",
     "RoutedBlock",
+    "RoutedDecoderBlock",
     "RoutedState",
+    "attach",
     "convert",
+    "detach_hooks",
     "host_class",
     "is_converted",
     "make_dense",
     "make_important",
     "make_routed",
     "merge",
+    "model_hooks",
 ]

@@ -41,8 +41,10 @@ def _instance(mixin: type[nn.Module], host: type[nn.Module]) -> nn.Module:
 def host_class(module: nn.Module) -> type[nn.Module]:
     """Return the host library's class of a module, converted or not."""
     mixins = tuple(mixin for mixin, _ in _CLASSES)
+    # A mixin may derive from another, which stands among the bases of a converted class without being one of them.
+    ours = {base for mixin in mixins for base in mixin.__mro__}
     for base in type(module).__mro__:
-        if issubclass(base, nn.Module) and not issubclass(base, mixins):
+        if issubclass(base, nn.Module) and base not in ours and not issubclass(base, mixins):
             return base
     raise AssertionError(type(module))
 
@@ -58,15 +60,15 @@ def convert(module: nn.Module, mixin: type[nn.Module], state: object) -> None:
     module.mod = state  # type: ignore[assignment]  # a plain object, kept out of the module's registries on purpose
 
 
-def make_routed(block: nn.Module, router: Router, state: RoutedState) -> None:
+def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: type[RoutedBlock] = RoutedBlock) -> None:
     """Convert a dense block into a routed one."""
-    convert(block, RoutedBlock, state)
+    convert(block, mixin, state)
     block.router = router
 
 
-def make_important(block: nn.Module, state: ImportanceState) -> None:
+def make_important(block: nn.Module, state: ImportanceState, mixin: type[ImportanceBlock] = ImportanceBlock) -> None:
     """Convert a dense block into one that hands its importance over."""
-    convert(block, ImportanceBlock, state)
+    convert(block, mixin, state)
 
 
 def make_dense(module: nn.Module) -> None:

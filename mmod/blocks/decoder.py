@@ -1,0 +1,119 @@
+"""Decoder layers of language models: routed by the roles of tokens, with a cache of the kept ones.
+
+Axes: B samples, N tokens, K slots per sample, D channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from mmod.blocks.routed import ImportanceBlock, RoutedBlock, merge
+from mmod.blocks.state import BlockHost
+from mmod.ops import gather_rows
+from mmod.routing import Roles, Routing
+
+
+class DecoderHost(BlockHost, Protocol):
+    """How a host library calls a decoder layer; adapters provide it."""
+
+    def roles(self, arguments: Mapping[str, Any]) -> Roles | None:
+        """Return the roles of the tokens, or None when all of them run."""
+        ...
+
+    def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
+        """Return the arguments for the kept tokens, or for all of them where there is no decision."""
+        ...
+
+    def announce(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> None:
+        """Tell the layer's cache which tokens it is about to be given."""
+        ...
+
+    def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
+        """Return the modules whose outputs are added to the residual stream: the "mlp" branch, or all "branches"."""
+        ...
+
+    def first_norm(self, layer: nn.Module) -> nn.Module:
+        """Return the norm at the entry of the layer."""
+        ...
+
+
+class RoutedDecoderBlock(RoutedBlock):
+    """Mixin that runs a decoder layer on the tokens its router keeps, and caches their keys and values alone."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Route as `RoutedBlock` does, among the tokens whose role allows it.
+
+        Args:
+            x: Tokens (B, N, D).
+            args: Further arguments of the host layer.
+            kwargs: The same by name.
+        """
+        host: DecoderHost = self.mod.host  # type: ignore[assignment]
+        arguments = host.bind(args, kwargs)
+        roles = host.roles(arguments)
+        if roles is None:
+            narrowed = host.narrow(arguments, x, None)
+            host.announce(arguments, x, None)
+            return super(RoutedBlock, self).forward(x, **narrowed)  # type: ignore[misc,no-any-return]
+        config = self.router.config
+        scored = host.first_norm(self)(x) if config.normalize == "block" else x
+        routing = self.router(scored, self.mod.importance(x, self.training), roles=roles)
+        self.mod.record(routing, self.training)
+        z_BKD = gather_rows(x, routing.index_BK)
+        narrowed = host.narrow(arguments, x, routing)
+        host.announce(arguments, x, routing)
+        if not routing.index_BK.shape[1]:
+            return merge(x, z_BKD, z_BKD, routing)
+        if config.gate_on == "update":
+            y_BKD = super(RoutedBlock, self).forward(z_BKD, **narrowed)  # type: ignore[misc]
+            return merge(x, z_BKD, y_BKD, routing)
+        with weighed_branches(host.branches(self, config.gate_on), routing.gate_BK):
+            y_BKD = super(RoutedBlock, self).forward(z_BKD, **narrowed)  # type: ignore[misc]
+        return merge(x, z_BKD, y_BKD, routing._replace(gate_BK=None))
+
+
+class ImportanceDecoderBlock(ImportanceBlock):
+    """Mixin that hands the importance of a dense decoder layer over, where tokens may be skipped."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the host layer and hand over the attention each token received in it.
+
+        Args:
+            x: Tokens (B, N, D).
+            args: Further arguments of the host layer.
+            kwargs: The same by name.
+        """
+        host: DecoderHost = self.mod.host
+        if host.roles(host.bind(args, kwargs)) is None:
+            # Every token runs in the layers that would read it, and a decoded token's map is no square.
+            return super(ImportanceBlock, self).forward(x, *args, **kwargs)  # type: ignore[misc,no-any-return]
+        return super().forward(x, *args, **kwargs)
+
+
+@contextmanager
+def weighed_branches(branches: Sequence[nn.Module], gate_BK: Tensor | None) -> Iterator[None]:
+    """Weigh what some modules return, before it is added to the residual stream.
+
+    Args:
+        branches: The modules; of a tuple they return, the first element is weighed.
+        gate_BK: The weights (B, K), or None for 1.
+    """
+    if gate_BK is None:
+        yield
+        return
+
+    def weigh(module: nn.Module, inputs: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        first = first * gate_BK.unsqueeze(-1).to(first.dtype)
+        return (first, *output[1:]) if isinstance(output, tuple) else first
+
+    handles = [branch.register_forward_hook(weigh) for branch in branches]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,63 @@
+"""What a routed model needs around its blocks without a change of class: a hook that belongs to the routing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from mmod.config import RoutingConfig
+
+
+class ModelHook:
+    """A forward pre-hook that tells routed blocks what only their model knows; adapters derive from it."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of the module's forward, changed."""
+        raise NotImplementedError
+
+    def describe(self, configs: Mapping[str, RoutingConfig], capacities: Mapping[str, float]) -> None:
+        """Write into the host what it takes to route such a model again.
+
+        Args:
+            configs: How each part of the model is routed.
+            capacities: The capacity of every routed block by module name.
+        """
+
+    def release(self) -> None:
+        """Take back what was written into the host."""
+
+
+def attach(module: nn.Module, hook: ModelHook) -> None:
+    """Call a hook before every forward pass of a module.
+
+    Args:
+        module: The module.
+        hook: The hook.
+    """
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def model_hooks(model: nn.Module) -> list[ModelHook]:
+    """Return the hooks of a model that belong to its routing.
+
+    Args:
+        model: Any model.
+    """
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    return [hook for hook in hooks if isinstance(hook, ModelHook)]
+
+
+def detach_hooks(model: nn.Module) -> None:
+    """Remove the hooks of a model that belong to its routing.
+
+    Args:
+        model: Any model.
+    """
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, ModelHook):
+                hook.release()
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
