@@ -8,13 +8,8 @@ handwriting, not even as clutter, crosses from one split to another.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
 import io
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,8 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from mmod.data.build import MANIFEST as MANIFEST
+from mmod.data.build import ShardSet, build_shards
+
 SPLITS = ("train", "val", "test")
-MANIFEST = "manifest.json"
 # Raise this whenever the same parameters would give other bytes: an older build is then refused, not mixed.
 FORMAT = 1
 _SOURCE_SHARES = {"train": 0.7, "val": 0.1, "test": 0.2}
@@ -184,26 +181,32 @@ def _compose(
     canvas = np.zeros((config.canvas, config.canvas), np.uint8)
     clutter = rng.choice(pool, config.clutter)
     for source in clutter:
-        _paste(canvas, _fragment(_scaled(sources.images[source], config, rng), config, rng), rng)
-    box = _paste(canvas, _scaled(sources.images[target], config, rng), rng)
+        digit = scale_digit(sources.images[source], config.digit_size, rng)
+        paste(canvas, cut_fragment(digit, config.fragment, config.contrast, rng), rng)
+    box = paste(canvas, scale_digit(sources.images[target], config.digit_size, rng), rng)
     return Scene(canvas, int(sources.labels[target]), target, box, tuple(int(source) for source in clutter))
 
 
-def _scaled(digit: np.ndarray, config: DigitsConfig, rng: np.random.Generator) -> np.ndarray:
-    side = int(rng.integers(config.digit_size[0], config.digit_size[1] + 1))
+def scale_digit(digit: np.ndarray, sides: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
+    """Resize a square image to a side drawn between two, both included."""
+    side = int(rng.integers(sides[0], sides[1] + 1))
     return np.asarray(Image.fromarray(digit).resize((side, side), Image.Resampling.BILINEAR))
 
 
-def _fragment(digit: np.ndarray, config: DigitsConfig, rng: np.random.Generator) -> np.ndarray:
+def cut_fragment(
+    digit: np.ndarray, shares: tuple[float, float], contrast: tuple[float, float], rng: np.random.Generator
+) -> np.ndarray:
+    """Cut a rectangle from a digit, with sides that are drawn shares of the digit's and ink of a drawn strength."""
     side = len(digit)
-    low, high = (max(1, round(side * share)) for share in config.fragment)
+    low, high = (max(1, round(side * share)) for share in shares)
     height, width = rng.integers(low, high + 1, 2)
     top, left = rng.integers(0, side - height + 1), rng.integers(0, side - width + 1)
     piece = digit[top : top + height, left : left + width]
-    return (piece * rng.uniform(*config.contrast)).astype(np.uint8)
+    return (piece * rng.uniform(*contrast)).astype(np.uint8)
 
 
-def _paste(canvas: np.ndarray, patch: np.ndarray, rng: np.random.Generator) -> tuple[int, int, int, int]:
+def paste(canvas: np.ndarray, patch: np.ndarray, rng: np.random.Generator) -> tuple[int, int, int, int]:
+    """Draw a patch at a random place of a canvas, in place; return its left, top, right and bottom."""
     height, width = patch.shape
     top = int(rng.integers(0, canvas.shape[0] - height + 1))
     left = int(rng.integers(0, canvas.shape[1] - width + 1))
@@ -258,24 +261,34 @@ def build_digits(root: str | Path, config: DigitsConfig | None = None, progress:
         >>> sorted(manifest["shards"])[:2]
         ['test-000000.tar', 'train-000000.tar']
     """
-    root = Path(root)
     config = config or LEVELS["default"]
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with open(root.parent / f".{root.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if root.is_dir() and any(root.iterdir()):
-            return _check_build(root, config)
-        partial = root.parent / f".{root.name}.partial"
-        # Only the holder of the lock writes here, so what is left over belongs to a build that was killed.
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        try:
-            manifest = _write_build(partial, config, progress)
-            os.rename(partial, root)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-    return manifest
+    sources = None
+
+    def compose(split: str) -> Iterator[dict[str, Any]]:
+        nonlocal sources
+        sources = sources or load_sources(config.seed)
+        return (_members(index, scene) for index, scene in enumerate(compose_scenes(config, split, sources)))
+
+    scenes = {split: config.scenes[split] for split in SPLITS}
+    wanted = ShardSet("cluttered digits", FORMAT, asdict(config), scenes, config.shard_size, 6, compose)
+    return build_shards(root, wanted, progress)
+
+
+def _members(index: int, scene: Scene) -> dict[str, Any]:
+    made = {"target": scene.target, "box": scene.box, "clutter": scene.clutter}
+    return {
+        "__key__": f"{index:06d}",
+        "png": encode_png(scene.image),
+        "cls": str(scene.label).encode(),
+        "json": json.dumps(made).encode(),
+    }
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """Encode grey or RGB values, uint8, (H, W) or (H, W, 3), as a PNG file."""
+    png = io.BytesIO()
+    Image.fromarray(image).save(png, format="PNG")
+    return png.getvalue()
 
 
 def save_montage(path: str | Path, config: DigitsConfig | None = None, columns: int = 8, rows: int = 4) -> None:
@@ -300,68 +313,3 @@ def save_montage(path: str | Path, config: DigitsConfig | None = None, columns: 
         sheet[top : top + len(large), left : left + len(large)] = large
     with open(path, "xb") as file:
         Image.fromarray(sheet).save(file, format="PNG", optimize=True)
-
-
-def _parameters(config: DigitsConfig) -> dict[str, Any]:
-    # Through JSON, so that tuples compare equal to the lists that a manifest holds.
-    return json.loads(json.dumps(asdict(config)))
-
-
-def _check_build(root: Path, config: DigitsConfig) -> dict[str, Any]:
-    if not (root / MANIFEST).is_file():
-        raise FileExistsError(f"{root} is not empty and holds no build of cluttered digits; choose another folder")
-    manifest = json.loads((root / MANIFEST).read_text())
-    found, wanted = manifest["parameters"], _parameters(config)
-    differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
-    if manifest["format"] != FORMAT:
-        differing.append("format")
-        found, wanted = {**found, "format": manifest["format"]}, {**wanted, "format": FORMAT}
-    if differing:
-        changes = "; ".join(f"{key}: {found.get(key)} there, {wanted.get(key)} asked for" for key in differing)
-        raise FileExistsError(f"{root} holds another build ({changes}); choose another folder or delete it")
-    for name, entry in manifest["shards"].items():
-        if not (root / name).is_file() or _sha256(root / name) != entry["sha256"]:
-            raise ValueError(f"{root / name} is missing or differs from its checksum; delete {root} to build it again")
-    return manifest
-
-
-def _write_build(folder: Path, config: DigitsConfig, progress: bool) -> dict[str, Any]:
-    from tqdm import tqdm
-
-    sources = load_sources(config.seed)
-    shards: dict[str, dict[str, Any]] = {}
-    with tqdm(total=sum(config.scenes.values()), unit="scene", disable=not progress) as bar:
-        for split in SPLITS:
-            scenes = compose_scenes(config, split, sources)
-            for first in range(0, config.scenes[split], config.shard_size):
-                path = folder / f"{split}-{first // config.shard_size:06d}.tar"
-                samples = min(config.shard_size, config.scenes[split] - first)
-                _write_shard(path, (next(scenes) for _ in range(samples)), first)
-                shards[path.name] = {"samples": samples, "sha256": _sha256(path)}
-                bar.update(samples)
-    manifest = {"format": FORMAT, "parameters": _parameters(config), "shards": dict(sorted(shards.items()))}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    return manifest
-
-
-def _write_shard(path: Path, scenes: Iterator[Scene], first: int) -> None:
-    from webdataset import TarWriter
-
-    # A fixed time makes builds equal byte for byte.
-    with contextlib.closing(TarWriter(str(path), mtime=0, user="", group="", encoder=False)) as writer:
-        for index, scene in enumerate(scenes, first):
-            png = io.BytesIO()
-            Image.fromarray(scene.image).save(png, format="PNG")
-            made = {"target": scene.target, "box": scene.box, "clutter": scene.clutter}
-            writer.write(
-                {
-                    "__key__": f"{index:06d}",
-                    "png": png.getvalue(),
-                    "cls": str(scene.label).encode(),
-                    "json": json.dumps(made).encode(),
-                }
-            )
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

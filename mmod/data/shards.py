@@ -1,4 +1,4 @@
-"""Images and class labels from webdataset shards, by number instead of in stream order.
+"""Images and what is said of them, from webdataset shards by number instead of in stream order.
 
 A shard is a plain tar file of samples, each a run of members that share the name up to the first dot, as
 `000017.jpg`, `000017.cls`. Tar files are seekable, so one pass over their headers gives every sample's
@@ -14,9 +14,9 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -25,17 +25,52 @@ from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.sources import UnreadableSampleError, decode_image
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff", "gif")
-LABEL_EXTENSION = "cls"
+Member = TypeVar("Member")
 _BLOCK = tarfile.BLOCKSIZE
 _URL = re.compile(r"^(pipe:|[a-z][a-z0-9+.-]*://)", re.IGNORECASE)
 
 
-def expand_pattern(pattern: str) -> list[str]:
+class Target(NamedTuple):
+    """The member that stands beside the image in a sample.
+
+    Attributes:
+        extension: Its extension, in small letters.
+        parse: From its bytes to what it says; raises a ValueError where that is nothing.
+    """
+
+    extension: str
+    parse: Callable[[bytes], Any]
+
+
+def parse_class(data: bytes) -> int:
+    """Read a class number."""
+    text = data.decode("ascii", "replace").strip()
+    if not text.isdecimal():
+        raise ValueError(f"the .cls member holds {text[:40]!r}, not a class number")
+    return int(text)
+
+
+def parse_caption(data: bytes) -> str:
+    """Read a caption: UTF-8 with at least one character that is no space."""
+    try:
+        text = data.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the .txt member is not UTF-8: {error}") from error
+    if not text:
+        raise ValueError("the .txt member holds no text")
+    return text
+
+
+CLASS = Target("cls", parse_class)
+CAPTION = Target("txt", parse_caption)
+
+
+def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
     """List the shards that a pattern names.
 
     Args:
         pattern: A path or URL with brace ranges (`{000..127}`), glob characters (`*`, `?`, `[...]`; local paths
-            only) or both; several can be joined by `::`.
+            only) or both; several can be joined by `::` or given as a list.
 
     Returns:
         Paths and URLs, sorted within each glob, in the order of the braces.
@@ -50,7 +85,7 @@ def expand_pattern(pattern: str) -> list[str]:
     from webdataset.shardlists import expand_urls
 
     shards: list[str] = []
-    for url in expand_urls(pattern):
+    for url in (url for part in ([pattern] if isinstance(pattern, str) else pattern) for url in expand_urls(part)):
         if _URL.match(url) and not url.startswith("file://"):
             shards.append(url)
             continue
@@ -103,6 +138,7 @@ class ShardSource:
         report: Where damaged shards and incomplete samples are counted.
         cache: Folder for copies of remote shards.
         progress: Show a progress bar while the shards are indexed.
+        target: What stands beside each image: `CLASS` or `CAPTION`.
 
     Raises:
         ValueError: If the pattern matches nothing, a shard is compressed, a remote shard has no cache folder, or
@@ -118,33 +154,43 @@ class ShardSource:
         256
     """
 
-    def __init__(self, pattern: str, report: CorruptReport, cache: str | Path | None = None, progress: bool = False):
+    def __init__(
+        self,
+        pattern: str | Sequence[str],
+        report: CorruptReport,
+        cache: str | Path | None = None,
+        progress: bool = False,
+        target: Target = CLASS,
+    ):
         from tqdm import tqdm
 
+        self.target = target
         self.shards = [_local(url, cache) for url in expand_pattern(pattern)]
         rows: list[tuple[int, int, int, int, int]] = []
         for number, shard in enumerate(tqdm(self.shards, "index", unit="shard", disable=not progress)):
-            for entry in _index_shard(shard):
+            for entry in _index_shard(shard, target):
                 if isinstance(entry, Fault):
                     report.add([entry])
                 else:
                     rows.append((number, *entry))
         if not rows:
-            raise ValueError(f"the shards of {pattern!r} hold no complete sample (an image and a .cls member)")
+            raise ValueError(
+                f"the shards of {pattern!r} hold no complete sample (an image and a .{target.extension} member)"
+            )
         # An array, because worker processes share its memory; a list would be copied to each by reference counts.
         self._rows = np.array(rows, np.int64)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, index: int, mode: str) -> tuple[Image.Image, int]:
+    def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
         """Read one sample; see `ImageSource.read`."""
-        shard, image_at, image_size, label_at, label_size = self._rows[index].tolist()
+        shard, image_at, image_size, target_at, target_size = self._rows[index].tolist()
         path = self.shards[shard]
         try:
             with open(path, "rb") as file:
-                image, label = _read_at(file, image_at, image_size), _read_at(file, label_at, label_size)
-            return decode_image(image, mode), _parse_label(label)
+                image, target = _read_at(file, image_at, image_size), _read_at(file, target_at, target_size)
+            return decode_image(image, mode), self.target.parse(target)
         except (OSError, ValueError) as error:
             raise UnreadableSampleError(Fault(path, _member_name(path, image_at), str(error))) from error
 
@@ -157,33 +203,68 @@ def _local(url: str, cache: str | Path | None) -> str:
     return fetch_shard(url, cache)
 
 
-def _index_shard(path: str) -> Iterator[tuple[int, int, int, int] | Fault]:
-    """Yield (image offset, image size, label offset, label size) of each sample, and each fault met."""
+def group_members(members: Iterable[tuple[str, Member]]) -> Iterator[tuple[str, dict[str, list[Member]]]]:
+    """Gather the members of each sample: neighbours whose names agree up to the first dot.
+
+    Args:
+        members: Names and what belongs to them, in the order of the shard.
+
+    Yields:
+        Key of a sample, and its members by extension in small letters.
+    """
     from webdataset.tariterators import base_plus_ext
 
     key = ""
-    members: dict[str, list[tarfile.TarInfo]] = {}
-    end: Fault | None = Fault(path, "", "holds no sample")
-    for member in _members(path):
-        if isinstance(member, Fault):
-            end = member
-            break
-        prefix, extension = base_plus_ext(member.name)
+    found: dict[str, list[Member]] = {}
+    for name, member in members:
+        prefix, extension = base_plus_ext(name)
         if prefix is None:
             continue
-        end = None
-        if prefix != key and members:
-            yield _locate(path, key, members)
-            members = {}
+        if prefix != key and found:
+            yield key, found
+            found = {}
         key = prefix
-        members.setdefault(extension.lower(), []).append(member)
-    if members:
-        last = _locate(path, key, members)
-        # A last sample cut short by the shard's end is no second fault.
-        if end is None or not isinstance(last, Fault):
-            yield last
-    if end is not None:
-        yield end
+        found.setdefault(extension.lower(), []).append(member)
+    if found:
+        yield key, found
+
+
+def choose_members(
+    path: str, key: str, members: dict[str, list[Member]], target: Target
+) -> tuple[Member, Member] | Fault:
+    """Return the image and the target among the members of a sample, or what keeps them from being chosen."""
+    images = [member for extension in IMAGE_EXTENSIONS for member in members.get(extension, [])]
+    targets = members.get(target.extension, [])
+    if len(images) != 1 or len(targets) != 1:
+        found = ", ".join(f".{extension} x {len(same)}" for extension, same in members.items())
+        return Fault(path, key, f"needs one image and one .{target.extension} member, has {found}")
+    return images[0], targets[0]
+
+
+def _index_shard(path: str, target: Target) -> Iterator[tuple[int, int, int, int] | Fault]:
+    """Yield (image offset, image size, target offset, target size) of each sample, and each fault met."""
+    ends: list[Fault] = []
+
+    def named() -> Iterator[tuple[str, tarfile.TarInfo]]:
+        for member in _members(path):
+            if isinstance(member, Fault):
+                ends.append(member)
+            else:
+                yield member.name, member
+
+    empty = True
+    for key, members in group_members(named()):
+        empty = False
+        chosen = choose_members(path, key, members, target)
+        if not isinstance(chosen, Fault):
+            image, beside = chosen
+            yield image.offset_data, image.size, beside.offset_data, beside.size
+        elif not ends:
+            # A last sample cut short by the shard's end is no second fault.
+            yield chosen
+    if empty and not ends:
+        ends.append(Fault(path, "", "holds no sample"))
+    yield from ends
 
 
 def _members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
@@ -214,28 +295,12 @@ def _members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
             yield Fault(path, "", f"damaged tar file: no valid header at byte {end} of {size}; what follows is lost")
 
 
-def _locate(path: str, key: str, members: dict[str, list[tarfile.TarInfo]]) -> tuple[int, int, int, int] | Fault:
-    images = [member for extension in IMAGE_EXTENSIONS for member in members.get(extension, [])]
-    labels = members.get(LABEL_EXTENSION, [])
-    if len(images) != 1 or len(labels) != 1:
-        found = ", ".join(f".{extension} x {len(same)}" for extension, same in members.items())
-        return Fault(path, key, f"needs one image and one .{LABEL_EXTENSION} member, has {found}")
-    return images[0].offset_data, images[0].size, labels[0].offset_data, labels[0].size
-
-
 def _read_at(file: BinaryIO, offset: int, size: int) -> bytes:
     file.seek(offset)
     data = file.read(size)
     if len(data) != size:
         raise ValueError(f"the shard changed since it was indexed: it ends before byte {offset + size}")
     return data
-
-
-def _parse_label(data: bytes) -> int:
-    text = data.decode("ascii", "replace").strip()
-    if not text.isdecimal():
-        raise ValueError(f"the .{LABEL_EXTENSION} member holds {text[:40]!r}, not a class number")
-    return int(text)
 
 
 def _member_name(path: str, offset: int) -> str:

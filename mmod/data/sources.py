@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from typing import Protocol
+from typing import Any, Protocol
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from mmod.data.corrupt import Fault
 
@@ -19,7 +19,7 @@ class UnreadableSampleError(Exception):
 
 
 class ImageSource(Protocol):
-    """Labelled images by number, in any order and from any process.
+    """Images and what belongs to each (a class, a caption) by number, in any order and from any process.
 
     Random access is what makes a stream exact: it can be shuffled globally, split between processes and
     resumed at any batch without reading what comes before.
@@ -29,7 +29,7 @@ class ImageSource(Protocol):
         """Return the number of samples."""
         ...
 
-    def read(self, index: int, mode: str) -> tuple[Image.Image, int]:
+    def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
         """Read one sample.
 
         Args:
@@ -37,10 +37,10 @@ class ImageSource(Protocol):
             mode: PIL mode to convert to, "L" or "RGB".
 
         Returns:
-            The decoded image and its label.
+            The decoded image and its class or caption.
 
         Raises:
-            UnreadableSampleError: If the image or the label cannot be read.
+            UnreadableSampleError: If the image or what belongs to it cannot be read.
         """
         ...
 
@@ -60,6 +60,9 @@ def decode_image(data: bytes, mode: str) -> Image.Image:
     """
     try:
         return Image.open(io.BytesIO(data)).convert(mode)
+    except UnidentifiedImageError as error:
+        # Its own message names an address in memory, by which one fault met twice would count as two.
+        raise ValueError(f"image of {len(data)} bytes cannot be decoded: of no format that Pillow knows") from error
     except Exception as error:
         # Pillow's decoders raise OSError, SyntaxError, struct.error and others on damaged files.
         raise ValueError(f"image of {len(data)} bytes cannot be decoded: {error}") from error

@@ -21,7 +21,7 @@ class Batch(NamedTuple):
 
     Attributes:
         images: Normalised images, float32, (B, C, H, W).
-        labels: Classes, int64, (B,).
+        labels: Classes, int64, (B,), or the captions' tokens, int64, (B, L).
         faults: The samples that could not be read.
     """
 
@@ -50,6 +50,11 @@ class BatchReader(Protocol):
         ...
 
 
+def class_numbers(labels: list[int]) -> Tensor:
+    """Return class numbers as a tensor."""
+    return torch.tensor(labels, dtype=torch.int64)
+
+
 class ImageReader:
     """Decodes and transforms the samples of a source, each with its own random state.
 
@@ -58,13 +63,22 @@ class ImageReader:
         mode: PIL mode, "L" or "RGB".
         transform: From a PIL image to a tensor (C, H, W), drawing from the global random states if at all.
         replace: Put the next readable sample in the place of an unreadable one, instead of leaving it out.
+        collate: From the classes or captions of a batch to a tensor whose first axis is the batch.
     """
 
-    def __init__(self, source: ImageSource, mode: str, transform: Callable[..., Tensor], replace: bool = False):
+    def __init__(
+        self,
+        source: ImageSource,
+        mode: str,
+        transform: Callable[..., Tensor],
+        replace: bool = False,
+        collate: Callable[[list[Any]], Tensor] = class_numbers,
+    ):
         self.source = source
         self.mode = mode
         self.transform = transform
         self.replace = replace
+        self.collate = collate
 
     def __len__(self) -> int:
         return len(self.source)
@@ -73,20 +87,21 @@ class ImageReader:
         """Read one batch; see `BatchReader.read`."""
         faults: list[Fault] = []
         images, labels = [], []
-        with _kept_random_state():
+        with kept_random_state():
             for index in indices.tolist():
                 found = self._read_one(index, faults)
                 if found is None:
                     continue
                 image, label = found
                 # By the place in the order, not by the sample that filled it: a replaced one differs from its twin.
-                _seed_all(*seeds, index)
+                seed_all(*seeds, index)
                 images.append(self.transform(image))
                 labels.append(label)
-        batch = torch.stack(images) if images else torch.empty(0)
-        return Batch(batch, torch.tensor(labels, dtype=torch.int64), faults)
+        if not images:
+            return Batch(torch.empty(0), torch.empty(0, dtype=torch.int64), faults)
+        return Batch(torch.stack(images), self.collate(labels), faults)
 
-    def _read_one(self, index: int, faults: list[Fault]) -> tuple[object, int] | None:
+    def _read_one(self, index: int, faults: list[Fault]) -> tuple[object, Any] | None:
         for attempt in range(len(self) if self.replace else 1):
             try:
                 return self.source.read((index + attempt) % len(self), self.mode)
@@ -188,7 +203,7 @@ class SampleStream:
             start: First batch.
 
         Yields:
-            Images and classes.
+            Images, and classes or tokens.
 
         Raises:
             ValueError: If the epoch is negative or has no batch `start`.
@@ -197,11 +212,7 @@ class SampleStream:
         """
         if epoch < 0 or not 0 <= start <= self.steps_per_epoch:
             raise ValueError(f"epoch={epoch} must be >= 0 and start={start} in [0, {self.steps_per_epoch}]")
-        for batch in self._load(self._order(epoch)[start:], (self.seed or 0, epoch)):
-            self.report.add(batch.faults)
-            if not len(batch.labels):
-                raise CorruptDataError(f"no sample of a batch can be read; {self.report}")
-            yield batch.images, batch.labels
+        yield from checked(self._load(self._order(epoch)[start:], (self.seed or 0, epoch)), self.report)
 
     def _order(self, epoch: int) -> list[np.ndarray]:
         """Numbers of the samples of each of this process's batches."""
@@ -221,7 +232,7 @@ class SampleStream:
                 batch_size=None,
                 sampler=order,
                 num_workers=min(self.workers, len(order)),
-                collate_fn=_unchanged,
+                collate_fn=unchanged,
                 pin_memory=self.pin_memory,
                 generator=torch.Generator(),
             )
@@ -239,11 +250,22 @@ class _Batches(Dataset):
         return self.reader.read(indices, self.seeds)
 
 
-def _unchanged(batch: Any) -> Any:
+def checked(batches: Iterator[Batch], report: CorruptReport) -> Iterator[tuple[Tensor, Tensor]]:
+    """Count the faults of each batch, and pass on its tensors."""
+    for batch in batches:
+        report.add(batch.faults)
+        if not len(batch.labels):
+            raise CorruptDataError(f"no sample of a batch can be read; {report}")
+        yield batch.images, batch.labels
+
+
+def unchanged(batch: Any) -> Any:
+    """Return a batch that its reader has collated already."""
     return batch
 
 
-def _seed_all(*seeds: int) -> None:
+def seed_all(*seeds: int) -> None:
+    """Seed what transforms draw from: Python, NumPy and torch's CPU generator."""
     python, numpy, first, second = np.random.SeedSequence(seeds).generate_state(4).tolist()
     random.seed(python)
     np.random.seed(numpy)  # noqa: NPY002 (transforms draw from the global state)
@@ -252,7 +274,8 @@ def _seed_all(*seeds: int) -> None:
 
 
 @contextlib.contextmanager
-def _kept_random_state() -> Iterator[None]:
+def kept_random_state() -> Iterator[None]:
+    """Leave the random states of Python, NumPy and torch's CPU generator as they were."""
     state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
     try:
         yield

@@ -1,0 +1,353 @@
+"""Tables of images and captions become webdataset shards, as open_clip and LAION-style tools write them.
+
+Every row of the table is checked and either becomes a sample or is reported with what kept it out. Shards are made one
+after the other from fixed runs of rows, and one that is there is whole, so that a conversion goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image, UnidentifiedImageError
+
+from mmod.data.build import SIZES
+
+SUFFIXES = (".csv", ".tsv", ".parquet", ".json")
+_SETTINGS = "conversion.json"
+_REPORT = "report.json"
+_DROPPED = "dropped.csv"
+_FORMATS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """What is converted and how.
+
+    Args:
+        source: The table: `.csv`, `.tsv` or `.parquet` with a header, or COCO's caption annotations in `.json` (a pair
+            for each annotation).
+        output: Folder of the shards.
+        images: Folder that image paths are relative to; by default the one the table lies in.
+        image_column: Column of image paths, or in Parquet of encoded images (bytes, or a record that holds `bytes`).
+        caption_column: Column of captions.
+        shard_size: Rows that make up one shard.
+        resize: Reduce images whose shorter side is longer than this to it, in pixels; None leaves files as they are.
+        min_size: Images whose shorter side is below this are dropped, in pixels.
+        max_aspect: Images whose longer side is more than this many times the shorter are dropped.
+        quality: JPEG quality of images that are reduced or of a format other than JPEG, PNG and WebP.
+        threads: Threads that read and encode images.
+
+    Raises:
+        ValueError: If a value is out of range, or the table is of no known kind.
+    """
+
+    source: str
+    output: str
+    images: str | None = None
+    image_column: str = "image"
+    caption_column: str = "caption"
+    shard_size: int = 10000
+    resize: int | None = None
+    min_size: int = 1
+    max_aspect: float = 20.0
+    quality: int = 95
+    threads: int = 4
+
+    def __post_init__(self) -> None:
+        if Path(self.source).suffix.lower() not in SUFFIXES:
+            raise ValueError(f"source={self.source!r} must end in {', '.join(SUFFIXES)}")
+        for name in ("shard_size", "min_size", "threads", "max_aspect"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
+        if not 1 <= self.quality <= 100 or (self.resize is not None and self.resize < 1):
+            raise ValueError(f"quality={self.quality} must lie in [1, 100], resize={self.resize} must be >= 1 or null")
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What became of the rows of a table.
+
+    Args:
+        rows: Rows of the table.
+        samples: Rows that became samples.
+        dropped: Reason to the number of rows it kept out.
+        shards: Name of each shard to its number of samples.
+        output: Folder of the shards; `dropped.csv` in it names every row that was dropped.
+    """
+
+    rows: int
+    samples: int
+    dropped: dict[str, int]
+    shards: dict[str, int]
+    output: str
+
+    def __str__(self) -> str:
+        lines = [f"{self.samples} of {self.rows} rows became samples in {len(self.shards)} shards in {self.output}"]
+        lines += [f"dropped {count}: {reason}" for reason, count in self.dropped.items()]
+        return "\n".join(lines)
+
+
+class _Row(NamedTuple):
+    number: int
+    image: Any
+    caption: Any
+
+
+class DroppedRowError(Exception):
+    """Raised for a row that becomes no sample; its first argument is a reason out of a few, the second the details."""
+
+
+def convert_pairs(config: ConvertConfig, progress: bool = True) -> ConvertReport:
+    """Convert a table to shards, from the start or from where an earlier call stopped.
+
+    Beside the shards stand `sizes.json` (samples of each, for open_clip's program), `dropped.csv`, `report.json`, and
+    for each shard `NNNNN_stats.json` with its numbers.
+
+    Args:
+        config: What is converted and how.
+        progress: Show a progress bar.
+
+    Returns:
+        What became of the rows.
+
+    Raises:
+        FileNotFoundError: If the table is not there.
+        FileExistsError: If the output holds other files, or a conversion of another table or with other settings.
+        ValueError: If the table has no row or lacks a column; the columns there are named.
+        ModuleNotFoundError: If the table is Parquet and pyarrow is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> Image.new("RGB", (8, 8)).save(folder / "a.png")
+        >>> _ = (folder / "table.csv").write_text("image,caption\\na.png,a black square\\nb.png,nothing\\n")
+        >>> print(convert_pairs(ConvertConfig(f"{folder}/table.csv", f"{folder}/shards"), progress=False).dropped)
+        {'image not found': 1}
+    """
+    from tqdm import tqdm
+
+    folder, count = Path(config.output), _count_rows(config)
+    if not count:
+        raise ValueError(f"{config.source!r} holds no row")
+    _claim(folder, config)
+    rows = _read_rows(config)
+    with ThreadPoolExecutor(config.threads) as pool, tqdm(total=count, unit="row", disable=not progress) as bar:
+        for number, first in enumerate(range(0, count, config.shard_size)):
+            part = islice(rows, min(config.shard_size, count - first))
+            if (folder / f"{number:05d}_stats.json").exists():
+                bar.update(sum(1 for _ in part))
+            else:
+                _write_shard(folder, number, part, config, pool, bar)
+    return _report(folder, config, count)
+
+
+def _claim(folder: Path, config: ConvertConfig) -> None:
+    """Mark the folder as that of this conversion, or raise when it is another's."""
+    source = Path(config.source)
+    settings = {**dataclasses.asdict(config), "bytes": source.stat().st_size, "modified": source.stat().st_mtime_ns}
+    for free in ("threads", "output"):
+        settings.pop(free)
+    kept = folder / _SETTINGS
+    if kept.exists():
+        old = json.loads(kept.read_text())
+        differing = sorted(key for key in {*old, *settings} if old.get(key) != settings.get(key))
+        if differing:
+            changes = "; ".join(f"{key}: {old.get(key)!r} there, {settings.get(key)!r} now" for key in differing)
+            raise FileExistsError(f"{config.output!r} holds another conversion ({changes}); choose another folder")
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{config.output!r} is not empty and holds no conversion; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_text(kept, json.dumps(settings, indent=2) + "\n")
+
+
+def _write_shard(
+    folder: Path, number: int, rows: Iterator[_Row], config: ConvertConfig, pool: ThreadPoolExecutor, bar: Any
+) -> None:
+    """Write one shard under another name, then its statistics; they are what says that it is whole."""
+    from webdataset import TarWriter
+
+    path, partial = folder / f"{number:05d}.tar", folder / f".{number:05d}.tar.partial"
+    dropped: list[tuple[int, str, str, str]] = []
+    samples = read = 0
+    writer = TarWriter(str(partial), mtime=0, user="", group="", encoder=False)
+    try:
+        # A window, because a pool's map would read the whole shard into memory ahead of the writer.
+        while window := list(islice(rows, 16 * config.threads)):
+            for row, outcome in zip(window, pool.map(lambda row: _convert(row, config), window)):
+                if isinstance(outcome, DroppedRowError):
+                    reason, details = outcome.args
+                    shown = row.image if isinstance(row.image, str) else "(bytes)"
+                    dropped.append((row.number, shown, reason, details))
+                else:
+                    writer.write({"__key__": f"{number:05d}{read:05d}", **outcome})
+                    samples += 1
+                read += 1
+                bar.update()
+    finally:
+        writer.close()
+    os.replace(partial, path)
+    stats = {"rows": read, "samples": samples, "dropped": dropped}
+    _write_text(folder / f"{number:05d}_stats.json", json.dumps(stats) + "\n")
+
+
+def _convert(row: _Row, config: ConvertConfig) -> dict[str, bytes] | DroppedRowError:
+    """Make the members of a row's sample."""
+    try:
+        caption = _check_caption(row.caption)
+        data = _read_image(row.image, config)
+        extension, data, size, original = _check_image(data, config)
+    except DroppedRowError as error:
+        return error
+    record = {"caption": caption, "row": row.number, "status": "success", "width": size[0], "height": size[1]}
+    record |= {"original_width": original[0], "original_height": original[1]}
+    if isinstance(row.image, str):
+        record["url"] = row.image
+    return {extension: data, "txt": caption.encode(), "json": json.dumps(record).encode()}
+
+
+def _check_caption(caption: Any) -> str:
+    if not isinstance(caption, str) or not caption.strip():
+        raise DroppedRowError("no caption", repr(caption))
+    try:
+        caption.encode()
+    except UnicodeEncodeError as error:
+        raise DroppedRowError("caption is not UTF-8", ascii(caption)) from error
+    return caption.strip()
+
+
+def _read_image(image: Any, config: ConvertConfig) -> bytes:
+    if isinstance(image, dict):
+        image = image.get("bytes") or image.get("path")
+    if isinstance(image, bytes) and image:
+        return image
+    if not isinstance(image, str) or not image.strip():
+        raise DroppedRowError("no image", repr(image))
+    path = Path(config.images or Path(config.source).parent) / image
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise DroppedRowError("image not found", str(path)) from error
+    except OSError as error:
+        raise DroppedRowError("image cannot be read", str(error)) from error
+
+
+def _check_image(data: bytes, config: ConvertConfig) -> tuple[str, bytes, tuple[int, int], tuple[int, int]]:
+    """Decode an image to its end; return extension, file, and its size now and before."""
+    try:
+        opened = Image.open(io.BytesIO(data))
+        name, original = opened.format or "", opened.size
+        opened.load()
+    except UnidentifiedImageError as error:
+        raise DroppedRowError("image cannot be decoded", "of no format that Pillow knows") from error
+    except Exception as error:
+        # Pillow's decoders raise OSError, SyntaxError, struct.error and others on damaged files.
+        raise DroppedRowError("image cannot be decoded", str(error)) from error
+    short, long = min(original), max(original)
+    if short < config.min_size:
+        raise DroppedRowError("image too small", f"{original[0]} x {original[1]}")
+    if long > config.max_aspect * short:
+        raise DroppedRowError("image too long", f"{original[0]} x {original[1]}")
+    if name in _FORMATS and (config.resize is None or short <= config.resize):
+        return _FORMATS[name], data, original, original
+    image = opened.convert("RGB")
+    if config.resize is not None and short > config.resize:
+        scale = config.resize / short
+        size = max(config.resize, round(original[0] * scale)), max(config.resize, round(original[1] * scale))
+        image = image.resize(size, Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    image.save(file, format="JPEG", quality=config.quality)
+    return "jpg", file.getvalue(), image.size, original
+
+
+def _count_rows(config: ConvertConfig) -> int:
+    if Path(config.source).suffix.lower() == ".parquet":
+        return int(_parquet(config).metadata.num_rows)
+    return sum(1 for _ in _read_rows(config))
+
+
+def _read_rows(config: ConvertConfig) -> Iterator[_Row]:
+    """Yield the rows of the table in order."""
+    suffix = Path(config.source).suffix.lower()
+    read = {".parquet": _read_parquet, ".json": _read_coco}.get(suffix, _read_csv)
+    for number, (image, caption) in enumerate(read(config)):
+        yield _Row(number, image, caption)
+
+
+def _read_csv(config: ConvertConfig) -> Iterator[tuple[Any, Any]]:
+    delimiter = "\t" if config.source.lower().endswith(".tsv") else ","
+    # Bytes that are no UTF-8 spoil their own row, not the whole table.
+    with open(config.source, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        reader = csv.DictReader(file, delimiter=delimiter)
+        _check_columns(config, list(reader.fieldnames or ()))
+        for row in reader:
+            yield row[config.image_column], row[config.caption_column]
+
+
+def _read_parquet(config: ConvertConfig) -> Iterator[tuple[Any, Any]]:
+    columns = [config.image_column, config.caption_column]
+    for batch in _parquet(config).iter_batches(batch_size=256, columns=columns):
+        yield from zip(batch.column(columns[0]).to_pylist(), batch.column(columns[1]).to_pylist())
+
+
+def _parquet(config: ConvertConfig) -> Any:
+    try:
+        from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("a .parquet table needs the package pyarrow: pip install pyarrow") from error
+    file = ParquetFile(config.source)
+    _check_columns(config, file.schema_arrow.names)
+    return file
+
+
+def _read_coco(config: ConvertConfig) -> Iterator[tuple[Any, Any]]:
+    content = json.loads(Path(config.source).read_bytes())
+    if not isinstance(content, dict) or not {"images", "annotations"} <= set(content):
+        raise ValueError(f"{config.source!r} is no COCO annotation file: it needs `images` and `annotations`")
+    names = {image["id"]: image["file_name"] for image in content["images"]}
+    for annotation in content["annotations"]:
+        yield names.get(annotation["image_id"]), annotation.get("caption")
+
+
+def _check_columns(config: ConvertConfig, found: list[str]) -> None:
+    for name in ("image_column", "caption_column"):
+        if getattr(config, name) not in found:
+            raise ValueError(
+                f"{config.source!r} has no column {getattr(config, name)!r} ({name}); it has {', '.join(found)}"
+            )
+
+
+def _report(folder: Path, config: ConvertConfig, count: int) -> ConvertReport:
+    """Gather the shards' statistics into the report and its files."""
+    shards, rows, reasons = {}, [], Counter[str]()
+    for path in sorted(folder.glob("*_stats.json")):
+        stats = json.loads(path.read_text())
+        shards[path.name.replace("_stats.json", ".tar")] = stats["samples"]
+        rows += stats["dropped"]
+        reasons.update(reason for _, _, reason, _ in stats["dropped"])
+    report = ConvertReport(count, sum(shards.values()), dict(reasons.most_common()), shards, config.output)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["row", "image", "reason", "details"])
+    writer.writerows(rows)
+    _write_text(folder / _DROPPED, text.getvalue())
+    _write_text(folder / SIZES, json.dumps(shards, indent=2) + "\n")
+    _write_text(folder / _REPORT, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+    return report
+
+
+def _write_text(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, errors="backslashreplace")
+    os.replace(partial, path)

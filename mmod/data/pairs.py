@@ -1,0 +1,192 @@
+"""Image-text pairs in batches, from webdataset shards as open_clip and LAION-style tools write them.
+
+Every sample has one image, one `.txt` caption and whatever else; images go through open_clip's transforms and captions
+through its tokenisers. An exact stream is a pure function of (seed, epoch, step) over samples read by number; a
+resampled one reads shards in one direction, drawn with replacement, so that shards too many to copy stay where they
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from mmod.data.corrupt import CorruptReport, OnCorrupt
+from mmod.data.loader import BatchStream
+from mmod.data.resampled import ResampledStream
+from mmod.data.scenes import build_scenes, scenes_config
+from mmod.data.shards import CAPTION, ShardSource, expand_pattern
+from mmod.data.stream import ImageReader, SampleStream
+
+Transform = Callable[..., Tensor]
+Tokenizer = Callable[[list[str]], Tensor]
+
+
+@dataclass
+class PairsConfig:
+    """Which pairs to read and how.
+
+    Args:
+        train: Shards to train on: paths or URLs with brace ranges (`{00000..00127}.tar`), globs (local paths only) or
+            `pipe:` commands, one or a list; or `scenes:LEVEL/SPLIT`, the embedded set, built where it is not there.
+        val: Pairs to evaluate on, given alike; read by number, so remote shards are copied to `root`.
+        root: Folder for copies of remote shards, or of the embedded set (`runs/data/captioned-scenes-LEVEL` by
+            default).
+        sampling: "exact" reads every training sample once an epoch, in an order of its own (remote shards are copied to
+            `root` first). "resampled" draws shards with replacement and reads them where they are, without copying.
+        samples: Training samples of one epoch over all processes; needed when resampled.
+        shuffle: Samples held in memory by each worker for shuffling when resampled; an exact order needs none.
+        batch_size: Pairs in a batch of one process.
+        workers: Worker processes; 0 reads in the training process.
+        on_corrupt: "raise" stops at a shard, image or caption that cannot be read. "skip" counts it for its shard: a
+            training batch gets another sample in its place, evaluation goes on without it.
+        pin_memory: Return batches in pinned memory (for a GPU).
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    train: str | list[str] = "scenes:default/train"
+    val: str | list[str] = "scenes:default/val"
+    root: str | None = None
+    sampling: Literal["exact", "resampled"] = "exact"
+    samples: int | None = None
+    shuffle: int = 5000
+    batch_size: int = 64
+    workers: int = 0
+    on_corrupt: OnCorrupt = "raise"
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low in (("batch_size", 1), ("workers", 0), ("shuffle", 1)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= {low}")
+        if self.sampling not in ("exact", "resampled"):
+            raise ValueError(f"sampling={self.sampling!r} is unknown; valid: 'exact', 'resampled'")
+        if (self.samples is not None) != (self.sampling == "resampled"):
+            raise ValueError(
+                f"samples={self.samples} with sampling={self.sampling!r}: a resampled epoch needs a number of samples, "
+                "an exact one has that of its shards"
+            )
+
+
+def create_train_pairs(
+    config: PairsConfig, transform: Transform, tokenizer: Tokenizer, seed: int, rank: int = 0, world: int = 1
+) -> BatchStream:
+    """Make the stream of shuffled training batches of one process.
+
+    Full batches only: the fewer than `batch_size * world` samples at the end of an exact epoch's order wait for another
+    epoch. The processes' batches of one step are neighbours in an exact order.
+
+    Args:
+        config: What to read.
+        transform: From a PIL image to a tensor (C, H, W), as `open_clip.image_transform` makes it.
+        tokenizer: From captions to tokens (B, L), as `open_clip.get_tokenizer` makes it.
+        seed: Seed of order and augmentation, the same in all processes.
+        rank: Number of this process.
+        world: Number of processes.
+
+    Returns:
+        The stream, of images (B, C, H, W) and tokens (B, L).
+
+    Raises:
+        ValueError: If a pattern matches no shard, or an epoch has no batch.
+        CorruptDataError: If a shard is damaged, unless `config.on_corrupt` is "skip".
+
+    Example:
+        >>> import tempfile, torch
+        >>> config = PairsConfig("scenes:tiny/train", root=tempfile.mkdtemp(), batch_size=16)
+        >>> lengths = lambda captions: torch.tensor([[len(caption)] for caption in captions])
+        >>> stream = create_train_pairs(config, lambda image: torch.zeros(3, *image.size), lengths, seed=0)
+        >>> images, tokens = next(stream.batches(epoch=0))
+        >>> images.shape, tokens.shape, stream.steps_per_epoch
+        (torch.Size([16, 3, 48, 48]), torch.Size([16, 1]), 16)
+    """
+    if not 0 <= rank < world:
+        raise ValueError(f"rank={rank} must lie in [0, world={world})")
+    report = CorruptReport(config.on_corrupt)
+    pattern, root = _locate(config.train, config.root)
+    count = config.batch_size * world
+    if config.sampling == "resampled":
+        assert config.samples is not None
+        if config.samples < count:
+            raise ValueError(f"samples={config.samples} is fewer than one batch of {count} over {world} processes")
+        return ResampledStream(
+            expand_pattern(pattern),
+            transform,
+            tokenizer,
+            report,
+            batch_size=config.batch_size,
+            steps_per_epoch=config.samples // count,
+            shuffle=config.shuffle,
+            workers=config.workers,
+            pin_memory=config.pin_memory,
+            place=(rank, world),
+            seed=seed,
+        )
+    reader = _create_reader(pattern, root, report, transform, tokenizer, training=True)
+    if len(reader) < count:
+        raise ValueError(f"{config.train!r} has {len(reader)} samples, fewer than one batch of {count} over {world}")
+    return SampleStream(reader, report, config.batch_size, config.workers, config.pin_memory, rank, world, seed)
+
+
+def create_eval_pairs(
+    config: PairsConfig, transform: Transform, tokenizer: Tokenizer, rank: int = 0, world: int = 1
+) -> BatchStream:
+    """Make the stream of evaluation batches of one process: every sample once, in order.
+
+    Process `rank` reads samples `rank, rank + world, ...`; the last batch may be smaller, and the processes may
+    differ by one in their number of batches.
+
+    Args:
+        config: What to read.
+        transform: From a PIL image to a tensor (C, H, W).
+        tokenizer: From captions to tokens (B, L).
+        rank: Number of this process.
+        world: Number of processes.
+
+    Returns:
+        The stream, of images (B, C, H, W) and tokens (B, L).
+
+    Raises:
+        ValueError: If a pattern matches no shard, or there are fewer samples than processes.
+        CorruptDataError: If a shard is damaged, unless `config.on_corrupt` is "skip".
+    """
+    if not 0 <= rank < world:
+        raise ValueError(f"rank={rank} must lie in [0, world={world})")
+    report = CorruptReport(config.on_corrupt)
+    pattern, root = _locate(config.val, config.root)
+    reader = _create_reader(pattern, root, report, transform, tokenizer, training=False)
+    if len(reader) < world:
+        raise ValueError(f"{config.val!r} has {len(reader)} samples for {world} processes")
+    return SampleStream(reader, report, config.batch_size, config.workers, config.pin_memory, rank, world)
+
+
+def _locate(pattern: str | list[str], root: str | None) -> tuple[str | list[str], str | None]:
+    """Return the pattern with the embedded set's name replaced by its shards, and the folder for copies."""
+    if not isinstance(pattern, str) or not pattern.startswith("scenes:"):
+        return pattern, root
+    level, _, split = pattern.removeprefix("scenes:").partition("/")
+    config = scenes_config(level)
+    if split not in config.scenes:
+        raise ValueError(f"{pattern!r} must be scenes:LEVEL/SPLIT with a split of {', '.join(config.scenes)}")
+    folder = Path(root or f"runs/data/captioned-scenes-{level}")
+    build_scenes(folder, config, progress=True)
+    return f"{folder}/{split}-*.tar", None
+
+
+def _create_reader(
+    pattern: str | list[str],
+    root: str | None,
+    report: CorruptReport,
+    transform: Transform,
+    tokenizer: Any,
+    training: bool,
+) -> ImageReader:
+    source = ShardSource(pattern, report, cache=root, progress=True, target=CAPTION)
+    # A corrupt training sample is replaced, so that every process keeps its number of full batches.
+    return ImageReader(source, "RGB", transform, replace=training, collate=tokenizer)
