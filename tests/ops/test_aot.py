@@ -1,0 +1,148 @@
+"""Every kernel compiles for GPUs, on machines without one: the interpreter accepts what the compiler does not."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+KERNELS = ROOT / "mmod" / "ops" / "triton"
+# What every device of compute capability 8.0 and later has, in bytes: 8.6 and 8.9 give the least.
+SHARED_MEMORY = 99 * 1024
+
+# Kernel -> the ways to compile it: types of its pointers, then values of its constants. Other arguments are sizes or
+# strides (i32) unless their type is given with the pointers.
+Case = tuple[dict[str, str], dict[str, Any]]
+
+
+def row_case(kind: str, pointers: str, others: dict[str, str], **constants: Any) -> Case:
+    """Return a case whose named pointers are of one type."""
+    return {**dict.fromkeys(pointers.split(), "*" + kind), **others}, constants
+
+
+def attention_cases(pointers: str, others: dict[str, str], *, backward: bool, swapped: bool = False) -> list[Case]:
+    """Return cases with the tiles that attention runs with: whatever is optional, once absent and once there.
+
+    Args:
+        pointers: Names of the pointers to queries and their like.
+        others: Types of the other pointers; those of integers are optional.
+        backward: The kernel computes gradients.
+        swapped: The kernel streams queries past keys.
+    """
+    from mmod.ops.triton.attention import tiles
+
+    cases = []
+    for width, dtype, kind, full in [(64, torch.bfloat16, "*bf16", True), (128, torch.float32, "*fp32", False)]:
+        options: dict[str, Any] = tiles(width, dtype, backward=backward).options()
+        if swapped:
+            options["BLOCK_M"], options["BLOCK_N"] = options["BLOCK_N"], options["BLOCK_M"]
+        optional = [name for name in others if name.startswith(("index", "valid"))]
+        absent = {} if full else dict.fromkeys(optional)
+        types = {**dict.fromkeys(pointers.split(), kind), **others, "scale": "fp32"}
+        present = {name: value for name, value in types.items() if name not in absent}
+        cases.append((present, {"width": width, "CAUSAL": full, **options, **absent}))
+    return cases
+
+
+_INDEX = {"index": "*i64"}
+_STATISTICS = {"mean": "*fp32", "scale": "*fp32"}
+_MERGE = {"gate": "*fp32", "valid": "*u8"}
+_ROWS = {"start_q": "*i32", "start_k": "*i32", "index_q": "*i64", "index_k": "*i64", "valid": "*i1"}
+CASES: dict[str, list[Case]] = {
+    "attention.forward_kernel": attention_cases("q k v out", {"lse": "*fp32", **_ROWS}, backward=False),
+    "attention.query_gradient_kernel": attention_cases(
+        "q k v out grad_out grad_q", {"lse": "*fp32", "delta": "*fp32", **_ROWS}, backward=True
+    ),
+    "attention.key_gradient_kernel": attention_cases(
+        "q k v grad_out grad_k grad_v", {"lse": "*fp32", "delta": "*fp32", **_ROWS}, backward=True
+    ),
+    "importance.column_kernel": attention_cases(
+        "q k", {"lse": "*fp32", "sums": "*fp32", "valid_q": "*i1", "valid_k": "*i1"}, backward=False, swapped=True
+    ),
+    "rows.gather_kernel": [
+        row_case("bf16", "x out", _INDEX, ROWS=16, CHANNELS=128),
+        row_case("fp32", "x out", {"index": "*i32"}, ROWS=8, CHANNELS=256),
+    ],
+    "rows.merge_kernel": [
+        row_case("bf16", "x z y out", {"inverse": "*i32", **_MERGE},
+                 HAS_X=True, HAS_Y=True, HAS_GATE=True, HAS_VALID=True, ROWS=16, CHANNELS=128),
+        row_case("fp32", "x z y out", {"inverse": "*i32", **_MERGE},
+                 HAS_X=False, HAS_Y=True, HAS_GATE=False, HAS_VALID=False, ROWS=8, CHANNELS=256),
+    ],
+    "rows.merge_grad_kernel": [
+        row_case("bf16", "grad z y grad_z grad_y", {**_INDEX, **_MERGE, "grad_gate": "*fp32"},
+                 HAS_VALID=True, ROWS=16, CHANNELS=128),
+    ],
+    "rows.gather_norm_kernel": [
+        row_case("bf16", "x weight bias out normed", {**_INDEX, **_STATISTICS, "eps": "fp32"},
+                 CENTRED=True, HAS_WEIGHT=True, HAS_BIAS=True, ROWS=2, CHANNELS=1024),
+        row_case("fp32", "x weight bias out normed", {**_INDEX, **_STATISTICS, "eps": "fp32"},
+                 CENTRED=False, HAS_WEIGHT=False, HAS_BIAS=False, ROWS=1, CHANNELS=16384, num_warps=16),
+    ],
+    "rows.gather_norm_grad_kernel": [
+        row_case("bf16", "grad_z grad_normed z weight grad_x",
+                 {**_INDEX, **_STATISTICS, "grad_weight": "*fp32", "grad_bias": "*fp32"},
+                 CENTRED=True, HAS_WEIGHT=True, CHUNK=32, ROWS=2, CHANNELS=1024),
+    ],
+}  # fmt: skip
+
+COMPILE = """
+import importlib, json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+for name, cases in json.load(sys.stdin).items():
+    module, _, kernel = name.rpartition(".")
+    function = getattr(importlib.import_module("mmod.ops.triton." + module), kernel)
+    names = function.arg_names
+    for pointers, constants in cases:
+        options = {key: constants.pop(key) for key in OPTIONS if key in constants}
+        signature = {arg: "constexpr" if arg in constants else pointers.get(arg, "i32") for arg in names}
+        wrong = (set(pointers) | set(constants)) - set(names)
+        wrong |= {p.name for p in function.params if p.is_constexpr} - set(constants)
+        assert not wrong, f"{name}: arguments {wrong}"
+        # Memory and strides are aligned in use, which lets loads be pipelined through shared memory.
+        aligned = [n for n, arg in enumerate(names) if signature[arg][0] == "*" or "_" in arg and arg not in constants]
+        attributes = {(n,): [["tt.divisibility", 16]] for n in aligned}
+        source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
+        print(json.dumps([name, compiled.metadata.shared]), flush=True)
+"""
+
+
+def kernels() -> list[str]:
+    """Return the names of all kernels, read off the source: a function that the host launches ends in `_kernel`."""
+    found = []
+    for path in KERNELS.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        found += [f"{path.stem}.{node.name}" for node in tree.body
+                  if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")]  # fmt: skip
+    return sorted(found)
+
+
+def test_every_kernel_is_listed() -> None:
+    assert sorted(CASES) == kernels()
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_kernel_compiles_ahead_of_time(capability: int) -> None:
+    pytest.importorskip("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(capability)],
+        input=json.dumps(CASES), capture_output=True, text=True, cwd=ROOT, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    shared = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(shared) == sum(len(cases) for cases in CASES.values())
+    assert all(amount <= SHARED_MEMORY for _, amount in shared), shared
