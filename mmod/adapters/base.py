@@ -134,6 +134,7 @@ class NamedArguments:
         projections: Weights of the linear maps in front of attention, by name, each with how many of its leading
             features serve the token itself and not as key or value.
         attention_calls: Calls of `scaled_dot_product_attention` in one pass through the block.
+        entry: Name of the norm that the block starts with and that can be fused with gathering rows, or empty.
     """
 
     names: tuple[str, ...]
@@ -141,6 +142,7 @@ class NamedArguments:
     fused: bool = False
     projections: tuple[tuple[str, int], ...] = ()
     attention_calls: int = 1
+    entry: str = ""
 
     @property
     def contexts(self) -> tuple[str, ...]:

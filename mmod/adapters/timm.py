@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 
-from timm.layers import DiffAttention, register_notrace_module
+from timm.layers import DiffAttention, LayerNorm, RmsNorm, register_notrace_module
 from timm.models import beit, eva, vision_transformer
 from torch import nn
 
@@ -22,6 +22,8 @@ BLOCKS: tuple[type[nn.Module], ...] = (
     eva.EvaBlockPostNorm,
     beit.Block,
 )
+PRE_NORM = (vision_transformer.Block, eva.EvaBlock, beit.Block)
+PLAIN_NORMS = (nn.LayerNorm, LayerNorm, RmsNorm)
 # timm's feature extraction by torch.fx takes a converted block as one node: its decisions are no symbolic values.
 register_notrace_module(RoutedBlock)
 register_notrace_module(ImportanceBlock)
@@ -115,7 +117,15 @@ def _host_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
         projections=tuple(projections),
         # Differential attention subtracts two maps, each from a call of its own.
         attention_calls=sum(2 if isinstance(module, DiffAttention) else 1 for module in attentions.values()),
+        entry=_entry(block),
     )
+
+
+def _entry(block: nn.Module) -> str:
+    """Name the norm that a block starts with where it is a plain one."""
+    name = "norm1" if isinstance(block, PRE_NORM) else "in_norm"
+    norm = getattr(block, name, None)
+    return name if norm is not None and host_class(norm) in PLAIN_NORMS else ""
 
 
 def _projections(name: str, attention: nn.Module) -> list[tuple[str, int]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from mmod.blocks.entry import EntryNorm, EntryState
 from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock
 from mmod.blocks.state import RoutedState
 from mmod.routing import Router
@@ -64,6 +65,9 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
     """Convert a dense block into a routed one."""
     convert(block, mixin, state)
     block.router = router
+    if state.host.entry:
+        norm = block.get_submodule(state.host.entry)
+        convert(norm, EntryNorm, EntryState("layer" if isinstance(norm, nn.LayerNorm) else "rms"))
 
 
 def make_important(block: nn.Module, state: ImportanceState, mixin: type[ImportanceBlock] = ImportanceBlock) -> None:
@@ -73,7 +77,9 @@ def make_important(block: nn.Module, state: ImportanceState, mixin: type[Importa
 
 def make_dense(module: nn.Module) -> None:
     """Give a converted module its own class back and remove what was added."""
+    if isinstance(module, RoutedBlock):
+        del module.router
+        if module.mod.host.entry:
+            make_dense(module.get_submodule(module.mod.host.entry))
     module.__class__ = host_class(module)
     del module.mod
-    if hasattr(module, "router"):
-        del module.router

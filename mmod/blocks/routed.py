@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from mmod.blocks.entry import enter_block
 from mmod.blocks.packed import reweigh_skipped, run_packed
 from mmod.blocks.state import Handover, RoutedState
-from mmod.ops import capture_importance, gather_rows, lerp_rows, scatter_rows
+from mmod.ops import capture_importance, merge_rows
 from mmod.routing import Router, Routing
 
 _NO_TORCHSCRIPT = (
@@ -50,7 +50,7 @@ class RoutedBlock(nn.Module):
         to_all = self.router.config.context == "all"
         if routing.valid_BK is not None and routing.total and not to_all and host.packs(self, arguments):
             return run_packed(x, routing, super().forward)
-        z_BKD = gather_rows(x, routing.index_BK)
+        z_BKD = enter_block(x, routing, getattr(self, host.entry) if host.entry else None)
         if not routing.index_BK.shape[1]:
             y_BKD = z_BKD
         elif to_all:
@@ -127,9 +127,7 @@ def merge(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tens
     Returns:
         All tokens after the block (B, N, D).
     """
-    rest_BND = reweigh_skipped(x_BND, routing)
-    new_BKD = lerp_rows(z_BKD, y_BKD, routing.gate_BK)
-    if routing.valid_BK is not None:
-        old_BKD = z_BKD if rest_BND is x_BND else gather_rows(rest_BND, routing.index_BK)
-        new_BKD = torch.where(routing.valid_BK.unsqueeze(-1), new_BKD, old_BKD)
-    return scatter_rows(rest_BND, routing.index_BK, new_BKD)
+    y_BKD = y_BKD.to(x_BND.dtype)
+    return merge_rows(
+        reweigh_skipped(x_BND, routing), routing.index_BK, z_BKD, y_BKD, routing.gate_BK, routing.valid_BK
+    )

@@ -19,6 +19,11 @@ class BlockHost(Protocol):
         """What kept tokens can attend to in this block, see `RoutingConfig.context`."""
         ...
 
+    @property
+    def entry(self) -> str:
+        """Name of the norm that the block starts with and that can be fused with gathering rows, or empty."""
+        ...
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the block's arguments after the tokens, by name, raising for those mmod cannot narrow."""
         ...

@@ -1,0 +1,85 @@
+"""The entry of a routed block: kept rows are normalised while they are gathered, and the host's first norm takes them.
+
+Axes: B images, N tokens, K slots per image, D channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mmod.ops import Backend, gather_norm, gather_rows
+from mmod.ops.backend import choose
+from mmod.routing import Routing
+
+
+class EntryNorm(nn.Module):
+    """Mixin for a block's first norm, which returns rows handed to it instead of computing them again.
+
+    Attributes:
+        mod: Plain state: the kind of norm, and what was handed over.
+    """
+
+    mod: EntryState
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of the rows, taken as handed over where they are the very rows that was done for.
+
+        Args:
+            x: Tokens (B, K, D).
+        """
+        normed = self.mod.take(x)
+        return super().forward(x) if normed is None else normed
+
+
+class EntryState:
+    """The state of a routed block's first norm.
+
+    Args:
+        kind: "layer" or "rms".
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._handed: tuple[Tensor, Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave tensors of a forward pass out of copies and pickles."""
+        return {"kind": self.kind, "_handed": None}
+
+    def hand(self, z_BKD: Tensor, normed_BKD: Tensor) -> None:
+        """Hand rows over together with what the norm makes of them."""
+        self._handed = (z_BKD, normed_BKD)
+
+    def take(self, x: Tensor) -> Tensor | None:
+        """Return what was handed over for these rows, once."""
+        if self._handed is None or self._handed[0] is not x:
+            return None
+        normed, self._handed = self._handed[1], None
+        return normed
+
+
+def enter_block(x_BND: Tensor, routing: Routing, norm: nn.Module | None) -> Tensor:
+    """Gather the kept rows of a routed block.
+
+    Args:
+        x_BND: All tokens (B, N, D).
+        routing: The decision.
+        norm: The block's first norm if it is an `EntryNorm`, else None.
+
+    Returns:
+        The kept tokens (B, K, D).
+    """
+    if not isinstance(norm, EntryNorm) or not _fuses(x_BND):
+        return gather_rows(x_BND, routing.index_BK)
+    bias = getattr(norm, "bias", None)
+    z_BKD, normed_BKD = gather_norm(x_BND, routing.index_BK, norm.weight, bias, norm.eps, norm.mod.kind)
+    norm.mod.hand(z_BKD, normed_BKD)
+    return z_BKD
+
+
+def _fuses(x_BND: Tensor) -> bool:
+    # Under autocast a norm computes and returns fp32, which the op, keeping the type of its rows, does not.
+    if torch.is_autocast_enabled(x_BND.device.type):
+        return False
+    return choose("gather_norm", x_BND, channels=x_BND.shape[2]) is not Backend.TORCH
