@@ -5,6 +5,8 @@ Axes: B images, N tokens, K slots per image, D channels.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -72,9 +74,11 @@ def enter_block(x_BND: Tensor, routing: Routing, norm: nn.Module | None) -> Tens
     """
     if not isinstance(norm, EntryNorm) or not _fuses(x_BND):
         return gather_rows(x_BND, routing.index_BK)
+    state, plain = norm.mod, cast(nn.LayerNorm, norm)
+    # An RMS norm has the same fields but no bias.
     bias = getattr(norm, "bias", None)
-    z_BKD, normed_BKD = gather_norm(x_BND, routing.index_BK, norm.weight, bias, norm.eps, norm.mod.kind)
-    norm.mod.hand(z_BKD, normed_BKD)
+    z_BKD, normed_BKD = gather_norm(x_BND, routing.index_BK, plain.weight, bias, plain.eps, state.kind)
+    state.hand(z_BKD, normed_BKD)
     return z_BKD
 
 
