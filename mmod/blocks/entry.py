@@ -83,7 +83,9 @@ def enter_block(x_BND: Tensor, routing: Routing, norm: nn.Module | None) -> Tens
 
 
 def _fuses(x_BND: Tensor) -> bool:
-    # Under autocast a norm computes and returns fp32, which the op, keeping the type of its rows, does not.
-    if torch.is_autocast_enabled(x_BND.device.type):
+    # Under autocast a norm computes and returns fp32, which the op, keeping the type of its rows, does not. Torch has no
+    # answer for meta, where nothing is computed.
+    device = x_BND.device.type
+    if device == "meta" or torch.is_autocast_enabled(device):
         return False
     return choose("gather_norm", x_BND, channels=x_BND.shape[2]) is not Backend.TORCH
