@@ -58,7 +58,12 @@ class HostModel:
 Part = Callable[[], HostModel]
 
 # Top-level package of a model's class -> module with `find_parts(model) -> dict[str, Part]`.
-ADAPTERS = {"timm": "mmod.adapters.timm", "open_clip": "mmod.adapters.open_clip"}
+ADAPTERS = {
+    "timm": "mmod.adapters.timm",
+    "open_clip": "mmod.adapters.open_clip",
+    "transformers": "mmod.adapters.transformers",
+    "peft": "mmod.adapters.transformers",
+}
 
 
 def find_parts(model: nn.Module) -> dict[str, Part]:

@@ -24,8 +24,17 @@ class DecoderHost(BlockHost, Protocol):
         """Return the roles of the tokens, or None when all of them run."""
         ...
 
-    def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
-        """Return the arguments for the kept tokens, or for all of them where there is no decision."""
+    def narrow(
+        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, compact: bool = False
+    ) -> dict[str, Any]:
+        """Return the arguments for the kept tokens, or for all of them where there is no decision.
+
+        Args:
+            arguments: The arguments of all tokens.
+            x_BND: All tokens.
+            routing: The decision.
+            compact: Count rotary positions among kept tokens.
+        """
         ...
 
     def announce(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> None:
@@ -55,24 +64,25 @@ class RoutedDecoderBlock(RoutedBlock):
         host: DecoderHost = self.mod.host  # type: ignore[assignment]
         arguments = host.bind(args, kwargs)
         roles = host.roles(arguments)
-        if roles is None:
-            narrowed = host.narrow(arguments, x, None)
-            host.announce(arguments, x, None)
-            return super(RoutedBlock, self).forward(x, **narrowed)  # type: ignore[misc,no-any-return]
         config = self.router.config
+        compact = config.positions == "compact"
+        if roles is None:
+            narrowed = host.narrow(arguments, x, None, compact)
+            host.announce(arguments, x, None)
+            return super(RoutedBlock, self).forward(x, **narrowed)
         scored = host.first_norm(self)(x) if config.normalize == "block" else x
         routing = self.router(scored, self.mod.importance(x, self.training), roles=roles)
         self.mod.record(routing, self.training)
         z_BKD = gather_rows(x, routing.index_BK)
-        narrowed = host.narrow(arguments, x, routing)
+        narrowed = host.narrow(arguments, x, routing, compact)
         host.announce(arguments, x, routing)
         if not routing.index_BK.shape[1]:
             return merge(x, z_BKD, z_BKD, routing)
         if config.gate_on == "update":
-            y_BKD = super(RoutedBlock, self).forward(z_BKD, **narrowed)  # type: ignore[misc]
+            y_BKD = super(RoutedBlock, self).forward(z_BKD, **narrowed)
             return merge(x, z_BKD, y_BKD, routing)
         with weighed_branches(host.branches(self, config.gate_on), routing.gate_BK):
-            y_BKD = super(RoutedBlock, self).forward(z_BKD, **narrowed)  # type: ignore[misc]
+            y_BKD = super(RoutedBlock, self).forward(z_BKD, **narrowed)
         return merge(x, z_BKD, y_BKD, routing._replace(gate_BK=None))
 
 
@@ -90,7 +100,7 @@ class ImportanceDecoderBlock(ImportanceBlock):
         host: DecoderHost = self.mod.host
         if host.roles(host.bind(args, kwargs)) is None:
             # Every token runs in the layers that would read it, and a decoded token's map is no square.
-            return super(ImportanceBlock, self).forward(x, *args, **kwargs)  # type: ignore[misc,no-any-return]
+            return super(ImportanceBlock, self).forward(x, *args, **kwargs)
         return super().forward(x, *args, **kwargs)
 
 

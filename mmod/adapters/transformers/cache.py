@@ -1,0 +1,181 @@
+"""The cache of a routed layer: keys and values of kept tokens alone, with the places they were taken from.
+
+A layer's logical length is the number of tokens it has seen, kept or not: transformers takes positions and mask sizes
+from it, whichever layer it asks.
+Axes: B samples, H heads, K slots of this step, L slots in the cache, E channels of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+
+class RoutedLayer(DynamicLayer):
+    """A cache layer of the tokens that one routed layer kept, of different number in every sample.
+
+    Args:
+        sliding_window: Tokens that a query sees, itself included, or None for all.
+
+    Attributes:
+        seen: Logical length: tokens seen, kept or not.
+        position_BL: Where each slot's token stands among the seen ones (B, L); None before the first.
+        valid_BL: False where a slot is empty (B, L); None before the first.
+        ragged: Whether a slot may be empty.
+    """
+
+    def __init__(self, sliding_window: int | None = None) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.record_past = False
+        self.seen = 0
+        self.position_BL: Tensor | None = None
+        self.valid_BL: Tensor | None = None
+        self.ragged = False
+
+    def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
+        """Say which tokens `update` is about to be given; without any slot, there is no such call.
+
+        Args:
+            position_BK: Where they stand among all tokens (B, K).
+            valid_BK: False where a slot is empty (B, K), or None.
+            tokens: Tokens seen in this step, kept or not.
+        """
+        self.position_BL, self.valid_BL = self.joined(position_BK, valid_BK)
+        self.ragged = self.ragged or valid_BK is not None
+        self.seen += tokens
+
+    def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return positions and validity of the cached slots followed by new ones (B, L + K).
+
+        Args:
+            position_BK: Positions of the new slots (B, K).
+            valid_BK: False where a new slot is empty (B, K), or None.
+        """
+        valid_BK = torch.ones_like(position_BK, dtype=torch.bool) if valid_BK is None else valid_BK
+        if self.position_BL is None or self.valid_BL is None:
+            return position_BK, valid_BK
+        return torch.cat([self.position_BL, position_BK], dim=1), torch.cat([self.valid_BL, valid_BK], dim=1)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values (B, H, K, E) of the announced tokens and return all of them (B, H, L, E)."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        assert self.position_BL is not None
+        if keys.shape[2] != self.position_BL.shape[1]:
+            raise RuntimeError(
+                f"a routed layer's cache was told of {self.position_BL.shape[1]} tokens and given {keys.shape[2]}"
+            )
+        if self.sliding_window is not None and not self.record_past and keys.shape[2] >= self.sliding_window:
+            self._forget()
+        return keys, values
+
+    def _forget(self) -> None:
+        """Drop leading slots that no later query of any sample sees."""
+        assert self.position_BL is not None
+        assert self.valid_BL is not None
+        assert self.sliding_window is not None
+        needed_BL = self.valid_BL & (self.position_BL > self.seen - self.sliding_window)
+        needed_L = needed_BL.any(0)
+        first = int(needed_L.int().argmax()) if bool(needed_L.any()) else needed_L.numel()
+        self._select_slots(slice(first, None))
+
+    def _select_slots(self, slots: slice) -> None:
+        if self.position_BL is not None and self.valid_BL is not None:
+            self.position_BL, self.valid_BL = self.position_BL[:, slots], self.valid_BL[:, slots]
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[:, :, slots], self.values[:, :, slots]
+
+    def get_seq_length(self) -> int:
+        """Return the logical length."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of the mask a dense layer would need."""
+        if self.sliding_window is None or self.seen < self.sliding_window:
+            return self.seen + query_length, 0
+        return self.sliding_window - 1 + query_length, self.seen - self.sliding_window + 1
+
+    def get_max_length(self) -> int:
+        """Return the tokens a query can see, -1 for all."""
+        return -1 if self.sliding_window is None else self.sliding_window
+
+    def activate_past_recording(self) -> None:
+        """Keep what a sliding window would forget until `crop`."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens seen, kept or not.
+
+        Args:
+            tokens_to_remove: Their number, negative.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
+        self.seen += tokens_to_remove
+        if self.position_BL is None or self.valid_BL is None:
+            return
+        self.valid_BL = self.valid_BL & (self.position_BL < self.seen)
+        left_L = self.valid_BL.any(0).int()
+        slots = int(left_L.numel() - left_L.flip(0).argmax()) if bool(left_L.any()) else 0
+        # Slots of tokens taken back stay, hidden, where another sample's kept token stands behind them.
+        self.ragged = self.ragged or bool((~self.valid_BL[:, :slots]).any())
+        self._select_slots(slice(0, slots))
+        if self.sliding_window is not None and slots >= self.sliding_window:
+            self._forget()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.seen, self.position_BL, self.valid_BL, self.ragged = 0, None, None, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the samples of the beams that go on."""
+        self._select_samples(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sample."""
+        self._select_samples(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Take some samples."""
+        self._select_samples(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def _select_samples(self, select: Any) -> None:
+        for name in ("keys", "values", "position_BL", "valid_BL"):
+            if getattr(self, name) is not None:
+                setattr(self, name, select(getattr(self, name)))
+
+
+def routed_layer(cache: Any, layer: int) -> RoutedLayer:
+    """Return the cache layer of a routed layer, which takes the empty dense one's place at the first call.
+
+    Args:
+        cache: The cache of a forward pass.
+        layer: Index of the layer.
+
+    Raises:
+        ValueError: A kind of cache whose layers cannot hold different tokens, or one that was filled before the model
+            was routed.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(f"a routed model caches in a transformers DynamicCache, got {type(cache).__name__}")
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= layer:
+            cache.layers.append(cache.layer_class_to_replicate())
+    found = cache.layers[layer]
+    if isinstance(found, RoutedLayer):
+        return found
+    if not isinstance(found, DynamicLayer) or type(found) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise ValueError(
+            f"a routed layer keeps other tokens than its neighbours, which a {type(found).__name__} cannot hold: use "
+            "the default cache (a DynamicCache, offloaded or not) instead of a static or quantized one"
+        )
+    if found.get_seq_length():
+        raise ValueError("this cache was filled by a dense model: start with an empty one")
+    routed = RoutedLayer(getattr(found, "sliding_window", None))
+    cache.layers[layer] = routed
+    return routed

@@ -1,0 +1,221 @@
+"""Language models: where their decoder layers are, and which tokens the rest of the model says may be skipped.
+
+Axes: B samples, N tokens, D channels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmod.adapters.base import HostModel
+from mmod.adapters.transformers.layers import ROLES, DecoderLayerHost
+from mmod.adapters.transformers.saving import DescribedRouting
+from mmod.blocks import ImportanceDecoderBlock, RoutedDecoderBlock, host_class
+from mmod.config import LANGUAGE_OPTIONS, RoutingConfig
+from mmod.routing import RoleRouter, Roles, assign_roles
+
+LAYERS = (
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+    "Phi3DecoderLayer",
+    "GemmaDecoderLayer",
+    "Gemma2DecoderLayer",
+    "Gemma3DecoderLayer",
+    "Qwen2VLDecoderLayer",
+    "Qwen2_5_VLDecoderLayer",
+)
+# Models that put image features among the embedded tokens and hand keywords on to their language model.
+JOINT = ("LlavaModel", "LlavaNextModel", "LlavaOnevisionModel", "Qwen2VLModel", "Qwen2_5_VLModel")
+# Decoder layers with positions in time, height and width.
+JOINT_LAYERS = ("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer")
+PROTECTED = "protected_mask"
+
+
+def language_model(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """Return name and decoder layers of a model, or None where it has none that can be routed.
+
+    Args:
+        model: The model.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and host_class(module[0]).__name__ in LAYERS:
+            return name, module
+    return None
+
+
+def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> HostModel:
+    """Return the decoder layers of a language model.
+
+    Args:
+        model: The model that has it.
+        name: Module name of the list of layers.
+        layers: The list.
+
+    Raises:
+        ValueError: The language model of a vision-language model of another family.
+    """
+    owner = name.rpartition(".")[0]
+    text = model.get_submodule(owner)
+    entry = model.get_submodule(owner.rpartition(".")[0]) if owner.endswith("language_model") else text
+    if entry is not text and type(entry).__name__ not in JOINT:
+        raise ValueError(
+            f"cannot route the language model of a {type(entry).__name__}: its image tokens are found in "
+            f"{', '.join(JOINT)} only"
+        )
+    config: Any = text.config
+    # Positions of several dimensions, or rotary embeddings of several kinds, cannot be counted among kept tokens.
+    plain = host_class(layers[0]).__name__ not in ("Gemma3DecoderLayer", *JOINT_LAYERS)
+    rotary = text.get_submodule("rotary_emb") if plain else None
+    return HostModel(
+        library="transformers",
+        names=tuple(f"{name}.{index}" for index in range(len(layers))),
+        blocks=tuple(layers),
+        prefix=0,
+        dim=int(config.hidden_size),
+        host_of=lambda layer: _host_of(layer, rotary),
+        options=(*LANGUAGE_OPTIONS, "normalize"),
+        router=RoleRouter,
+        mixins=(RoutedDecoderBlock, ImportanceDecoderBlock),
+        hook=lambda routing: (entry, RoleHook(model, entry, text, routing, plain)),
+    )
+
+
+def _host_of(layer: nn.Module, rotary: nn.Module | None) -> DecoderLayerHost:
+    signature = inspect.signature(host_class(layer).forward).parameters
+    names = tuple(n for n, p in signature.items() if p.kind is p.POSITIONAL_OR_KEYWORD)[2:]
+    attention: Any = layer.self_attn
+    return DecoderLayerHost(names, index=int(attention.layer_idx), config=attention.config, rotary=rotary)
+
+
+class RoleHook(DescribedRouting):
+    """Finds out, once for all layers, which tokens of a forward pass may be skipped.
+
+    Args:
+        model: The model that was routed.
+        entry: The module that takes `input_ids` and is hooked.
+        text: The module that holds the layers.
+        config: How its language part is routed.
+        plain: Rotary positions have one dimension.
+
+    Raises:
+        ValueError: A config that does not suit the model.
+    """
+
+    def __init__(self, model: nn.Module, entry: nn.Module, text: nn.Module, config: RoutingConfig, plain: bool) -> None:
+        super().__init__(model)
+        entry_config: Any = entry.config
+        found = [getattr(entry_config, f"{kind}_token_id", None) for kind in ("image", "video")]
+        self.image_ids = tuple(int(token) for token in found if token is not None) if entry is not text else ()
+        self.tokens = config.tokens or ("image" if entry is not text else "all")
+        self.config = config
+        if self.tokens == "image" and not self.image_ids:
+            raise ValueError(
+                f"only image tokens may be skipped, but this {type(entry).__name__} says nothing of an image token: "
+                "set config.image_token_id, or route with tokens='all'"
+            )
+        if config.frames is not None and self.tokens != "image":
+            raise ValueError("frames need image tokens, which this model has none of")
+        if config.positions == "compact" and not plain:
+            raise ValueError(f"positions='compact' is not possible in {type(text).__name__}: it has several per token")
+        if config.min_tokens or config.max_tokens is not None:
+            raise ValueError("min_tokens and max_tokens are for images; a language model's threshold takes neither")
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Add the roles of the tokens to the keywords that reach every layer."""
+        protected_BN = kwargs.pop(PROTECTED, None)
+        names = inspect.signature(type(module).forward).parameters
+        given = {**dict(zip(list(names)[1:], args)), **kwargs}
+        kwargs[ROLES] = self.roles(module, given, protected_BN)
+        return args, kwargs
+
+    def roles(self, module: nn.Module, given: Mapping[str, Any], protected_BN: Tensor | None) -> Roles | None:
+        """Return the roles of the tokens, or None when all of them run.
+
+        Args:
+            module: The module that was called.
+            given: Its arguments by name.
+            protected_BN: True where the user wants a token kept (B, N), or None.
+
+        Raises:
+            ValueError: Tokens follow others that are cached already, and would need to be chosen together with them.
+        """
+        source = given.get("input_ids")
+        source = given.get("inputs_embeds") if source is None else source
+        if source is None:
+            raise ValueError("give input_ids or inputs_embeds")
+        cache = given.get("past_key_values")
+        seen = 0 if cache is None else int(cache.get_seq_length())
+        samples, tokens = source.shape[:2]
+        if self.tokens == "image" and seen and tokens == 1:
+            return None
+        if self.tokens == "all" and seen:
+            self._check_causal()
+        valid_BN = _valid(given.get("attention_mask"), source, seen)
+        free_BN = valid_BN if self.tokens == "all" else self._images(module, given)
+        gated_BN = free_BN
+        if protected_BN is not None:
+            if protected_BN.shape != (samples, tokens):
+                raise ValueError(
+                    f"{PROTECTED} has shape {tuple(protected_BN.shape)}, the tokens have {(samples, tokens)}"
+                )
+            free_BN = free_BN & ~protected_BN.bool()
+        roles = assign_roles(free_BN, gated_BN, valid_BN, self.config.frames, strict=self.tokens == "image")
+        if seen and any(roles.sizes) and not self._decides_alone(module):
+            raise ValueError(
+                "image tokens follow tokens that are cached already, so the best of all image tokens cannot be chosen: "
+                "give the whole prompt at once, without prefill_chunk_size, or route by threshold"
+            )
+        if not module.training and not any(map(any, roles.sizes)) and sum(roles.always) == samples * tokens:
+            return None
+        return roles
+
+    def _images(self, module: nn.Module, given: Mapping[str, Any]) -> Tensor:
+        if given.get("input_ids") is not None:
+            return torch.isin(given["input_ids"], torch.tensor(self.image_ids, device=given["input_ids"].device))
+        embeds_BND: Tensor = given["inputs_embeds"]
+        table: nn.Module = module.get_input_embeddings()  # type: ignore[operator]
+        found_BN = torch.zeros(embeds_BND.shape[:2], dtype=torch.bool, device=embeds_BND.device)
+        for token in self.image_ids:
+            image_D = table(torch.tensor(token, device=embeds_BND.device))
+            found_BN = found_BN | (embeds_BND == image_D.to(embeds_BND.device)).all(-1)
+        return found_BN
+
+    def _decides_alone(self, module: nn.Module) -> bool:
+        """Whether a token's fate does not depend on other tokens."""
+        by_threshold = self.config.select == "threshold"
+        by_inference = self.config.inference_threshold is not None and not module.training
+        return self.config.learns and (by_threshold or by_inference)
+
+    def _check_causal(self) -> None:
+        alone = self.config.select == "threshold" or self.config.inference_threshold is not None
+        if not (self.config.learns and alone):
+            raise ValueError(
+                "text cannot be generated: text tokens may be skipped, and whether one is depends on tokens to come. "
+                "Route with select='threshold', with inference_threshold (and the loss 'membership'), or with "
+                f"tokens='image'; got router={self.config.router!r}, select={self.config.select!r}"
+            )
+
+
+def _valid(mask: Any, source: Tensor, seen: int) -> Tensor:
+    """Read padding off the attention mask: of tokens (B, length), or of pairs (B, 1 or H, N, length)."""
+    samples, tokens = source.shape[:2]
+    if isinstance(mask, Mapping):
+        mask = next(iter(mask.values()))
+    if mask is None:
+        return torch.ones(samples, tokens, dtype=torch.bool, device=source.device)
+    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
+        raise ValueError(f"cannot read padding off an attention mask of type {type(mask).__name__}")
+    if mask.ndim == 2:
+        return mask[:, seen : seen + tokens].to(source.device).bool()
+    own = torch.arange(tokens, device=mask.device)
+    own_BN = mask[:, 0, own, own + mask.shape[-1] - tokens]
+    if own_BN.dtype != torch.bool:
+        own_BN = own_BN > torch.finfo(own_BN.dtype).min / 2
+    return own_BN.expand(samples, -1).to(source.device)

@@ -1,0 +1,217 @@
+"""Decoder layers: how transformers calls them, and what they are given for kept tokens alone.
+
+Axes: B samples, H heads, N tokens, K slots per sample, L slots in a layer's cache and the new ones behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmod.adapters.transformers.cache import RoutedLayer, routed_layer
+from mmod.ops import gather_rows
+from mmod.routing import Roles, Routing
+from mmod.routing.roles import PADDING
+
+# The keyword under which roles travel from a model's entry to its layers.
+ROLES = "mmod_roles"
+_UNKNOWN = object()
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayerHost:
+    """How transformers calls one decoder layer.
+
+    Args:
+        names: The layer's parameters after the tokens, in order.
+        index: Which layer of the cache is its own.
+        config: The config its attention reads.
+        rotary: What computes rotary embeddings of compact positions; None where positions have several dimensions.
+    """
+
+    names: tuple[str, ...]
+    index: int
+    config: Any
+    rotary: nn.Module | None = None
+
+    @property
+    def entry(self) -> str:
+        """The layer's norm is not fused with gathering rows."""
+        return ""
+
+    @property
+    def contexts(self) -> tuple[str, ...]:
+        """Kept tokens attend to kept tokens: the keys of others are not cached."""
+        return ("kept",)
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name; those the layer only hands on stay with them."""
+        if len(args) > len(self.names):
+            raise TypeError(f"a routed layer got {len(args)} arguments after the tokens, it takes {self.names}")
+        return {**dict(zip(self.names, args)), **kwargs}
+
+    def roles(self, arguments: Mapping[str, Any]) -> Roles | None:
+        """Return the roles of the tokens, or None when all of them run.
+
+        Raises:
+            RuntimeError: The layer was not called by the whole model.
+        """
+        roles = arguments.get(ROLES, _UNKNOWN)
+        if roles is _UNKNOWN:
+            raise RuntimeError(
+                "a routed layer does not know which tokens may be skipped: call the model that was routed, or at "
+                "least the one that takes input_ids, not a part of it"
+            )
+        return roles
+
+    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """Return False where a token is padding (B, N), or None when none is."""
+        roles = self.roles(arguments)
+        return None if roles is None else roles.group_BN > PADDING
+
+    def protected(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """Roles say what is protected."""
+        return None
+
+    def packs(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+        """Causal attention has no packed form here."""
+        return False
+
+    def attend_to_all(
+        self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
+        z_BKD: Tensor, routing: Routing,
+    ) -> Tensor:  # fmt: skip
+        """Refused when a model is routed, see `contexts`."""
+        raise NotImplementedError("kept tokens of a language model attend to kept tokens")
+
+    def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
+        """Return the modules whose outputs are added to the residual stream."""
+        # Gemma 2 and 3 normalise a branch's output: a weight in front of that norm would have no effect.
+        sandwich = hasattr(layer, "pre_feedforward_layernorm")
+        attention, mlp = (
+            ("post_attention_layernorm", "post_feedforward_layernorm") if sandwich else ("self_attn", "mlp")
+        )
+        return [layer.get_submodule(name) for name in ([mlp] if which == "mlp" else [attention, mlp])]
+
+    def first_norm(self, layer: nn.Module) -> nn.Module:
+        """Return the norm at the entry of the layer."""
+        return layer.get_submodule("input_layernorm")
+
+    def announce(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> None:
+        """Tell the layer's cache which tokens it is about to be given."""
+        cache = self._cache(arguments)
+        if cache is not None:
+            valid_BK = None if routing is None else routing.valid_BK
+            cache.announce(cache.seen + _index(x_BND, routing), valid_BK, x_BND.shape[1])
+
+    def narrow(
+        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, compact: bool = False
+    ) -> dict[str, Any]:
+        """Return the arguments for the kept tokens, or for all where there is no decision.
+
+        Args:
+            arguments: The arguments of all tokens.
+            x_BND: All tokens.
+            routing: The decision.
+            compact: Count rotary positions among kept tokens.
+        """
+        narrowed, cache = dict(arguments), self._cache(arguments)
+        index_BK = _index(x_BND, routing)
+        narrowed["attention_mask"] = self._mask(arguments.get("attention_mask"), x_BND, index_BK, routing, cache)
+        if compact and self.rotary is not None:
+            before_B1 = 0 if cache is None or cache.valid_BL is None else cache.valid_BL.sum(1, keepdim=True)
+            position_BK = before_B1 + torch.arange(index_BK.shape[1], device=x_BND.device).expand_as(index_BK)
+            narrowed["position_embeddings"] = self.rotary(x_BND, position_BK)
+        elif routing is not None:
+            embeddings = arguments.get("position_embeddings")
+            if embeddings is not None:
+                narrowed["position_embeddings"] = tuple(_rows(each, index_BK) for each in embeddings)
+        if routing is not None and isinstance(arguments.get("position_ids"), Tensor):
+            position_BN = arguments["position_ids"].expand(len(index_BK), -1)
+            narrowed["position_ids"] = position_BN.gather(1, index_BK)
+        return narrowed
+
+    def _cache(self, arguments: Mapping[str, Any]) -> RoutedLayer | None:
+        cache = arguments.get("past_key_values")
+        return None if cache is None else routed_layer(cache, self.index)
+
+    def _mask(
+        self, mask: Any, x_BND: Tensor, index_BK: Tensor, routing: Routing | None, cache: RoutedLayer | None
+    ) -> Tensor | None:
+        """Return the mask between the kept tokens and what the layer's cache will hold."""
+        seen = 0 if cache is None else cache.seen
+        valid_BK = None if routing is None else routing.valid_BK
+        ragged = valid_BK is not None or (cache is not None and cache.ragged)
+        query_BK = seen + index_BK
+        if cache is None:
+            key_BL, valid_BL = query_BK, torch.ones_like(query_BK, dtype=torch.bool) if valid_BK is None else valid_BK
+        else:
+            key_BL, valid_BL = cache.joined(query_BK, valid_BK)
+        if "flash" in self.config._attn_implementation:
+            self._check_flash(seen + x_BND.shape[1])
+            return valid_BL if ragged else None
+        if self.config._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"attention {self.config._attn_implementation!r} has no mask that can be narrowed to kept tokens; "
+                "load the model with attn_implementation 'sdpa', 'eager' or 'flash_attention_2'"
+            )
+        if mask is None and not ragged:
+            # Without a mask attention is causal, and that is right for kept tokens in their own order too.
+            return None
+        if mask is None:
+            pairs = (key_BL.unsqueeze(1) <= query_BK.unsqueeze(2)).unsqueeze(1)
+        else:
+            pairs = _narrow_mask(mask, index_BK, key_BL, seen + x_BND.shape[1])
+        hidden = ~valid_BL[:, None, None, :]
+        if valid_BK is not None:
+            # A softmax over nothing is NaN: the query of an empty slot, which nobody reads, sees its own key.
+            own_KL = torch.eye(index_BK.shape[1], dtype=torch.bool, device=x_BND.device)
+            own_KL = nn.functional.pad(own_KL, (key_BL.shape[1] - index_BK.shape[1], 0))
+            own = own_KL & ~valid_BK[:, None, :, None]
+            if pairs.dtype == torch.bool:
+                return (pairs & ~hidden) | own
+            return pairs.masked_fill(hidden, torch.finfo(pairs.dtype).min).masked_fill(own, 0.0)
+        if pairs.dtype == torch.bool:
+            return pairs & ~hidden
+        return pairs.masked_fill(hidden, torch.finfo(pairs.dtype).min)
+
+    def _check_flash(self, length: int) -> None:
+        window = getattr(self.config, "sliding_window", None)
+        if window is not None and length > window:
+            raise ValueError(
+                f"flash attention measures its sliding window of {window} among kept tokens instead of positions, and "
+                f"this sequence has {length}: load the model with attn_implementation='sdpa'"
+            )
+
+
+def _index(x_BND: Tensor, routing: Routing | None) -> Tensor:
+    if routing is not None:
+        return routing.index_BK
+    return torch.arange(x_BND.shape[1], device=x_BND.device).expand(len(x_BND), -1)
+
+
+def _rows(embedding: Tensor, index_BK: Tensor) -> Tensor:
+    """Take the rows (B, K, E) of embeddings (1 or B, N, E) that belong to kept tokens."""
+    return gather_rows(embedding.expand(len(index_BK), -1, -1), index_BK)
+
+
+def _narrow_mask(mask: Tensor, index_BK: Tensor, key_BL: Tensor, length: int) -> Tensor:
+    """Take the rows and columns of a mask (1 or B, H, N, columns) that belong to kept queries and cached keys.
+
+    The last column belongs to the last token, and with a sliding window the first one to a token in mid-sequence.
+    """
+    if mask.ndim != 4:
+        raise ValueError(f"expected an attention mask of 4 dimensions in a layer, got shape {tuple(mask.shape)}")
+    samples, heads, columns = len(index_BK), mask.shape[1], mask.shape[3]
+    mask = mask.expand(samples, -1, -1, -1)
+    mask = mask.gather(2, index_BK[:, None, :, None].expand(-1, heads, -1, columns))
+    column_BL = key_BL - (length - columns)
+    pairs = mask.gather(3, column_BL.clamp(min=0)[:, None, None, :].expand(-1, heads, index_BK.shape[1], -1))
+    outside = (column_BL < 0)[:, None, None, :]
+    if pairs.dtype == torch.bool:
+        return pairs & ~outside
+    return pairs.masked_fill(outside, torch.finfo(pairs.dtype).min)

@@ -1,0 +1,103 @@
+"""Routing inside a transformers checkpoint: in its config.json under "mmod", read again by one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mmod.blocks import ModelHook, host_class, is_converted
+from mmod.config import RoutingConfig
+
+FORMAT_VERSION = 1
+KEY = "mmod"
+
+
+class DescribedRouting(ModelHook):
+    """Keeps a model's config, which `save_pretrained` writes, in step with its routing.
+
+    Args:
+        model: The model that was routed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Leave the arguments as they are."""
+
+    def describe(self, configs: Mapping[str, RoutingConfig], capacities: Mapping[str, float]) -> None:
+        """Write the routing into the model's config, and keep routed layers whole when a model is split."""
+        config: Any = self.model.config
+        parts = {
+            # A function cannot be saved; loading then says so.
+            part: {"router": "a function"} if callable(routing.router) else routing.to_dict()
+            for part, routing in configs.items()
+        }
+        setattr(config, KEY, {"version": FORMAT_VERSION, "parts": parts, "capacities": list(capacities.values())})
+        for module, names in self._splits():
+            whole = {type(block).__name__ for block in module.modules() if _whole(block, names)}
+            module._no_split_modules = names | whole  # type: ignore[assignment]
+
+    def release(self) -> None:
+        """Take back what `describe` wrote."""
+        if hasattr(self.model.config, KEY):
+            delattr(self.model.config, KEY)
+        converted = {type(block).__name__ for block in self.model.modules() if is_converted(block)}
+        for module, names in self._splits():
+            module._no_split_modules = names - converted  # type: ignore[assignment]
+
+    def _splits(self) -> list[tuple[nn.Module, set[str]]]:
+        """Return the modules that name classes which accelerate must not split over devices, with those names."""
+        found = [(module, vars(module).get("_no_split_modules")) for module in self.model.modules()]
+        return [(module, set(names)) for module, names in found if names]
+
+
+def _whole(block: nn.Module, names: set[str]) -> bool:
+    return is_converted(block) and host_class(block).__name__ in names
+
+
+# Routes a model part by part, with the capacities of its routed blocks in order.
+Route = Callable[[nn.Module, dict[str, RoutingConfig], list[float]], None]
+
+
+def load(folder: str | Path, route: Route, **options: Any) -> nn.Module:
+    """Build, route and load a model that was saved by its own `save_pretrained` after it was routed.
+
+    Args:
+        folder: The folder, with one or several files of weights.
+        route: Routes the model while it has no weights yet.
+        options: What the model's `from_pretrained` takes: `dtype`, `device_map`, `quantization_config` ...
+
+    Returns:
+        The model in evaluation mode.
+
+    Raises:
+        ValueError: Not saved from a routed model, or by a version this one does not know.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    described = getattr(config, KEY, None)
+    if not isinstance(described, dict):
+        raise ValueError(
+            f"{str(folder)!r} holds no routed model: its config.json says nothing of {KEY!r}. Load a dense one with "
+            "from_pretrained and call mmod.route_"
+        )
+    if described.get("version") != FORMAT_VERSION:
+        raise ValueError(f"{str(folder)!r} was saved as version {described.get('version')!r}, not {FORMAT_VERSION}")
+    parts = {name: RoutingConfig.from_dict(values) for name, values in described["parts"].items()}
+    dense = getattr(transformers, config.architectures[0])
+
+    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        dense.__init__(self, config, *args, **kwargs)
+        # Routed while it has no weights yet: those of the routers are then loaded like all others.
+        route(self, parts, described["capacities"])
+
+    # Named like the dense class, by which checkpoints, devices and recorded outputs know it.
+    routed = type(dense.__name__, (dense,), {"__init__": build, "__module__": dense.__module__})
+    model: nn.Module = routed.from_pretrained(folder, **options)  # type: ignore[attr-defined]
+    model.__class__ = dense
+    return model

@@ -1,0 +1,77 @@
+"""Vision towers: which encoders can be routed, and how their layers are called.
+
+Axes: B images, N tokens, K slots per image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmod.adapters.base import HostModel, NamedArguments, hide_empty_slots
+from mmod.adapters.transformers.saving import DescribedRouting
+from mmod.blocks import host_class
+from mmod.routing import Routing
+
+# Class of an encoder layer -> tokens in front of the patches.
+LAYERS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}
+
+
+class EncoderLayerHost(NamedArguments):
+    """How transformers calls a layer of a vision tower: with a mask that is always off, and keywords to pass on."""
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name."""
+        arguments = {**dict(zip(self.names, args)), **kwargs}
+        if arguments.get("attention_mask") is not None:
+            raise ValueError("a routed vision tower takes no attention mask: all its tokens are patches of one image")
+        return arguments
+
+    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """No token of an image is padding."""
+        return None
+
+    def packs(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+        """Images are padded to the most kept tokens instead."""
+        return False
+
+    def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
+        """Hide empty slots."""
+        return {**arguments, "attention_mask": hide_empty_slots(None, routing.valid_BK, x_BND.dtype)}
+
+
+def vision_encoder(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """Return name and layers of a model's vision tower, or None where it has none that can be routed.
+
+    Args:
+        model: The model.
+    """
+    for name, module in model.named_modules():
+        # A CLIP model's text tower has layers of the same class.
+        if isinstance(module, nn.ModuleList) and len(module) and "text_model" not in name:
+            config = getattr(getattr(module[0], "self_attn", None), "config", None)
+            if host_class(module[0]).__name__ in LAYERS and hasattr(config, "patch_size"):
+                return name, module
+    return None
+
+
+def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> HostModel:
+    """Return the layers of a vision tower.
+
+    Args:
+        model: The model that has it.
+        name: Module name of the list of layers.
+        layers: The list.
+    """
+    first = layers[0]
+    return HostModel(
+        library="transformers",
+        names=tuple(f"{name}.{index}" for index in range(len(layers))),
+        blocks=tuple(layers),
+        prefix=LAYERS[host_class(first).__name__],
+        dim=int(first.self_attn.config.hidden_size),  # type: ignore[union-attr,arg-type]
+        host_of=lambda layer: EncoderLayerHost(names=("attention_mask",)),
+        hook=lambda routing: (layers, DescribedRouting(model)),
+    )

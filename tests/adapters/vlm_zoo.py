@@ -1,0 +1,163 @@
+"""Tiny random language and vision-language models of every family that can be routed, and prompts for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+IMAGE, VIDEO, PAD, VOCABULARY = 90, 91, 0, 96
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_HEAD = {"head_dim": 8}
+_WINDOWS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+
+# Name -> (config class, its changes). A name ends in -window where layers slide over fewer tokens than a prompt has.
+LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", _HEAD),
+    "mistral": ("MistralConfig", {"sliding_window": None, **_HEAD}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 9, **_HEAD}),
+    "phi3": ("Phi3Config", {"sliding_window": None}),
+    "gemma": ("GemmaConfig", _HEAD),
+    "gemma2": ("Gemma2Config", {**_HEAD, **_WINDOWS, "sliding_window": 9, "attn_implementation": "eager"}),
+    "gemma3": ("Gemma3TextConfig", {**_HEAD, **_WINDOWS, "sliding_window": 9}),
+}
+JOINT = ("llava", "llava-qwen2", "llava-mistral-window", "llava-next", "llava-onevision", "qwen2-vl", "qwen2.5-vl")
+PATCHES = 9  # image tokens of one image, in every joint model but LLaVA-NeXT
+
+
+def make_language(name: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """Return a small causal language model whose every parameter matters."""
+    torch.manual_seed(seed)
+    return _lively(transformers.AutoModelForCausalLM.from_config(_text_config(name, changes)))
+
+
+def _text_config(name: str, changes: dict[str, Any]) -> Any:
+    kind, own = LANGUAGE[name]
+    config = getattr(transformers, kind)(**{**_SMALL, **{k: v for k, v in own.items() if k != "attn_implementation"}})
+    for key, value in changes.items():
+        setattr(config, key, value)
+    if "attn_implementation" in own:
+        config._attn_implementation = own["attn_implementation"]
+    return config
+
+
+def make_joint(name: str, seed: int = 0, attention: str = "sdpa", **changes: Any) -> nn.Module:
+    """Return a small vision-language model whose every parameter matters."""
+    torch.manual_seed(seed)
+    config = _joint_config(name, changes)
+    config._attn_implementation = attention
+    return _lively(transformers.AutoModelForImageTextToText.from_config(config))
+
+
+def _joint_config(name: str, changes: dict[str, Any]) -> Any:
+    if name.startswith("qwen2"):
+        kind = "Qwen2VLConfig" if name == "qwen2-vl" else "Qwen2_5_VLConfig"
+        vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 1}
+        vision |= {"temporal_patch_size": 1, "in_channels": 3}
+        if name == "qwen2-vl":
+            vision |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+        else:
+            vision |= {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "window_size": 8}
+            vision |= {"fullatt_block_indexes": [1]}
+        text = {**_SMALL, **_MROPE, **changes}
+        return getattr(transformers, kind)(
+            text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=VIDEO,
+            vision_start_token_id=92, vision_end_token_id=93,
+        )  # fmt: skip
+    vision_type = "siglip_vision_model" if name == "llava-onevision" else "clip_vision_model"
+    vision = {
+        "model_type": vision_type, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "image_size": 12, "patch_size": 4,
+    }  # fmt: skip
+    families = {"llava": "llama", "llava-next": "mistral", "llava-onevision": "qwen2"}
+    text_config = _text_config(families.get(name, name.removeprefix("llava-")), changes)
+    common = {"text_config": text_config, "vision_config": vision, "image_token_index": IMAGE}
+    if name == "llava-next":
+        return transformers.LlavaNextConfig(**common, image_grid_pinpoints=[[12, 24], [24, 12], [24, 24]])
+    if name == "llava-onevision":
+        return transformers.LlavaOnevisionConfig(
+            **common, video_token_index=VIDEO, image_grid_pinpoints=[[12, 12]], vision_feature_layer=-1,
+            vision_aspect_ratio="anyres_max_9",
+        )  # fmt: skip
+    return transformers.LlavaConfig(**common)
+
+
+def _lively(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def prompt(name: str, images: tuple[int, ...], seed: int = 1, side: str = "left") -> dict[str, Any]:
+    """Return a padded batch with one sample for each entry of `images`, which says how many images it has.
+
+    Args:
+        name: The joint model.
+        images: Images in each sample.
+        seed: Of words and pictures.
+        side: Where padding stands.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pixels, sizes, rows = _pixels(name, sum(images), generator)
+    words = iter(torch.randint(3, IMAGE, (1000,), generator=generator).tolist())
+    counts = iter(rows)
+    samples: list[list[int]] = []
+    for sample, number in enumerate(images):
+        row = [1, *(next(words) for _ in range(2 + sample))]
+        for _ in range(number):
+            row += [IMAGE] * next(counts) + [next(words) for _ in range(3)]
+        samples.append(row + [next(words) for _ in range(2)])
+    batch = pad(samples, side)
+    if pixels is not None:
+        batch |= {"pixel_values": pixels, **sizes}
+    if name.startswith("qwen2"):
+        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).long()
+    return batch
+
+
+def _pixels(name: str, images: int, generator: torch.Generator) -> tuple[Tensor | None, dict[str, Tensor], list[int]]:
+    """Return pixels, what else the model wants with them, and the number of image tokens of every image."""
+    if not images:
+        return None, {}, []
+    if name.startswith("qwen2"):
+        grid = torch.tensor([[1, 3, 3]] * images)
+        return torch.randn(images * 9, 48, generator=generator), {"image_grid_thw": grid}, [PATCHES] * images
+    if name == "llava-next":
+        # A base view of 9, and two tiles of 3 x 3 with one more token at the end of each row.
+        pixels = torch.randn(images, 3, 3, 12, 12, generator=generator)
+        return pixels, {"image_sizes": torch.tensor([[12, 24]] * images)}, [9 + 3 * 7] * images
+    if name == "llava-onevision":
+        # Base view, one tile of the same size with a token at the end of each row.
+        pixels = torch.randn(images, 2, 3, 12, 12, generator=generator)
+        sizes = {"image_sizes": torch.tensor([[12, 12]] * images)}
+        return pixels, sizes, [9 + 3 * 4] * images
+    return torch.randn(images, 3, 12, 12, generator=generator), {}, [PATCHES] * images
+
+
+def pad(samples: list[list[int]], side: str = "left") -> dict[str, Tensor]:
+    """Return `input_ids` and `attention_mask` of samples of different lengths."""
+    longest = max(map(len, samples))
+    rows, masks = [], []
+    for row in samples:
+        gap = longest - len(row)
+        before, after = (gap, 0) if side == "left" else (0, gap)
+        rows.append([PAD] * before + row + [PAD] * after)
+        masks.append([0] * before + [1] * len(row) + [0] * after)
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
