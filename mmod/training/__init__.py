@@ -1,5 +1,6 @@
 """Training: one loop, tasks as objects."""
 
+from mmod.training.classification import fit
 from mmod.training.config import (
     CapacityScheduleConfig,
     DistillConfig,
@@ -12,7 +13,6 @@ from mmod.training.config import (
     TrainConfig,
 )
 from mmod.training.evaluation import EvalResult, evaluate
-from mmod.training.loop import fit
 from mmod.training.parse import load_config, parse_config, train_config
 from mmod.training.run import FitResult
 from mmod.training.task import ClassificationTask

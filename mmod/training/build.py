@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmod import route_
 from mmod.data.loader import DataConfig
 from mmod.training.checkpoint import read_weights
-from mmod.training.config import LossConfig, MixupConfig, ModelConfig, TrainConfig
+from mmod.training.config import LossConfig, MixupConfig, ModelConfig, RunConfig, TrainConfig
 
 __all__ = [
     "create_criterion",
@@ -184,13 +184,13 @@ def create_mixup(mixup: MixupConfig | None, smoothing: float, num_classes: int) 
     )
 
 
-def create_optimizer(config: TrainConfig, model: nn.Module, images_per_step: int) -> torch.optim.Optimizer:
+def create_optimizer(config: RunConfig, model: nn.Module, images_per_step: int) -> torch.optim.Optimizer:
     """Make timm's optimiser with its parameter groups.
 
     Args:
         config: The run's config.
         model: The model to train, on its device.
-        images_per_step: Images per optimiser step over all processes, for `optim.lr_per`.
+        images_per_step: Samples per optimiser step over all processes, for `optim.lr_per`.
 
     Returns:
         The optimiser.
@@ -210,7 +210,7 @@ def create_optimizer(config: TrainConfig, model: nn.Module, images_per_step: int
 
 
 def create_schedule(
-    config: TrainConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+    config: RunConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> tuple[Scheduler | None, int]:
     """Make timm's schedule, a function of the optimiser step.
 

@@ -1,9 +1,10 @@
-"""The configuration of one training run, as typed dataclasses."""
+"""The configuration of one training run, as typed dataclasses: what all have in common, and image classification."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,8 +19,10 @@ __all__ = [
     "MixupConfig",
     "ModelConfig",
     "OptimConfig",
+    "RunConfig",
     "ScheduleConfig",
     "TrainConfig",
+    "resolve_routing",
 ]
 
 
@@ -193,24 +196,16 @@ class CapacityScheduleConfig:
             )
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """Everything that decides the outcome of a training run.
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What every kind of training is told.
 
     Args:
         output: The run folder, made when absent.
-        model: The model and its starting weights.
-        data: Where images come from and how they are augmented.
-        routing: None trains the dense model. Otherwise the fields of `mmod.RoutingConfig`, or
-            `preset: NAME` with the fields to change.
         epochs: Passes over the training data.
         optim: The optimiser.
         schedule: The learning-rate schedule.
-        loss: The task's criterion.
-        mixup: Mixup and cutmix; None for neither.
         ema: Moving average of the weights; None for none.
-        distill: The teacher, if any.
-        capacity_schedule: Approach the capacity over some epochs; None starts at it.
         precision: "fp32", "bf16" (autocast) or "fp16" (autocast with loss scaling, CUDA only).
         accumulate: Batches per optimiser step.
         grad_clip: Largest norm of the gradient; None for no clipping.
@@ -226,17 +221,10 @@ class TrainConfig:
     """
 
     output: str
-    model: ModelConfig
-    data: DataConfig
-    routing: dict[str, Any] | None = None
     epochs: int = 10
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    mixup: MixupConfig | None = None
     ema: EmaConfig | None = None
-    distill: DistillConfig = field(default_factory=DistillConfig)
-    capacity_schedule: CapacityScheduleConfig | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: int = 1
     grad_clip: float | None = None
@@ -257,6 +245,55 @@ class TrainConfig:
             raise ValueError(f"checkpoint_every must be at least 1 or null, got {self.checkpoint_every}")
         if self.precision not in ("fp32", "bf16", "fp16"):
             raise ValueError(f"precision must be fp32, bf16 or fp16, got {self.precision!r}")
+
+    @property
+    def free_keys(self) -> frozenset[str]:
+        """Keys that say where and how to watch, not what comes out: a run may go on with others."""
+        return frozenset({"output", "data.workers", "data.pin_memory", "log_every", "checkpoint_every", "tensorboard"})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values only, as the run folder keeps them."""
+        # Through JSON, so that tuples become lists as they do when the file is read again.
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
+
+
+def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
+    """Make a routing config from its fields, or from `preset: NAME` with the fields to change.
+
+    Args:
+        fields: Fields of `RoutingConfig`, or a preset's name and arguments.
+    """
+    fields = dict(fields)
+    name = fields.pop("preset", None)
+    return RoutingConfig.from_dict(fields) if name is None else preset(name, **fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunConfig):
+    """Everything that decides the outcome of training an image classifier; the common keys are those of `RunConfig`.
+
+    Args:
+        model: The model and its starting weights.
+        data: Where images come from and how they are augmented.
+        routing: None trains the dense model. Otherwise the fields of `mmod.RoutingConfig`, or
+            `preset: NAME` with the fields to change.
+        loss: The task's criterion.
+        mixup: Mixup and cutmix; None for neither.
+        distill: The teacher, if any.
+        capacity_schedule: Approach the capacity over some epochs; None starts at it.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    routing: dict[str, Any] | None = None
+    loss: LossConfig = field(default_factory=LossConfig)
+    mixup: MixupConfig | None = None
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    capacity_schedule: CapacityScheduleConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.mixup is not None and self.data.batch_size % 2:
             raise ValueError(f"mixup needs an even data.batch_size, got {self.data.batch_size}")
         if self.capacity_schedule is not None:
@@ -273,11 +310,7 @@ class TrainConfig:
 
     def routing_config(self) -> RoutingConfig | None:
         """Return the routing this run asks for, presets resolved; None for a dense model."""
-        if self.routing is None:
-            return None
-        fields = dict(self.routing)
-        name = fields.pop("preset", None)
-        return RoutingConfig.from_dict(fields) if name is None else preset(name, **fields)
+        return None if self.routing is None else resolve_routing(self.routing)
 
     def teacher(self) -> str | None:
         """Return the teacher with "auto" resolved; None for no distillation."""
@@ -289,9 +322,5 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values only, with routing presets resolved, as the run folder keeps them."""
-        record = dataclasses.asdict(self)
         routing = self.routing_config()
-        record["routing"] = None if routing is None else routing.to_dict()
-        # Through JSON, so that tuples become lists as they do when the file is read again.
-        plain: dict[str, Any] = json.loads(json.dumps(record))
-        return plain
+        return {**super().to_dict(), "routing": None if routing is None else routing.to_dict()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Process", "merge_counts", "process_group", "sum_over_processes"]
+from mmod.data.corrupt import Fault
+
+__all__ = ["Process", "merge_faults", "process_group", "sum_over_processes"]
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,17 @@ def process_group(device: str = "auto") -> Iterator[Process]:
             dist.destroy_process_group()
 
 
-def merge_counts(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the sums by name over all processes.
+def merge_faults(faults: Iterable[Fault]) -> dict[Fault, None]:
+    """Return the faults of all processes, each once: several meet the same one where all read the same files.
 
     Args:
-        counts: What this process counted.
+        faults: What this process met.
     """
-    parts: list[Mapping[str, int]] = [counts]
+    parts: list[Iterable[Fault]] = [list(faults)]
     if dist.is_initialized():
-        parts = [{}] * dist.get_world_size()
-        dist.all_gather_object(parts, counts)
-    names = sorted({name for part in parts for name in part})
-    return {name: sum(part.get(name, 0) for part in parts) for name in names}
+        parts = [[]] * dist.get_world_size()
+        dist.all_gather_object(parts, list(faults))
+    return dict.fromkeys(sorted(fault for part in parts for fault in part))
 
 
 def sum_over_processes(values: Tensor) -> Tensor:

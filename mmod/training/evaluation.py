@@ -14,7 +14,7 @@ from tqdm import tqdm
 from mmod import Routing, is_routed, routed_blocks, trace
 from mmod.data.loader import BatchStream
 from mmod.training.distributed import sum_over_processes
-from mmod.training.task import autocast
+from mmod.training.task import autocast, check_targets
 
 __all__ = ["EvalResult", "evaluate"]
 
@@ -41,6 +41,22 @@ class EvalResult:
     def mean_kept(self) -> float:
         """Mean kept share over the routed blocks; 1 for a dense model."""
         return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
+
+    def columns(self) -> dict[str, float]:
+        """Return the figures as columns of the run's history."""
+        columns = {"loss": self.loss, "top1": self.top1, "top5": self.top5}
+        return columns | kept_columns(self.kept)
+
+
+def kept_columns(kept: Mapping[str, float]) -> dict[str, float]:
+    """Return kept shares as columns of a run's history: their mean and each.
+
+    Args:
+        kept: Name of each routed block to its mean kept share of tokens.
+    """
+    if not kept:
+        return {}
+    return {"kept": sum(kept.values()) / len(kept), **{f"kept/{name}": share for name, share in kept.items()}}
 
 
 @torch.no_grad()
@@ -90,7 +106,7 @@ def evaluate(
         ):
             check_targets(targets, model)
             images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-            with autocast(device, precision), _traced(model, bool(names)) as routings:
+            with autocast(device, precision), traced(model, bool(names)) as routings:
                 logits = model(images).float()
             sums += _batch_sums(logits, targets, [routings[name] for name in names])
     finally:
@@ -108,22 +124,7 @@ def evaluate(
     )
 
 
-def check_targets(targets: Tensor, model: nn.Module) -> None:
-    """Raise a ValueError when a label is not a class of the model.
-
-    Args:
-        targets: Class numbers (B), on the CPU.
-        model: A timm model; one without `num_classes` is not checked.
-    """
-    classes = getattr(model, "num_classes", None)
-    if classes is not None and len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < classes:
-        raise ValueError(
-            f"labels run from {int(targets.min())} to {int(targets.max())} and the model has {classes} "
-            f"classes (0 to {classes - 1}); set model.args.num_classes to the data's number of classes"
-        )
-
-
-def _traced(model: nn.Module, routed: bool) -> AbstractContextManager[Mapping[str, Routing]]:
+def traced(model: nn.Module, routed: bool) -> AbstractContextManager[Mapping[str, Routing]]:
     """Trace a routed model; a dense one has nothing to trace."""
     return trace(model) if routed else nullcontext({})
 

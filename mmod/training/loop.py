@@ -13,47 +13,37 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from typing import Any, Generic
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from timm.models import save_for_hf
-from timm.utils import ModelEmaV3, accuracy, dispatch_clip_grad
+from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from mmod import is_routed, set_capacity, trace
-from mmod.data.loader import BatchStream, DataConfig, create_eval_stream, create_train_stream, normalisation
-from mmod.pretrained import save_pretrained
-from mmod.training.build import (
-    create_criterion,
-    create_mixup,
-    create_models,
-    create_optimizer,
-    create_schedule,
-)
+from mmod import is_routed, trace
+from mmod.data.corrupt import CorruptReport, Fault
+from mmod.training.build import create_optimizer, create_schedule
 from mmod.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
-from mmod.training.config import TrainConfig
-from mmod.training.distributed import Process, merge_counts, process_group
-from mmod.training.evaluation import EvalResult, check_targets, evaluate
+from mmod.training.distributed import Process, merge_faults, process_group
 from mmod.training.logging import Meters, TensorBoard, write_csv
-from mmod.training.run import FitResult, check_folder, read_result, write_record, write_result
-from mmod.training.task import ClassificationTask, autocast
+from mmod.training.recipe import Recipe, Streams
+from mmod.training.run import FitResult, Found, check_folder, read_result, write_record, write_result
+from mmod.training.task import Pass, Task, autocast
 
-__all__ = ["fit", "seed_draws"]
+__all__ = ["run", "seed_draws"]
 
 Batch = tuple[Tensor, Tensor]
 
 
-def fit(
-    config: TrainConfig, *, streams: tuple[BatchStream, BatchStream] | None = None, progress: bool = True
-) -> FitResult:
-    """Train as a config says, from the start or from where the run in its folder stopped.
+def run(recipe: Recipe[Any, Found], *, streams: Streams | None = None, progress: bool = True) -> FitResult[Found]:
+    """Train as a recipe and its config say, from the start or from where the run in its folder stopped.
 
     Args:
-        config: The run's config.
-        streams: Training and evaluation batches to use instead of those `config.data` names.
+        recipe: The kind of training, with the run's config.
+        streams: Training and evaluation batches to use instead of the recipe's.
         progress: Show bars.
 
     Returns:
@@ -62,35 +52,20 @@ def fit(
     Raises:
         ValueError: If the folder belongs to another config, or the config does not fit the data or model.
         FloatingPointError: If the loss stops being finite.
-
-    Example:
-        >>> import tempfile
-        >>> from mmod.data.loader import DataConfig
-        >>> from mmod.training import ModelConfig
-        >>> folder = tempfile.mkdtemp()
-        >>> args = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
-        >>> model = ModelConfig("vit_tiny_patch16_224", {**args, "num_classes": 10})
-        >>> data = DataConfig("digits:tiny", root=f"{folder}/digits")
-        >>> config = TrainConfig(output=f"{folder}/run", model=model, data=data, epochs=1)
-        >>> result = fit(config, progress=False)
-        >>> result.steps, result.evaluation.samples
-        (4, 64)
     """
+    config = recipe.config
     with process_group(config.device) as process:
         autocast(process.device, config.precision)
         folder = Path(config.output)
         record = {**config.to_dict(), "world_size": process.world}
-        check_folder(folder, record)
-        finished = read_result(folder)
+        check_folder(folder, record, config.free_keys)
+        finished = read_result(folder, recipe.result)
         if finished is not None:
             return finished
         _wait()
         if process.is_first:
             write_record(folder, record)
-        if streams is None:
-            train = create_train_stream(config.data, config.seed, process.rank, process.world)
-            streams = train, create_eval_stream(config.data, process.rank, process.world)
-        return _Trainer(config, process, *streams, progress=progress and process.is_first).run()
+        return _Trainer(recipe, process, streams, progress=progress and process.is_first).run()
 
 
 def seed_draws(seed: int, step: int, rank: int) -> None:
@@ -107,27 +82,34 @@ def seed_draws(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(word)
 
 
-class _Trainer:
+class _Trainer(Generic[Found]):
     """The state of one run: objects made once, then `run`."""
 
     def __init__(
-        self, config: TrainConfig, process: Process, train: BatchStream, test: BatchStream, *, progress: bool
+        self, recipe: Recipe[Any, Found], process: Process, streams: Streams | None, *, progress: bool
     ) -> None:
-        self.config, self.process, self.progress = config, process, progress
-        self.train_stream, self.test_stream = train, test
+        config = recipe.config
+        self.recipe, self.config, self.process, self.progress = recipe, config, process, progress
         self.folder = Path(config.output)
         seed_draws(config.seed, 0, 0)
-        self.model, teacher = create_models(config)
+        self.model, teacher = recipe.create_models()
+        train, test = streams or recipe.create_streams(process, self.model)
+        self.train_stream, self.test_stream = train, test
         self.model.to(process.device)
         self.routed = is_routed(self.model)
         self.ema = None
         if config.ema is not None:
             self.ema = ModelEmaV3(self.model, decay=config.ema.decay, use_warmup=config.ema.use_warmup)
-        self.task: nn.Module = self._create_task(teacher)
-        self.mixup = create_mixup(config.mixup, config.loss.smoothing, getattr(self.model, "num_classes", 0))
+        if config.compile:
+            self.model.compile()
+        self.task: Task = recipe.create_task(self.model, teacher, process).to(process.device)
+        self.wrapped: nn.Module = self.task
+        if process.world > 1:
+            devices = [process.device] if process.device.type == "cuda" else None
+            self.wrapped = DistributedDataParallel(self.task, device_ids=devices)
         self.steps_per_epoch = -(-train.steps_per_epoch // config.accumulate)
         if not self.steps_per_epoch:
-            raise ValueError(f"the training data gives no batch of {config.data.batch_size} images")
+            raise ValueError(f"the training data gives no batch of {config.data.batch_size} samples")
         images = config.data.batch_size * config.accumulate * process.world
         self.optimizer = create_optimizer(config, self.model, images)
         self.scheduler, self.epochs = create_schedule(config, self.optimizer, self.steps_per_epoch)
@@ -140,37 +122,19 @@ class _Trainer:
         logs = self.folder / "tensorboard" if config.tensorboard and process.is_first else None
         self.board = TensorBoard(logs, self.step)
 
-    def _create_task(self, teacher: nn.Module | None) -> nn.Module:
-        config = self.config
-        routing = config.routing_config()
-        if config.compile:
-            self.model.compile()
-        task = ClassificationTask(
-            self.model,
-            create_criterion(config.loss, mixed=config.mixup is not None),
-            teacher=teacher,
-            distill_weight=config.distill.weight,
-            temperature=config.distill.temperature,
-            auxiliary=routing is not None and bool(routing.losses),
-            precision=config.precision,
-        ).to(self.process.device)
-        if self.process.world == 1:
-            return task
-        devices = [self.process.device] if self.process.device.type == "cuda" else None
-        return DistributedDataParallel(task, device_ids=devices)
-
-    def run(self) -> FitResult:
+    def run(self) -> FitResult[Found]:
         """Train the epochs that are left and write the result."""
         evaluation = average = None
         while self.epoch < self.epochs:
-            self._set_capacity()
+            self.recipe.start_epoch([self.model, *([self.ema.module] if self.ema is not None else [])], self.epoch)
             self._train_epoch()
             row: dict[str, float] = {"epoch": self.epoch, "step": self.step, "lr": self._learning_rate()}
             self.meters.gather(keep=True)
             row |= {f"train_{name}": value for name, value in self.meters.means().items()}
             if self._is_evaluated():
                 evaluation, average = self._evaluate()
-                row |= _columns(evaluation, "") | (_columns(average, "ema_") if average else {})
+                row |= evaluation.columns()
+                row |= {f"ema_{name}": value for name, value in (average.columns() if average else {}).items()}
             self.history.append(row)
             self.meters = Meters(self.process.device)
             self.epoch += 1
@@ -185,7 +149,7 @@ class _Trainer:
     def _train_epoch(self) -> None:
         """Do the optimiser steps of the epoch that are not done yet."""
         config = self.config
-        self.task.train()
+        self.wrapped.train()
         done = self.step - self.epoch * self.steps_per_epoch
         start = min(done * config.accumulate, self.train_stream.steps_per_epoch)
         batches = self.train_stream.batches(self.epoch, start)
@@ -194,7 +158,7 @@ class _Trainer:
             desc=f"epoch {self.epoch + 1}/{self.epochs}",
             total=self.steps_per_epoch * images,
             initial=done * images,
-            unit="img",
+            unit="sample",
             unit_scale=True,
             disable=not self.progress,
         )
@@ -214,16 +178,14 @@ class _Trainer:
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
         if self.scheduler is not None:
             self.scheduler.step_update(self.step)
-        total = sum(len(targets) for _, targets in group)
         kept = None
-        for index, (images, targets) in enumerate(group):
-            check_targets(targets, self.model)
+        for index, one in enumerate(self.task.passes(group, self.process.device)):
             with ExitStack() as stack:
-                if isinstance(self.task, DistributedDataParallel) and index + 1 < len(group):
-                    stack.enter_context(self.task.no_sync())
+                if isinstance(self.wrapped, DistributedDataParallel) and index + 1 < len(group):
+                    stack.enter_context(self.wrapped.no_sync())
                 routings = stack.enter_context(trace(self.model)) if traced else None
-                parts = self._forward(images, targets)
-                self.scaler.scale(parts["loss"] * (len(targets) / total)).backward()
+                parts = self._forward(one)
+                self.scaler.scale(parts["loss"] * one.weight).backward()
             if routings is not None:
                 kept = float(np.mean(list(routings.kept_shares().values())))
         if self.config.grad_clip is not None:
@@ -232,30 +194,24 @@ class _Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+        self.task.after_step()
         self.step += 1
         if self.ema is not None:
             self.ema.update(self.model, step=self.step)
         return kept
 
-    def _forward(self, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Mix and run one batch, and count its figures."""
-        device = self.process.device
-        images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-        if self.mixup is not None:
-            # timm mixes in place, and the images may be a view of what the stream keeps.
-            images, targets = self.mixup(images.clone(), targets)
-        parts: dict[str, Tensor] = self.task(images, targets)
+    def _forward(self, one: Pass) -> dict[str, Tensor]:
+        """Run one pass and count its figures."""
+        parts: dict[str, Tensor] = self.wrapped(*one.arguments)
         bad = (self.first_bad < 0) & ~torch.isfinite(parts["loss"].detach())
         self.first_bad = torch.where(bad, self.step + 1, self.first_bad)
-        hard = targets if targets.ndim == 1 else targets.argmax(1)
-        logits = parts.pop("logits").detach()
-        self.meters.update({**parts, "top1": accuracy(logits, hard)[0]}, len(images))
+        self.meters.update(parts, one.samples)
         return parts
 
     def _log(self, bar: tqdm, kept: float | None) -> None:
         self._check_finite()
         means = self.meters.means()
-        figures = {"loss": means["loss"], "top1": means["top1"], "lr": self._learning_rate()}
+        figures = {**{name: means[name] for name in self.task.shown}, "lr": self._learning_rate()}
         if kept is not None:
             figures["kept"] = kept
         bar.set_postfix({name: f"{value:.4g}" for name, value in figures.items()}, refresh=False)
@@ -266,29 +222,14 @@ class _Trainer:
     def _learning_rate(self) -> float:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
-    def _set_capacity(self) -> None:
-        """Follow the capacity schedule, in the model and in its average."""
-        schedule, routing = self.config.capacity_schedule, self.config.routing_config()
-        if schedule is None or routing is None:
-            return
-        if not isinstance(routing.capacity, (int, float)):
-            raise ValueError(f"capacity_schedule needs one capacity for all blocks, got {routing.capacity}")
-        share = min(1.0, self.epoch / schedule.epochs)
-        capacity = round(schedule.start + share * (routing.capacity - schedule.start), 6)
-        for model in (self.model, *([self.ema.module] if self.ema is not None else [])):
-            set_capacity(model, capacity)
-
     def _is_evaluated(self) -> bool:
         return self.epoch + 1 == self.epochs or (self.epoch + 1) % self.config.eval_every == 0
 
-    def _evaluate(self) -> tuple[EvalResult, EvalResult | None]:
+    def _evaluate(self) -> tuple[Found, Found | None]:
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
-        arguments = (self.test_stream, self.process.device, self.config.precision)
-        result = evaluate(self.model, *arguments, progress=self.progress)
-        average = None
-        if self.ema is not None:
-            average = evaluate(self.ema.module, *arguments, progress=self.progress)
-        return result, average
+        arguments = (self.test_stream, self.process, self.progress)
+        result = self.recipe.evaluate(self.model, *arguments)
+        return result, None if self.ema is None else self.recipe.evaluate(self.ema.module, *arguments)
 
     def _check_finite(self) -> None:
         """Raise when a loss was not finite, naming the first such step."""
@@ -308,20 +249,20 @@ class _Trainer:
     def _save(self) -> None:
         self._check_finite()
         self.meters.gather(keep=self.process.is_first)
+        faults = {name: [tuple(fault) for fault in report.faults] for name, report in self._reports().items()}
         if self.process.is_first:
             training = {
                 "optimizer": self.optimizer.state_dict(),
                 "scaler": self.scaler.state_dict(),
                 "meters": self.meters.state_dict(),
                 "history": self.history,
+                "faults": faults,
                 "epoch": self.epoch,
                 "step": self.step,
             }
             average = self.ema.module.state_dict() if self.ema is not None else None
-            routing = self.config.routing_config()
-            metadata = {"routing": routing.to_dict()} if routing is not None else {}
             content = Checkpoint(self.model.state_dict(), average, training)
-            save_checkpoint(self._checkpoints, self.epoch, self.step, content, metadata)
+            save_checkpoint(self._checkpoints, self.epoch, self.step, content, self.recipe.metadata())
         _wait()
 
     def _resume(self) -> None:
@@ -336,14 +277,23 @@ class _Trainer:
         training = found.training
         self.optimizer.load_state_dict(training["optimizer"])
         self.scaler.load_state_dict(training["scaler"])
+        for name, stream in (("train", self.train_stream), ("val", self.test_stream)):
+            stream.report.faults.update(dict.fromkeys(Fault(*fault) for fault in training["faults"][name]))
         sums = training["meters"]
         self.meters.load_state_dict(sums if self.process.is_first else {name: [0.0, 0] for name in sums})
         self.history, self.epoch, self.step = training["history"], training["epoch"], training["step"]
 
-    def _finish(self, evaluation: EvalResult, average: EvalResult | None) -> FitResult:
+    def _reports(self) -> dict[str, CorruptReport]:
+        """Return what could not be read so far in any process, for each split."""
+        streams = {"train": self.train_stream, "val": self.test_stream}
+        return {
+            name: CorruptReport(stream.report.on_corrupt, merge_faults(stream.report.faults))
+            for name, stream in streams.items()
+        }
+
+    def _finish(self, evaluation: Found, average: Found | None) -> FitResult[Found]:
         """Write weights and result, and drop the checkpoints that only served to resume."""
         self.board.close()
-        streams = {"train": self.train_stream, "val": self.test_stream}
         result = FitResult(
             folder=str(self.folder),
             epochs=self.epochs,
@@ -351,49 +301,31 @@ class _Trainer:
             evaluation=evaluation,
             average=average,
             history=self.history,
-            skipped={name: merge_counts(stream.report.counts) for name, stream in streams.items()},
+            skipped={name: report.counts for name, report in self._reports().items()},
         )
         if self.process.is_first:
-            _export(self.model, self.folder / "model", self.config.data)
+            self._export(self.model, "model")
             if self.ema is not None:
-                _export(self.ema.module, self.folder / "ema", self.config.data)
+                self._export(self.ema.module, "ema")
             write_csv(self.folder / "metrics.csv", self.history)
             write_result(result)
             shutil.rmtree(self._checkpoints, ignore_errors=True)
         _wait()
         return result
 
+    def _export(self, model: nn.Module, name: str) -> None:
+        """Write final weights, whole or not at all."""
+        folder, partial = self.folder / name, self.folder / f".{name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        self.recipe.export(model, partial)
+        if not folder.exists():
+            os.replace(partial, folder)
+
 
 def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
     """Yield lists of `size` batches; the last may be shorter."""
     while group := list(islice(batches, size)):
         yield group
-
-
-def _columns(result: EvalResult, prefix: str) -> dict[str, float]:
-    """Return an evaluation as columns of the history."""
-    columns = {f"{prefix}{name}": getattr(result, name) for name in ("loss", "top1", "top5")}
-    if result.kept:
-        columns[f"{prefix}kept"] = result.mean_kept
-        columns |= {f"{prefix}kept/{name}": share for name, share in result.kept.items()}
-    return columns
-
-
-def _export(model: nn.Module, folder: Path, data: DataConfig) -> None:
-    """Write the final weights, whole or not at all.
-
-    A routed model is read again by `mmod.pretrained.load_pretrained`, a dense one by timm's
-    `create_model("local-dir:FOLDER")`.
-    """
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    if is_routed(model):
-        save_pretrained(model, partial)
-    else:
-        mean, std = (values.tolist() for values in normalisation(data))
-        save_for_hf(model, str(partial), safe_serialization=True, data_config={"mean": mean, "std": std})
-    if not folder.exists():
-        os.replace(partial, folder)
 
 
 def _wait() -> None:

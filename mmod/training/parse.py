@@ -11,20 +11,25 @@ from typing import Any
 
 import jsonargparse
 import yaml
+from typing_extensions import TypeVar
 
-from mmod.training.config import TrainConfig
+from mmod.training.config import RunConfig, TrainConfig
 
 __all__ = ["load_config", "parse_config", "train_config"]
 
 _PARSER_OPTIONS = ("--config", "--help", "--print_config", "--print_shtab")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+Config = TypeVar("Config", bound=RunConfig, default=TrainConfig)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), kind: type[Config] = TrainConfig) -> Config:  # type: ignore[assignment]
     """Read a config file and apply command-line overrides to it.
 
     Args:
         path: A YAML file with the fields of `TrainConfig`.
         overrides: Arguments such as `["--epochs", "1", "--optim.lr=1e-4"]`.
+        kind: The dataclass whose fields the keys are.
 
     Returns:
         The checked config.
@@ -39,14 +44,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         >>> load_config(path, ["--optim.lr", "2e-4"]).optim.lr
         0.0002
     """
-    return parse_config([str(path), *overrides], exit_on_error=False)
+    return parse_config([str(path), *overrides], kind, exit_on_error=False)
 
 
-def train_config(fields: Mapping[str, Any]) -> TrainConfig:
+def train_config(fields: Mapping[str, Any], kind: type[Config] = TrainConfig) -> Config:  # type: ignore[assignment]
     """Make a config from plain nested values, as a YAML file holds them.
 
     Args:
-        fields: Fields of `TrainConfig`.
+        fields: Fields of the config.
+        kind: Its dataclass.
 
     Returns:
         The checked config.
@@ -59,19 +65,25 @@ def train_config(fields: Mapping[str, Any]) -> TrainConfig:
         >>> train_config({**fields, "optim": {"lr": 2e-4}}).optim.lr
         0.0002
     """
-    _check_keys(_flatten(fields))
-    parser = _create_parser()
+    _check_keys(_flatten(fields), kind)
+    parser = _create_parser(kind)
     try:
-        return _instantiate(parser, parser.parse_object(dict(fields)))
+        return _instantiate(parser, parser.parse_object(dict(fields)), kind)
     except ArgumentError as error:
         raise ValueError(error.message) from error
 
 
-def parse_config(arguments: Sequence[str], *, exit_on_error: bool = True) -> TrainConfig:
+def parse_config(
+    arguments: Sequence[str],
+    kind: type[Config] = TrainConfig,  # type: ignore[assignment]
+    *,
+    exit_on_error: bool = True,
+) -> Config:
     """Turn the command line `CONFIG [--key.sub value ...]` into a config.
 
     Args:
         arguments: The command line without the program's name.
+        kind: The dataclass whose fields the keys are.
         exit_on_error: Print errors and end the process, as a script does, instead of raising.
 
     Returns:
@@ -80,9 +92,9 @@ def parse_config(arguments: Sequence[str], *, exit_on_error: bool = True) -> Tra
     Raises:
         ValueError: If a key is unknown or a value does not fit its type, unless `exit_on_error`.
     """
-    parser = _create_parser()
+    parser = _create_parser(kind)
     try:
-        return _parse(parser, list(arguments))
+        return _parse(parser, list(arguments), kind)
     except (ValueError, TypeError, OSError) as error:
         if not exit_on_error:
             raise
@@ -90,7 +102,7 @@ def parse_config(arguments: Sequence[str], *, exit_on_error: bool = True) -> Tra
         raise AssertionError("unreachable") from error
 
 
-def _create_parser() -> jsonargparse.ArgumentParser:
+def _create_parser(kind: type[RunConfig]) -> jsonargparse.ArgumentParser:
     """Build the parser: one option per field, named as in the YAML file."""
     parser = jsonargparse.ArgumentParser(
         usage="%(prog)s CONFIG [--key value] [--group.key value] [--print_config]",
@@ -98,29 +110,29 @@ def _create_parser() -> jsonargparse.ArgumentParser:
         exit_on_error=False,
     )
     parser.add_argument("--config", action="config", help="The config file; its place is the first argument.")
-    parser.add_class_arguments(TrainConfig)
+    parser.add_class_arguments(kind)
     return parser
 
 
-def _parse(parser: jsonargparse.ArgumentParser, arguments: list[str]) -> TrainConfig:
+def _parse(parser: jsonargparse.ArgumentParser, arguments: list[str], kind: type[Config]) -> Config:
     if arguments and not arguments[0].startswith("-"):
         path = Path(arguments[0])
         if not path.is_file():
             raise FileNotFoundError(f"no config file at {str(path)!r}")
-        _check_keys(_flatten(yaml.safe_load(path.read_text())))
+        _check_keys(_flatten(yaml.safe_load(path.read_text())), kind)
         arguments = ["--config", *arguments]
     names = (word.split("=")[0] for word in arguments if word.startswith("--"))
-    _check_keys((name[2:] for name in names if name not in _PARSER_OPTIONS), is_option=True)
+    _check_keys((name[2:] for name in names if name not in _PARSER_OPTIONS), kind, is_option=True)
     try:
-        return _instantiate(parser, parser.parse_args(arguments))
+        return _instantiate(parser, parser.parse_args(arguments), kind)
     except ArgumentError as error:
         raise ValueError(error.message) from error
 
 
-def _instantiate(parser: jsonargparse.ArgumentParser, parsed: jsonargparse.Namespace) -> TrainConfig:
+def _instantiate(parser: jsonargparse.ArgumentParser, parsed: jsonargparse.Namespace, kind: type[Config]) -> Config:
     """Make the dataclasses from what the parser read."""
     fields = parser.instantiate(parsed)
-    return TrainConfig(**{item.name: fields[item.name] for item in dataclasses.fields(TrainConfig)})
+    return kind(**{item.name: fields[item.name] for item in dataclasses.fields(kind)})
 
 
 def _flatten(tree: Any, prefix: str = "") -> Iterator[str]:
@@ -133,10 +145,10 @@ def _flatten(tree: Any, prefix: str = "") -> Iterator[str]:
             yield from _flatten(value, f"{prefix}{key}.")
 
 
-def _check_keys(keys: Iterable[str], is_option: bool = False) -> None:
+def _check_keys(keys: Iterable[str], kind: type[RunConfig], is_option: bool = False) -> None:
     """Raise at the first dotted key that is no field of the config, naming the fields there are."""
     for key in keys:
-        owner: type | None = TrainConfig
+        owner: type | None = kind
         group = ""
         parts = key.split(".")
         for place, part in enumerate(parts):

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import yaml
 
 from mmod.training.checkpoint import write_atomically
-from mmod.training.evaluation import EvalResult
 
-__all__ = ["FitResult", "check_folder", "read_result", "write_record", "write_result"]
+__all__ = ["FitResult", "Result", "check_folder", "read_result", "write_record", "write_result"]
 
 _CONFIG = "config.yaml"
 _RESULT = "result.json"
-# Keys that say where and how to watch, not what comes out: a run may go on with others.
-_FREE_KEYS = frozenset({"output", "data.workers", "data.pin_memory", "log_every", "checkpoint_every", "tensorboard"})
+
+
+class Result(Protocol):
+    """What an evaluation found; a dataclass of plain values."""
+
+    def columns(self) -> dict[str, float]:
+        """Return the figures as columns of the run's history."""
+        ...
+
+
+Found = TypeVar("Found", bound=Result)
 
 
 @dataclass(frozen=True)
-class FitResult:
+class FitResult(Generic[Found]):
     """The outcome of a training run.
 
     Args:
@@ -41,24 +49,25 @@ class FitResult:
     folder: str
     epochs: int
     steps: int
-    evaluation: EvalResult
-    average: EvalResult | None
+    evaluation: Found
+    average: Found | None
     history: list[dict[str, float]]
     skipped: dict[str, dict[str, int]] = field(default_factory=dict)
     reused: bool = False
 
     @property
-    def top1(self) -> float:
-        """Accuracy in percent: of the moving average where there is one."""
-        return (self.average or self.evaluation).top1
+    def best(self) -> Found:
+        """What is to be reported: the moving average where there is one."""
+        return self.average or self.evaluation
 
 
-def check_folder(folder: Path, record: Mapping[str, Any]) -> None:
+def check_folder(folder: Path, record: Mapping[str, Any], free: Collection[str]) -> None:
     """Raise unless `folder` is free or holds a run of the same config.
 
     Args:
         folder: The run folder.
         record: The config as plain values, with `world_size`.
+        free: Keys in which the configs may differ.
 
     Raises:
         ValueError: If another config made the folder (the keys that differ are named), or if it holds
@@ -70,7 +79,7 @@ def check_folder(folder: Path, record: Mapping[str, Any]) -> None:
     if not kept.exists():
         raise ValueError(f"output {str(folder)!r} holds files but no {_CONFIG}: choose a new or empty folder")
     old, new = _flat(yaml.safe_load(kept.read_text())), _flat(record)
-    differing = sorted(key for key in {*old, *new} - _FREE_KEYS if old.get(key) != new.get(key))
+    differing = sorted(key for key in {*old, *new} - set(free) if old.get(key) != new.get(key))
     if differing:
         lines = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} now" for key in differing]
         raise ValueError(
@@ -86,18 +95,23 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
         write_atomically(folder / _CONFIG, yaml.safe_dump(dict(record), sort_keys=False))
 
 
-def read_result(folder: Path) -> FitResult | None:
-    """Return the result of a finished run; None when the run in `folder` is not finished."""
+def read_result(folder: Path, kind: type[Found]) -> FitResult[Found] | None:
+    """Return the result of a finished run; None when the run in `folder` is not finished.
+
+    Args:
+        folder: The run folder.
+        kind: The dataclass of its evaluations.
+    """
     path = folder / _RESULT
     if not path.exists():
         return None
     fields = json.loads(path.read_text())
-    fields["evaluation"] = EvalResult(**fields["evaluation"])
-    fields["average"] = EvalResult(**fields["average"]) if fields["average"] else None
+    fields["evaluation"] = kind(**fields["evaluation"])
+    fields["average"] = kind(**fields["average"]) if fields["average"] else None
     return FitResult(**{**fields, "folder": str(folder), "reused": True})
 
 
-def write_result(result: FitResult) -> None:
+def write_result(result: FitResult[Any]) -> None:
     """Mark the run as finished by writing its result."""
     write_atomically(Path(result.folder) / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
 

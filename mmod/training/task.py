@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from timm.data import Mixup
+from timm.utils import accuracy
 from torch import Tensor, nn
 
 from mmod import auxiliary_loss
 
-__all__ = ["ClassificationTask", "autocast"]
+__all__ = ["ClassificationTask", "Pass", "Task", "autocast", "check_targets"]
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,11 +36,53 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[obj
     return torch.autocast(device.type, dtype=_PRECISIONS[precision], enabled=precision != "fp32")
 
 
-class ClassificationTask(nn.Module):
-    """A model with its criterion and, where there is one, its teacher and auxiliary objectives.
+class Pass(NamedTuple):
+    """One forward and backward pass of an optimiser step.
 
-    It is one module so that all terms of the loss are made inside one forward pass, which is what
-    distributed training wraps.
+    Attributes:
+        arguments: What the task's forward takes.
+        weight: What its loss is weighed with.
+        samples: Samples of the batch.
+    """
+
+    arguments: tuple[Tensor, ...]
+    weight: float
+    samples: int
+
+
+class Task(nn.Module):
+    """A model with its objective: what the training loop drives, and what distributed training wraps.
+
+    Its forward returns the "loss" of a pass, the parts it is made of, and figures worth a mean over the epoch.
+
+    Args:
+        model: The model to train.
+
+    Attributes:
+        shown: Names of the figures that the progress bar shows.
+    """
+
+    shown: tuple[str, ...] = ("loss",)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def passes(self, group: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Pass]:
+        """Yield the passes of an optimiser step, as many as there are batches.
+
+        Args:
+            group: The step's batches, on the CPU.
+            device: Where the model is.
+        """
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """Do what an optimiser step leaves to be done; nothing by default."""
+
+
+class ClassificationTask(Task):
+    """A model with its criterion and, where there is one, its teacher and auxiliary objectives.
 
     Args:
         model: The model to train.
@@ -46,14 +92,17 @@ class ClassificationTask(nn.Module):
         temperature: Divisor of both logits in that term.
         auxiliary: Whether the routed model's auxiliary objectives are added.
         precision: "fp32", "bf16" or "fp16".
+        mixup: Mixes images and targets of a batch; None for no mixing.
 
     Example:
         >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
         >>> task = ClassificationTask(model, nn.CrossEntropyLoss())
         >>> parts = task(torch.zeros(2, 1, 2, 2), torch.tensor([0, 2]))
         >>> sorted(parts)
-        ['logits', 'loss', 'task']
+        ['loss', 'task', 'top1']
     """
+
+    shown = ("loss", "top1")
 
     def __init__(
         self,
@@ -65,15 +114,16 @@ class ClassificationTask(nn.Module):
         temperature: float = 1.0,
         auxiliary: bool = False,
         precision: str = "fp32",
+        mixup: Mixup | None = None,
     ) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.criterion = criterion
         self.teacher = teacher
         self.distill_weight = distill_weight
         self.temperature = temperature
         self.auxiliary = auxiliary
         self.precision = precision
+        self.mixup = mixup
 
     def train(self, mode: bool = True) -> ClassificationTask:
         """Set the mode of the model; the teacher stays in eval mode."""
@@ -81,6 +131,18 @@ class ClassificationTask(nn.Module):
         if self.teacher is not None:
             self.teacher.eval()
         return self
+
+    def passes(self, group: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Pass]:
+        """Yield one pass for each batch, weighed by its share of the step's images; see `Task.passes`."""
+        total = sum(len(targets) for _, targets in group)
+        for images, targets in group:
+            check_targets(targets, self.model)
+            count = len(targets)
+            images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            if self.mixup is not None:
+                # timm mixes in place, and the images may be a view of what the stream keeps.
+                images, targets = self.mixup(images.clone(), targets)
+            yield Pass((images, targets), count / total, count)
 
     def forward(self, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Compute the loss of a batch.
@@ -91,7 +153,7 @@ class ClassificationTask(nn.Module):
 
         Returns:
             "loss" to differentiate; its parts "task", "distillation" and "auxiliary" as far as they
-            exist; and the "logits" (B, classes).
+            exist; and "top1", the share of right first guesses in percent.
         """
         with autocast(images.device, self.precision):
             logits = self.model(images)
@@ -101,7 +163,8 @@ class ClassificationTask(nn.Module):
             if self.auxiliary:
                 parts["auxiliary"] = auxiliary_loss(self.model)
         loss = torch.stack([part.float() for part in parts.values()]).sum()
-        return {"loss": loss, **parts, "logits": logits}
+        hard = targets if targets.ndim == 1 else targets.argmax(1)
+        return {"loss": loss, **parts, "top1": accuracy(logits.detach(), hard)[0]}
 
     def _divergence(self, logits: Tensor, images: Tensor) -> Tensor:
         """Return KL(teacher || student) per image; the squared temperature keeps its gradient's scale."""
@@ -110,3 +173,18 @@ class ClassificationTask(nn.Module):
             target = F.log_softmax(self.teacher(images).float() / self.temperature, dim=-1)
         student = F.log_softmax(logits.float() / self.temperature, dim=-1)
         return self.temperature**2 * F.kl_div(student, target, reduction="batchmean", log_target=True)
+
+
+def check_targets(targets: Tensor, model: nn.Module) -> None:
+    """Raise a ValueError when a label is not a class of the model.
+
+    Args:
+        targets: Class numbers (B), on the CPU.
+        model: A timm model; one without `num_classes` is not checked.
+    """
+    classes = getattr(model, "num_classes", None)
+    if classes is not None and len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < classes:
+        raise ValueError(
+            f"labels run from {int(targets.min())} to {int(targets.max())} and the model has {classes} "
+            f"classes (0 to {classes - 1}); set model.args.num_classes to the data's number of classes"
+        )

@@ -25,9 +25,9 @@ from mmod.measuring import flops, trace
 from mmod.measuring.latency import interleave
 from mmod.training.build import create_models
 from mmod.training.checkpoint import write_atomically
+from mmod.training.classification import fit
 from mmod.training.config import ModelConfig, TrainConfig
 from mmod.training.evaluation import EvalResult, evaluate
-from mmod.training.loop import fit
 from mmod.training.parse import train_config
 
 __all__ = ["Point", "TradeoffConfig", "TradeoffResult", "run_tradeoff"]
