@@ -189,7 +189,7 @@ class ShardSource:
         path = self.shards[shard]
         try:
             with open(path, "rb") as file:
-                image, target = _read_at(file, image_at, image_size), _read_at(file, target_at, target_size)
+                image, target = read_at(file, image_at, image_size), read_at(file, target_at, target_size)
             return decode_image(image, mode), self.target.parse(target)
         except (OSError, ValueError) as error:
             raise UnreadableSampleError(Fault(path, _member_name(path, image_at), str(error))) from error
@@ -246,7 +246,7 @@ def _index_shard(path: str, target: Target) -> Iterator[tuple[int, int, int, int
     ends: list[Fault] = []
 
     def named() -> Iterator[tuple[str, tarfile.TarInfo]]:
-        for member in _members(path):
+        for member in shard_members(path):
             if isinstance(member, Fault):
                 ends.append(member)
             else:
@@ -267,10 +267,16 @@ def _index_shard(path: str, target: Target) -> Iterator[tuple[int, int, int, int
     yield from ends
 
 
-def _members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
+def shard_members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
     """Yield the complete members of a tar file, then what ended it early if something did.
 
     `tarfile` ends quietly at a header that it cannot parse, so the end-of-archive mark is looked for here.
+
+    Args:
+        path: The shard, not compressed.
+
+    Raises:
+        ValueError: If the shard is compressed.
     """
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -295,7 +301,8 @@ def _members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
             yield Fault(path, "", f"damaged tar file: no valid header at byte {end} of {size}; what follows is lost")
 
 
-def _read_at(file: BinaryIO, offset: int, size: int) -> bytes:
+def read_at(file: BinaryIO, offset: int, size: int) -> bytes:
+    """Read bytes of a file from an offset, in bytes; a ValueError says when there are fewer."""
     file.seek(offset)
     data = file.read(size)
     if len(data) != size:
@@ -307,7 +314,7 @@ def _member_name(path: str, offset: int) -> str:
     """Name of the member whose data starts at an offset; its header is the block before."""
     try:
         with open(path, "rb") as file:
-            header = _read_at(file, offset - _BLOCK, _BLOCK)
+            header = read_at(file, offset - _BLOCK, _BLOCK)
         return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
     except (OSError, ValueError, tarfile.TarError):
         return f"member at byte {offset}"
