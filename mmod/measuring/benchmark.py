@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from mmod.config import RoutingConfig
 from mmod.measuring.latency import Spread, interleave, ratios
 from mmod.measuring.memory import peak_bytes
-from mmod.measuring.report import BenchmarkReport, BenchmarkRow, Journal, environment
+from mmod.measuring.report import BenchmarkReport, BenchmarkRow, Journal, environment, plain_options
 from mmod.measuring.steps import Step
 from mmod.measuring.variants import DENSE, Variant, Variants
 
@@ -122,7 +122,7 @@ def benchmark(config: BenchmarkConfig, progress: bool = True) -> BenchmarkReport
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    options = {name: value for name, value in asdict(config).items() if name != "out"}
+    options = plain_options(config)
     journal = Journal(Path(config.out), options, environment(config.device))
     runs = list(itertools.product(config.batch_sizes, config.execution, config.step))
     missing = [run for run in runs if str(run) not in journal.runs]

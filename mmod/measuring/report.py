@@ -191,7 +191,7 @@ class Journal:
 
     Args:
         folder: Where the results will be; nothing is written before the first run is added.
-        config: The options, as plain values.
+        config: The options, see `plain_options`.
         environment: See `environment`.
 
     Attributes:
@@ -206,16 +206,13 @@ class Journal:
         refuse_to_overwrite(folder)
         self.runs: dict[str, list[dict[str, Any]]] = {}
         self._path = folder / UNFINISHED
-        self._head = json.loads(json.dumps({"config": config, "environment": environment}))
+        self._head = {"config": config, "environment": environment}
         if not self._path.exists():
             return
         lines = self._path.read_text().splitlines(keepends=True)
         whole = [json.loads(line) for line in lines if line.endswith("\n")]
-        if whole and whole[0] != self._head:
-            raise ValueError(
-                f"{self._path} was begun with other {_differences(whole[0], self._head)}: give another out folder, "
-                "or remove it"
-            )
+        if whole:
+            _check_same(self._path, whole[0], self._head)
         self.runs = {entry["run"]: entry["rows"] for entry in whole[1:]}
         if len(whole) < len(lines):
             self._path.write_text("".join(line for line in lines if line.endswith("\n")))
@@ -239,14 +236,16 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise unless results were begun with these options in this environment."""
     pairs = [
         f"{name} ({found[part].get(name)!r}, now {wanted[part].get(name)!r})"
         for part in wanted
         for name in {**found[part], **wanted[part]}
         if found[part].get(name) != wanted[part].get(name)
     ]
-    return ", ".join(pairs)
+    if pairs:
+        raise ValueError(f"{path} was begun with other {', '.join(pairs)}: give another out folder, or remove it")
 
 
 def refuse_to_overwrite(folder: Path) -> None:
@@ -310,3 +309,36 @@ def spread_cell(spread: Spread | None) -> str:
 def number_cell(value: float | None) -> str:
     """Return a number as a table's cell, empty for None."""
     return "" if value is None else f"{value:.3f}"
+
+
+def plain_options(config: Any) -> dict[str, Any]:
+    """Return the options of a benchmark that its results depend on, as plain JSON values.
+
+    Args:
+        config: A dataclass with a field `out`, which is left out.
+    """
+    options: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    options.pop("out")
+    return options
+
+
+def finished_rows(
+    folder: Path, config: Mapping[str, Any], environment: Mapping[str, Any]
+) -> list[dict[str, Any]] | None:
+    """Return the rows of a finished benchmark as plain values, or None where the folder holds none.
+
+    Args:
+        folder: Where its results are.
+        config: The options it must have been run with, see `plain_options`.
+        environment: The environment it must have been run in.
+
+    Raises:
+        ValueError: It was run with other options or in another environment.
+    """
+    path = folder / f"{NAME}.json"
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    _check_same(path, found, {"config": config, "environment": environment})
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows

@@ -48,6 +48,7 @@ def check_close(what: str, found: Tensor, expected: Tensor, tolerance: float) ->
     Raises:
         WrongOutputError: They differ by more, or one is not finite.
     """
+    found, expected = found.detach(), expected.detach()
     if found.shape != expected.shape:
         raise WrongOutputError(f"{what}: the shape is {tuple(found.shape)}, not {tuple(expected.shape)}")
     if not expected.numel():
@@ -70,12 +71,15 @@ def check_error_rule(what: str, found: Tensor, plain: Tensor, exact: Tensor) -> 
     Raises:
         WrongOutputError: It is further away, or not finite, or torch's own result is wrong.
     """
+    found, plain, exact = found.detach(), plain.detach(), exact.detach()
     check_close(f"{what}, by torch", plain, exact, PLAIN_TOLERANCE[plain.dtype])
+    if found.shape != exact.shape:
+        raise WrongOutputError(f"{what}: the shape is {tuple(found.shape)}, not {tuple(exact.shape)}")
     scale = float(exact.abs().max()) if exact.numel() else 0.0
     error, allowed = (float((x.double() - exact).abs().max()) if x.numel() else 0.0 for x in (found, plain))
     # A result that torch hits exactly by chance leaves room for one rounding.
     allowed = 2 * allowed + torch.finfo(plain.dtype).eps * scale
-    if found.shape != exact.shape or not error <= allowed:
+    if not error <= allowed:
         raise WrongOutputError(
             f"{what}: off by {error:.2e} from float64, allowed is {allowed:.2e}, twice torch's error"
         )
