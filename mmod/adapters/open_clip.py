@@ -33,7 +33,7 @@ MODELS: tuple[type[nn.Module], ...] = (clip_models.CLIP, clip_models.CustomTextC
 PROTECTED_IN_TEXT = 2
 
 
-def find_parts(model: nn.Module) -> dict[str, Part]:
+def find_parts(model: Any) -> dict[str, Part]:
     """Return the towers of an open_clip model: "image" and "text", or the one that a tower itself is.
 
     Args:
@@ -58,7 +58,7 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     )
 
 
-def _image_tower(tower: nn.Module, name: str) -> HostModel:
+def _image_tower(tower: Any, name: str) -> HostModel:
     if isinstance(tower, TimmModel):
         host = timm_adapter.find_blocks(tower.trunk)
         return dataclasses.replace(
@@ -72,7 +72,7 @@ def _image_tower(tower: nn.Module, name: str) -> HostModel:
     return _stack(tower.transformer, f"{name}transformer.resblocks", prefix=1)
 
 
-def _text_tower(tower: nn.Module, name: str) -> HostModel:
+def _text_tower(tower: Any, name: str) -> HostModel:
     if isinstance(tower, HFTextEncoder):
         raise ValueError(
             "cannot route a text tower of Hugging Face transformers inside open_clip. Route the image tower alone: "
@@ -84,7 +84,7 @@ def _text_tower(tower: nn.Module, name: str) -> HostModel:
     return dataclasses.replace(host, around=(embedding,), sequence=int(tower.context_length))
 
 
-def _stack(stack: nn.Module, name: str, prefix: int, roles: TextRoles | None = None) -> HostModel:
+def _stack(stack: Any, name: str, prefix: int, roles: TextRoles | None = None) -> HostModel:
     blocks = tuple(stack.resblocks)
     for block in blocks:
         if not isinstance(block, BLOCKS):
@@ -201,7 +201,7 @@ class TextRoles:
         self.pool = str(tower.text_pool_type if packed else tower.pool_type)
         self.eos = int(tower.text_eos_id if packed else tower.eos_id)
         self.causal = tower.attn_mask is not None
-        self.pad = None if packed else int(tower.pad_id)
+        self.pad = 0 if packed else int(tower.pad_id)
         self.masks_padding = not packed and bool(tower.use_pad_mask)
         self.class_token = not packed and tower.cls_emb is not None
         # Published CoCa weights were trained with the mask of the class token one place off.
@@ -270,7 +270,7 @@ class TextRoles:
 
     def _unmasked(self, text_BL: Tensor) -> Tensor:
         """Return which tokens the tower's mask of padding lets others see (B, N)."""
-        valid_BL = text_BL != self.pad
+        valid_BL = text_BL.ne(self.pad)
         if not self.class_token:
             return valid_BL
         own_B1 = torch.ones_like(valid_BL[:, :1])

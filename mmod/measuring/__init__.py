@@ -1,7 +1,8 @@
 """What did it cost, lose, look at?"""
 
 from mmod.measuring.benchmark import BenchmarkConfig, benchmark
-from mmod.measuring.flops import BlockFlops, FlopReport, flops
+from mmod.measuring.flop_report import BlockFlops, FlopReport
+from mmod.measuring.flops import flops
 from mmod.measuring.free import free_routing
 from mmod.measuring.report import BenchmarkReport, BenchmarkRow
 from mmod.measuring.trace import Trace, trace

@@ -1,11 +1,10 @@
-"""What a model costs: FLOPs per block and in all, parameters and activation memory, from shapes alone."""
+"""Count what a model costs: FLOPs per block and in all, parameters and activation memory, from shapes alone."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -15,124 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mmod.adapters import find_host
+from mmod.adapters import find_hosts, find_parts
 from mmod.blocks import RoutedBlock
 from mmod.convert import is_routed, unroute_
+from mmod.measuring.flop_report import REST, BlockFlops, FlopReport
 from mmod.measuring.memory import ActivationMemory
 from mmod.measuring.trace import Trace
 from mmod.ops.multihead import multihead_attention
 
-REST = ""
-
-
-@dataclass(frozen=True)
-class BlockFlops:
-    """The cost of one block for one image.
-
-    Args:
-        name: Module name; empty for everything outside the blocks.
-        tokens: Tokens that enter it (N).
-        kept: Tokens it computes (K).
-        dense: FLOPs without routing.
-        routed: FLOPs as routed, with `router` and `importance`.
-        router: FLOPs of its router.
-        importance: FLOPs of the importance it computes for others.
-    """
-
-    name: str
-    tokens: int
-    kept: int
-    dense: int
-    routed: int
-    router: int = 0
-    importance: int = 0
-
-
-@dataclass(frozen=True)
-class FlopReport:
-    """The cost of a model for one image; `print(report)` shows it as a table.
-
-    Args:
-        input_size: Channels, height and width of the image.
-        blocks: One row for each block, in order.
-        rest: Everything outside the blocks: embedding, head, pooling.
-        parameters: Parameters, routers included.
-        router_parameters: Parameters of routers alone.
-        dense_activation_bytes: Most activation memory held at once in inference, without routing.
-        activation_bytes: The same as routed.
-        dense_training_bytes: Activations held for the backward pass when the forward pass ends, without routing.
-        training_bytes: The same as routed.
-    """
-
-    input_size: tuple[int, int, int]
-    blocks: tuple[BlockFlops, ...]
-    rest: BlockFlops
-    parameters: int
-    router_parameters: int
-    dense_activation_bytes: int
-    activation_bytes: int
-    dense_training_bytes: int
-    training_bytes: int
-
-    @property
-    def dense(self) -> int:
-        """FLOPs of the model without routing."""
-        return self.rest.dense + sum(row.dense for row in self.blocks)
-
-    @property
-    def routed(self) -> int:
-        """FLOPs of the model as routed, with routers and importance."""
-        return self.rest.routed + sum(row.routed for row in self.blocks)
-
-    @property
-    def importance(self) -> int:
-        """FLOPs spent on importance, contained in `routed`."""
-        return sum(row.importance for row in self.blocks)
-
-    @property
-    def speedup(self) -> float:
-        """How many times fewer FLOPs the routed model needs."""
-        return self.dense / self.routed
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values, totals included."""
-        totals = {"dense": self.dense, "routed": self.routed, "importance": self.importance, "speedup": self.speedup}
-        return {
-            **asdict(self),
-            **totals,
-            "input_size": list(self.input_size),
-            "blocks": [asdict(b) for b in self.blocks],
-        }
-
-    def __str__(self) -> str:
-        """Return the report as a table, in MFLOPs."""
-        name_width = max(len(row.name) for row in (*self.blocks, BlockFlops("everything else", 0, 0, 0, 0)))
-        form = f"{{:<{name_width}}}  {{:>6}}  {{:>6}}  {{:>10}}  {{:>10}}  {{:>8}}  {{:>10}}"
-        lines = [form.format("block", "tokens", "kept", "dense", "routed", "router", "importance")]
-        for row in self.blocks:
-            counts = (row.dense, row.routed, row.router, row.importance)
-            lines.append(form.format(row.name, row.tokens, row.kept, *map(_mega, counts)))
-        lines.append(form.format("everything else", "", "", _mega(self.rest.dense), _mega(self.rest.routed), "-", "-"))
-        router = sum(row.router for row in self.blocks)
-        totals = map(_mega, (self.dense, self.routed, router, self.importance))
-        lines.append(form.format("total MFLOPs", "", "", *totals))
-        lines += [
-            f"{self.speedup:.3f} times fewer FLOPs than dense (2 per multiply-add) for a {_by(self.input_size)} image",
-            f"{self.parameters:,} parameters, {self.router_parameters:,} of them in routers",
-            f"activations held at once in inference: {_mebi(self.activation_bytes)} "
-            f"(dense {_mebi(self.dense_activation_bytes)})",
-            f"activations held for a backward pass: {_mebi(self.training_bytes)} "
-            f"(dense {_mebi(self.dense_training_bytes)})",
-        ]
-        return "\n".join(lines)
-
 
 def flops(
     model: nn.Module,
-    input_size: int | tuple[int, int, int],
+    input_size: int | tuple[int, int, int] | Mapping[str, Tensor],
     kept: float | Mapping[str, float] | Trace | None = None,
 ) -> FlopReport:
-    """Count what one image costs a model, dense and as routed, without running it on data.
+    """Count what one image costs a model, dense and as routed, without running it on data; one caption too, of CLIP.
 
     One FLOP is one multiplication or one addition, so a matrix product of (n, k) and (k, m) counts `2 n k m`; norms,
     activations, softmax, sorting and moving rows count nothing. The forward pass is followed on the meta device, and
@@ -148,7 +44,8 @@ def flops(
 
     Args:
         model: A model of a supported library, routed or not. It is not changed.
-        input_size: Channels, height and width of the image; one number means a square image of three channels.
+        input_size: Channels, height and width of the image; one number means a square image of three channels. Or
+            the model's arguments by name, to count that call: `{"text": ids}` is the text tower of a CLIP model.
         kept: For threshold routing, whose cost follows from the data: the share of tokens kept in (0, 1], one for
             all routed blocks, by module name, or a trace of a pass over representative images. Counts are rounded
             down to whole tokens.
@@ -166,24 +63,23 @@ def flops(
         >>> round(flops(model, 160).speedup, 2)
         1.42
     """
-    size = (3, input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
-    if len(size) != 3 or min(size) < 1:
-        raise ValueError(f"input_size must be (channels, height, width) or one number, got {input_size!r}")
-    find_host(model)
+    inputs = _inputs(model, input_size)
     routed = _meta_copy(model)
     _fix_thresholds(routed, kept)
     dense = _meta_copy(routed)
     if is_routed(dense):
         unroute_(dense)
-    dense_count, routed_count = _follow(dense, size), _follow(routed, size)
+    dense_count, routed_count = _follow(dense, inputs), _follow(routed, inputs)
     rows = [
         _row(name, block, dense_count, routed_count)
-        for name, block in zip(find_host(routed).names, find_host(routed).blocks)
+        for host in find_hosts(routed).values()
+        for name, block in zip(host.names, host.blocks)
+        if name in dense_count.tokens
     ]
     dense_parameters = sum(parameter.numel() for parameter in dense.parameters())
     parameters = sum(parameter.numel() for parameter in routed.parameters())
     return FlopReport(
-        input_size=size,
+        inputs={name: tuple(value.shape[1:]) for name, value in inputs.items()},
         blocks=tuple(rows),
         rest=BlockFlops(REST, 0, 0, dense_count.flops[REST], routed_count.flops[REST]),
         parameters=parameters,
@@ -341,19 +237,38 @@ class _FusedAttention(torch.autograd.Function):
         return out
 
 
-def _follow(model: nn.Module, size: tuple[int, ...]) -> _Counter:
+def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a model's arguments by name, without data."""
+    if isinstance(given, Mapping):
+        return {name: value.to("meta") for name, value in given.items()}
+    if "image" not in find_parts(model):
+        raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
+    size = (3, given, given) if isinstance(given, int) else tuple(given)
+    if len(size) != 3 or min(size) < 1:
+        raise ValueError(
+            f"input_size must be (channels, height, width), one number or arguments by name, got {given!r}"
+        )
+    inputs = {"image": torch.empty(1, *size, device="meta", dtype=next(model.parameters()).dtype)}
+    for name, host in find_hosts(model).items():
+        if host.sequence is not None:
+            inputs[name] = torch.zeros(1, host.sequence, dtype=torch.int64, device="meta")
+    return inputs
+
+
+def _follow(model: nn.Module, inputs: dict[str, Tensor]) -> _Counter:
     """Run a model on the meta device and return what it called and held."""
-    host = find_host(model)
     counter = _Counter()
-    for name, block in zip(host.names, host.blocks):
-        counter.watch(name, block)
-    image = torch.empty(1, *size, device="meta", dtype=next(model.parameters()).dtype)
-    known = [image, *model.parameters(), *model.buffers()]
+    for host in find_hosts(model).values():
+        for name, block in zip(host.names, host.blocks):
+            counter.watch(name, block)
+    # Models of images alone name their argument as they like.
+    args, kwargs = (tuple(inputs.values()), {}) if set(inputs) == {"image"} else ((), inputs)
+    known = [*inputs.values(), *model.parameters(), *model.buffers()]
     with torch.no_grad(), counter, ActivationMemory(known) as inference:
-        model(image)
+        model(*args, **kwargs)
     counted = counter.flops.copy()
     with torch.enable_grad(), counter, ActivationMemory(known) as training:
-        output = model(image)
+        output = model(*args, **kwargs)
     counter.flops, counter.activation_bytes, counter.training_bytes = counted, inference.peak, training.live
     del output
     return counter
@@ -377,18 +292,6 @@ def _reversed_product(result: Tensor, right: Tensor, left: Tensor) -> int:
 
 def _added_product(result: Tensor, added: Tensor, left: Tensor, right: Tensor, **kwargs: Any) -> int:
     return 2 * result.numel() * left.shape[-1]
-
-
-def _mega(count: int) -> str:
-    return f"{count / 1e6:,.2f}" if count else "-"
-
-
-def _mebi(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
-
-
-def _by(size: tuple[int, ...]) -> str:
-    return " x ".join(map(str, size))
 
 
 _FORMULAS: dict[Callable[..., Any], Callable[..., int]] = {
