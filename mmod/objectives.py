@@ -75,7 +75,7 @@ def importance_loss(routing: Routing, router: Router) -> Tensor:
     """
     if routing.importance_BN is None:
         raise ValueError("the importance loss reads importance, which is computed in training mode only")
-    index_BK, valid_BK = select_topk(routing.importance_BN, router.capacity, router.prefix)
+    index_BK, valid_BK, *_ = select_topk(routing.importance_BN, router.capacity, router.prefix)
     target_BN = Routing(routing.importance_BN, index_BK, valid_BK=valid_BK).keep_BN.to(routing.score_BN.dtype)
     return F.binary_cross_entropy_with_logits(routing.score_BN[:, router.prefix :], target_BN[:, router.prefix :])
 

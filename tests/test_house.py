@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mmod"
 LADDER = [
     "config",
-    "routing",
     "ops",
+    "routing",
     "blocks",
     "adapters",
     "convert",

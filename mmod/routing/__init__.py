@@ -1,10 +1,10 @@
-"""Who runs? Scores, selection, gates and the router that joins them; torch only, knows no model."""
+"""Who runs? Scores, selection, gates and the router that joins them; knows no model."""
 
-from mmod.routing.gate import apply_gate
+from mmod.ops.gate import apply_gate
+from mmod.ops.select import kept_count, select_threshold, select_topk
 from mmod.routing.roles import Predictor, RoleRouter, Roles, assign_roles, select_within
 from mmod.routing.router import Router, Routing
 from mmod.routing.score import FunctionScore, LinearScore, NormScore, RandomScore, StrideScore
-from mmod.routing.select import kept_count, select_threshold, select_topk
 
 __all__ = [
     "FunctionScore",

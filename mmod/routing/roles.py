@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import RoutingConfig
-from mmod.routing.gate import apply_gate
+from mmod.ops.gate import apply_gate
 from mmod.routing.router import Router, Routing
 from mmod.routing.score import RandomScore, StrideScore
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import RoutingConfig, rational
-from mmod.routing.gate import apply_gate
+from mmod.ops.gate import apply_gate
+from mmod.ops.select import select_threshold, select_topk
 from mmod.routing.score import FunctionScore, LinearScore, NormScore, RandomScore, StrideScore, near_dense_std
-from mmod.routing.select import select_threshold, select_topk
 
 
 class Routing(NamedTuple):
@@ -30,6 +30,7 @@ class Routing(NamedTuple):
         total: Number of valid slots in the batch where the host knows it, else None.
         free_BN: True where a token might have been skipped, where roles say so, else None.
         predicted_BN: Logits of the network that predicts what is kept, where there is one.
+        inverse_BN: Slot of each token, -1 where it has none, where the selection found it on the way, else None.
     """
 
     score_BN: Tensor
@@ -41,6 +42,7 @@ class Routing(NamedTuple):
     total: int | None = None
     free_BN: Tensor | None = None
     predicted_BN: Tensor | None = None
+    inverse_BN: Tensor | None = None
 
     @property
     def keep_BN(self) -> Tensor:
@@ -115,10 +117,13 @@ class Router(nn.Module):
             ValueError: Attention routing without importance, or importance of another shape than the tokens.
         """
         score_BN = self._score(x_BND, importance_BN, valid_BN)
-        total = None
+        gate, scale = str(self.config.gate), float(self.config.gate_scale or 0)
+        gate_BK, skip_weight_BN, inverse_BN, total = None, None, None, None
         protect_BN = protect_BN if self.prefix else None
         if self.config.select == "topk":
-            index_BK, valid_BK = select_topk(score_BN, self.capacity, self.prefix, valid_BN, protect_BN)
+            index_BK, valid_BK, gate_BK, inverse_BN = select_topk(
+                score_BN, self.capacity, self.prefix, valid_BN, protect_BN, gate=gate, scale=scale
+            )
         else:
             index_BK, valid_BK, total = select_threshold(
                 self._level(score_BN.detach(), valid_BN),
@@ -129,13 +134,12 @@ class Router(nn.Module):
                 valid_BN=valid_BN,
                 protect_BN=protect_BN,
             )
-        gate, scale = str(self.config.gate), float(self.config.gate_scale or 0)
-        gate_BK, skip_weight_BN = None, None
-        if gate != "identity":
-            gate_BK = apply_gate(score_BN.gather(1, index_BK), gate, scale)
+            gate_BK = apply_gate(score_BN.gather(1, index_BK), gate, scale) if gate != "identity" else None
         if self.config.reweight_skipped:
             skip_weight_BN = apply_gate(score_BN, gate, scale)
-        return Routing(score_BN, index_BK, gate_BK, valid_BK, skip_weight_BN, importance_BN, total)
+        return Routing(
+            score_BN, index_BK, gate_BK, valid_BK, skip_weight_BN, importance_BN, total, inverse_BN=inverse_BN
+        )
 
     def _score(self, x_BND: Tensor, importance_BN: Tensor | None, valid_BN: Tensor | None) -> Tensor:
         if importance_BN is not None and importance_BN.shape != x_BND.shape[:2]:

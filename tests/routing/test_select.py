@@ -26,7 +26,7 @@ def score_rows(draw: st.DrawFn) -> list[list[float]]:
 def test_topk_is_a_stable_sort(rows: list[list[float]], percent: int, prefix: int) -> None:
     tokens, capacity = len(rows[0]), Fraction(percent, 100)
     prefix = min(prefix, tokens)
-    index, valid = select_topk(torch.tensor(rows), capacity, prefix)
+    index, valid, *_ = select_topk(torch.tensor(rows), capacity, prefix)
     assert valid is None
     count = max(1, prefix, tokens * percent // 100)
     assert index.tolist() == [kept_of(row, count, prefix) for row in rows]
@@ -38,9 +38,9 @@ def test_topk_of_padded_images_is_that_of_the_images_alone(rows, percent: int, p
     prefix = min(prefix, tokens)
     lengths = [data.draw(st.integers(max(1, prefix), tokens)) for _ in rows]
     valid = torch.arange(tokens) < torch.tensor(lengths).unsqueeze(1)
-    index, filled = select_topk(torch.tensor(rows), capacity, prefix, valid)
+    index, filled, *_ = select_topk(torch.tensor(rows), capacity, prefix, valid)
     for row, length, found, slots in zip(rows, lengths, index, filled, strict=True):
-        alone, _ = select_topk(torch.tensor([row[:length]]), capacity, prefix)
+        alone, *_ = select_topk(torch.tensor([row[:length]]), capacity, prefix)
         assert found[slots].tolist() == alone[0].tolist()
         assert len(set(found.tolist())) == len(found)
 
@@ -71,5 +71,5 @@ def test_kept_count_follows_the_decimal_capacity(tokens: int, capacity: float, p
 
 def test_selection_is_a_decision_without_a_gradient() -> None:
     score = torch.randn(2, 5, requires_grad=True)
-    index, _ = select_topk(score, Fraction(1, 2))
+    index, *_ = select_topk(score, Fraction(1, 2))
     assert not index.requires_grad

@@ -1,17 +1,37 @@
-"""Selection: from scores to the tokens that run.
+"""Selection: from scores to the tokens that run, and how much their updates weigh.
 
 Axes: B images, N tokens, K slots per image. Prefix tokens are the first `prefix` of the sequence, or those that
-`protect_BN` marks, `prefix` of an image at most. A slot that is not valid points at a token that is not kept, so indices
-are unique in every row and a plain scatter can write them back.
+`protect_BN` marks, `prefix` of an image at most. A slot that is not valid points at a token that is not kept, so
+indices are unique in every row and a plain scatter can write them back.
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
+
+from mmod.ops.backend import Backend, choose
+from mmod.ops.gate import apply_gate
+
+
+class Selection(NamedTuple):
+    """The tokens that run, found by one op.
+
+    Args:
+        index_BK: Kept tokens, ascending among the valid slots (B, K).
+        valid_BK: False where a slot is empty (B, K); None where every slot is filled.
+        gate_BK: Weight of each slot's update (B, K), or None where it is 1.
+        inverse_BN: Slot of each token, -1 where it has none (B, N), int32; None where no kernel found it on the way.
+    """
+
+    index_BK: Tensor
+    valid_BK: Tensor | None
+    gate_BK: Tensor | None
+    inverse_BN: Tensor | None
 
 
 def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
@@ -37,7 +57,10 @@ def select_topk(
     prefix: int = 0,
     valid_BN: Tensor | None = None,
     protect_BN: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    *,
+    gate: str = "identity",
+    scale: float = 1.0,
+) -> Selection:
     """Keep the highest scores of every image.
 
     Ties go to the lowest index and NaN ranks last, on every backend. With `valid_BN`, the count of an image comes
@@ -49,15 +72,34 @@ def select_topk(
         prefix: Number of tokens that are always kept.
         valid_BN: False where a token is padding (B, N), or None.
         protect_BN: True where a token is always kept (B, N), or None for the leading ones.
+        gate: How a score weighs its token's update, see `apply_gate`; the gate carries a gradient to the score.
+        scale: Factor of the gate.
 
     Returns:
-        Indices (B, K), ascending among the kept, and which slots are valid (B, K); None means all.
+        The selection, also of empty slots' gates, which weigh nothing.
 
     Example:
-        >>> select_topk(torch.tensor([[0.1, 0.9, 0.9, 0.5]]), Fraction(1, 2))[0]
+        >>> select_topk(torch.tensor([[0.1, 0.9, 0.9, 0.5]]), Fraction(1, 2)).index_BK
         tensor([[1, 2]])
     """
     count = kept_count(score_BN.shape[1], capacity, prefix)
+    if choose("select_topk", score_BN, tokens=score_BN.shape[1]) is Backend.TRITON:
+        share = capacity.numerator, capacity.denominator
+        index_BK, valid_BK, inverse_BN, gate_BK = _select_topk(
+            score_BN, count, prefix, valid_BN, protect_BN, *share, gate, scale
+        )
+        return Selection(
+            index_BK, None if valid_BN is None else valid_BK, None if gate == "identity" else gate_BK, inverse_BN
+        )
+    index_BK, filled_BK = _topk(score_BN, count, capacity, prefix, valid_BN, protect_BN)
+    gate_BK = None if gate == "identity" else apply_gate(score_BN.gather(1, index_BK), gate, scale)
+    return Selection(index_BK, filled_BK, gate_BK, None)
+
+
+def _topk(
+    score_BN: Tensor, count: int, capacity: Fraction, prefix: int, valid_BN: Tensor | None, protect_BN: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Define what the kernel computes: a stable sort, then a sort of what is kept."""
     if valid_BN is None:
         return _ascending(_best(score_BN, count, prefix, protect_BN)), None
     number_B = valid_BN.sum(dim=1)
@@ -154,3 +196,62 @@ def _ascending_valid(index_BK: Tensor, count_B: Tensor, tokens: int) -> tuple[Te
     valid_BK = torch.arange(index_BK.shape[1], device=index_BK.device) < count_B.unsqueeze(1)
     index_BK = _ascending(torch.where(valid_BK, index_BK, index_BK + tokens))
     return torch.where(index_BK < tokens, index_BK, index_BK - tokens), valid_BK
+
+
+@custom_op("mmod::select_topk", mutates_args=())
+def _select_topk(
+    score: Tensor,
+    count: int,
+    prefix: int,
+    valid: Tensor | None,
+    protect: Tensor | None,
+    numerator: int,
+    denominator: int,
+    gate: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return indices, filled slots (nothing without valid), inverse map and gates (nothing for identity)."""
+    from mmod.ops.triton import select
+
+    return select.select(score, count, prefix, valid, protect, numerator, denominator, gate, scale)
+
+
+@_select_topk.register_fake
+def _(
+    score: Tensor, count: int, prefix: int, valid: Tensor | None, protect: Tensor | None, numerator: int,
+    denominator: int, gate: str, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    shape = (score.shape[0], count)
+    return (
+        score.new_empty(shape, dtype=torch.int64),
+        score.new_empty((0,) if valid is None else shape, dtype=torch.bool),
+        score.new_empty(score.shape, dtype=torch.int32),
+        score.new_empty((0,) if gate == "identity" else shape),
+    )
+
+
+def _keep_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.gate, ctx.scale = inputs[7:]
+    ctx.save_for_backward(inputs[0], output[2])
+
+
+def _gate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    score, inverse = ctx.saved_tensors
+    grad = None if ctx.gate == "identity" else _gate_grad(grads[3], score, inverse, ctx.gate, ctx.scale)
+    return grad, *(None,) * 8
+
+
+_select_topk.register_autograd(_gate_backward, setup_context=_keep_for_gate)
+
+
+@custom_op("mmod::gate_grad", mutates_args=())
+def _gate_grad(grad: Tensor, score: Tensor, inverse: Tensor, gate: str, scale: float) -> Tensor:
+    """Return the gradient of the scores (B, N) for that of the gates (B, K)."""
+    from mmod.ops.triton import select
+
+    return select.gate_grad(grad, score, inverse, gate, scale)
+
+
+@_gate_grad.register_fake
+def _(grad: Tensor, score: Tensor, inverse: Tensor, gate: str, scale: float) -> Tensor:
+    return score.new_empty(score.shape)
