@@ -15,6 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "Checkpoint",
+    "find_weights",
     "latest_checkpoint",
     "load_checkpoint",
     "read_weights",
@@ -24,6 +25,8 @@ __all__ = [
 
 _PREFIX = "step-"
 _WEIGHTS = "model.safetensors"
+# What open_clip calls the weights in a folder of its own.
+_CLIP_WEIGHTS = "open_clip_model.safetensors"
 _AVERAGE = "ema.safetensors"
 _TRAINING = "training.pt"
 
@@ -116,7 +119,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     """
     from safetensors.torch import load_file
 
-    file = _weight_file(Path(path))
+    file = find_weights(path)
     if file.suffix == ".safetensors":
         return load_file(file)
     content = torch.load(file, map_location="cpu", weights_only=True)
@@ -129,27 +132,34 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     return {name.removeprefix("module."): value for name, value in content.items()}
 
 
+def find_weights(path: str | Path) -> Path:
+    """Find the file that holds the weights: the path itself, or one in a run folder or a saved model's folder.
+
+    Args:
+        path: A file or a folder.
+
+    Raises:
+        FileNotFoundError: If nothing is there.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        newest = latest_checkpoint(path / "checkpoints")
+        folders = [path, path / "model", *([newest] if newest else [])]
+        for candidate in (folder / name for folder in folders for name in (_WEIGHTS, _CLIP_WEIGHTS)):
+            if candidate.is_file():
+                return candidate
+        raise FileNotFoundError(f"no {_WEIGHTS} in the folder {str(path)!r}")
+    raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file so that a reader finds the old content or the new, never a part."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     _sync(partial)
     os.replace(partial, path)
-
-
-def _weight_file(path: Path) -> Path:
-    """Find the file that holds the weights at `path`."""
-    if path.is_file():
-        return path
-    if path.is_dir():
-        candidates = [path / _WEIGHTS, path / "model" / _WEIGHTS]
-        newest = latest_checkpoint(path / "checkpoints")
-        candidates += [newest / _WEIGHTS] if newest else []
-        for candidate in candidates:
-            if candidate.is_file():
-                return candidate
-        raise FileNotFoundError(f"no {_WEIGHTS} in the folder {str(path)!r}")
-    raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
 
 
 def _storable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ class Pass(NamedTuple):
         samples: Samples of the batch.
     """
 
-    arguments: tuple[Tensor, ...]
+    arguments: tuple[Any, ...]
     weight: float
     samples: int
 

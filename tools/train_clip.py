@@ -1,0 +1,41 @@
+"""Train on image-text pairs: `python tools/train_clip.py CONFIG [--key value] [--group.key value]`.
+
+`python tools/train_clip.py configs/clip/scenes.yaml --epochs 1` trains one epoch; `--help` lists every key and
+`--print_config` shows the resolved config. The same command started again goes on where it was interrupted.
+Under `torchrun --nproc-per-node N tools/train_clip.py CONFIG` several processes train together.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from mmod.training import FitResult, parse_config
+from mmod.training.clip import fit_clip
+from mmod.training.clip_config import ClipConfig
+from mmod.training.clip_evaluation import ClipResult
+
+
+def main(arguments: list[str]) -> None:
+    """Train as the command line says and print what came out."""
+    print(summary(fit_clip(parse_config(arguments, ClipConfig))))
+
+
+def summary(result: FitResult[ClipResult]) -> str:
+    """Return the outcome in a few lines."""
+    state = "had finished before" if result.reused else "finished"
+    lines = [f"{result.folder}: {state} after {result.epochs} epochs, {result.steps} steps"]
+    for name, found in (("weights", result.evaluation), ("moving average", result.average)):
+        if found is not None:
+            zero = "" if found.zero_shot_top1 is None else f"zero-shot top-1 {found.zero_shot_top1:.2f} %, "
+            lines.append(
+                f"{name}: image to text R@1 {found.image_to_text_r1:.2f} %, R@5 {found.image_to_text_r5:.2f} %, "
+                f"text to image R@1 {found.text_to_image_r1:.2f} %, R@5 {found.text_to_image_r5:.2f} %, {zero}"
+                f"kept {found.mean_kept:.3f} ({found.samples} pairs)"
+            )
+    for split, counts in result.skipped.items():
+        lines += [f"{split} data, unreadable and passed over: {count} in {file}" for file, count in counts.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
