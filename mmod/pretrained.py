@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,31 +12,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmod.adapters import find_library, load_adapter
 from mmod.config import RoutingConfig
-from mmod.convert import capacities, route_, routing_config, set_capacity
+from mmod.convert import capacities, route_, routing_configs, set_capacity
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 WEIGHTS = "model.safetensors"
 CONFIG = "mmod.json"
-_ROUTING_ARGUMENTS = {"preset"} | {field.name for field in dataclasses.fields(RoutingConfig)}
+LIBRARIES = ("timm", "open_clip")
+_PASSING = ("training", "grad_checkpointing")
 _KEYS = ("format_version", "versions", "library", "model", "routing", "capacities")
 
 
-def save_pretrained(model: nn.Module, folder: str | Path, overwrite: bool = False) -> None:
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    overwrite: bool = False,
+    architecture: str | Mapping[str, Any] | None = None,
+) -> None:
     """Save a routed model's weights and everything needed to build and route it again.
 
     The folder gets `model.safetensors` and `mmod.json`; the JSON also stands in the header of the weights. Each file
     is written under another name and renamed when it is whole.
 
     Args:
-        model: A routed model that `timm.create_model` made, neither wrapped nor compiled.
+        model: A routed model that `timm.create_model` or open_clip made, neither wrapped nor compiled.
         folder: Where to save; made when it is not there.
         overwrite: Replace the two files if they are there.
+        architecture: For open_clip, whose models do not know it: the name they were created by, or their config.
 
     Raises:
         FileExistsError: The folder holds a saved model and `overwrite` is not set.
         ValueError: Nothing is routed, the router is a function, or the model could not be built again: not made by
-            `timm.create_model`, wrapped, compiled, or with parts exchanged since.
+            `timm.create_model`, of another architecture than named, wrapped, compiled, or with parts exchanged since.
 
     Example:
         >>> import tempfile, timm
@@ -49,9 +57,9 @@ def save_pretrained(model: nn.Module, folder: str | Path, overwrite: bool = Fals
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    config = _describe(model)
+    config = _describe(model, architecture)
     state = _storable(model.state_dict())
-    _check_rebuilds(config, state)
+    _check_rebuilds(config, model, state)
     taken = [name for name in (WEIGHTS, CONFIG) if (folder / name).exists()]
     if taken and not overwrite:
         raise FileExistsError(f"{str(folder)!r} holds {' and '.join(taken)}; pass overwrite=True to replace them")
@@ -105,78 +113,89 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
     dtypes = {value.dtype for value in state.values() if value.is_floating_point()}
     if len(dtypes) == 1:
         model.to(dtypes.pop())
+    else:
+        for name, value in model.state_dict(keep_vars=True).items():
+            value.data = value.data.to(state[name].dtype)
     model.load_state_dict(state)
     return model.to(device or "cpu").eval()
 
 
-def _describe(model: nn.Module) -> dict[str, Any]:
+def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """Return as JSON values what it takes to build the model again."""
-    routing = routing_config(model).to_dict()
-    # Wrappers pass attribute look-ups on, so the attribute must be the model's own.
-    if "pretrained_cfg" not in vars(model) or "_model_args" not in vars(model):
+    routing = {part: config.to_dict() for part, config in routing_configs(model).items()}
+    library = find_library(model)
+    if library is None:
         raise ValueError(
-            f"cannot save this {type(model).__name__}: only a model that timm.create_model returned says how to build "
-            "it again. Save the model itself, not what wraps, compiles or extracts features from it"
+            f"cannot save this {type(model).__name__}, which is no model of a supported library. Save the model "
+            "itself, not what wraps, compiles or extracts features from it"
         )
-    from timm.models import filter_pretrained_cfg, get_model_args
-
-    cfg = filter_pretrained_cfg(dict(vars(model)["pretrained_cfg"]), remove_source=True, remove_null=True)
-    cfg.pop("state_dict", None)
-    arguments = {**vars(model)["_model_args"], **get_model_args(model)}
-    architecture = cfg.pop("architecture")
-    if hasattr(model, "dense_entry"):
-        # An entry of timm's registry that routes: its routing is saved as such, the model as the dense one.
-        architecture = model.dense_entry
-        arguments = {name: value for name, value in arguments.items() if name not in _ROUTING_ARGUMENTS}
+    adapter = load_adapter(library)
+    if not hasattr(adapter, "describe"):
+        raise ValueError(f"models of {library} are saved by their own save_pretrained, which keeps the routing too")
     described = {
         "format_version": FORMAT_VERSION,
-        "versions": {name: _version(name) for name in ("mmod", "timm", "torch")},
-        "library": "timm",
-        "model": {
-            "architecture": architecture,
-            "arguments": arguments,
-            "pretrained_cfg": cfg,
-        },
+        "versions": {name: _version(name) for name in ("mmod", adapter.PACKAGE, "torch")},
+        "library": library,
+        "model": adapter.describe(model, architecture),
         "routing": routing,
         "capacities": capacities(model),
     }
     try:
         plain: dict[str, Any] = json.loads(json.dumps(described))
     except TypeError as error:
-        raise ValueError(f"cannot save this {architecture}: an argument it was made with is no JSON value") from error
+        raise ValueError(
+            f"cannot save this {type(model).__name__}: an argument it was made with is no JSON value"
+        ) from error
     return plain
 
 
 def _build(config: dict[str, Any]) -> nn.Module:
     """Build and route the model that a config describes, with fresh weights."""
-    import timm
-
-    description = config["model"]
-    architecture = description["architecture"]
-    if not timm.is_model(architecture):
-        raise ValueError(
-            f"timm {timm.__version__} knows no model {architecture!r}; it was saved with {config['versions']}"
-        )
-    cfg = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in description["pretrained_cfg"].items()
-    }
-    cfg["architecture"] = architecture
-    model: nn.Module = timm.create_model(architecture, pretrained_cfg=cfg, **description["arguments"])
-    route_(model, RoutingConfig.from_dict(config["routing"]))
+    try:
+        model: nn.Module = load_adapter(config["library"]).build(config["model"])
+    except ValueError as error:
+        raise ValueError(f"{error}; saved with {config['versions']}") from error
+    route_(model, **{part: RoutingConfig.from_dict(values) for part, values in config["routing"].items()})
     if capacities(model) != config["capacities"]:
         set_capacity(model, config["capacities"])
     return model
 
 
-def _check_rebuilds(config: dict[str, Any], state: dict[str, Tensor]) -> None:
+def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, Tensor]) -> None:
     with torch.device("meta"):
-        rebuilt = _build(config).state_dict()
-    if {name: value.shape for name, value in rebuilt.items()} != {name: value.shape for name, value in state.items()}:
+        rebuilt = _build(config)
+    shapes = {name: value.shape for name, value in rebuilt.state_dict().items()}
+    if shapes != {name: value.shape for name, value in state.items()}:
         raise ValueError(
-            f"cannot save this {config['model']['architecture']}: built again from its arguments it has other weights, "
-            "so parts of it were exchanged or removed since timm.create_model"
+            f"cannot save this {type(model).__name__}: built again from {_brief(config)} it has other weights, so it "
+            "was made differently, or parts of it were exchanged or removed since"
         )
+    if config["library"] != "open_clip":
+        return
+    # The architecture is what the caller says, and the same weights may belong to another one.
+    found, wanted = _settings(rebuilt), _settings(model)
+    if found != wanted:
+        name = next(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
+        raise ValueError(
+            f"cannot save this {type(model).__name__}: built again from {_brief(config)} its {name} is "
+            f"{found.get(name)!r}, the model's is {wanted.get(name)!r}"
+        )
+
+
+def _brief(config: dict[str, Any]) -> str:
+    text = str(config["model"].get("architecture") or config["model"])
+    return text if len(text) < 200 else f"{text[:200]}..."
+
+
+def _settings(model: nn.Module) -> dict[str, object]:
+    """Return the class and the plain attributes of every module, apart from those that change with use."""
+    settings: dict[str, object] = {}
+    for name, module in model.named_modules():
+        settings[name or "class"] = type(module).__name__
+        for key, value in vars(module).items():
+            if key[0] != "_" and key not in _PASSING and isinstance(value, (str, bool, int, float)):
+                settings[f"{name}.{key}".lstrip(".")] = value
+    return settings
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -189,8 +208,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{str(path)!r} has format version {found!r}; this mmod ({_version('mmod')}) reads {FORMAT_VERSION}"
         )
-    if set(config) != set(_KEYS) or config["library"] != "timm":
-        raise ValueError(f"{str(path)!r} must hold {', '.join(_KEYS)} with library 'timm', got {sorted(config)}")
+    if set(config) != set(_KEYS) or config["library"] not in LIBRARIES:
+        raise ValueError(
+            f"{str(path)!r} must hold {', '.join(_KEYS)} with library {' or '.join(LIBRARIES)}, got {sorted(config)}"
+        )
     return dict(config)
 
 

@@ -84,7 +84,7 @@ def test_entry_of_the_registry_loads_without_it(tmp_path: Path) -> None:
 def test_routing_stands_in_the_header_of_the_weights(tmp_path: Path) -> None:
     save_pretrained(routed(), tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        assert RoutingConfig.from_dict(json.loads(file.metadata()["mmod"])["routing"]) == LEARNED
+        assert RoutingConfig.from_dict(json.loads(file.metadata()["mmod"])["routing"]["image"]) == LEARNED
 
 
 def test_tied_tensors_are_stored(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ ROUTER = "blocks.2.router.score.weight"
         (lambda config, weights: config.update(format_version=99), "format version 99"),
         (lambda config, weights: config.pop("format_version"), "format version None"),
         (lambda config, weights: config.pop("routing"), "must hold"),
-        (lambda config, weights: config["routing"].update(routr="linear"), "routr"),
+        (lambda config, weights: config["routing"]["image"].update(routr="linear"), "routr"),
         (lambda config, weights: config["model"].update(architecture="vit_of_tomorrow"), "vit_of_tomorrow"),
         (lambda config, weights: weights.pop(ROUTER), f"missing .*{ROUTER}"),
         (lambda config, weights: weights.update(other=torch.zeros(1)), "not known .*other"),

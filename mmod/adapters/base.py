@@ -78,15 +78,33 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    for base in type(model).__mro__:
-        adapter = ADAPTERS.get(base.__module__.partition(".")[0])
-        if adapter is not None:
-            parts: dict[str, Part] = importlib.import_module(adapter).find_parts(model)
-            return parts
-    raise ValueError(
-        f"cannot route a {type(model).__module__}.{type(model).__qualname__}: supported are models of "
-        f"{', '.join(ADAPTERS)}. Route a model before it is wrapped (DistributedDataParallel) or compiled"
-    )
+    library = find_library(model)
+    if library is None:
+        raise ValueError(
+            f"cannot route a {type(model).__module__}.{type(model).__qualname__}: supported are models of "
+            f"{', '.join(ADAPTERS)}. Route a model before it is wrapped (DistributedDataParallel) or compiled"
+        )
+    parts: dict[str, Part] = load_adapter(library).find_parts(model)
+    return parts
+
+
+def find_library(model: nn.Module) -> str | None:
+    """Return the name of the supported library that a model's class comes from, or None.
+
+    Args:
+        model: Any model.
+    """
+    packages = [base.__module__.partition(".")[0] for base in type(model).__mro__]
+    return next((package for package in packages if package in ADAPTERS), None)
+
+
+def load_adapter(library: str) -> Any:
+    """Return the module that knows a library.
+
+    Args:
+        library: A key of `ADAPTERS`.
+    """
+    return importlib.import_module(ADAPTERS[library])
 
 
 def find_host(model: nn.Module) -> HostModel:

@@ -5,11 +5,13 @@ Axes: B captions or images, L token ids, N tokens, K slots, H heads.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
 
+import open_clip
 import torch
 from open_clip import model as clip_models
 from open_clip import transformer
@@ -29,6 +31,7 @@ BLOCKS: tuple[type[nn.Module], ...] = (
     transformer.CustomResidualAttentionBlock,
 )
 MODELS: tuple[type[nn.Module], ...] = (clip_models.CLIP, clip_models.CustomTextCLIP, CoCa)
+PACKAGE = "open_clip_torch"
 # The first token, which starts a caption, and the one the embedding is read from.
 PROTECTED_IN_TEXT = 2
 
@@ -291,3 +294,65 @@ class CaptionReader(nn.Module):
         self.mod.read(input)
         embedded: Tensor = super().forward(input)
         return embedded
+
+
+def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what `build` needs to make the model again.
+
+    Args:
+        model: A model that open_clip made.
+        architecture: The name it was created by, or its config: `embed_dim`, `vision_cfg`, `text_cfg` and the rest.
+
+    Raises:
+        ValueError: A tower, no architecture, or one that open_clip does not know.
+    """
+    if not isinstance(model, MODELS):
+        raise ValueError(f"cannot save a {type(model).__name__} alone: save the model it belongs to")
+    if architecture is None:
+        raise ValueError(
+            f"a {type(model).__name__} does not know how to build it again: give architecture, the name it was created "
+            "by, such as 'ViT-B-32', or its config"
+        )
+    name = architecture if isinstance(architecture, str) else None
+    config = open_clip.get_model_config(name) if name is not None else copy.deepcopy(dict(architecture))  # type: ignore[arg-type]
+    if config is None:
+        raise ValueError(f"open_clip {open_clip.__version__} knows no model {name!r}; see open_clip.list_models()")
+    config.pop("custom_text", None)
+    # The weights are in the folder: nothing is to be downloaded.
+    for tower, key in (("vision_cfg", "timm_model"), ("text_cfg", "hf_model")):
+        if f"{key}_name" in config[tower]:
+            config[tower][f"{key}_pretrained"] = False
+    norms = [module for module in model.modules() if isinstance(module, transformer.LayerNormFp32)]
+    return {
+        "architecture": name,
+        "class": host_class(model).__name__,
+        "config": config,
+        "norms_in_fp32": bool(norms),
+        "output_dict": bool(getattr(model, "output_dict", False)),
+        "preprocess": getattr(model.visual, "preprocess_cfg", None),
+    }
+
+
+def build(description: Mapping[str, Any]) -> nn.Module:
+    """Make the dense model that `describe` described, with fresh weights.
+
+    Args:
+        description: What `describe` returned, possibly read from JSON.
+
+    Raises:
+        ValueError: A class or an option that this open_clip does not know.
+    """
+    classes = {kind.__name__: kind for kind in MODELS}
+    if description["class"] not in classes:
+        raise ValueError(f"open_clip models are {', '.join(classes)}, not {description['class']!r}")
+    try:
+        # Norms follow the precision a model was created with, whatever it is.
+        dtype = torch.bfloat16 if description["norms_in_fp32"] else None
+        model: Any = classes[description["class"]](**copy.deepcopy(description["config"]), cast_dtype=dtype)
+    except TypeError as error:
+        raise ValueError(f"open_clip {open_clip.__version__} cannot build this config: {error}") from error
+    if description["output_dict"]:
+        model.output_dict = True
+    if description["preprocess"] is not None:
+        clip_models.set_model_preprocess_cfg(model, description["preprocess"])
+    return model

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
+import timm
 from timm.layers import DiffAttention, LayerNorm, RmsNorm, register_notrace_module
-from timm.models import beit, eva, vision_transformer
+from timm.models import beit, eva, filter_pretrained_cfg, get_model_args, vision_transformer
 from torch import nn
 
 from mmod.adapters.base import HostModel, NamedArguments, Part
 from mmod.blocks import ImportanceBlock, RoutedBlock, host_class
+from mmod.config import RoutingConfig
 
 BLOCKS: tuple[type[nn.Module], ...] = (
     vision_transformer.Block,
@@ -27,6 +32,9 @@ PLAIN_NORMS = (nn.LayerNorm, LayerNorm, RmsNorm)
 # timm's feature extraction by torch.fx takes a converted block as one node: its decisions are no symbolic values.
 register_notrace_module(RoutedBlock)
 register_notrace_module(ImportanceBlock)
+PACKAGE = "timm"
+# What entries of timm's registry that route take beside the dense model's arguments.
+ROUTING_ARGUMENTS = {"preset"} | {field.name for field in dataclasses.fields(RoutingConfig)}
 ARGUMENTS = ("attn_mask", "is_causal", "rope", "shared_rel_pos_bias")
 SUPPORTED = (
     "timm families vit, deit (distilled too), deit3, dinov2, dinov3, siglip, aimv2, vit with registers, eva, eva02, "
@@ -146,3 +154,53 @@ def _projections(name: str, attention: nn.Module) -> list[tuple[str, int]]:
             # MLP, query, key and value in one; keys and values are as wide as the tokens.
             own[child] = features - 2 * int(module.in_features)  # type: ignore[arg-type]
     return [(".".join(filter(None, (name, child, "weight"))), features) for child, features in own.items()]
+
+
+def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what `build` needs to make the model again.
+
+    Args:
+        model: A model that `timm.create_model` returned.
+        architecture: Must be None: a timm model knows it.
+
+    Raises:
+        ValueError: Another model, or an architecture is given.
+    """
+    if architecture is not None:
+        raise ValueError("timm models know their architecture: leave it out")
+    # Wrappers pass attribute look-ups on, so the attribute must be the model's own.
+    if "pretrained_cfg" not in vars(model) or "_model_args" not in vars(model):
+        raise ValueError(
+            f"cannot save this {type(model).__name__}: only a model that timm.create_model returned says how to build "
+            "it again. Save the model itself, not what wraps, compiles or extracts features from it"
+        )
+    cfg = filter_pretrained_cfg(dict(vars(model)["pretrained_cfg"]), remove_source=True, remove_null=True)
+    cfg.pop("state_dict", None)
+    arguments = {**vars(model)["_model_args"], **get_model_args(model)}
+    name = cfg.pop("architecture")
+    if hasattr(model, "dense_entry"):
+        # An entry of timm's registry that routes: its routing is saved as such, the model as the dense one.
+        name = model.dense_entry
+        arguments = {key: value for key, value in arguments.items() if key not in ROUTING_ARGUMENTS}
+    return {"architecture": name, "arguments": arguments, "pretrained_cfg": cfg}
+
+
+def build(description: Mapping[str, Any]) -> nn.Module:
+    """Make the dense model that `describe` described, with fresh weights.
+
+    Args:
+        description: What `describe` returned, possibly read from JSON.
+
+    Raises:
+        ValueError: This timm does not know the model.
+    """
+    architecture = description["architecture"]
+    if not timm.is_model(architecture):
+        raise ValueError(f"timm {timm.__version__} knows no model {architecture!r}")
+    cfg = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in description["pretrained_cfg"].items()
+    }
+    cfg["architecture"] = architecture
+    model: nn.Module = timm.create_model(architecture, pretrained_cfg=cfg, **description["arguments"])
+    return model
