@@ -263,7 +263,10 @@ def set_capacity(model: nn.Module, capacity: float | Sequence[float] | Mapping[s
         if blocks[name].router.config.select != "topk":
             raise ValueError(f"{name} is routed by threshold: its kept share follows from the scores, not a capacity")
     for name, value in exact.items():
-        blocks[name].router.capacity = value
+        # A router may be wrapped, as by peft, around copies that are trained.
+        for router in blocks[name].router.modules():
+            if isinstance(router, Router):
+                router.capacity = value
     _describe(model)
 
 

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from mmod.blocks import RoutedBlock
 from mmod.convert import routed_blocks
-from mmod.routing import Router, Routing, apply_gate, select_topk
+from mmod.routing import Router, Routing, apply_gate, select_topk, select_within
 
 
 def membership_loss(routing: Routing, router: Router) -> Tensor:
     """Return the binary cross-entropy between scores and what was kept.
 
     It pushes scores of kept tokens above 0 and others below, so that one token's score tells whether it is kept.
-    Prefix tokens are kept whatever their score and do not count.
+    Prefix tokens are kept whatever their score and do not count. Where a network predicts what is kept, it is that
+    network which learns.
 
     Args:
         routing: A block's decision.
@@ -28,8 +29,8 @@ def membership_loss(routing: Routing, router: Router) -> Tensor:
 
     Source: Raposo et al., arXiv 2404.02258, section 3.5.
     """
-    kept_BN = routing.keep_BN.to(routing.score_BN.dtype)
-    return F.binary_cross_entropy_with_logits(routing.score_BN[:, router.prefix :], kept_BN[:, router.prefix :])
+    logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
+    return _cross_entropy(logit_BN, routing.keep_BN, routing, router)
 
 
 def load_loss(routing: Routing, router: Router) -> Tensor:
@@ -44,7 +45,7 @@ def load_loss(routing: Routing, router: Router) -> Tensor:
     gate_BN = apply_gate(routing.score_BN, str(router.config.gate), float(router.config.gate_scale or 0))
     if gate_BN is None:
         raise ValueError("the load loss needs a gate other than 'identity'")
-    return routing.keep_BN.float().mean() * gate_BN.mean()
+    return _mean(routing.keep_BN.float(), routing) * _mean(gate_BN, routing)
 
 
 def capacity_loss(routing: Routing, router: Router) -> Tensor:
@@ -59,7 +60,7 @@ def capacity_loss(routing: Routing, router: Router) -> Tensor:
     Source: Router-Tuning, arXiv 2410.13184, and D-LLM, NeurIPS 2024, with a two-sided distance.
     """
     soft_BN = torch.sigmoid(routing.score_BN)
-    share = (routing.keep_BN.float() + soft_BN - soft_BN.detach()).mean()
+    share = _mean(routing.keep_BN.float() + soft_BN - soft_BN.detach(), routing)
     return (share - float(router.capacity)).abs()
 
 
@@ -75,9 +76,28 @@ def importance_loss(routing: Routing, router: Router) -> Tensor:
     """
     if routing.importance_BN is None:
         raise ValueError("the importance loss reads importance, which is computed in training mode only")
-    index_BK, valid_BK, *_ = select_topk(routing.importance_BN, router.capacity, router.prefix)
-    target_BN = Routing(routing.importance_BN, index_BK, valid_BK=valid_BK).keep_BN.to(routing.score_BN.dtype)
-    return F.binary_cross_entropy_with_logits(routing.score_BN[:, router.prefix :], target_BN[:, router.prefix :])
+    if routing.roles is None:
+        index_BK, valid_BK, *_ = select_topk(routing.importance_BN, router.capacity, router.prefix)
+    else:
+        index_BK, valid_BK = select_within(routing.importance_BN, router.capacity, routing.roles)
+    target_BN = Routing(routing.importance_BN, index_BK, valid_BK=valid_BK).keep_BN
+    return _cross_entropy(routing.score_BN, target_BN, routing, router)
+
+
+def _cross_entropy(logit_BN: Tensor, target_BN: Tensor, routing: Routing, router: Router) -> Tensor:
+    """Return the mean binary cross-entropy over the tokens whose score counts."""
+    target_BN = target_BN.to(logit_BN.dtype)
+    if routing.roles is None:
+        return F.binary_cross_entropy_with_logits(logit_BN[:, router.prefix :], target_BN[:, router.prefix :])
+    return _mean(F.binary_cross_entropy_with_logits(logit_BN, target_BN, reduction="none"), routing)
+
+
+def _mean(value_BN: Tensor, routing: Routing) -> Tensor:
+    """Return the mean over all tokens, or over those that roles leave to the router, 0 where there are none."""
+    if routing.roles is None:
+        return value_BN.mean()
+    counted_BN = routing.roles.gated_BN
+    return torch.where(counted_BN, value_BN, 0.0).sum() / counted_BN.sum().clamp(min=1)
 
 
 OBJECTIVES: dict[str, Callable[[Routing, Router], Tensor]] = {

@@ -74,12 +74,14 @@ def save_pretrained(
         os.replace(path, folder / name)
 
 
-def load_pretrained(folder: str | Path, device: torch.device | str | None = None) -> nn.Module:
-    """Build, route and load a model that `save_pretrained` saved.
+def load_pretrained(folder: str | Path, device: torch.device | str | None = None, **options: Any) -> nn.Module:
+    """Build, route and load a model that `save_pretrained` saved, or a transformers model that saved itself.
 
     Args:
         folder: The folder.
         device: Where the model goes; None means the CPU.
+        options: For a transformers model, what its `from_pretrained` takes: `dtype`, `device_map`,
+            `quantization_config` ... With `device_map`, leave `device` alone.
 
     Returns:
         The model in evaluation mode, of the dtype it was saved in.
@@ -93,6 +95,11 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
     from safetensors import SafetensorError, safe_open
 
     folder = Path(folder)
+    if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
+        model: nn.Module = load_adapter("transformers").load(folder, _route_again, **options)
+        return model.eval() if device is None else model.to(device).eval()
+    if options:
+        raise TypeError(f"{', '.join(options)} are for transformers models, which have a config.json")
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{str(folder)!r} is no folder that mmod.save_pretrained made: it has no {name}")
@@ -118,6 +125,12 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
             value.data = value.data.to(state[name].dtype)
     model.load_state_dict(state)
     return model.to(device or "cpu").eval()
+
+
+def _route_again(model: nn.Module, configs: dict[str, RoutingConfig], kept: list[float]) -> None:
+    route_(model, **configs)
+    if list(capacities(model).values()) != kept:
+        set_capacity(model, kept)
 
 
 def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:

@@ -250,7 +250,8 @@ class RoleRouter(Router):
         """
         if roles is None:
             raise ValueError("this router needs the roles of the tokens: run the whole model, not a layer of it")
-        score_BN = self._score(x_BND, importance_BN, roles.group_BN > PADDING)
+        # The random score reads a fingerprint off the tokens it draws among: later text must not change the draw.
+        score_BN = self._score(x_BND, importance_BN, roles.free_BN)
         if isinstance(self.score, (RandomScore, StrideScore)):
             # Drawn by rank among the tokens that may be skipped, so that neither padding nor text moves the draw.
             score_BN = score_BN.gather(1, (roles.free_BN.cumsum(1) - 1).clamp(min=0))
@@ -270,7 +271,7 @@ class RoleRouter(Router):
             valid_BK,
             skip_weight_BN,
             importance_BN,
-            free_BN=roles.free_BN,
+            roles=roles,
             predicted_BN=predicted_BN,
         )
 

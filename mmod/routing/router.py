@@ -6,7 +6,7 @@ Axes: B images, N tokens, K kept slots per image, D channels.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from mmod.config import RoutingConfig, rational
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import select_threshold, select_topk
 from mmod.routing.score import FunctionScore, LinearScore, NormScore, RandomScore, StrideScore, near_dense_std
+
+if TYPE_CHECKING:
+    from mmod.routing.roles import Roles
 
 
 class Routing(NamedTuple):
@@ -28,7 +31,7 @@ class Routing(NamedTuple):
         skip_weight_BN: Weight of a skipped token's state, or None where it is 1.
         importance_BN: Importance of the tokens where it was computed, else None.
         total: Number of valid slots in the batch where the host knows it, else None.
-        free_BN: True where a token might have been skipped, where roles say so, else None.
+        roles: The roles of the tokens, where the router was given them, else None.
         predicted_BN: Logits of the network that predicts what is kept, where there is one.
         inverse_BN: Slot of each token, -1 where it has none, where the selection found it on the way, else None.
     """
@@ -40,7 +43,7 @@ class Routing(NamedTuple):
     skip_weight_BN: Tensor | None = None
     importance_BN: Tensor | None = None
     total: int | None = None
-    free_BN: Tensor | None = None
+    roles: Roles | None = None
     predicted_BN: Tensor | None = None
     inverse_BN: Tensor | None = None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 
 class RoutedLayer(DynamicLayer):
@@ -24,6 +24,7 @@ class RoutedLayer(DynamicLayer):
         seen: Logical length: tokens seen, kept or not.
         position_BL: Where each slot's token stands among the seen ones (B, L); None before the first.
         valid_BL: False where a slot is empty (B, L); None before the first.
+        kept_B1: Tokens kept so far, also those a sliding window has forgotten (B, 1); 0 before the first.
         ragged: Whether a slot may be empty.
     """
 
@@ -35,6 +36,7 @@ class RoutedLayer(DynamicLayer):
         self.seen = 0
         self.position_BL: Tensor | None = None
         self.valid_BL: Tensor | None = None
+        self.kept_B1: Tensor | int = 0
         self.ragged = False
 
     def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
@@ -46,6 +48,7 @@ class RoutedLayer(DynamicLayer):
             tokens: Tokens seen in this step, kept or not.
         """
         self.position_BL, self.valid_BL = self.joined(position_BK, valid_BK)
+        self.kept_B1 = self.kept_B1 + (position_BK.shape[1] if valid_BK is None else valid_BK.sum(1, keepdim=True))
         self.ragged = self.ragged or valid_BK is not None
         self.seen += tokens
 
@@ -118,7 +121,9 @@ class RoutedLayer(DynamicLayer):
         self.seen += tokens_to_remove
         if self.position_BL is None or self.valid_BL is None:
             return
-        self.valid_BL = self.valid_BL & (self.position_BL < self.seen)
+        taken_BL = self.valid_BL & (self.position_BL >= self.seen)
+        self.kept_B1 = self.kept_B1 - taken_BL.sum(1, keepdim=True)
+        self.valid_BL = self.valid_BL & ~taken_BL
         left_L = self.valid_BL.any(0).int()
         slots = int(left_L.numel() - left_L.flip(0).argmax()) if bool(left_L.any()) else 0
         # Slots of tokens taken back stay, hidden, where another sample's kept token stands behind them.
@@ -130,7 +135,7 @@ class RoutedLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.seen, self.position_BL, self.valid_BL, self.ragged = 0, None, None, False
+        self.seen, self.position_BL, self.valid_BL, self.kept_B1, self.ragged = 0, None, None, 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the samples of the beams that go on."""
@@ -145,8 +150,8 @@ class RoutedLayer(DynamicLayer):
         self._select_samples(lambda tensor: tensor[indices.to(tensor.device)])
 
     def _select_samples(self, select: Any) -> None:
-        for name in ("keys", "values", "position_BL", "valid_BL"):
-            if getattr(self, name) is not None:
+        for name in ("keys", "values", "position_BL", "valid_BL", "kept_B1"):
+            if isinstance(getattr(self, name), Tensor):
                 setattr(self, name, select(getattr(self, name)))
 
 
@@ -161,7 +166,7 @@ def routed_layer(cache: Any, layer: int) -> RoutedLayer:
         ValueError: A kind of cache whose layers cannot hold different tokens, or one that was filled before the model
             was routed.
     """
-    if not isinstance(cache, Cache):
+    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         raise ValueError(f"a routed model caches in a transformers DynamicCache, got {type(cache).__name__}")
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= layer:
@@ -177,5 +182,7 @@ def routed_layer(cache: Any, layer: int) -> RoutedLayer:
     if found.get_seq_length():
         raise ValueError("this cache was filled by a dense model: start with an empty one")
     routed = RoutedLayer(getattr(found, "sliding_window", None))
+    # Assisted generation asks an empty cache to be ready to take tokens back.
+    routed.record_past = getattr(found, "record_past", False)
     cache.layers[layer] = routed
     return routed

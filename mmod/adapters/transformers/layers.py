@@ -123,7 +123,7 @@ class DecoderLayerHost:
         index_BK = _index(x_BND, routing)
         narrowed["attention_mask"] = self._mask(arguments.get("attention_mask"), x_BND, index_BK, routing, cache)
         if compact and self.rotary is not None:
-            before_B1 = 0 if cache is None or cache.valid_BL is None else cache.valid_BL.sum(1, keepdim=True)
+            before_B1 = 0 if cache is None else cache.kept_B1
             position_BK = before_B1 + torch.arange(index_BK.shape[1], device=x_BND.device).expand_as(index_BK)
             narrowed["position_embeddings"] = self.rotary(x_BND, position_BK)
         elif routing is not None:

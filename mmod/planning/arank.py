@@ -1,0 +1,256 @@
+"""ARank: route the layers whose attention maps have the lowest rank.
+
+Axes: B samples, H heads, N tokens, E channels of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmod.adapters import HostModel, find_hosts
+from mmod.config import Plan
+from mmod.ops.seam import AttentionSeam
+
+
+@dataclass(frozen=True)
+class LayerRanks:
+    """The rank of each layer's attention maps; `print(ranks)` shows a table, lowest first.
+
+    Args:
+        names: Module names of the layers, in order.
+        ranks: Mean rank of a layer's maps, over heads and samples.
+        tokens: Mean number of tokens of a map, which is the highest rank possible.
+        samples: Number of samples that were measured.
+        tolerance: Singular values below this share of the largest do not count; None means fp32 rounding times tokens.
+    """
+
+    names: tuple[str, ...]
+    ranks: tuple[float, ...]
+    tokens: float
+    samples: int
+    tolerance: float | None
+
+    def plan(self, capacity: float, *, below: float | None = None, budget: float | None = None) -> Plan:
+        """Return the plan that routes layers of low rank.
+
+        Args:
+            capacity: Share of tokens that a routed layer keeps, in (0, 1].
+            below: Route the layers whose rank is below this.
+            budget: Route as many layers, lowest rank first, as bring the mean capacity of all layers down to this.
+
+        Raises:
+            ValueError: Not exactly one of `below` and `budget`, or one that routes nothing or cannot be reached.
+
+        Example:
+            >>> ranks = LayerRanks(("0", "1", "2", "3"), (9.0, 3.0, 5.0, 8.0), 10.0, 4, None)
+            >>> ranks.plan(0.5, below=6).blocks, ranks.plan(0.5, budget=0.8).blocks
+            ((1, 2), (1, 2))
+        """
+        if (below is None) == (budget is None):
+            raise ValueError("give either below, a rank, or budget, a mean capacity")
+        depth = len(self.ranks)
+        order = sorted(range(depth), key=lambda layer: (self.ranks[layer], layer))
+        if below is not None:
+            chosen = [layer for layer in order if self.ranks[layer] < below]
+            if not chosen:
+                raise ValueError(f"no layer has a rank below {below}; the lowest is {min(self.ranks):.1f}")
+        else:
+            assert budget is not None
+            number = math.ceil(round(depth * (1 - budget) / (1 - capacity), 9)) if capacity < 1 else depth + 1
+            if not 0 < number <= depth:
+                least = max(capacity, 0)
+                raise ValueError(
+                    f"a mean capacity of {budget} cannot be reached with layers that keep {capacity}: it lies between "
+                    f"{least} and {1 - (1 - capacity) / depth:.4f}"
+                )
+            chosen = order[:number]
+        return Plan(blocks=tuple(sorted(chosen)), capacities=(capacity,) * len(chosen), depth=depth)
+
+    def __str__(self) -> str:
+        """Return the ranks as a table, lowest first."""
+        width = max(map(len, self.names))
+        order = sorted(range(len(self.ranks)), key=lambda layer: self.ranks[layer])
+        lines = [f"{'layer':<{width}}  {'rank':>8}  {'share':>6}"]
+        lines += [
+            f"{self.names[i]:<{width}}  {self.ranks[i]:>8.1f}  {self.ranks[i] / self.tokens:>6.3f}" for i in order
+        ]
+        tolerance = "fp32 rounding times tokens" if self.tolerance is None else f"{self.tolerance:g}"
+        lines.append(
+            f"mean over heads and {self.samples} samples of {self.tokens:.1f} tokens on average; singular values below "
+            f"{tolerance} of the largest do not count"
+        )
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the rank over depth.
+
+        Args:
+            path: Where the picture goes; its suffix says of which kind.
+
+        Raises:
+            FileExistsError: Something is there.
+        """
+        from matplotlib.figure import Figure
+
+        if Path(path).exists():
+            raise FileExistsError(f"{str(path)!r} exists")
+        figure = Figure(figsize=(6, 3), layout="constrained")
+        axes = figure.subplots()
+        axes.bar(range(len(self.ranks)), self.ranks)
+        axes.set_xlabel("layer")
+        axes.set_ylabel("rank of attention")
+        axes.set_title(f"{self.samples} samples, {self.tokens:.0f} tokens on average")
+        figure.savefig(path)
+
+
+def attention_ranks(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any] | Tensor],
+    *,
+    part: str | None = None,
+    tolerance: float | None = None,
+    diagonal: bool = False,
+) -> LayerRanks:
+    """Measure the rank of every layer's attention maps on calibration samples.
+
+    One map of one head of one sample is held at a time, in fp32. The cost of its singular values grows with the cube
+    of its tokens: with a thousand tokens use a GPU, or few samples.
+
+    Args:
+        model: A dense model of a supported library, with sdpa or eager attention.
+        batches: What the model is called with: keywords, or one tensor. Padding is left out by `attention_mask`.
+        part: The part to measure, where the model has several: "language", "vision", "image", "text".
+        tolerance: Singular values below this share of the largest do not count; None means fp32 rounding times tokens.
+        diagonal: Keep the attention of tokens to themselves, with which every causal map has full rank.
+
+    Returns:
+        The mean rank of each layer.
+
+    Raises:
+        ValueError: No batch, several parts and none named, or a layer in which no attention was seen.
+
+    Source: gamma-MoD, arXiv 2410.13859, section 3 (mean over heads and samples). The released code takes the first
+    sample only, drops the diagonal, and leaves the tolerance to torch, as `tolerance=None` does.
+
+    Example:
+        >>> import timm
+        >>> ranks = attention_ranks(timm.create_model("test_vit").eval(), [torch.randn(2, 3, 160, 160)], tolerance=0.01)
+        >>> len(ranks.ranks), ranks.samples
+        (6, 2)
+    """
+    from tqdm import tqdm
+
+    host = _one_part(model, part)
+    totals = [0.0] * len(host.blocks)
+    maps, tokens, samples = 0, 0, 0
+    for batch in tqdm(batches, desc="attention ranks", leave=False, disable=None):
+        keywords = batch if isinstance(batch, Mapping) else {}
+        mask = keywords.get("attention_mask")
+        seams = [_Ranks(mask, tolerance, diagonal) for _ in host.blocks]
+        _run_inside(model, host, seams, batch)
+        for place, seam in enumerate(seams):
+            if not seam.ranks:
+                raise ValueError(f"no attention over all tokens was seen in {host.names[place]}: use sdpa or eager")
+            totals[place] += sum(seam.ranks) / len(seam.ranks) * seam.samples
+        samples += seams[0].samples
+        tokens += sum(seams[0].tokens)
+        maps += len(seams[0].tokens)
+    if not samples:
+        raise ValueError("no calibration samples: batches is empty")
+    ranks = tuple(total / samples for total in totals)
+    return LayerRanks(host.names, ranks, tokens / maps, samples, tolerance)
+
+
+def _one_part(model: nn.Module, part: str | None) -> HostModel:
+    hosts = find_hosts(model)
+    if part is None and len(hosts) != 1:
+        raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(hosts)}: name one")
+    if part is not None and part not in hosts:
+        raise ValueError(f"this {type(model).__name__} has no part {part!r}; it has {', '.join(hosts)}")
+    return next(iter(hosts.values())) if part is None else hosts[part]
+
+
+@torch.no_grad()
+def _run_inside(model: nn.Module, host: HostModel, seams: list[_Ranks], batch: Any) -> None:
+    """Run a batch, each block inside its own seam."""
+    handles = []
+    try:
+        for block, seam in zip(host.blocks, seams):
+            handles.append(block.register_forward_pre_hook(lambda *_, seam=seam: seam.__enter__() and None))
+            handles.append(
+                block.register_forward_hook(lambda *_, seam=seam: seam.__exit__(None, None, None), always_call=True)
+            )
+        model(**batch) if isinstance(batch, Mapping) else model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Ranks(AttentionSeam):
+    """Takes the rank of every attention map inside it, one head of one sample at a time."""
+
+    def __init__(self, mask: Tensor | None, tolerance: float | None, diagonal: bool) -> None:
+        super().__init__()
+        self.mask_BN = mask
+        self.tolerance = tolerance
+        self.diagonal = diagonal
+        self.ranks: list[float] = []
+        self.tokens: list[int] = []
+        self.samples = 0
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attend, and take ranks on the way."""
+        group = query.shape[1] // key.shape[1]
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+        def one(sample: int, head: int) -> Tensor:
+            score = (query[sample, head].float() * scale) @ key[sample, head // group].float().T
+            if is_causal:
+                score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -torch.inf)
+            if attn_mask is not None:
+                pairs = attn_mask.expand(len(query), query.shape[1], -1, -1)[sample, head]
+                pairs = pairs.expand_as(score)
+                score = score.masked_fill(~pairs, -torch.inf) if pairs.dtype == torch.bool else score + pairs
+            return torch.softmax(score, dim=-1)
+
+        self._take(query.shape[0], query.shape[1], one)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa,
+        )  # fmt: skip
+
+    def watch(self, func: Callable[..., Any], result: Any) -> None:
+        """Take ranks of a map that a host writes out."""
+        if func in (torch.softmax, torch.Tensor.softmax, F.softmax) and result.ndim == 4:
+            self._take(result.shape[0], result.shape[1], lambda sample, head: result[sample, head].float())
+
+    def _take(self, samples: int, heads: int, one: Callable[[int, int], Tensor]) -> None:
+        self.samples = samples
+        for sample in range(samples):
+            for head in range(heads):
+                attention = one(sample, head)
+                if self.mask_BN is not None and self.mask_BN.shape[-1] == attention.shape[-1]:
+                    real = self.mask_BN[sample].to(attention.device).bool()
+                    attention = attention[real][:, real]
+                if not self.diagonal:
+                    attention = attention - torch.diag_embed(attention.diagonal())
+                self.tokens.append(attention.shape[0])
+                self.ranks.append(float(torch.linalg.matrix_rank(attention, rtol=self.tolerance)))

@@ -1,0 +1,272 @@
+"""Generation with routed layers: a cache of kept tokens must change nothing but memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import mmod
+from mmod.adapters.transformers.cache import RoutedLayer
+from tests.adapters.vlm_zoo import IMAGE, JOINT, PATCHES, VIDEO, make_joint, make_language, pad, prompt
+
+IMAGES_ONLY = {
+    "linear": mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(0, 1, 3), init_std=0.2),
+    "attention": mmod.RoutingConfig(router="attention", capacity=0.5, blocks=(1, 3)),
+    "p-mod": mmod.RoutingConfig(
+        router="linear", capacity=(0.8, 0.3), blocks=(1, 2), bias=True, init_std=0.2, reweight_skipped=True,
+        gate_on="mlp",
+    ),
+    "frames": mmod.RoutingConfig(router="linear", capacity=0.34, blocks=(1, 2), frames="span", init_std=0.2),
+    "modification": mmod.RoutingConfig(
+        router="linear", select="threshold", gate="sigmoid", gate_on="branches", blocks=(0, 2), init_std=0.2
+    ),
+    "random": mmod.RoutingConfig(router="random", capacity=0.5, blocks=(1, 2)),
+    "stride": mmod.RoutingConfig(router="stride", capacity=0.25, blocks=(1, 3)),
+}  # fmt: skip
+EVERYTHING = {
+    "threshold": mmod.RoutingConfig(
+        router="linear", select="threshold", gate="sigmoid", tokens="all", blocks=(0, 2), init_std=0.2
+    ),
+    "inference": mmod.RoutingConfig(
+        router="linear", capacity=0.5, inference_threshold=0.5, tokens="all", blocks=(1, 3), init_std=0.2
+    ),
+    "predictor": mmod.RoutingConfig(
+        router="linear", capacity=0.5, inference_threshold=0.5, tokens="all", blocks=(0, 1), predictor=True,
+        losses={"membership": 0.01}, init_std=0.2,
+    ),
+    "compact": mmod.RoutingConfig(
+        router="linear", capacity=0.5, inference_threshold=0.5, tokens="all", blocks=(1, 2), positions="compact",
+        normalize="block", shared=True, gate="sigmoid", gate_on="mlp", init_std=0.2,
+    ),
+}  # fmt: skip
+NO_IMAGES = {"suppress_tokens": [IMAGE, VIDEO]}
+
+
+def routed(name: str, config: mmod.RoutingConfig, attention: str = "sdpa") -> nn.Module:
+    return mmod.route_(make_joint(name, attention=attention), language=config)
+
+
+def generate(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **NO_IMAGES, **options}
+    result: Tensor = model.generate(**batch, **settings)
+    return result
+
+
+@torch.no_grad()
+def check_cache_changes_nothing(model: Any, batch: dict[str, Any], steps: int = 4) -> None:
+    """Prefill and decode word by word, and compare every step with one full forward pass over the same tokens."""
+    out = model(**batch, use_cache=True)
+    cache, logits = out.past_key_values, [out.logits]
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    kinds = batch.get("mm_token_type_ids")
+    last = mask.cumsum(1).argmax(1)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        word = torch.randint(3, IMAGE, (len(ids), 1), generator=generator)
+        ids, mask = torch.cat([ids, word], 1), torch.cat([mask, torch.ones_like(word)], 1)
+        place = {}
+        if kinds is not None:
+            kinds = torch.cat([kinds, torch.zeros_like(word)], 1)
+            # As `generate` does: time, height and width of a word are its place after the images' own.
+            place = {"position_ids": (mask.sum(1, keepdim=True) - 1 + model.model.rope_deltas).expand(3, -1, -1)}
+        out = model(input_ids=word, attention_mask=mask, past_key_values=cache, use_cache=True, **place)
+        logits.append(out.logits)
+    rest = {k: v for k, v in batch.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
+    kinds_now = {} if kinds is None else {"mm_token_type_ids": kinds}
+    full = model(input_ids=ids, attention_mask=mask, use_cache=False, **rest, **kinds_now).logits
+    stepwise = torch.cat(logits[1:], 1)
+    torch.testing.assert_close(stepwise, full[:, -steps:], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        logits[0][torch.arange(len(last)), last], full[torch.arange(len(last)), last], atol=1e-5, rtol=1e-4
+    )
+
+
+# Importance counts the attention of all text, also of text that a generated answer adds.
+@pytest.mark.parametrize("method", [name for name in IMAGES_ONLY if name != "attention"])
+def test_prefill_and_decode_equal_one_pass(method: str) -> None:
+    model = routed("llava", IMAGES_ONLY[method])
+    check_cache_changes_nothing(model, prompt("llava", (1, 0, 2)))
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_prefill_and_decode_equal_one_pass_in_every_family(name: str) -> None:
+    check_cache_changes_nothing(routed(name, IMAGES_ONLY["linear"]), prompt(name, (2, 1)))
+
+
+@pytest.mark.parametrize("method", EVERYTHING)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window"])
+def test_text_decides_for_itself(name: str, method: str) -> None:
+    if name == "gemma3" and method == "compact":
+        name = "gemma2"
+    model = mmod.route_(make_language(name), language=EVERYTHING[method])
+    words = torch.randint(3, IMAGE, (30,)).tolist()
+    with mmod.trace(model) as decisions:
+        check_cache_changes_nothing(model, pad([words[:17], words[17:24]]))
+    assert decisions
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("method", ["linear", "p-mod", "random", "attention"])
+def test_batch_equals_single_samples(method: str, side: str, attention: str) -> None:
+    model = routed("llava", IMAGES_ONLY[method], attention)
+    images = (1, 0, 3, 2, 0, 1, 1, 2)
+    batch = prompt("llava", images, side=side)
+    with torch.no_grad():
+        together = model(**batch).logits
+    first = 0
+    for row, number in enumerate(images):
+        keep = batch["attention_mask"][row].bool()
+        alone = {"input_ids": batch["input_ids"][row : row + 1, keep]}
+        alone["attention_mask"] = torch.ones_like(alone["input_ids"])
+        if number:
+            alone["pixel_values"] = batch["pixel_values"][first : first + number]
+        first += number
+        with torch.no_grad():
+            torch.testing.assert_close(together[row, keep], model(**alone).logits[0], atol=1e-5, rtol=1e-4)
+
+
+def test_generated_batch_equals_generated_samples() -> None:
+    model = routed("llava", IMAGES_ONLY["linear"])
+    images = (1, 0, 3, 2, 0, 1, 1, 2)
+    batch = prompt("llava", images)
+    together = generate(model, batch, eos_token_id=None)
+    first = 0
+    for row, number in enumerate(images):
+        keep = batch["attention_mask"][row].bool()
+        alone = {"input_ids": batch["input_ids"][row : row + 1, keep]}
+        alone["attention_mask"] = torch.ones_like(alone["input_ids"])
+        if number:
+            alone["pixel_values"] = batch["pixel_values"][first : first + number]
+        first += number
+        assert torch.equal(together[row, -6:], generate(model, alone, eos_token_id=None)[0, -6:])
+
+
+@pytest.mark.parametrize("name", ["llava", "llava-mistral-window", "qwen2.5-vl"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2, "top_k": 0}], ids=str
+)
+def test_generation_equals_generation_without_cache(name: str, options: dict[str, Any]) -> None:
+    model, batch = routed(name, IMAGES_ONLY["linear"]), prompt(name, (1, 2))
+    torch.manual_seed(0)
+    cached = generate(model, batch, **options)
+    torch.manual_seed(0)
+    assert torch.equal(cached, generate(model, batch, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
+def test_text_generation_equals_generation_without_cache(options: dict[str, Any]) -> None:
+    model = mmod.route_(make_language("qwen3"), language=EVERYTHING["inference"])
+    batch = pad([torch.randint(3, 80, (n,)).tolist() for n in (9, 5)])
+    cached = generate(model, batch, suppress_tokens=None, **options)
+    assert torch.equal(cached, generate(model, batch, suppress_tokens=None, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("name", ["llava", "llava-mistral-window"])
+def test_assisted_generation_equals_plain_generation(name: str) -> None:
+    model, batch = routed(name, IMAGES_ONLY["linear"]), prompt(name, (1,))
+    plain = generate(model, batch, max_new_tokens=12)
+    assert torch.equal(plain, generate(model, batch, max_new_tokens=12, prompt_lookup_num_tokens=3))
+
+
+@torch.no_grad()
+def test_cache_bytes_are_the_kept_share() -> None:
+    capacities = (0.6, 0.25)
+    config = mmod.RoutingConfig(router="linear", capacity=capacities, blocks=(1, 3))
+    model, batch = routed("llava", config), prompt("llava", (2,))
+    layers = model(**batch, use_cache=True).past_key_values.layers
+    tokens = batch["input_ids"].shape[1]
+    dense = layers[0].keys.nbytes + layers[0].values.nbytes
+    assert dense == 2 * tokens * 2 * 8 * 4
+    for index, capacity in zip((1, 3), capacities):
+        kept = tokens - 2 * PATCHES + int(2 * PATCHES * capacity)
+        assert layers[index].keys.nbytes + layers[index].values.nbytes == dense * kept // tokens
+        assert layers[index].get_seq_length() == tokens
+
+
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    window=st.sampled_from([None, 4]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=30)
+def test_cache_layer_keeps_what_it_was_told(lengths: list[int], window: int | None, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layer, seen, expected = RoutedLayer(window), 0, [[], []]  # type: ignore[var-annotated]
+    for tokens in lengths:
+        keep = torch.rand(2, tokens, generator=generator) < 0.5
+        slots = int(keep.sum(1).max()) if tokens else 0
+        index = torch.sort((~keep).int(), dim=1, stable=True).indices[:, :slots]
+        valid = keep.gather(1, index)
+        layer.announce(seen + index, valid, tokens)
+        key = (seen + index).float()[:, None, :, None]
+        if slots:
+            layer.update(key, key)
+        for row in range(2):
+            expected[row] += [seen + place for place in range(tokens) if keep[row, place]]
+        seen += tokens
+        assert layer.get_seq_length() == seen
+    if layer.position_BL is None or layer.valid_BL is None:
+        return
+    oldest = 0 if window is None else seen - window + 1
+    for row in range(2):
+        held = layer.position_BL[row][layer.valid_BL[row]].tolist()
+        assert [p for p in held if p >= oldest] == [p for p in expected[row] if p >= oldest]
+    if layer.keys is not None:
+        assert torch.equal(layer.keys[:, 0, :, 0].long(), layer.position_BL)
+
+
+def test_cache_layer_takes_tokens_back() -> None:
+    layer = RoutedLayer()
+    for start, valid in ((0, [[True, True], [True, False]]), (3, [[True, False], [True, True]])):
+        position = torch.tensor([[start, start + 2], [start + 1, start + 2]])
+        layer.announce(position, torch.tensor(valid), 3)
+        layer.update(position.float()[:, None, :, None], position.float()[:, None, :, None])
+    layer.crop(-2)
+    assert layer.get_seq_length() == 4
+    assert layer.position_BL is not None
+    assert layer.valid_BL is not None
+    assert [row[ok].tolist() for row, ok in zip(layer.position_BL, layer.valid_BL)] == [[0, 2, 3], [1]]
+    layer.reset()
+    assert layer.get_seq_length() == 0
+
+
+def test_wrong_caches_are_refused() -> None:
+    model, batch = routed("llava", IMAGES_ONLY["linear"]), prompt("llava", (1,))
+    with pytest.raises(ValueError, match="StaticLayer cannot hold"):
+        generate(model, batch, cache_implementation="static")
+    with pytest.raises(ValueError, match="DynamicCache"):
+        model(**batch, past_key_values=transformers.EncoderDecoderCache(
+            transformers.DynamicCache(), transformers.DynamicCache()
+        ))  # fmt: skip
+    filled = transformers.DynamicCache(config=model.config)
+    dense = make_joint("llava")
+    dense(**batch, past_key_values=filled, use_cache=True)
+    with pytest.raises(ValueError, match="filled by a dense model"):
+        model(input_ids=torch.tensor([[5]]), past_key_values=filled, use_cache=True)
+
+
+def test_images_in_a_later_chunk_are_refused() -> None:
+    model, batch = routed("llava", IMAGES_ONLY["linear"]), prompt("llava", (1,))
+    started = model(input_ids=torch.tensor([[3, 4]]), use_cache=True).past_key_values
+    batch["attention_mask"] = torch.nn.functional.pad(batch["attention_mask"], (2, 0), value=1)
+    with pytest.raises(ValueError, match="give the whole prompt at once"):
+        model(**batch, past_key_values=started)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_that_would_need_the_future_is_refused(beams: int) -> None:
+    for config in (
+        mmod.RoutingConfig(router="linear", tokens="all"),
+        mmod.RoutingConfig(router="attention", tokens="all"),
+        mmod.RoutingConfig(router="random", tokens="all", select="threshold"),
+    ):
+        model = mmod.route_(make_language("llama"), language=config)
+        with pytest.raises(ValueError, match="text cannot be generated"):
+            generate(model, {"input_ids": torch.randint(3, 80, (1, 8))}, num_beams=beams)
