@@ -75,7 +75,7 @@ REACH: dict[tuple[str, Backend], Reach] = {
     ("gather_norm", Backend.TRITON): Reach(_FLOAT, {"channels": 16384}),
     ("merge_rows", Backend.TRITON): Reach(_FLOAT, {}),
     ("select_topk", Backend.TRITON): Reach(_FLOAT, {"tokens": SELECT_TOKENS}),
-    ("attention_with_importance", Backend.TRITON): Reach(_FLOAT, {"head_dim": 128, "dropout": 0}),
+    ("attention_with_importance", Backend.TRITON): Reach(_FLOAT, {"head_dim": 128, "dropout": 0, "mask_of_pairs": 0}),
     ("packed_attention", Backend.TRITON): Reach(_FLOAT, {"head_dim": 128, "dropout": 0}),
     ("packed_attention", Backend.XFORMERS): Reach(_FLOAT, {"head_dim": 256, "dropout": 0}),
     ("routed_attention", Backend.TRITON): Reach(_FLOAT, {"head_dim": 128, "dropout": 0}),
@@ -92,6 +92,9 @@ RULES: tuple[Rule, ...] = (
     Rule("gather_norm", Backend.TRITON, _FLOAT, "not yet measured; reason: rows are read once, not three times"),
     Rule("merge_rows", Backend.TRITON, _FLOAT, "not yet measured; reason: one pass over the rows instead of three"),
     Rule("select_topk", Backend.TRITON, _FLOAT, "not yet measured; reason: one launch instead of six"),
+    Rule("attention_with_importance", Backend.TRITON, _FLOAT, "not yet measured; reason: probabilities stay on chip"),
+    Rule("packed_attention", Backend.TRITON, (torch.float32,), "torch's kernel for lengths takes half precision only"),
+    Rule("routed_attention", Backend.TRITON, _FLOAT, "not yet measured; reason: rows are read in place, not copied"),
 )
 
 _forced: Mapping[str, Backend] = {}

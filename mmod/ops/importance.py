@@ -6,16 +6,23 @@ Axes: B images, H heads, N tokens, E channels of a head.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-# Probabilities held at once, in elements: 4 MB of fp32, which stays within a core's cache.
+from mmod.ops.backend import Backend, choose
+
+Tile = tuple[slice, slice, slice]
+
+# Probabilities held at once, in elements. 4 MB of fp32 stay within a core's cache: two CPU threads, ViT-S, map shared
+# with the output: a block costs 1.015 of the plain one at N = 197 and batch 32, 1.06 to 1.07 at N = 1025; with 1 MB
+# 1.013 and 1.09 to 1.12, with 16 MB 1.03 and 1.07 to 1.08. A GPU is filled by larger pieces only.
 CHUNK_ELEMENTS = 1 << 20
-# Where the map serves the output as well: 8 MB. On two CPU threads, ViT-S at N = 197 and batch 32, this costs 5 % more
-# than fused attention alone, 1 MB 60 % more.
-GROUP_ELEMENTS = 1 << 21
+GPU_CHUNK_ELEMENTS = 1 << 25
 
 
 def attention_importance(
@@ -26,12 +33,12 @@ def attention_importance(
     is_causal: bool = False,
     scale: float | None = None,
     valid_BN: Tensor | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> Tensor:
     """Return the mean attention each token receives, over heads and queries, without a gradient.
 
-    Queries are taken in chunks, so memory grows with N and not with its square. Compiled and exported graphs take all
-    queries at once, since the number of chunks would fix their batch size.
+    Images, heads and queries are taken piece by piece, so memory grows with N and not with its square, in compiled
+    graphs too. Exported graphs take all at once, since the number of pieces would fix their shapes.
 
     Args:
         q_BHNE: Queries (B, H, N, E).
@@ -40,7 +47,7 @@ def attention_importance(
         is_causal: A query sees keys up to its own position.
         scale: Factor of the products; None means 1 / sqrt(E).
         valid_BN: False where a token is padding: its query is not counted (B, N).
-        chunk_elements: Probabilities held at once.
+        chunk_elements: Probabilities held at once; None means what suits the device.
 
     Returns:
         Importance (B, N), fp32 or better; it sums to 1 over the tokens of an image.
@@ -52,22 +59,18 @@ def attention_importance(
         >>> attention_importance(q, k)
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
+    scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
+    if chunk_elements is None:
+        chunk_elements = GPU_CHUNK_ELEMENTS if q_BHNE.device.type == "cuda" else CHUNK_ELEMENTS
     with torch.no_grad():
-        images, heads, tokens, width = q_BHNE.shape
-        scale = 1 / math.sqrt(width) if scale is None else scale
-        if k_BHNE.shape[1] != heads:
-            k_BHNE = k_BHNE.repeat_interleave(heads // k_BHNE.shape[1], dim=1)
-        keys = k_BHNE.transpose(-2, -1)
-        total_BN = torch.zeros(images, tokens, dtype=_accumulator(q_BHNE), device=q_BHNE.device)
-        for part in _chunks(images, heads, tokens, chunk_elements):
-            score = (q_BHNE[:, :, part] * scale) @ keys
-            score = _masked(score.to(total_BN.dtype), mask, is_causal, part)
-            attention = torch.softmax(score, dim=-1)
-            if valid_BN is not None:
-                attention = torch.where(valid_BN[:, None, part, None], attention, 0.0)
-            total_BN = total_BN + attention.sum(dim=(1, 2))
-        queries = tokens if valid_BN is None else valid_BN.sum(dim=1, keepdim=True).clamp(min=1)
-        return total_BN / (heads * queries)
+        if torch.compiler.is_exporting():
+            everything = (slice(None), slice(None), slice(None))
+            total_BN = _received(q_BHNE, _keys(q_BHNE, k_BHNE), mask, is_causal, scale, valid_BN, everything)
+        elif torch.compiler.is_compiling():
+            total_BN = received_attention(q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, chunk_elements)
+        else:
+            total_BN = _received_by_tiles(q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, chunk_elements)
+        return _mean(total_BN, q_BHNE, valid_BN)
 
 
 def attention_with_importance(
@@ -84,20 +87,24 @@ def attention_with_importance(
     """Return attention's output and, beside it, the mean attention each token receives.
 
     The output is that of `scaled_dot_product_attention` and carries its gradient; importance carries none and is
-    taken before dropout. Small fp32 inference on a CPU computes the probabilities once for both, some images at a time.
+    taken before dropout. On a CPU, plain fp32 attention computes the probabilities once for both, piece by piece; GPU
+    kernels keep the rows' log-sum-exp and sum the map's columns in a second sweep.
 
     Args:
         q_BHNE: Queries (B, H, N, E).
-        k_BHNE: Keys (B, H, N, E).
-        v_BHNE: Values (B, H, N, E).
+        k_BHNE: Keys, of as many heads or of a divisor of that (grouped queries) (B, H or fewer, N, E).
+        v_BHNE: Values, like keys.
         mask: True where a pair may attend, or a bias to add, broadcastable to (B, H, N, N).
         dropout: Share of probabilities dropped in the output.
         is_causal: A query sees keys up to its own position.
         scale: Factor of the products; None means 1 / sqrt(E).
-        valid_BN: False where a token is padding (B, N).
+        valid_BN: False where a token is padding: its query is not counted (B, N).
 
     Returns:
         The output (B, H, N, E) and importance (B, N).
+
+    Raises:
+        ValueError: A backend was forced that cannot serve these inputs.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 5, 8)
@@ -105,12 +112,18 @@ def attention_with_importance(
         >>> bool(torch.allclose(importance.sum(), torch.tensor(1.0)))
         True
     """
+    pairwise = mask is not None and (mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1))
+    backend = choose(
+        "attention_with_importance", q_BHNE, head_dim=q_BHNE.shape[-1], dropout=int(dropout > 0), mask_of_pairs=pairwise
+    )
+    if backend is Backend.TRITON:
+        return _with_kernels(q_BHNE, k_BHNE, v_BHNE, mask, is_causal, scale, valid_BN)
     plain = mask is None and valid_BN is None and not is_causal and not dropout
     if plain and _shares_probabilities(q_BHNE, k_BHNE, v_BHNE):
         return _shared_probabilities(q_BHNE, k_BHNE, v_BHNE, scale)
     out = F.scaled_dot_product_attention(
         q_BHNE, k_BHNE, v_BHNE, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale,
-        enable_gqa=k_BHNE.shape[1] != q_BHNE.shape[1],
+        enable_gqa=is_grouped(q_BHNE, k_BHNE),
     )  # fmt: skip
     return out, attention_importance(q_BHNE, k_BHNE, mask, is_causal=is_causal, scale=scale, valid_BN=valid_BN)
 
@@ -137,24 +150,78 @@ def _accumulator(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _chunks(images: int, heads: int, tokens: int, chunk_elements: int) -> list[slice]:
-    """Return the queries to take at a time."""
-    if torch.compiler.is_compiling():
-        # Chunks that depend on a size would pin it; the compiler fuses the softmax instead.
-        return [slice(None)]
-    rows = max(1, min(tokens, chunk_elements // max(1, images * heads * tokens)))
-    return [slice(start, start + rows) for start in range(0, tokens, rows)]
+def _mean(total_BN: Tensor, q_BHNE: Tensor, valid_BN: Tensor | None) -> Tensor:
+    """Return column sums as a mean over heads and queries."""
+    queries = q_BHNE.shape[2] if valid_BN is None else valid_BN.sum(dim=1, keepdim=True).clamp(min=1)
+    return total_BN / (q_BHNE.shape[1] * queries)
 
 
-def _masked(score: Tensor, mask: Tensor | None, is_causal: bool, part: slice) -> Tensor:
+def _tiles(images: int, heads: int, tokens: int, elements: int) -> Iterator[Tile]:
+    """Cut rows of probabilities into pieces: whole images where they fit, else heads of one, else queries of one."""
+    steps = [max(1, elements // max(1, size)) for size in (heads * tokens * tokens, tokens * tokens, tokens)]
+    for image in range(0, images, steps[0]):
+        for head in range(0, heads, steps[1]):
+            for query in range(0, tokens, steps[2]):
+                # Slices that end past the end are cut off by indexing.
+                yield slice(image, image + steps[0]), slice(head, head + steps[1]), slice(query, query + steps[2])
+
+
+def is_grouped(q: Tensor, k: Tensor) -> bool:
+    """Return whether several heads of queries share one of keys; heads are the second axis."""
+    # A choice between two, because a graph with symbolic shapes would pass a symbol on where a bool is needed.
+    return True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
+
+
+def _keys(q_BHNE: Tensor, k_BHNE: Tensor) -> Tensor:
+    """Return the keys of every head."""
+    return k_BHNE.repeat_interleave(q_BHNE.shape[1] // k_BHNE.shape[1], dim=1) if is_grouped(q_BHNE, k_BHNE) else k_BHNE
+
+
+def _received(
+    q_BHNE: Tensor,
+    k_BHNE: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    valid_BN: Tensor | None,
+    tile: Tile,
+) -> Tensor:
+    """Return the attention that keys receive from one piece of the rows, summed (images of the piece, N)."""
+    images, heads, queries = tile
+    score = (q_BHNE[images, heads, queries] * scale) @ k_BHNE[images, heads].transpose(-2, -1)
+    score = _masked(score.to(_accumulator(score)), mask, is_causal, tile)
+    attention = torch.softmax(score, dim=-1)
+    if valid_BN is not None:
+        attention = torch.where(valid_BN[images, None, queries, None], attention, 0.0)
+    return attention.sum(dim=(1, 2))
+
+
+def _received_by_tiles(
+    q_BHNE: Tensor,
+    k_BHNE: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    valid_BN: Tensor | None,
+    chunk_elements: int,
+) -> Tensor:
+    images, heads, tokens, _ = q_BHNE.shape
+    k_BHNE = _keys(q_BHNE, k_BHNE)
+    total_BN = torch.zeros(images, tokens, dtype=_accumulator(q_BHNE), device=q_BHNE.device)
+    for tile in _tiles(images, heads, tokens, chunk_elements):
+        total_BN[tile[0]] += _received(q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, tile)
+    return total_BN
+
+
+def _masked(score: Tensor, mask: Tensor | None, is_causal: bool, tile: Tile) -> Tensor:
     if is_causal:
-        tokens = score.shape[-1]
-        position = torch.arange(tokens, device=score.device)
-        score = score.masked_fill(position > position[part, None], -torch.inf)
+        position = torch.arange(score.shape[-1], device=score.device)
+        score = score.masked_fill(position > position[tile[2], None], -torch.inf)
     if mask is None:
         return score
-    if mask.ndim >= 2 and mask.shape[-2] > 1:
-        mask = mask[..., part, :]
+    mask = mask[(None,) * (4 - mask.ndim)]
+    # An axis of one entry serves all of the piece's.
+    mask = mask[tuple(part if size > 1 else slice(None) for part, size in zip(tile, mask.shape))]
     if mask.dtype == torch.bool:
         return score.masked_fill(~mask, -torch.inf)
     return score + mask
@@ -163,39 +230,146 @@ def _masked(score: Tensor, mask: Tensor | None, is_causal: bool, part: slice) ->
 def _shares_probabilities(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether computing the map once for output and importance beats fused attention and a second pass.
 
-    Measured on two CPU threads, ViT-S, fp32: at N = 197 it adds 1 to 4 % to a block against 10 to 16 % for the second
-    pass, at N = 1025 7 to 10 % against 27 to 37 %. The map of one image must stay small, hence the bound.
+    Measured on two CPU threads, ViT-S, fp32: at N = 197 it adds 1 to 2 % to a block against 7 % for the second pass,
+    at N = 1025 6 to 7 % against 27 %.
     """
-    small = q.shape[1] * q.shape[2] * q.shape[2] <= 1 << 23
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return (
-        small
-        and q.device.type == "cpu"
+        q.device.type == "cpu"
         and q.dtype == torch.float32
         and q.shape == k.shape == v.shape
-        and not grad
         and not torch.compiler.is_exporting()
     )
 
 
 def _shared_probabilities(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    keeps_lse = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if keeps_lse or torch.compiler.is_compiling():
+        out, total_BN, _ = shared_attention(q, k, v, scale, keeps_lse)
+        return out, _mean(total_BN.detach(), q, None)
+    # An op of its own costs more than it gives where neither a gradient nor a compiler asks for it.
+    out, total_BN, _ = _attend_by_tiles(q, k, v, scale, keeps_lse)
+    return out, _mean(total_BN, q, None)
+
+
+def _attend_by_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     images, heads, tokens, width = q.shape
-    scale = 1 / math.sqrt(width) if scale is None else scale
-    if torch.compiler.is_compiling():
-        # Groups would fix the batch size.
-        attention = torch.softmax(q @ k.transpose(-2, -1) * scale, dim=-1)
-        return attention @ v, attention.sum(dim=(1, 2)) / (heads * tokens)
-    group = max(1, min(images, GROUP_ELEMENTS // (heads * tokens * tokens)))
+    out, total_BN, lse = _empty_shared(q, keeps_lse)
+    total_BN.zero_()
+    room = torch.empty(min(max(CHUNK_ELEMENTS, tokens), images * heads * tokens * tokens))
+    for tile in _tiles(images, heads, tokens, CHUNK_ELEMENTS):
+        some, whole = q[tile], tile[:2]
+        rows = some.reshape(-1, some.shape[2], width)
+        attention = room[: rows.shape[0] * rows.shape[1] * tokens].view(*rows.shape[:2], tokens)
+        keys = k[whole].reshape(-1, tokens, width).transpose(1, 2)
+        torch.baddbmm(attention, rows, keys, beta=0, alpha=scale, out=attention)
+        top = attention.amax(dim=-1) if keeps_lse else None
+        torch.softmax(attention, dim=-1, out=attention)
+        if top is not None:
+            # The largest probability of a row is exp(its score - log-sum-exp), and never underflows.
+            lse[tile] = (top - attention.amax(dim=-1).log()).view(some.shape[:3])
+        out[tile] = torch.bmm(attention, v[whole].reshape(-1, tokens, width)).view(some.shape)
+        total_BN[tile[0]] += attention.view(some.shape[0], -1, tokens).sum(dim=1)
+    return out, total_BN, lse
+
+
+def _empty_shared(q: Tensor, keeps_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    images, heads, tokens, width = q.shape
     # Channels-last like fused attention's own result, so that the host's transpose and reshape stay free.
-    out = torch.empty(images, tokens, heads, width).transpose(1, 2)
-    importance_BN = torch.empty(images, tokens)
-    attention = torch.empty(group * heads, tokens, tokens)
-    for start in range(0, images, group):
-        part = slice(start, min(images, start + group))
-        rows = [x[part].reshape(-1, tokens, width) for x in (q, k, v)]
-        some = attention[: rows[0].shape[0]]
-        torch.baddbmm(some, rows[0], rows[1].transpose(1, 2), beta=0, alpha=scale, out=some)
-        torch.softmax(some, dim=-1, out=some)
-        out[part] = torch.bmm(some, rows[2]).unflatten(0, (-1, heads))
-        torch.sum(some.unflatten(0, (-1, heads)), dim=(1, 2), out=importance_BN[part])
-    return out, importance_BN / (heads * tokens)
+    out = q.new_empty(images, tokens, heads, width).transpose(1, 2)
+    return out, q.new_empty(images, tokens), q.new_empty((images, heads, tokens) if keeps_lse else (0,))
+
+
+@torch.library.custom_op("mmod::shared_attention", mutates_args=())
+def shared_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend, sum the map's columns, and keep what the gradient needs; the map exists in pieces only.
+
+    Args:
+        q: Queries (B, H, N, E), fp32, on a CPU.
+        k: Keys, of the same shape.
+        v: Values, of the same shape.
+        scale: Factor of the products.
+        keeps_lse: A gradient will be asked for.
+
+    Returns:
+        The output (B, H, N, E), column sums over heads and queries (B, N), and each row's log-sum-exp (B, H, N), empty
+        without `keeps_lse`. The gradient is that of the output alone.
+    """
+    return _attend_by_tiles(q, k, v, scale, keeps_lse)
+
+
+@shared_attention.register_fake
+def _(q, k, v, scale, keeps_lse):  # type: ignore[no-untyped-def]
+    return _empty_shared(q, keeps_lse)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, ctx.scale, _ = inputs
+    ctx.save_for_backward(q, k, v, output[0], output[2])
+
+
+def _backward(ctx: Any, grad_out: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return (*backward(grad_out, *ctx.saved_tensors, 0.0, False, scale=ctx.scale), None, None)
+
+
+shared_attention.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("mmod::received_attention", mutates_args=())
+def received_attention(
+    q_BHNE: Tensor,
+    k_BHNE: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    valid_BN: Tensor | None,
+    chunk_elements: int,
+) -> Tensor:
+    """Return the attention each key receives, summed over heads and queries; see `attention_importance`.
+
+    Args:
+        q_BHNE: As there.
+        k_BHNE: As there.
+        mask: As there.
+        is_causal: As there.
+        scale: As there.
+        valid_BN: As there.
+        chunk_elements: As there.
+    """
+    return _received_by_tiles(q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, chunk_elements)
+
+
+@received_attention.register_fake
+def _(q_BHNE, *rest):  # type: ignore[no-untyped-def]
+    return q_BHNE.new_empty(q_BHNE.shape[0], q_BHNE.shape[2], dtype=_accumulator(q_BHNE))
+
+
+@register_flop_formula(torch.ops.mmod.received_attention)
+def _score_flops(q_shape, *rest, **kwargs):  # type: ignore[no-untyped-def]
+    images, heads, tokens, width = q_shape
+    return 2 * images * heads * tokens * tokens * width
+
+
+@register_flop_formula(torch.ops.mmod.shared_attention)
+def _shared_flops(q_shape, *rest, **kwargs):  # type: ignore[no-untyped-def]
+    return 2 * _score_flops(q_shape)
+
+
+def _with_kernels(
+    q_BHNE: Tensor,
+    k_BHNE: Tensor,
+    v_BHNE: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    valid_BN: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend by the fastest kernel that also returns the rows' log-sum-exp, then sum the map's columns."""
+    from mmod.ops.triton.importance import attend_batch, column_sums
+
+    scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
+    seen_BN = None if mask is None else mask[:, 0, 0].expand(q_BHNE.shape[0], -1)
+    out, lse_BHN = attend_batch(q_BHNE, k_BHNE, v_BHNE, seen_BN, is_causal, scale)
+    rows = (x.detach() for x in (q_BHNE, k_BHNE, lse_BHN))
+    return out, _mean(column_sums(*rows, valid_BN, seen_BN, is_causal, scale), q_BHNE, valid_BN)

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.flop_counter import FlopCounterMode
 
-from mmod.ops import attention_importance, attention_with_importance, capture_importance
+from mmod.measuring.memory import ActivationMemory
+from mmod.ops import attention_importance, attention_with_importance, capture_importance, use
+from mmod.ops import importance as importance_module
+from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, gradients, poisoned
 
 
 def full_map(q, k, mask=None, is_causal=False, scale=None) -> torch.Tensor:
@@ -68,27 +75,140 @@ def test_output_is_that_of_fused_attention_with_its_gradient(dtype: torch.dtype,
         importance.double(), full_map(q, k).mean((1, 2)), rtol=tolerance, atol=1e-7, check_dtype=False
     )
     if grad:
-        weight = torch.randn_like(expected)
-        found = torch.autograd.grad((out * weight).sum(), (q, k, v))
-        for a, b in zip(found, torch.autograd.grad((expected * weight).sum(), (q, k, v)), strict=True):
-            assert torch.equal(a, b)
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        wanted = gradients(F.scaled_dot_product_attention(*exact), exact)
+        for rows in zip(gradients(out, [q, k, v]), gradients(expected, [q, k, v]), wanted, strict=True):
+            assert_as_exact_as_torch(*rows)
 
 
-def test_memory_grows_with_tokens_and_not_with_their_square() -> None:
-    q = k = torch.randn(1, 2, 2048, 8)
+@pytest.mark.parametrize("elements", [1, 40, 200, 700, 1 << 20])
+def test_pieces_of_any_size_give_the_same(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.randn(3, 17, 3, 2, 16).permute(2, 0, 3, 1, 4).requires_grad_().unbind(0)
+    monkeypatch.setattr(importance_module, "CHUNK_ELEMENTS", elements)
+    with poisoned():
+        out, importance = attention_with_importance(q, k, v)
+        with torch.no_grad():
+            again, same = attention_with_importance(q, k, v)
+    expected = F.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(out, expected)
+    assert out.stride() == expected.stride()
+    torch.testing.assert_close(importance.double(), full_map(q, k).mean((1, 2)), rtol=1e-5, atol=1e-7)
+    assert torch.equal(out, again)
+    assert torch.equal(importance, same)
+    for a, b in zip(gradients(out, [q, k, v]), gradients(expected, [q, k, v]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "grouped", "causal", "padding", "width"),
+    [
+        (1, False, False, False, 32),
+        (197, False, False, False, 64),
+        (577, False, False, False, 16),
+        (70, True, True, False, 40),
+        (70, True, False, True, 128),
+        (70, False, True, True, 16),
+    ],
+)
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_the_kernels_are_as_exact_as_torch(device, dtype, tokens, grouped, causal, padding, width) -> None:
+    values = [(torch.randn(2 if tokens < 100 else 1, heads, tokens, width) * 4).round() / 4 for heads in
+              ((2, 1, 1) if grouped else (2, 2, 2) if tokens < 100 else (1, 1, 1))]  # fmt: skip
+    valid = torch.arange(tokens, device=device) < torch.tensor([[tokens], [tokens - 20]], device=device)
+    mask = valid[:, None, None, :] if padding and not causal else None
+    results = []
+    for backend, wanted in (("triton", dtype), ("torch", dtype), ("torch", torch.float64)):
+        rows = [x.to(device, wanted).requires_grad_() for x in values]
+        with use(backend, "attention_with_importance"), poisoned():
+            out, importance = attention_with_importance(
+                *rows, mask, is_causal=causal, valid_BN=valid if padding else None
+            )
+            results.append([importance, out, *(gradients(out, rows) if tokens < 100 else [])])
+    assert not results[0][0].requires_grad
+    for kernel, plain, exact in zip(*results, strict=True):
+        assert_as_exact_as_torch(kernel, plain, exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_kernels_give_the_same_bits_twice(device: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 16, device=device)
+    with use("triton", "attention_with_importance"):
+        once, again = attention_with_importance(q, k, v), attention_with_importance(q, k, v)
+    assert torch.equal(once[0], again[0])
+    assert torch.equal(once[1], again[1])
+
+
+def test_a_mask_over_pairs_is_refused_by_the_kernels() -> None:
+    q, k, v = torch.randn(3, 1, 1, 4, 16)
+    with use("triton", "attention_with_importance"), pytest.raises(ValueError, match="mask_of_pairs"):
+        attention_with_importance(q, k, v, torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_memory_grows_with_tokens_and_not_with_their_square(grad: bool) -> None:
+    q, k, v = (torch.randn(1, 6, 4097, 8, requires_grad=grad) for _ in range(3))
+    mask = torch.ones(1, 1, 1, 4097, dtype=torch.bool)
+    for mask_or_none in (None, mask):
+        with ActivationMemory([q, k, v, mask]) as memory:
+            attention_with_importance(q, k, v, mask_or_none)
+        assert memory.peak < 64 << 20
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "causal", "grouped", "mask"])
+def test_graphs_hold_no_map_and_serve_any_batch(kind: str, grad: bool) -> None:
+    torch._dynamo.reset()
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                largest = max(largest, out.numel())
-            return out
+    def watch(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> torch.fx.GraphModule:
+        nonlocal largest
+        for node in graph.graph.nodes:
+            for value in torch.utils._pytree.tree_leaves(node.meta.get("val")):
+                if isinstance(value, torch.Tensor):
+                    # To ask a symbol for its number would fix it; each stands for the batch.
+                    largest = max(largest, math.prod(n if isinstance(n, int) else 2 for n in value.shape))
+        return graph
 
-    with Watch():
-        attention_importance(q, k, chunk_elements=1 << 16)
-    assert largest <= 1 << 16
+    def run(q, k, v, mask):
+        return attention_with_importance(q, k, v, mask, is_causal=kind == "causal")
+
+    compiled = torch.compile(run, fullgraph=True, backend=aot_autograd(fw_compiler=watch, bw_compiler=watch))
+    for images in (2, 3):
+        q, k, v = (
+            torch.randn(images, 1 if kind == "grouped" and i else 2, 50, 4, requires_grad=grad) for i in range(3)
+        )
+        mask = torch.ones(images, 1, 1, 50, dtype=torch.bool) if kind == "mask" else None
+        for x in (q, k, v, *([] if mask is None else [mask])):
+            torch._dynamo.mark_dynamic(x, 0)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found, expected = compiled(q, k, v, mask), run(q, k, v, mask)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+        if grad:
+            for a, b in zip(gradients(found[0], [q, k, v]), gradients(expected[0], [q, k, v]), strict=True):
+                torch.testing.assert_close(a, b)
+    assert 0 < largest < 2 * 2 * 50 * 50
+
+
+def test_ops_keep_their_promises_to_torch() -> None:
+    q, k, v = torch.randn(3, 2, 2, 5, 4).requires_grad_()
+    mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    for keeps_lse in (False, True):
+        rows = [x if keeps_lse else x.detach() for x in (q, k, v)]
+        torch.library.opcheck(importance_module.shared_attention, (*rows, 0.5, keeps_lse))
+    arguments = (q.detach(), k.detach(), mask, True, 0.5, mask[:, 0, 0], 7)
+    torch.library.opcheck(importance_module.received_attention, arguments)
+
+
+def test_flops_of_graphs_are_those_of_the_eager_calls() -> None:
+    q, k, v = torch.randn(3, 1, 2, 10, 4)
+    for op, arguments, products in (
+        (importance_module.shared_attention, (q, k, v, 0.5, False), 2),
+        (importance_module.received_attention, (q, k, None, False, 0.5, None, 7), 1),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            op(*arguments)
+        assert counter.get_total_flops() == products * 2 * 2 * 10 * 10 * 4
 
 
 def test_written_out_attention_is_read_at_its_softmax() -> None:

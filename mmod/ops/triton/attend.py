@@ -48,8 +48,8 @@ def attend_rows(
         scale: Factor of the products.
 
     Returns:
-        The output, in the order `start_q` counts, zero where a query sees no key (queries, H, E), and the logarithm of
-        each row's sum of exponentials, fp32 (H, queries).
+        The output, in the order `start_q` counts, zero where a query sees no key (queries, H, E), and the binary
+        logarithm of each row's sum of exponentials, fp32 (H, queries).
     """
     q_THE, k_THE, v_THE = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THE, k_THE, v_THE))
     out, lse = _empty_results(q_THE, index_q)
@@ -189,8 +189,7 @@ def _forward_flops(q_THE, k_THE, v_THE, start_q, start_k, longest_q, longest_k, 
 
 
 @register_flop_formula(torch.ops.mmod.attend_rows_backward, get_raw=True)
-def _backward_flops(
-    grad, q_THE, k_THE, v_THE, out, lse, start_q, start_k, longest_q, longest_k, index_q, *rest, **kwargs
-):  # type: ignore[no-untyped-def]
+def _backward_flops(grad_out, q_THE, k_THE, v_THE, *rest, **kwargs):  # type: ignore[no-untyped-def]
+    _, _, start_q, start_k, _, longest_k, index_q, *_ = rest
     # Scores and their gradient are computed once more, then three products: five to the forward pass's two.
     return 10 * _pairs(q_THE, start_q, start_k, longest_k, index_q) * q_THE.shape[1] * q_THE.shape[2]

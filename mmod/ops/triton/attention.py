@@ -131,7 +131,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     place = first_m + offset_m
     # A query that sees no key keeps minus infinity, and zeros.
     total = tl.where(total == 0.0, 1.0, total)
-    tl.store(lse + head * queries + place, (top + tl.log2(total)) / LOG2_E, mask=inside_m)
+    tl.store(lse + head * queries + place, top + tl.log2(total), mask=inside_m)
     mixed = mixed / total[:, None]
     store_rows(out + head * width, place, heads * width, inside_m, mixed, width, BLOCK_E)
 
@@ -157,7 +157,7 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
     x_grad = load_rows(grad_out + head * width, place, heads * width, inside_m, width, BLOCK_E)
     k += head // group * k_head
     v += head // group * v_head
-    norm = tl.load(lse + head * queries + place, mask=inside_m, other=float("inf")) * LOG2_E
+    norm = tl.load(lse + head * queries + place, mask=inside_m, other=float("inf"))
     norm = tl.where(norm == -float("inf"), float("inf"), norm)
     inner = tl.sum(x_out.to(tl.float32) * x_grad.to(tl.float32), 1)
     tl.store(delta + head * queries + place, inner, mask=inside_m)
@@ -205,7 +205,7 @@ def key_gradient_kernel(  # type: ignore[no-untyped-def]
             place = first_m + offset_m
             x_q = load_rows(q + head * q_head, row_m, q_row, inside_m, width, BLOCK_E)
             x_grad = load_rows(grad_out + head * width, place, heads * width, inside_m, width, BLOCK_E)
-            norm = tl.load(lse + head * queries + place, mask=inside_m, other=float("inf")) * LOG2_E
+            norm = tl.load(lse + head * queries + place, mask=inside_m, other=float("inf"))
             norm = tl.where(norm == -float("inf"), float("inf"), norm)
             inner = tl.load(delta + head * queries + place, mask=inside_m, other=0.0)
             score = tl.dot(x_q, tl.trans(x_k), input_precision="ieee") * (scale * LOG2_E)

@@ -5,12 +5,15 @@ Axes: B images, H heads, N tokens, E channels of a head.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from mmod.ops.triton.attend import attend_rows
 from mmod.ops.triton.attention import LOG2_E, load_rows, tiles
 from mmod.ops.triton.compat import on_device
 
@@ -74,7 +77,7 @@ def column_sums(
     Args:
         q_BHNE: Queries (B, H, N, E).
         k_BHNE: Keys, of as many heads or of a divisor of that (B, H or fewer, N, E).
-        lse_BHN: Logarithm of each row's sum of exponentials (B, H, N or more).
+        lse_BHN: Natural logarithm of each row's sum of exponentials (B, H, N or more).
         valid_q_BN: False for queries that do not count (B, N), or None.
         valid_k_BN: False for keys that nobody attends to (B, N), or None.
         is_causal: A query sees keys up to its own position.
@@ -84,9 +87,8 @@ def column_sums(
         Sums (B, N), fp32, without a gradient.
     """
     q_BHNE, k_BHNE = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHNE, k_BHNE))
-    lse_BHN, valid_q_BN, valid_k_BN = (
-        x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (lse_BHN, valid_q_BN, valid_k_BN)
-    )
+    lse_BHN = lse_BHN if lse_BHN.stride(-1) == 1 else lse_BHN.contiguous()
+    valid_q_BN, valid_k_BN = (None if x is None else x.contiguous() for x in (valid_q_BN, valid_k_BN))
     images, heads, tokens, width = q_BHNE.shape
     sums_BHN = q_BHNE.new_empty(images, heads, tokens, dtype=torch.float32)
     tile = tiles(width, q_BHNE.dtype, backward=False)
@@ -114,3 +116,34 @@ def _(q_BHNE, k_BHNE, *rest):  # type: ignore[no-untyped-def]
 def _flops(q_shape, k_shape, *rest, **kwargs):  # type: ignore[no-untyped-def]
     images, heads, tokens, width = q_shape
     return 2 * images * heads * tokens * tokens * width
+
+
+def attend_batch(
+    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, seen_BN: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend by torch's fused kernel where it returns the rows' log-sum-exp, else by ours.
+
+    Args:
+        q_BHNE: Queries (B, H, N, E).
+        k_BHNE: Keys, of as many heads or of a divisor of that (B, H or fewer, N, E).
+        v_BHNE: Values, like keys.
+        seen_BN: False for keys that nobody attends to (B, N), or None.
+        is_causal: A query sees keys up to its own position.
+        scale: Factor of the products.
+
+    Returns:
+        The output (B, H, N, E), and the natural logarithm of each row's sum of exponentials (B, H, N or more).
+    """
+    images, _, tokens, width = q_BHNE.shape
+    if q_BHNE.is_cuda and seen_BN is None and q_BHNE.shape == k_BHNE.shape == v_BHNE.shape and width % 8 == 0:
+        if q_BHNE.dtype == torch.float32:
+            fused = torch.ops.aten._scaled_dot_product_efficient_attention
+            return fused(q_BHNE, k_BHNE, v_BHNE, None, True, 0.0, is_causal, scale=scale)[:2]
+        fused = torch.ops.aten._scaled_dot_product_flash_attention
+        return fused(q_BHNE, k_BHNE, v_BHNE, 0.0, is_causal, False, scale=scale)[:2]
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHNE, k_BHNE, v_BHNE))
+    start = torch.arange(images + 1, dtype=torch.int32, device=q_BHNE.device) * tokens
+    valid = None if seen_BN is None else seen_BN.flatten()
+    out, lse = attend_rows(*rows, start, start, tokens, tokens, None, None, valid, is_causal, scale)
+    lse_BHN = lse.unflatten(1, (images, tokens)).transpose(0, 1) * math.log(2)
+    return out.unflatten(0, (images, tokens)).transpose(1, 2), lse_BHN

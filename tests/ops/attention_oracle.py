@@ -1,0 +1,67 @@
+"""Attention by its definition, for the tests of everything that attends: loops over sequences and the whole map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+
+
+def by_the_map(q_MHE: Tensor, k_NHE: Tensor, v_NHE: Tensor, seen_MN: Tensor, scale: float) -> Tensor:
+    """Attend as the formula says; a query that sees no key gets zeros."""
+    group = q_MHE.shape[1] // k_NHE.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (k_NHE, v_NHE))
+    score = torch.einsum("mhe,nhe->hmn", q_MHE, keys) * scale
+    share = score.masked_fill(~seen_MN, -torch.inf).softmax(dim=-1)
+    share = torch.where(seen_MN.any(dim=-1, keepdim=True), share, 0.0)
+    return torch.einsum("hmn,nhe->mhe", share, values)
+
+
+def by_torch(q_MHE: Tensor, k_NHE: Tensor, v_NHE: Tensor, seen_MN: Tensor, scale: float) -> Tensor:
+    """Attend by torch's own operation, the measure of precision."""
+    rows = (x.transpose(0, 1).unsqueeze(0) for x in (q_MHE, k_NHE, v_NHE))
+    # A row that sees nothing is no attention; it is let see everything, and left out afterwards.
+    some_M1 = seen_MN.any(dim=-1, keepdim=True)
+    mask = None if bool(seen_MN.all()) else seen_MN | ~some_M1
+    gqa = q_MHE.shape[1] != k_NHE.shape[1]
+    out = F.scaled_dot_product_attention(*rows, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    return torch.where(some_M1.unsqueeze(-1), out.squeeze(0).transpose(0, 1), 0.0)
+
+
+def attend_by_loops(
+    attend: Attend,
+    q_THE: Tensor,
+    k_THE: Tensor,
+    v_THE: Tensor,
+    lengths_q: Sequence[int],
+    lengths_k: Sequence[int],
+    *,
+    index_q: Tensor | None = None,
+    index_k: Tensor | None = None,
+    valid: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float = 0.3,
+) -> Tensor:
+    """Attend sequence by sequence; the arguments are those of the kernel."""
+    every_q, every_k = (torch.arange(x.shape[0], device=x.device) for x in (q_THE, k_THE))
+    places_q = (every_q if index_q is None else index_q).split(list(lengths_q))
+    places_k = (every_k if index_k is None else index_k).split(list(lengths_k))
+    valid_of = torch.ones(sum(lengths_k), dtype=torch.bool, device=q_THE.device) if valid is None else valid
+    outs = []
+    for rows, columns, keep in zip(places_q, places_k, valid_of.split(list(lengths_k)), strict=True):
+        seen = keep.expand(len(rows), -1)
+        if is_causal:
+            seen = seen & (rows.unsqueeze(1) >= columns)
+        if len(rows):
+            outs.append(attend(q_THE[rows], k_THE[columns], v_THE[columns], seen, scale))
+    return torch.cat(outs) if outs else q_THE[:0]
+
+
+def starts(lengths: Sequence[int], device: str = "cpu") -> Tensor:
+    """Return where sequences of these lengths begin and, last, end."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
