@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import open_clip
 from torch import nn
 
 from mmod import is_routed
@@ -93,6 +94,6 @@ class ImageText(Recipe[ClipConfig, ClipResult]):
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for open_clip's `local-dir:` when the model is dense."""
         if is_routed(model):
-            save_pretrained(model, folder)
+            save_pretrained(model, folder, architecture=open_clip.get_model_config(self.config.model.name))
         else:
             save_dense_clip(model, self.config.model.name, folder)

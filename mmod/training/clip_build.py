@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
+from open_clip.loss import SigLipLoss
 from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -131,7 +132,7 @@ def create_clip_loss(kind: str, process: Process) -> nn.Module:
     place: dict[str, Any] = {"rank": process.rank, "world_size": process.world}
     gathering = {"local_loss": True, "gather_with_grad": True, **place} if process.world > 1 else place
     if kind == "siglip":
-        loss: nn.Module = open_clip.SigLipLoss(**place)
+        loss: nn.Module = SigLipLoss(**place)
     elif kind == "coca":
         loss = open_clip.CoCaLoss(caption_loss_weight=2.0, clip_loss_weight=1.0, **gathering)
     else:

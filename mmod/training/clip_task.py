@@ -100,9 +100,8 @@ class ClipTask(Task):
             features = self._encode(images, texts, cached[index] if cached else {})
             parts = {"auxiliary": auxiliary_loss(self.model)} if self.auxiliary else {}
         scalars: Features = {name: features.pop(name) for name in _SCALARS if name in features}
-        if index:
-            # Every pass sees the whole step's loss, so the first alone gives scale and bias their gradients.
-            scalars = {name: value.detach() for name, value in scalars.items()}
+        # Every pass sees the whole step's loss, so each gives scale and bias its share of their gradients.
+        scalars = {name: _scale_gradient(value, 1 / max(1, len(cached))) for name, value in scalars.items()}
         share = len(images) / max(len(images), sum(len(one["image_features"]) for one in cached))
         joined = _join(features, cached, index)
         parts |= self._losses(joined, scalars)
@@ -143,7 +142,13 @@ def _join(features: Features, cached: list[Features], index: int) -> Features:
     """Put this batch's features, which have gradients, among those of the step's other batches, in fp32."""
     joined = {}
     for name, own in features.items():
-        rows = [own if place == index else one[name] for place, one in enumerate(cached)] or [own]
-        whole = torch.cat(rows) if own.ndim else own
+        whole = own
+        if own.ndim and cached:
+            whole = torch.cat([own if place == index else one[name] for place, one in enumerate(cached)])
         joined[name] = whole.float() if whole.is_floating_point() else whole
     return joined
+
+
+def _scale_gradient(value: Tensor, factor: float) -> Tensor:
+    """Return the value with its gradient weighed by a factor."""
+    return value.detach() + factor * (value - value.detach())

@@ -56,7 +56,7 @@ def assert_equal(one: Path, other: Path) -> None:
 
 
 def siglip(folder: Path) -> dict[str, Any]:
-    return {"model": write_model(folder, "test-siglip", init_logit_bias=-3.0), "loss": "siglip"}
+    return {"model": write_model(folder, "test-sigmoid", init_logit_bias=-3.0), "loss": "siglip"}
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip", "routed", "distilled"])
