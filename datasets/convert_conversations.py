@@ -1,0 +1,37 @@
+"""Check conversations in LLaVA's JSON format: `convert_conversations.py SOURCE OUTPUT [--key value]`.
+
+python datasets/convert_conversations.py data/llava_v1_5_mix665k.json data/checked --images data/images
+python datasets/convert_conversations.py data/mine.jsonl data/checked --on_fault drop --shards true
+
+Every image is opened, every role and the number of `<image>` checked. Started again, the same command goes on where it
+was interrupted. Records with a fault are listed with the reason, and left out only with `--on_fault drop`.
+"""
+
+import argparse
+import sys
+
+from jsonargparse import ArgumentParser
+
+from mmod.data.convert_conversations import ConvertConversationsConfig, convert_conversations
+
+
+def main(arguments: list[str]) -> None:
+    """Convert as the command line says and print what was left out and why."""
+    parser = ArgumentParser(
+        usage="%(prog)s SOURCE OUTPUT [--key value]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_class_arguments(ConvertConversationsConfig)
+    if len(arguments) > 1 and not arguments[0].startswith("-"):
+        arguments = ["--source", arguments[0], "--output", *arguments[1:]]
+    options = parser.parse_args(arguments)
+    try:
+        print(convert_conversations(ConvertConversationsConfig(**options.as_dict())))
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,266 @@
+"""Conversations in LLaVA's JSON format and their images become a checked set: every image opened, every role counted.
+
+The set is a JSON file in the same format beside `dropped.csv`, which names every record that was left out, and with
+`shards` also webdataset shards. Records are checked in fixed runs whose outcome is kept, so that a conversion goes on
+where it stopped.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmod.data.conversations import check_record, image_names, read_records
+from mmod.data.corrupt import CorruptDataError
+from mmod.data.sources import decode_image
+
+SETTINGS, REPORT, DROPPED, CHECKED = "conversion.json", "report.json", "dropped.csv", "conversations.json"
+_FREE = ("threads", "output", "on_fault")
+
+
+@dataclass(frozen=True)
+class ConvertConversationsConfig:
+    """What is converted and how.
+
+    Args:
+        source: The records: a `.json` list or a `.jsonl` file in LLaVA's format.
+        output: Folder of the checked set.
+        images: Folder that image paths are relative to; by default the one the source lies in.
+        on_fault: "raise" checks everything, writes the report, and then stops if a record has a fault, without a
+            checked set. "drop" leaves such records out; it takes over what "raise" has checked.
+        shards: Also write webdataset shards with the images inside.
+        shard_size: Records that are checked, and make up a shard, at a time.
+        min_size: Shortest side of an image, in pixels.
+        threads: Threads that read and decode images.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    source: str
+    output: str
+    images: str | None = None
+    on_fault: str = "raise"
+    shards: bool = False
+    shard_size: int = 5000
+    min_size: int = 1
+    threads: int = 4
+
+    def __post_init__(self) -> None:
+        if Path(self.source).suffix not in (".json", ".jsonl"):
+            raise ValueError(f"source={self.source!r} must end in .json or .jsonl")
+        if self.on_fault not in ("raise", "drop"):
+            raise ValueError(f"on_fault={self.on_fault!r} is unknown; valid: 'raise', 'drop'")
+        for name in ("shard_size", "min_size", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
+
+    @property
+    def folder(self) -> Path:
+        """The folder of images."""
+        return Path(self.images or Path(self.source).parent)
+
+
+@dataclass(frozen=True)
+class ConversationsReport:
+    """What became of the records.
+
+    Args:
+        records: Records of the source.
+        kept: Records of the checked set.
+        images: Number of images a record of it has, to the number of such records.
+        dropped: Reason to the number of records it kept out.
+        output: Folder of the checked set.
+    """
+
+    records: int
+    kept: int
+    images: dict[str, int]
+    dropped: dict[str, int]
+    output: str
+
+    def __str__(self) -> str:
+        lines = [f"{self.kept} of {self.records} conversations are sound, in {self.output}/{CHECKED}"]
+        lines += [f"with {count} images: {number}" for count, number in self.images.items()]
+        lines += [f"left out {count}: {reason}" for reason, count in self.dropped.items()]
+        return "\n".join(lines)
+
+
+class _Outcome(NamedTuple):
+    images: list[bytes]
+    reason: str = ""
+    details: str = ""
+
+
+def convert_conversations(config: ConvertConversationsConfig, progress: bool = True) -> ConversationsReport:
+    """Check every record and image, from the start or from where an earlier call stopped.
+
+    Args:
+        config: What is converted and how.
+        progress: Show a progress bar.
+
+    Returns:
+        What became of the records.
+
+    Raises:
+        FileNotFoundError: If the source is not there.
+        FileExistsError: If the output holds other files, or a conversion of another source or with other settings.
+        ValueError: If the source is no list of records.
+        CorruptDataError: If records have faults and `on_fault` is "raise"; the report is written first.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> said = [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", "value": "A square."}]
+        >>> _ = (folder / "all.json").write_text(json.dumps([{"id": "1", "image": "1.png", "conversations": said}]))
+        >>> config = ConvertConversationsConfig(f"{folder}/all.json", f"{folder}/checked", on_fault="drop")
+        >>> convert_conversations(config, progress=False).dropped
+        {'image not found': 1}
+    """
+    from tqdm import tqdm
+
+    folder, records = Path(config.output), read_records(Path(config.source))
+    if not records:
+        raise ValueError(f"{config.source!r} holds no record")
+    _claim(folder, config)
+    with (
+        ThreadPoolExecutor(config.threads) as pool,
+        tqdm(total=len(records), unit="record", disable=not progress) as bar,
+    ):
+        for number, first in enumerate(range(0, len(records), config.shard_size)):
+            part = records[first : first + config.shard_size]
+            if (folder / f"{number:05d}_stats.json").exists():
+                bar.update(len(part))
+            else:
+                _check_part(folder, number, part, config, pool, bar)
+    report = _gather(folder, records, config)
+    if report.dropped and config.on_fault == "raise":
+        raise CorruptDataError(f"{report}\n{folder / DROPPED} names them; on_fault='drop' goes on without")
+    return report
+
+
+def _claim(folder: Path, config: ConvertConversationsConfig) -> None:
+    """Mark the folder as that of this conversion, or raise when it is another's."""
+    source = Path(config.source).stat()
+    settings = {**dataclasses.asdict(config), "bytes": source.st_size, "modified": source.st_mtime_ns}
+    for free in _FREE:
+        settings.pop(free)
+    kept = folder / SETTINGS
+    if kept.exists():
+        old = json.loads(kept.read_text())
+        differing = sorted(key for key in {*old, *settings} if old.get(key) != settings.get(key))
+        if differing:
+            changes = "; ".join(f"{key}: {old.get(key)!r} there, {settings.get(key)!r} now" for key in differing)
+            raise FileExistsError(f"{config.output!r} holds another conversion ({changes}); choose another folder")
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{config.output!r} is not empty and holds no conversion; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_text(kept, json.dumps(settings, indent=2) + "\n")
+
+
+def _check_part(
+    folder: Path, number: int, records: Sequence[Any], config: ConvertConversationsConfig, pool: Any, bar: Any
+) -> None:
+    """Check a run of records, write its shard, then its statistics; they are what says that it is whole."""
+    dropped: list[tuple[int, str, str]] = []
+
+    def sound() -> Iterator[dict[str, Any]]:
+        first = number * config.shard_size
+        # A window, because a pool's map would read the whole run into memory ahead of the writer.
+        for start in range(0, len(records), 16 * config.threads):
+            window = records[start : start + 16 * config.threads]
+            for place, outcome in enumerate(pool.map(lambda record: _check(record, config), window), start):
+                if outcome.reason:
+                    dropped.append((first + place, outcome.reason, outcome.details))
+                else:
+                    yield _members(f"{number:05d}{place:05d}", records[place], outcome.images)
+                bar.update()
+
+    if config.shards:
+        from webdataset import TarWriter
+
+        partial = folder / f".{number:05d}.tar.partial"
+        writer = TarWriter(str(partial), mtime=0, user="", group="", encoder=False)
+        try:
+            for sample in sound():
+                writer.write(sample)
+        finally:
+            writer.close()
+        os.replace(partial, folder / f".{number:05d}.tar")
+    else:
+        for _ in sound():
+            pass
+    _write_text(folder / f"{number:05d}_stats.json", json.dumps({"dropped": dropped}) + "\n")
+
+
+def _check(record: Any, config: ConvertConversationsConfig) -> _Outcome:
+    """Check a record and open its images."""
+    try:
+        names = image_names(record) if isinstance(record, dict) else []
+        check_record(record)
+    except ValueError as error:
+        return _Outcome([], "unsound record", str(error))
+    images = []
+    for name in names:
+        path = config.folder / name
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return _Outcome([], "image not found", str(path))
+        except OSError as error:
+            return _Outcome([], "image cannot be read", str(error))
+        try:
+            size = decode_image(data, "RGB").size
+        except ValueError as error:
+            return _Outcome([], "image cannot be decoded", f"{path}: {error}")
+        if min(size) < config.min_size:
+            return _Outcome([], "image too small", f"{path}: {size[0]} x {size[1]}")
+        images.append(data)
+    return _Outcome(images if config.shards else [])
+
+
+def _members(key: str, record: dict[str, Any], images: list[bytes]) -> dict[str, Any]:
+    names = [f"{place}{Path(name).suffix.lower()}" for place, name in enumerate(image_names(record))]
+    return {"__key__": key, "json": json.dumps(record).encode(), **dict(zip(names, images))}
+
+
+def _gather(folder: Path, records: Sequence[Any], config: ConvertConversationsConfig) -> ConversationsReport:
+    """Gather the parts' statistics into the report, and the sound records into one file if they may be all there is."""
+    rows = [row for path in sorted(folder.glob("*_stats.json")) for row in json.loads(path.read_text())["dropped"]]
+    out = {row[0] for row in rows}
+    sound = [record for place, record in enumerate(records) if place not in out]
+    counts = Counter(len(image_names(record)) for record in sound)
+    report = ConversationsReport(
+        records=len(records),
+        kept=len(sound),
+        images={str(number): counts[number] for number in sorted(counts)},
+        dropped=dict(Counter(reason for _, reason, _ in rows).most_common()),
+        output=config.output,
+    )
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["record", "reason", "details"])
+    writer.writerows(rows)
+    _write_text(folder / DROPPED, text.getvalue())
+    _write_text(folder / REPORT, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+    if not rows or config.on_fault == "drop":
+        for path in folder.glob(".*.tar"):
+            os.replace(path, folder / path.name.removeprefix("."))
+        _write_text(folder / CHECKED, json.dumps(sound, ensure_ascii=False) + "\n")
+    return report
+
+
+def _write_text(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(partial, path)

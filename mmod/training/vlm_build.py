@@ -1,0 +1,233 @@
+"""From a config to a vision-language model, routed or dense, and its processor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmod import RoutingConfig, is_routed, route_
+from mmod.adapters import find_parts
+from mmod.blocks import RoutedBlock
+from mmod.data.questions import IMAGE, WORDS
+from mmod.training.config import resolve_routing
+from mmod.training.vlm_config import VlmConfig, VlmModelConfig
+
+__all__ = ["create_processor", "create_vlm", "create_word_processor", "router_parameters"]
+
+_ROLES = ("<user>", "<assistant>")
+_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<' + message['role'] + '> ' }}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image> ' }}{% else %}{{ part['text'] + ' ' }}{% endif %}{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+)
+_WORDS = "words"
+# Where LLaVA-like models of transformers keep their parts.
+_PREFIXES = {
+    "vision": ("vision_tower", "visual"),
+    "projector": ("multi_modal_projector", "visual.merger"),
+    "language": ("language_model",),
+}
+
+
+def create_vlm(config: VlmConfig, on_meta: bool = False) -> tuple[Any, Any]:
+    """Make the model to train and its processor: weights, then routing, then frozen parts, then adapters.
+
+    Args:
+        config: The run's config.
+        on_meta: Make the model without weights, on the meta device.
+
+    Returns:
+        The model, in training mode, and the processor.
+
+    Raises:
+        ValueError: If the model is routed already, has no such part, or an option of LoRA is unknown.
+    """
+    processor = create_processor(config.model)
+    model = _create_model(config, processor, on_meta)
+    if config.routing is not None:
+        if is_routed(model):
+            raise ValueError(f"{config.model.checkpoint!r} is routed already; set `routing: null` to train it as it is")
+        route_(model, **resolve_parts(model, config.routing))
+    _freeze(model, config.frozen)
+    if config.lora is not None:
+        model = _add_adapters(model, config.lora)
+    for parameter in router_parameters(model).values():
+        parameter.requires_grad_(True)
+    return model.train(), processor
+
+
+def create_processor(config: VlmModelConfig) -> Any:
+    """Make the processor that a model's config names.
+
+    Args:
+        config: The model's config.
+
+    Raises:
+        ValueError: If "words" is asked for and the config does not say how large images and patches are.
+    """
+    from transformers import AutoProcessor
+
+    if config.processor != _WORDS:
+        return AutoProcessor.from_pretrained(config.processor or config.checkpoint)
+    vision = (config.config or {}).get("vision_config", {})
+    if not {"image_size", "patch_size"} <= set(vision):
+        raise ValueError("processor 'words' needs model.config.vision_config with image_size and patch_size")
+    return create_word_processor(vision["image_size"], vision["patch_size"])
+
+
+def create_word_processor(image_size: int, patch_size: int) -> Any:
+    """Make a processor for the embedded questions: one token a word, one image token a patch.
+
+    Args:
+        image_size: Side of an image, in pixels.
+        patch_size: Side of a patch, in pixels.
+
+    Returns:
+        A `LlavaProcessor` with a chat template.
+
+    Example:
+        >>> processor = create_word_processor(image_size=12, patch_size=6)
+        >>> processor.tokenizer.decode(processor(text="<image> is there a 7 ?")["input_ids"])
+        '<image> is there a 7 ?'
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>", "<unk>", IMAGE, *_ROLES]
+    words = [*special, *map(str, range(10)), *WORDS]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        extra_special_tokens={"image_token": IMAGE, "user_token": _ROLES[0], "assistant_token": _ROLES[1]},
+    )
+    size = {"height": image_size, "width": image_size}
+    images = CLIPImageProcessor(
+        size=size, crop_size=size, do_resize=False, do_center_crop=False, image_mean=[0.13] * 3, image_std=[0.28] * 3
+    )
+    return LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=patch_size,
+        vision_feature_select_strategy="full",
+        num_additional_image_tokens=0,
+        chat_template=_TEMPLATE,
+    )
+
+
+def resolve_parts(model: nn.Module, routing: Mapping[str, Mapping[str, Any]]) -> dict[str, RoutingConfig]:
+    """Make the routing config of each part; presets are told how deep the part is.
+
+    Args:
+        model: The model, not routed.
+        routing: Name of each part to fields of `RoutingConfig`, or `preset: NAME` with changes.
+
+    Raises:
+        ValueError: If the model has no such part, or a field is unknown.
+    """
+    parts = find_parts(model)
+    unknown = sorted(set(routing) - set(parts))
+    if unknown:
+        raise ValueError(f"this model has no part {', '.join(unknown)}; it has {', '.join(parts)}")
+    configs = {}
+    for name, fields in routing.items():
+        known = {"depth": len(parts[name]().blocks)} if "preset" in fields else {}
+        configs[name] = resolve_routing({**known, **fields})
+    return configs
+
+
+def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model's routers by name, a shared one once.
+
+    Args:
+        model: Any model.
+    """
+    wanted = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, RoutedBlock)
+        for part in (module.router, module.router.score)
+        if isinstance(part, nn.Module)
+        for parameter in part.parameters()
+    }
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in wanted}
+
+
+def _create_model(config: VlmConfig, processor: Any, on_meta: bool) -> Any:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    source = config.model
+    if source.config is None and not on_meta:
+        assert source.checkpoint is not None
+        if _was_routed(source.checkpoint):
+            from mmod import load_pretrained
+
+            return load_pretrained(source.checkpoint)
+        return AutoModelForImageTextToText.from_pretrained(source.checkpoint, **source.args)
+    if source.config is None:
+        described = AutoConfig.from_pretrained(str(source.checkpoint))
+    else:
+        described = AutoConfig.for_model(
+            **_with_words(source.config, processor) if source.processor == _WORDS else source.config
+        )
+    torch.manual_seed(config.seed)
+    known = {name: source.args[name] for name in ("dtype", "attn_implementation") if name in source.args}
+    with torch.device("meta" if on_meta else "cpu"):
+        return AutoModelForImageTextToText.from_config(described, **known)
+
+
+def _was_routed(folder: str) -> bool:
+    path = Path(folder) / "config.json"
+    return path.is_file() and "mmod" in json.loads(path.read_text())
+
+
+def _with_words(fields: Mapping[str, Any], processor: Any) -> dict[str, Any]:
+    """Fill in what the tokenizer decides."""
+    tokenizer = processor.tokenizer
+    text = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    return {
+        **fields,
+        "image_token_index": processor.image_token_id,
+        "text_config": {**text, **fields.get("text_config", {})},
+    }
+
+
+def _freeze(model: nn.Module, parts: list[str]) -> None:
+    for part in parts:
+        frozen = 0
+        for name, parameter in model.named_parameters():
+            found = [kind for kind, prefixes in _PREFIXES.items() if any(f"{prefix}." in name for prefix in prefixes)]
+            # A projector can lie inside the tower; its longer prefix is the one that tells.
+            kind = "projector" if "projector" in found else next(iter(found), "language")
+            if kind == part:
+                parameter.requires_grad_(False)
+                frozen += 1
+        if not frozen:
+            raise ValueError(f"{type(model).__name__} has no part {part!r} to freeze")
+
+
+def _add_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
+    from dataclasses import fields as fields_of
+
+    from peft import LoraConfig, get_peft_model
+
+    known = [item.name for item in fields_of(LoraConfig)]
+    unknown = sorted(set(fields) - set(known))
+    if unknown:
+        raise ValueError(f"unknown option of LoRA {', '.join(unknown)}; valid ones are {', '.join(known)}")
+    return get_peft_model(model, LoraConfig(**fields))
