@@ -15,7 +15,7 @@ ROUTERS = ("attention", "linear", "random", "stride", "norm")
 SELECTIONS = ("topk", "threshold")
 GATES = ("identity", "linear", "sigmoid", "tanh")
 LOSSES = ("membership", "load", "capacity", "importance")
-LAYOUTS = ("every_other", "all")
+LAYOUTS = ("every_other", "late", "all")
 CONTEXTS = ("kept", "all")
 SKIPPABLE = ("image", "all")
 GATED = ("update", "mlp", "branches")
@@ -106,7 +106,8 @@ class RoutingConfig:
             "linear" (learned), the controls "random", "stride" and "norm", or a function from tokens (B, N, D) to
             scores (B, N).
         capacity: Share of tokens kept, in (0, 1], prefix tokens included; one number or one for each routed block.
-        blocks: "every_other" (1, 3, 5, ...), "all", or the indices of the blocks to route.
+        blocks: "every_other" (1, 3, 5, ...), "late" (all after the first third; attention routing then keeps the same
+            tokens in all of them, those that the last dense block attends to), "all", or the indices of the blocks.
         select: "topk" keeps `max(1, floor(capacity * N))` tokens of every image; "threshold" keeps those whose
             squashed score reaches `threshold`.
         context: What a kept token attends to: the "kept" tokens of its image, as in MoD, or "all" of them, whose keys
@@ -266,6 +267,8 @@ class RoutingConfig:
         """
         if self.blocks == "every_other":
             blocks = tuple(range(1, depth, 2))
+        elif self.blocks == "late":
+            blocks = tuple(range(max(1, depth // 3), depth))
         elif self.blocks == "all":
             blocks = tuple(range(depth))
         else:

@@ -32,7 +32,7 @@ class TestConfig:
             ),
             ({"capacity": 0.0}, r"capacity must be in \(0, 1\], got 0.0"),
             ({"capacity": 1.5}, r"capacity must be in \(0, 1\], got 1.5"),
-            ({"blocks": "odd"}, "blocks must be one of 'every_other', 'all', got 'odd'"),
+            ({"blocks": "odd"}, "blocks must be one of 'every_other', 'late', 'all', got 'odd'"),
             ({"select": "top-k"}, "select must be one of 'topk', 'threshold', got 'top-k'"),
             ({"gate": "relu"}, "gate must be one of 'identity', 'linear', 'sigmoid', 'tanh', got 'relu'"),
             ({"gate": "tanh"}, "gate 'tanh' needs a score that learns"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -193,6 +194,17 @@ def test_the_context_of_all_needs_fused_attention() -> None:
     assert not mmod.is_routed(model)
 
 
+def test_late_blocks_keep_the_tokens_the_last_dense_block_attends_to() -> None:
+    name = "deit_tiny_distilled_patch16_224"
+    model = mmod.route_(make_model(name, depth=6), RoutingConfig(blocks="late", capacity=0.3)).double()
+    images = make_images(name, 2).double()
+    assert list(mmod.routed_blocks(model)) == [f"blocks.{index}" for index in (2, 3, 4, 5)]
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        close(model(images), reference_forward(model, images), 1e-6)
+    first, *others = decisions.values()
+    assert all(torch.equal(first.index_BK, other.index_BK) for other in others)
+
+
 def test_a_single_token_is_routed() -> None:
     model = make_model("vit_base_patch16_siglip_224", img_size=16)
     images = torch.randn(2, 3, 16, 16)
@@ -254,13 +266,14 @@ def test_packed_rows_equal_padded_rows(name: str, skipped: bool, monkeypatch: py
 
 
 def test_packing_is_refused_where_it_would_be_wrong() -> None:
-    dropping = mmod.route_(make_model("vit_tiny_patch16_224", drop_path_rate=0.5), ROUTERS["threshold"]).train()
-    rotary = mmod.route_(make_model("eva02_tiny_patch14_224"), ROUTERS["threshold"])
-    block = mmod.routed_blocks(dropping)["blocks.3"]
-    assert not block.mod.host.packs(block, {})
-    assert block.mod.host.packs(block.eval(), {})
-    block = mmod.routed_blocks(rotary)["blocks.1"]
-    assert not block.mod.host.packs(block, {"rope": torch.zeros(1)})
+    block = mmod.routed_blocks(mmod.route_(make_model("vit_tiny_patch16_224"), ROUTERS["threshold"]))["blocks.3"]
+    assert block.mod.host.packs(block, {"is_causal": True})
+    assert not block.mod.host.packs(block, {"attn_mask": torch.zeros(1)})
+    biased = mmod.route_(make_model("beitv2_base_patch16_224", use_rel_pos_bias=False, use_shared_rel_pos_bias=True))
+    block = mmod.routed_blocks(biased)["blocks.1"]
+    assert not block.mod.host.packs(block, {"shared_rel_pos_bias": torch.zeros(1)})
+    written_out = dataclasses.replace(block.mod.host, fused=False)
+    assert not written_out.packs(block, {})
 
 
 @pytest.mark.parametrize(
