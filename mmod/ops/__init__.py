@@ -8,11 +8,13 @@ from mmod.ops.packed import Packing, attend_within, pack_rows, packed_attention
 from mmod.ops.reference import inverse_rows, lerp_rows
 from mmod.ops.routed import routed_attention
 from mmod.ops.rows import gather_norm, gather_rows, merge_rows, scatter_rows
+from mmod.ops.select import Selection, select_topk
 
 __all__ = [
     "Backend",
     "Packing",
     "Projection",
+    "Selection",
     "attend_to_all",
     "attend_within",
     "attention_importance",
@@ -30,5 +32,6 @@ __all__ = [
     "packed_attention",
     "routed_attention",
     "scatter_rows",
+    "select_topk",
     "use",
 ]

@@ -85,7 +85,7 @@ def select_topk(
     count = kept_count(score_BN.shape[1], capacity, prefix)
     if choose("select_topk", score_BN, tokens=score_BN.shape[1]) is Backend.TRITON:
         share = capacity.numerator, capacity.denominator
-        index_BK, valid_BK, inverse_BN, gate_BK = _select_topk(
+        gate_BK, index_BK, valid_BK, inverse_BN = _select_topk(
             score_BN, count, prefix, valid_BN, protect_BN, *share, gate, scale
         )
         return Selection(
@@ -210,7 +210,7 @@ def _select_topk(
     gate: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return indices, filled slots (nothing without valid), inverse map and gates (nothing for identity)."""
+    """Return gates (nothing for identity), indices, filled slots (nothing without valid) and the inverse map."""
     from mmod.ops.triton import select
 
     return select.select(score, count, prefix, valid, protect, numerator, denominator, gate, scale)
@@ -223,21 +223,21 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     shape = (score.shape[0], count)
     return (
+        score.new_empty((0,) if gate == "identity" else shape),
         score.new_empty(shape, dtype=torch.int64),
         score.new_empty((0,) if valid is None else shape, dtype=torch.bool),
         score.new_empty(score.shape, dtype=torch.int32),
-        score.new_empty((0,) if gate == "identity" else shape),
     )
 
 
 def _keep_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.gate, ctx.scale = inputs[7:]
-    ctx.save_for_backward(inputs[0], output[2])
+    ctx.save_for_backward(inputs[0], output[3])
 
 
 def _gate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     score, inverse = ctx.saved_tensors
-    grad = None if ctx.gate == "identity" else _gate_grad(grads[3], score, inverse, ctx.gate, ctx.scale)
+    grad = None if ctx.gate == "identity" else _gate_grad(grads[0], score, inverse, ctx.gate, ctx.scale)
     return grad, *(None,) * 8
 
 

@@ -56,6 +56,7 @@ _INDEX = {"index": "*i64"}
 _STATISTICS = {"mean": "*fp32", "scale": "*fp32"}
 _MERGE = {"gate": "*fp32", "valid": "*u8"}
 _ROWS = {"start_q": "*i32", "start_k": "*i32", "index_q": "*i64", "index_k": "*i64", "valid": "*i1"}
+_MASKS = {"valid": "*u8", "protect": "*u8", "filled": "*u8", "index": "*i64", "inverse": "*i32"}
 CASES: dict[str, list[Case]] = {
     "attention.forward_kernel": attention_cases("q k v out", {"lse": "*fp32", **_ROWS}, backward=False),
     "attention.query_gradient_kernel": attention_cases(
@@ -91,6 +92,15 @@ CASES: dict[str, list[Case]] = {
         row_case("bf16", "grad_z grad_normed z weight grad_x",
                  {**_INDEX, **_STATISTICS, "grad_weight": "*fp32", "grad_bias": "*fp32"},
                  CENTRED=True, HAS_WEIGHT=True, CHUNK=32, ROWS=2, CHANNELS=1024),
+    ],
+    "select.gate_grad_kernel": [
+        row_case("fp32", "grad score out", {"inverse": "*i32", "factor": "fp32"}, GATE=3, BLOCK=1024),
+    ],
+    "select.select_kernel": [
+        row_case("fp32", "score gate", {**_MASKS, "factor": "fp32"}, HAS_VALID=True, HAS_PROTECT=True, GATE=3,
+                 BLOCK=256, num_warps=1),
+        row_case("fp32", "score gate", {**_MASKS, "factor": "fp32"}, HAS_VALID=False, HAS_PROTECT=False, GATE=0,
+                 BLOCK=8192, num_warps=8),
     ],
 }  # fmt: skip
 

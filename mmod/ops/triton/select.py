@@ -117,7 +117,7 @@ def select(
     score_BN: Tensor, count: int, prefix: int, valid_BN: Tensor | None, protect_BN: Tensor | None,
     numerator: int, denominator: int, gate: str, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return indices (B, K), filled slots (B, K), inverse map (B, N) and gates (B, K); what is not asked for is empty.
+    """Return gates, indices, filled slots (B, K) and inverse map (B, N); what is not asked for is empty.
 
     Args:
         score_BN: Raw scores (B, N).
@@ -147,7 +147,7 @@ def select(
                 HAS_VALID=valid_BN is not None, HAS_PROTECT=protect_BN is not None, GATE=GATES[gate], BLOCK=block,
                 num_warps=1 if block <= 256 else 4 if block <= 2048 else 8,
             )  # fmt: skip
-    return index, filled, inverse, weight
+    return weight, index, filled, inverse
 
 
 def gate_grad(grad_BK: Tensor, score_BN: Tensor, inverse_BN: Tensor, gate: str, scale: float) -> Tensor:
