@@ -269,7 +269,7 @@ def test_packing_is_refused_where_it_would_be_wrong() -> None:
     block = mmod.routed_blocks(mmod.route_(make_model("vit_tiny_patch16_224"), ROUTERS["threshold"]))["blocks.3"]
     assert block.mod.host.packs(block, {"is_causal": True})
     assert not block.mod.host.packs(block, {"attn_mask": torch.zeros(1)})
-    biased = mmod.route_(make_model("beitv2_base_patch16_224", use_rel_pos_bias=False, use_shared_rel_pos_bias=True))
+    biased = mmod.route_(make_model("beit_base_patch16_224"))
     block = mmod.routed_blocks(biased)["blocks.1"]
     assert not block.mod.host.packs(block, {"shared_rel_pos_bias": torch.zeros(1)})
     written_out = dataclasses.replace(block.mod.host, fused=False)

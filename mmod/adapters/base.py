@@ -157,6 +157,7 @@ class NamedArguments:
         projections: Weights of the linear maps in front of attention, by name, each with how many of its leading
             features serve the token itself and not as key or value.
         attention_calls: Calls of `scaled_dot_product_attention` in one pass through the block.
+        draws_paths: Stochastic depth draws one Bernoulli number for each sequence of a batch.
         entry: Name of the norm that the block starts with and that can be fused with gathering rows, or empty.
     """
 
@@ -165,6 +166,7 @@ class NamedArguments:
     fused: bool = False
     projections: tuple[tuple[str, int], ...] = ()
     attention_calls: int = 1
+    draws_paths: bool = False
     entry: str = ""
 
     @property
@@ -195,10 +197,18 @@ class NamedArguments:
         return None
 
     def packs(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
-        """Masks and positions have no packed form, and stochastic depth would drop all images at once."""
-        if not self.fused or arguments:
+        """Masks have no packed form, nor has stochastic depth where packed rows cannot tell for which images it is."""
+        if not self.fused or not arguments.keys() <= {"rope", "is_causal"}:
             return False
-        return not (block.training and any(getattr(module, "drop_prob", 0) for module in block.modules()))
+        drops = block.training and any(getattr(module, "drop_prob", 0) for module in block.modules())
+        return self.draws_paths or not drops
+
+    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, row_T: Tensor) -> dict[str, Any]:
+        """Return the arguments for the packed rows of many images."""
+        packed = dict(arguments)
+        if "rope" in packed:
+            packed["rope"] = pack_rope(packed["rope"], row_T, x_BND.shape[1], self.rope_prefix)
+        return packed
 
     def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
         """Return the arguments for the kept tokens alone."""
@@ -322,6 +332,28 @@ def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
     rope = rope[(None,) * (4 - rope.ndim)].expand(index_BK.shape[0], -1, -1, -1)
     position = (index_BK[:, prefix:] - prefix)[:, None, :, None]
     return rope.gather(2, position.expand(-1, rope.shape[1], -1, rope.shape[3]))
+
+
+def pack_rope(rope: Tensor, row_T: Tensor, tokens: int, prefix: int) -> Tensor:
+    """Take the rotary embeddings of packed rows.
+
+    The host leaves out the first `prefix` rows of the sequence, which belong to its first image. To those of the other
+    images it applies the identity, a sine of 0 and a cosine of 1.
+
+    Args:
+        rope: Embeddings (N - prefix, E), (H, N - prefix, E) or (B, 1 or H, N - prefix, E), sines before cosines.
+        row_T: Place of each row among all tokens of the batch (T).
+        tokens: N.
+        prefix: Leading tokens of every image without an embedding.
+
+    Returns:
+        Embeddings (1, 1 or H, T - prefix, E).
+    """
+    rope = rope[(None,) * (4 - rope.ndim)]
+    identity = (torch.arange(rope.shape[-1], device=rope.device) >= rope.shape[-1] // 2).to(rope.dtype)
+    whole = torch.cat([identity.expand(*rope.shape[:2], prefix, -1), rope], dim=2)
+    place_T = row_T if rope.shape[0] > 1 else row_T % tokens
+    return whole.transpose(0, 1).flatten(1, 2).index_select(1, place_T[prefix:]).unsqueeze(0)
 
 
 def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.dtype) -> Tensor | None:

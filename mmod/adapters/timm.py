@@ -122,6 +122,7 @@ def _host_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
         names=tuple(parameters),
         rope_prefix=rope_prefix,
         fused=fused,
+        draws_paths=True,
         projections=tuple(projections),
         # Differential attention subtracts two maps, each from a call of its own.
         attention_calls=sum(2 if isinstance(module, DiffAttention) else 1 for module in attentions.values()),

@@ -30,7 +30,7 @@ def run_packed(
     x_BND: Tensor,
     routing: Routing,
     block: Callable[..., Tensor],
-    arguments: Callable[[Tensor], Mapping[str, Any]] = lambda row_T: {},
+    arguments: Callable[[Tensor], Mapping[str, Any]],
 ) -> Tensor:
     """Run a block on the kept rows of a batch, packed, and write them back.
 

@@ -49,7 +49,7 @@ class RoutedBlock(nn.Module):
         self.mod.record(routing, self.training)
         to_all = self.router.config.context == "all"
         if routing.valid_BK is not None and routing.total and not to_all and host.packs(self, arguments):
-            return run_packed(x, routing, super().forward)
+            return run_packed(x, routing, super().forward, lambda row_T: host.pack(arguments, x, row_T))
         z_BKD = enter_block(x, routing, getattr(self, host.entry) if host.entry else None)
         if not routing.index_BK.shape[1]:
             y_BKD = z_BKD

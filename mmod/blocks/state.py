@@ -40,6 +40,10 @@ class BlockHost(Protocol):
         """Return whether the block may run on one sequence of many images whose attention is kept apart."""
         ...
 
+    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, row_T: Tensor) -> dict[str, Any]:
+        """Return the arguments for that one sequence, given the places of its rows among all tokens of the batch."""
+        ...
+
     def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
         """Return the arguments for the kept tokens alone."""
         ...

@@ -81,6 +81,10 @@ class DecoderLayerHost:
         """Causal attention has no packed form here."""
         return False
 
+    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, row_T: Tensor) -> dict[str, Any]:
+        """Never asked for, see `packs`."""
+        raise NotImplementedError("language models run padded rows")
+
     def attend_to_all(
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
         z_BKD: Tensor, routing: Routing,
@@ -147,21 +151,22 @@ class DecoderLayerHost:
         valid_BK = None if routing is None else routing.valid_BK
         ragged = valid_BK is not None or (cache is not None and cache.ragged)
         query_BK = seen + index_BK
-        if cache is None:
-            key_BL, valid_BL = query_BK, torch.ones_like(query_BK, dtype=torch.bool) if valid_BK is None else valid_BK
-        else:
-            key_BL, valid_BL = cache.joined(query_BK, valid_BK)
-        if "flash" in self.config._attn_implementation:
-            self._check_flash(seen + x_BND.shape[1])
-            return valid_BL if ragged else None
-        if self.config._attn_implementation not in ("sdpa", "eager"):
+        if self.config._attn_implementation not in ("sdpa", "eager") and not self._is_flash:
             raise ValueError(
                 f"attention {self.config._attn_implementation!r} has no mask that can be narrowed to kept tokens; "
                 "load the model with attn_implementation 'sdpa', 'eager' or 'flash_attention_2'"
             )
-        if mask is None and not ragged:
+        if self._is_flash:
+            self._check_flash(seen + x_BND.shape[1])
+        if not ragged and (mask is None or self._is_flash):
             # Without a mask attention is causal, and that is right for kept tokens in their own order too.
             return None
+        if cache is None:
+            key_BL, valid_BL = query_BK, torch.ones_like(query_BK, dtype=torch.bool) if valid_BK is None else valid_BK
+        else:
+            key_BL, valid_BL = cache.joined(query_BK, valid_BK)
+        if self._is_flash:
+            return valid_BL
         if mask is None:
             pairs = (key_BL.unsqueeze(1) <= query_BK.unsqueeze(2)).unsqueeze(1)
         else:
@@ -178,6 +183,10 @@ class DecoderLayerHost:
         if pairs.dtype == torch.bool:
             return pairs & ~hidden
         return pairs.masked_fill(hidden, torch.finfo(pairs.dtype).min)
+
+    @property
+    def _is_flash(self) -> bool:
+        return "flash" in self.config._attn_implementation
 
     def _check_flash(self, length: int) -> None:
         window = getattr(self.config, "sliding_window", None)
