@@ -1,33 +1,47 @@
 """Draw the accuracy/FLOPs/latency trade-off: `python tools/tradeoff.py CONFIG [--key value]`.
 
 `python tools/tradeoff.py configs/tradeoff/digits.yaml --seeds 3` repeats the study for three seeds and draws error
-bars; `--help` lists every key. Started again, the same command goes on where it was interrupted.
+bars; `--help` lists every key. A config with `kind: pairs` is a study of image-text models, of retrieval and zero-shot
+accuracy. Started again, the same command goes on where it was interrupted.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from mmod.training.tradeoff import TradeoffConfig, run_tradeoff
+from mmod.training.tradeoff import TradeoffConfig, read_yaml, run_tradeoff
 
 
 def main(arguments: list[str]) -> None:
     """Run the study that the command line names, print its table and say where the pictures are."""
+    kind, run = choose(arguments)
     parser = ArgumentParser(
         usage="%(prog)s CONFIG [--key value]",
         description="Draw the accuracy/FLOPs/latency trade-off.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="The config file; its place is the first argument.")
-    parser.add_class_arguments(TradeoffConfig)
+    parser.add_class_arguments(kind)
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
     options = parser.parse_args(arguments)
     options.pop("config", None)
-    result = run_tradeoff(TradeoffConfig(**options.as_dict()))
+    result = run(kind(**options.as_dict()))
     print(f"\n{result.table()}\n\nTable and pictures: {result.folder}")
+
+
+def choose(arguments: list[str]) -> tuple[type, Callable[..., Any]]:
+    """Return the config and the study that the config file asks for."""
+    given = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if given is not None and read_yaml(given).get("kind") == "pairs":
+        from mmod.training.clip_tradeoff import ClipTradeoffConfig, run_clip_tradeoff
+
+        return ClipTradeoffConfig, run_clip_tradeoff
+    return TradeoffConfig, run_tradeoff
 
 
 if __name__ == "__main__":
