@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Result = Tensor | tuple[Tensor, ...]
+from mmod.measuring.op_cases.base import Result
 
 
 def packed_rivals(lengths: list[int], device: torch.device, dtype: torch.dtype) -> dict[str, Callable[..., Result]]:
