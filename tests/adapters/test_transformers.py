@@ -221,7 +221,7 @@ def test_wrong_use_is_refused() -> None:
 
 def test_unmasked_attention_implementations_are_refused() -> None:
     model = mmod.route_(make_language("llama"), LINEAR.replace(blocks=(0,)))
-    model.config._attn_implementation = "flex_attention"
+    model.config._attn_implementation = "an attention of its own"
     with torch.no_grad(), pytest.raises(ValueError, match="no mask that can be narrowed"):
         model(**words())
 
