@@ -108,7 +108,7 @@ def prefill_flops(
             own = tokens - sum(free) + _kept(name, block, free, share)
         rows.append(_row(name, block, tokens, own, host.dim))
     heads = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "lm_head"]
-    head = sum(2 * host.dim * int(module.out_features) for module in heads)  # type: ignore[arg-type]
+    head = sum(2 * host.dim * int(module.out_features) for module in heads)
     return PrefillFlops(tokens, sum(images), tuple(rows), head)
 
 

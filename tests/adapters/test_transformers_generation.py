@@ -201,6 +201,15 @@ def test_cache_layer_keeps_what_it_was_told(lengths: list[int], window: int | No
     layer, seen, expected = RoutedLayer(window), 0, [[], []]  # type: ignore[var-annotated]
     for tokens in lengths:
         keep = torch.rand(2, tokens, generator=generator) < 0.5
+        if tokens and torch.rand((), generator=generator) < 0.3:
+            keep[:] = True
+            layer.announce_all(tokens)
+            key = torch.arange(seen, seen + tokens).float().expand(2, -1)[:, None, :, None]
+            layer.update(key, key)
+            for row in range(2):
+                expected[row] += range(seen, seen + tokens)
+            seen += tokens
+            continue
         slots = int(keep.sum(1).max()) if tokens else 0
         index = torch.sort((~keep).int(), dim=1, stable=True).indices[:, :slots]
         valid = keep.gather(1, index)
@@ -212,14 +221,14 @@ def test_cache_layer_keeps_what_it_was_told(lengths: list[int], window: int | No
             expected[row] += [seen + place for place in range(tokens) if keep[row, place]]
         seen += tokens
         assert layer.get_seq_length() == seen
-    if layer.position_BL is None or layer.valid_BL is None:
-        return
+    nothing = torch.zeros(2, 0, dtype=torch.long)
+    position, valid = layer.joined(nothing, None)
     oldest = 0 if window is None else seen - window + 1
     for row in range(2):
-        held = layer.position_BL[row][layer.valid_BL[row]].tolist()
+        held = position[row][valid[row]].tolist()
         assert [p for p in held if p >= oldest] == [p for p in expected[row] if p >= oldest]
     if layer.keys is not None:
-        assert torch.equal(layer.keys[:, 0, :, 0].long(), layer.position_BL)
+        assert torch.equal(layer.keys[:, 0, :, 0].long(), position)
 
 
 def test_cache_layer_takes_tokens_back() -> None:

@@ -20,6 +20,8 @@ class RoutedLayer(DynamicLayer):
     Args:
         sliding_window: Tokens that a query sees, itself included, or None for all.
 
+    Where all tokens of a step run, as in decoding, their places are counted and only written down when asked for.
+
     Attributes:
         seen: Logical length: tokens seen, kept or not.
         position_BL: Where each slot's token stands among the seen ones (B, L); None before the first.
@@ -38,6 +40,7 @@ class RoutedLayer(DynamicLayer):
         self.valid_BL: Tensor | None = None
         self.kept_B1: Tensor | int = 0
         self.ragged = False
+        self._counted = 0
 
     def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
         """Say which tokens `update` is about to be given; without any slot, there is no such call.
@@ -48,8 +51,19 @@ class RoutedLayer(DynamicLayer):
             tokens: Tokens seen in this step, kept or not.
         """
         self.position_BL, self.valid_BL = self.joined(position_BK, valid_BK)
+        self._counted = 0
         self.kept_B1 = self.kept_B1 + (position_BK.shape[1] if valid_BK is None else valid_BK.sum(1, keepdim=True))
         self.ragged = self.ragged or valid_BK is not None
+        self.seen += tokens
+
+    def announce_all(self, tokens: int) -> None:
+        """Say that `update` is about to be given all tokens of this step.
+
+        Args:
+            tokens: Their number.
+        """
+        self.kept_B1 = self.kept_B1 + tokens
+        self._counted += tokens
         self.seen += tokens
 
     def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -60,19 +74,28 @@ class RoutedLayer(DynamicLayer):
             valid_BK: False where a new slot is empty (B, K), or None.
         """
         valid_BK = torch.ones_like(position_BK, dtype=torch.bool) if valid_BK is None else valid_BK
+        self._write_down(position_BK)
         if self.position_BL is None or self.valid_BL is None:
             return position_BK, valid_BK
         return torch.cat([self.position_BL, position_BK], dim=1), torch.cat([self.valid_BL, valid_BK], dim=1)
 
+    def _write_down(self, like: Tensor) -> None:
+        """Turn counted tokens into positions, for as many samples and on the device of `like`."""
+        if not self._counted:
+            return
+        new_L = torch.arange(self.seen - self._counted, self.seen, device=like.device)
+        new_BL = new_L.expand(like.shape[0], -1)
+        self._counted = 0
+        self.position_BL, self.valid_BL = self.joined(new_BL, None)
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, H, K, E) of the announced tokens and return all of them (B, H, L, E)."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        assert self.position_BL is not None
-        if keys.shape[2] != self.position_BL.shape[1]:
-            raise RuntimeError(
-                f"a routed layer's cache was told of {self.position_BL.shape[1]} tokens and given {keys.shape[2]}"
-            )
+        told = self._counted + (0 if self.position_BL is None else self.position_BL.shape[1])
+        if keys.shape[2] != told:
+            raise RuntimeError(f"a routed layer's cache was told of {told} tokens and given {keys.shape[2]}")
         if self.sliding_window is not None and not self.record_past and keys.shape[2] >= self.sliding_window:
+            self._write_down(keys)
             self._forget()
         return keys, values
 
@@ -118,6 +141,8 @@ class RoutedLayer(DynamicLayer):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
+        if self.keys is not None:
+            self._write_down(self.keys)
         self.seen += tokens_to_remove
         if self.position_BL is None or self.valid_BL is None:
             return
@@ -135,7 +160,8 @@ class RoutedLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.seen, self.position_BL, self.valid_BL, self.kept_B1, self.ragged = 0, None, None, 0, False
+        self.seen, self._counted, self.position_BL, self.valid_BL = 0, 0, None, None
+        self.kept_B1, self.ragged = 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the samples of the beams that go on."""

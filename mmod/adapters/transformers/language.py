@@ -115,6 +115,7 @@ class RoleHook(DescribedRouting):
         self.image_ids = tuple(int(token) for token in found if token is not None) if entry is not text else ()
         self.tokens = config.tokens or ("image" if entry is not text else "all")
         self.config = config
+        self.names = tuple(inspect.signature(type(entry).forward).parameters)[1:]
         if self.tokens == "image" and not self.image_ids:
             raise ValueError(
                 f"only image tokens may be skipped, but this {type(entry).__name__} says nothing of an image token: "
@@ -130,8 +131,7 @@ class RoleHook(DescribedRouting):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add the roles of the tokens to the keywords that reach every layer."""
         protected_BN = kwargs.pop(PROTECTED, None)
-        names = inspect.signature(type(module).forward).parameters
-        given = {**dict(zip(list(names)[1:], args)), **kwargs}
+        given = {**dict(zip(self.names, args)), **kwargs}
         kwargs[ROLES] = self.roles(module, given, protected_BN)
         return args, kwargs
 

@@ -108,9 +108,10 @@ class DecoderLayerHost:
     def announce(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> None:
         """Tell the layer's cache which tokens it is about to be given."""
         cache = self._cache(arguments)
-        if cache is not None:
-            valid_BK = None if routing is None else routing.valid_BK
-            cache.announce(cache.seen + _index(x_BND, routing), valid_BK, x_BND.shape[1])
+        if cache is not None and routing is None:
+            cache.announce_all(x_BND.shape[1])
+        elif cache is not None and routing is not None:
+            cache.announce(cache.seen + routing.index_BK, routing.valid_BK, x_BND.shape[1])
 
     def narrow(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, compact: bool = False
@@ -124,6 +125,9 @@ class DecoderLayerHost:
             compact: Count rotary positions among kept tokens.
         """
         narrowed, cache = dict(arguments), self._cache(arguments)
+        whole = routing is None and (cache is None or not cache.ragged) and not compact
+        if whole and arguments.get("attention_mask") is None:
+            return narrowed
         index_BK = _index(x_BND, routing)
         narrowed["attention_mask"] = self._mask(arguments.get("attention_mask"), x_BND, index_BK, routing, cache)
         if compact and self.rotary is not None:
