@@ -24,6 +24,8 @@ from mmod.data.stream import Batch, checked, kept_random_state, seed_all, unchan
 
 # Faults within one batch after which nothing good is to be expected of the shards.
 _MOST_FAULTS = 100_000
+# Samples held before the first is given away; from then on the buffer grows by every second one until it is full.
+_FIRST = 1000
 
 
 def stream_shard(url: str) -> Iterator[tuple[str, bytes, bytes] | Fault]:
@@ -184,7 +186,7 @@ class ResampledStream:
     def _shuffled(self, rng: random.Random) -> Iterator[tuple[str, str, bytes, bytes] | Fault]:
         """Yield samples from a buffer in random order, and faults at once."""
         held: list[tuple[str, str, bytes, bytes]] = []
-        barren = 0
+        barren = count = 0
         while True:
             url = rng.choice(self.urls)
             barren += 1
@@ -194,7 +196,8 @@ class ResampledStream:
                     continue
                 barren = 0
                 held.append((url, *found))
-                if len(held) >= self.shuffle:
+                count += 1
+                if len(held) >= self.shuffle or (len(held) >= _FIRST and count % 2):
                     place = rng.randrange(len(held))
                     held[place], held[-1] = held[-1], held[place]
                     yield held.pop()

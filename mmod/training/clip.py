@@ -87,6 +87,7 @@ class ImageText(Recipe[ClipConfig, ClipResult]):
             self.config.precision,
             zero_shot=self.config.zero_shot,
             transform=self.transform,
+            workers=self.config.data.workers,
             place=(process.rank, process.world),
             progress=progress,
         )

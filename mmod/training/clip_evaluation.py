@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,7 @@ def evaluate_clip(
     *,
     zero_shot: str | None = None,
     transform: Transform | None = None,
+    workers: int = 0,
     place: tuple[int, int] = (0, 1),
     progress: bool = False,
 ) -> ClipResult:
@@ -98,6 +99,7 @@ def evaluate_clip(
         precision: "fp32", "bf16" or "fp16".
         zero_shot: "scenes", "imagenet:FOLDER" or None; see `ClipConfig`.
         transform: From a PIL image to a tensor, for the images of a folder.
+        workers: Worker processes that read the images of a folder.
         place: Number of this process and number of processes.
         progress: Show a bar.
 
@@ -122,7 +124,8 @@ def evaluate_clip(
                 else:
                     folder = zero_shot.partition(":")[2]
                     assert transform is not None
-                    guesses = _classify_folder(model, tokenizer, folder, transform, device, place, progress)
+                    batches = _folder_batches(folder, transform, workers, place)
+                    guesses = _classify_folder(model, tokenizer, tqdm(batches, disable=not progress), device)
     finally:
         model.train(was_training)
     return ClipResult(
@@ -218,17 +221,11 @@ def _classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: T
     return _top(logits, torch.tensor(classes, device=images.device))
 
 
-def _classify_folder(
-    model: Any,
-    tokenizer: Tokenizer,
-    folder: str,
-    transform: Callable[..., Tensor],
-    device: torch.device,
-    place: tuple[int, int],
-    progress: bool,
-) -> tuple[float, float]:
-    """Classify the images in FOLDER/CLASS/ by open_clip's ImageNet names and templates."""
-    from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
+def _folder_batches(
+    folder: str, transform: Transform, workers: int, place: tuple[int, int]
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return the batches of this process of the images in FOLDER/CLASS/."""
+    from open_clip import IMAGENET_CLASSNAMES
     from torch.utils.data import DataLoader, Subset
     from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
 
@@ -237,10 +234,20 @@ def _classify_folder(
         raise ValueError(
             f"{folder!r} holds {len(data.classes)} classes, ImageNet's validation set has {len(IMAGENET_CLASSNAMES)}"
         )
+    mine = Subset(data, range(place[0], len(data), place[1]))
+    loader: Iterable[tuple[Tensor, Tensor]] = DataLoader(mine, batch_size=64, num_workers=workers)
+    return loader
+
+
+def _classify_folder(
+    model: Any, tokenizer: Tokenizer, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
+) -> tuple[float, float]:
+    """Classify images by open_clip's ImageNet names and templates."""
+    from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
+
     weights = _classifier(model, tokenizer, IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES)
-    loader = DataLoader(Subset(data, range(place[0], len(data), place[1])), batch_size=64, num_workers=4)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, classes in tqdm(loader, desc="zero-shot", disable=not progress, leave=False):
+    for images, classes in batches:
         logits = model.encode_image(images.to(device), normalize=True).float() @ weights
         first, five = _top(logits, classes.to(device))
         sums += len(images) * torch.tensor([first, five, 1.0], dtype=torch.float64, device=device)

@@ -250,7 +250,7 @@ def _before(job: ClipJob) -> ClipResult:
     model = create_clip_models(config)[0].to(device)
     _, transform, tokenizer = create_transforms(model, config.model.name, None)
     stream = create_eval_pairs(config.data, transform, tokenizer)
-    options: dict[str, Any] = {"zero_shot": config.zero_shot, "transform": transform}
+    options: dict[str, Any] = {"zero_shot": config.zero_shot, "transform": transform, "workers": config.data.workers}
     result = evaluate_clip(model, stream, tokenizer, device, config.precision, **options)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(dataclasses.asdict(result)) + "\n")
