@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any, Literal
@@ -51,9 +52,8 @@ class TradeoffConfig:
         train_dense: Train the dense model first; False takes it as `dense.model` gives it (pretrained or a
             checkpoint).
         tune_dense: Fine-tune the dense model like the routed ones, so that none is ahead by mere training.
-        isoflop: "scratch" also trains dense models with fewer blocks, of the depths nearest in FLOPs to routing every
-            other block at each capacity, for as many epochs as training and fine-tuning have together; "none" leaves
-            them out.
+        isoflop: "scratch" also trains dense models with fewer blocks, as near in FLOPs to the routed ones as can be,
+            for as many epochs as training and fine-tuning have together; "none" leaves them out.
         seeds: Number of seeds; everything is repeated for each.
         latency_batch: Images in a batch whose latency is measured.
         latency_rounds: Interleaved rounds of the measurement.
@@ -252,17 +252,19 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def _isoflop_depths(config: TradeoffConfig, dense: TrainConfig) -> list[int]:
-    """Depths of the dense models nearest in FLOPs to what the study's capacities cost."""
-    model = create_models(_weightless(dense))[0]
+    """Depths of the dense models nearest in FLOPs to the study's routed ones."""
+    plain = _weightless(dense)
+    model = create_models(plain)[0]
     depth, size = len(find_host(model).blocks), (dense.data.channels, dense.data.image_size, dense.data.image_size)
     report = flops(model, size)
     depths = set()
-    for capacity in config.capacities:
-        routed = create_models(
-            dataclasses.replace(_weightless(dense), routing={"router": "random", "capacity": capacity})
-        )
-        cost = flops(routed[0], size).routed
-        depths.add(min(range(1, depth + 1), key=lambda k: abs(report.rest.dense + k * report.blocks[0].dense - cost)))
+    for routing, capacity in product(config.routers.values(), config.capacities):
+        routed = create_models(dataclasses.replace(plain, routing={**routing, "capacity": capacity}))[0]
+        # What thresholds cost follows from the data.
+        if not _by_threshold(routed):
+            cost = flops(routed, size).routed
+            gap = {k: abs(report.rest.dense + k * report.blocks[0].dense - cost) for k in range(1, depth + 1)}
+            depths.add(min(gap, key=gap.__getitem__))
     return sorted(depths - {depth})
 
 
