@@ -109,13 +109,13 @@ def _stack(stack: Any, name: str, prefix: int, roles: TextRoles | None = None) -
 
 def _host_of(block: nn.Module, roles: TextRoles | None) -> ClipBlock:
     attention: Any = block.attn
-    names = ("k_x", "v_x", "attn_mask") if isinstance(block, transformer.ResidualAttentionBlock) else ("attn_mask",)
-    fused = isinstance(attention, nn.MultiheadAttention) or (attention.use_fsdpa and attention.logit_scale is None)
+    multihead = isinstance(attention, nn.MultiheadAttention)
     return ClipBlock(
-        names=names,
-        fused=fused,
+        names=("k_x", "v_x", "attn_mask") if multihead else ("attn_mask",),
+        fused=multihead or (attention.use_fsdpa and attention.logit_scale is None),
         projections=(("attn.in_proj_weight", attention.in_proj_weight.shape[0] // 3),),
         heads=int(attention.num_heads),
+        flat_masks=multihead,
         roles=roles,
     )
 
@@ -127,9 +127,11 @@ class ClipBlock(NamedArguments):
     Args:
         heads: Attention heads, which a mask of a batch repeats.
         roles: What a text tower knows of its captions, None for images.
+        flat_masks: Attention takes masks (B H, N, N), as torch.nn.MultiheadAttention does.
     """
 
     heads: int = 1
+    flat_masks: bool = True
     roles: TextRoles | None = None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,9 +170,9 @@ class ClipBlock(NamedArguments):
         return {**arguments, "attn_mask": mask.unflatten(0, (-1, self.heads))}
 
     def _flat(self, arguments: Mapping[str, Any], routing: Routing) -> dict[str, Any]:
-        """Join captions and heads in one axis, after spreading what holds for all of them."""
+        """Join captions and heads in one axis, after spreading what holds for all of them, where the host wants that."""
         mask = arguments.get("attn_mask")
-        if mask is None:
+        if mask is None or not self.flat_masks:
             return dict(arguments)
         batch, slots = routing.index_BK.shape
         return {**arguments, "attn_mask": mask.expand(batch, self.heads, slots, -1).flatten(0, 1)}

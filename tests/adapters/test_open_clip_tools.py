@@ -1,0 +1,331 @@
+"""What open_clip's users do with a model, done to a routed one: compile, export, lock, checkpoint, save, create."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import mmod
+from mmod import RoutingConfig
+from mmod.adapters.open_clip_models import routed
+from tests.adapters.clip_zoo import (
+    CONTEXT,
+    END,
+    FIRST_WORD,
+    START,
+    ZOO,
+    embed,
+    make_captions,
+    make_clip,
+    make_images,
+    model_class,
+    small_config,
+)
+
+NAME = "ViT-B-32"
+IMAGES, CAPTIONS = make_images(NAME), make_captions(NAME)
+CONFIGS = {
+    "attention": RoutingConfig(router="attention", capacity=0.5),
+    "linear": RoutingConfig(router="linear", capacity=0.3, init_std=0.5),
+    "threshold": RoutingConfig(router="attention", select="threshold", threshold=1.0, max_tokens=9),
+}
+LEARNED = CONFIGS["linear"]
+
+
+def make(routing: str, name: str = NAME) -> nn.Module:
+    return mmod.route_(make_clip(name), CONFIGS[routing])
+
+
+def loss_of(model: nn.Module, images: Tensor = IMAGES, captions: Tensor = CAPTIONS) -> Tensor:
+    image, text = embed(model, images, captions)
+    return open_clip.ClipLoss()(image, text, model.logit_scale.exp())
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], atol: float = 1e-6) -> None:
+    assert set(found) == set(wanted)
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("routing", ["attention", "threshold"])
+def test_compiles_without_a_graph_break(routing: str) -> None:
+    model = make(routing)
+    with torch.no_grad():
+        wanted = embed(model, IMAGES, CAPTIONS)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch.no_grad():
+        found = compiled(IMAGES, CAPTIONS)[:2]
+    for pair in zip(found, wanted):
+        torch.testing.assert_close(*pair, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("routing", CONFIGS)
+def test_checkpointing_keeps_the_gradients(routing: str) -> None:
+    model = make(routing).train()
+    wanted = gradients(model, loss_of(model))
+    model.set_grad_checkpointing(True)
+    assert_same(gradients(model, loss_of(model)), wanted)
+    if routing == "linear":
+        assert any(value.abs().max() > 0 for name, value in wanted.items() if ".router." in name)
+
+
+def test_checkpointing_refuses_captions_that_were_replaced() -> None:
+    model = make("linear").train()
+    model.set_grad_checkpointing(True)
+    loss = loss_of(model)
+    loss_of(model, captions=CAPTIONS.flip(0))
+    with pytest.raises(RuntimeError, match="other captions have run"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("routing", ["attention", "threshold"])
+def test_image_tower_runs_in_onnx_runtime(routing: str, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    tower = make(routing).visual
+    shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    path = str(tmp_path / "tower.onnx")
+    torch.onnx.export(tower, (IMAGES,), path, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    session = onnxruntime.InferenceSession(path)
+    for images in (IMAGES, make_images(NAME, batch=5, seed=9)):
+        found = session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(found), tower(images), atol=1e-5, rtol=1e-4)
+
+
+class TextTower(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, captions: Tensor) -> Tensor:
+        return self.model.encode_text(captions)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_text_tower_is_exported(strict: bool) -> None:
+    model = make("attention")
+    shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    program = torch.export.export(TextTower(model), (CAPTIONS,), dynamic_shapes=shapes, strict=strict).module()
+    captions = make_captions(NAME, lengths=(2, 5, 9, 4))
+    with torch.no_grad():
+        torch.testing.assert_close(program(captions), model.encode_text(captions), atol=1e-6, rtol=0)
+
+
+def test_locking_towers_leaves_what_is_unlocked() -> None:
+    model = make("linear")
+    model.lock_image_tower()
+    assert not any(p.requires_grad for p in model.visual.parameters())
+    model.lock_image_tower(unlocked_groups=2)
+    unlocked = {name for name, p in model.visual.named_parameters() if p.requires_grad}
+    assert "transformer.resblocks.3.router.score.weight" in unlocked
+    assert not any(name.startswith("transformer.resblocks.1") for name in unlocked)
+    model.lock_text_tower(unlocked_layers=2)
+    assert model.transformer.resblocks[3].router.score.weight.requires_grad
+    assert not model.transformer.resblocks[1].router.score.weight.requires_grad
+    gradients(model, loss_of(model.train()))
+
+
+def tokenize(texts: list[str]) -> Tensor:
+    """Turn each letter into an id."""
+    captions = torch.zeros(len(texts), CONTEXT, dtype=torch.int64)
+    for row, text in zip(captions, texts):
+        letters = [FIRST_WORD + ord(letter) % 50 for letter in text[: CONTEXT - 2]]
+        row[: len(letters) + 2] = torch.tensor([START, *letters, END])
+    return captions
+
+
+def test_zero_shot_classifier_does_not_depend_on_how_many_classes_it_has() -> None:
+    model, names = make("attention"), ["seven", "3", "nineteen"]
+    templates = [lambda name: f"a {name}", lambda name: f"the {name}."]
+    with torch.no_grad():
+        weights = open_clip.build_zero_shot_classifier(model, tokenize, names, templates, num_classes_per_batch=2)
+        alone = [
+            model.encode_text(tokenize([template(name)]), normalize=True) for name in names for template in templates
+        ]
+    wanted = nn.functional.normalize(torch.stack(alone).view(3, 2, -1).mean(1), dim=-1).T
+    torch.testing.assert_close(weights, wanted, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("routing", ["attention", "linear"])
+def test_trains_under_autocast(routing: str) -> None:
+    model = make(routing).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model) + mmod.auxiliary_loss(model) if CONFIGS[routing].losses else loss_of(model)
+    assert all(torch.isfinite(value).all() for value in gradients(model, loss).values())
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_distributed_data_parallel_gives_the_same_gradients() -> None:
+    model = make("linear").train()
+    wanted = gradients(model, sum(out.float().sum() for out in model(IMAGES, CAPTIONS)[:2]))
+    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    found = gradients(model, sum(out.float().sum() for out in parallel(IMAGES, CAPTIONS)[:2]))
+    assert_same({name: found[name] for name in wanted}, wanted)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> str:
+    """Register a small architecture with open_clip's factory and return its name."""
+    (tmp_path / "tiny-mod.json").write_text(json.dumps(small_config(NAME)))
+    open_clip.add_model_config(tmp_path / "tiny-mod.json")
+    return "tiny-mod"
+
+
+def test_factory_routes_and_loads_dense_weights(models: str, tmp_path: Path) -> None:
+    dense = make_clip(NAME)
+    torch.save(dense.state_dict(), tmp_path / "dense.pt")
+    with routed(LEARNED, text=RoutingConfig(router="linear", capacity=1.0, init_std=0.0)):
+        model, _, preprocess = open_clip.create_model_and_transforms(models, pretrained=str(tmp_path / "dense.pt"))
+    assert mmod.routing_config(model, "image") == LEARNED
+    with torch.no_grad():
+        torch.testing.assert_close(model.encode_text(CAPTIONS), dense.encode_text(CAPTIONS), atol=1e-5, rtol=0)
+    torch.save(model.state_dict(), tmp_path / "routed.pt")
+    with routed(LEARNED):
+        again = open_clip.create_model(models, pretrained=str(tmp_path / "routed.pt"))
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
+    partial = {name: value for name, value in model.state_dict().items() if "resblocks.1.router" not in name}
+    with pytest.raises(RuntimeError, match=r"Missing key.*resblocks\.1\.router"):
+        again.load_state_dict(partial)
+    assert preprocess is not None
+
+
+@pytest.mark.parametrize("precision", ["bf16", "pure_bf16", "fp16"])
+def test_factory_casts_routed_models(models: str, precision: str) -> None:
+    with routed(LEARNED):
+        model = open_clip.create_model(models, precision=precision).eval()
+    assert len(mmod.routed_blocks(model)) == 4
+    if precision == "fp16":
+        return
+    with torch.no_grad():
+        image, text = embed(model, IMAGES.bfloat16(), CAPTIONS)
+    assert image.dtype == text.dtype == torch.bfloat16
+    assert torch.isfinite(image).all()
+
+
+def test_factory_is_left_as_it_was(models: str) -> None:
+    before = open_clip.CLIP.__init__
+    with pytest.raises(ValueError, match="no part vision"), routed(vision=LEARNED):
+        open_clip.create_model(models)
+    assert open_clip.CLIP.__init__ is before
+    assert not mmod.is_routed(open_clip.create_model(models))
+
+
+@pytest.mark.parametrize("name", ["ViT-B-32-quickgelu", "ViT-L-14-CLIPA", "coca_base", "ViT-H-14-worldwide"])
+def test_saves_and_loads(name: str, tmp_path: Path) -> None:
+    model = mmod.route_(make_clip(name), image=LEARNED, text=CONFIGS["attention"])
+    blocks = list(mmod.routed_blocks(model))
+    mmod.set_capacity(model, {blocks[0]: 0.75})
+    config = small_config(name)
+    mmod.save_pretrained(model, tmp_path, architecture=config)
+    again = mmod.load_pretrained(tmp_path)
+    assert type(again) is model_class(config)
+    assert mmod.capacities(again) == mmod.capacities(model)
+    assert mmod.routing_config(again, "text") == CONFIGS["attention"]
+    images, captions = make_images(name), make_captions(name)
+    with torch.no_grad():
+        for pair in zip(embed(again, images, captions), embed(model, images, captions)):
+            assert torch.equal(*pair)
+
+
+def test_saves_mixed_precision_and_preprocessing(models: str, tmp_path: Path) -> None:
+    with routed(LEARNED):
+        model = open_clip.create_model(models, precision="bf16", output_dict=True)
+    mmod.save_pretrained(model, tmp_path, architecture=models)
+    again = mmod.load_pretrained(tmp_path)
+    assert {n: v.dtype for n, v in again.state_dict().items()} == {n: v.dtype for n, v in model.state_dict().items()}
+    assert len({value.dtype for value in model.state_dict().values()}) == 2
+    assert again.visual.preprocess_cfg == model.visual.preprocess_cfg or again.output_dict
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (None, "give architecture"),
+        ("ViT-of-tomorrow", "knows no model 'ViT-of-tomorrow'"),
+        ("ViT-B-32", "other weights"),
+        ({**small_config(NAME), "quick_gelu": True}, "gelu is 'QuickGELU', the model's is 'GELU'"),
+        ({**small_config(NAME), "colour": 1}, "cannot build this config"),
+        (
+            {**small_config(NAME), "text_cfg": {**small_config(NAME)["text_cfg"], "heads": 2}},
+            "num_heads is 2, the model's is 4",
+        ),
+    ],
+)
+def test_what_cannot_be_saved(architecture: Any, message: str, tmp_path: Path) -> None:
+    model = make("linear")
+    with pytest.raises(ValueError, match=message):
+        mmod.save_pretrained(model, tmp_path / "folder", architecture=architecture)
+    assert not (tmp_path / "folder").exists()
+
+
+def counted(call: Any) -> int:
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with FlopCounterMode(display=False) as counter:
+            call()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_flops_of_both_towers_equal_torchs_counter(name: str) -> None:
+    model, image, caption = make_clip(name), make_images(name, batch=1), make_captions(name, lengths=(7,))
+    side = image.shape[-1]
+    dense = counted(lambda: model(image, caption))
+    assert mmod.flops(model, side).dense == pytest.approx(dense, rel=0.005)
+    mmod.route_(model, RoutingConfig(router="stride", capacity=0.5))
+    report = mmod.flops(model, side)
+    assert report.dense == pytest.approx(dense, rel=0.005)
+    assert report.routed == pytest.approx(counted(lambda: model(image, caption)), rel=0.005)
+    assert set(report.inputs) == {"image", "text"}
+    image_tower = mmod.flops(model.visual, side)
+    assert image_tower.routed == pytest.approx(counted(lambda: model.visual(image)), rel=0.005)
+    assert len(image_tower.blocks) == 4
+    if "coca" not in name:
+        text_tower = mmod.flops(model, {"text": caption})
+        assert text_tower.routed == pytest.approx(counted(lambda: model.encode_text(caption)), rel=0.005)
+        assert image_tower.routed + text_tower.routed == report.routed
+
+
+def test_flops_of_a_text_tower_need_its_arguments() -> None:
+    model = make_clip("coca_base").text
+    with pytest.raises(ValueError, match="give its arguments by name"):
+        mmod.flops(model, 64)
+    assert mmod.flops(model, {"text": CAPTIONS[:1]}).inputs == {"text": (12,)}
+
+
+def test_losses_of_both_towers_are_added() -> None:
+    config = RoutingConfig(router="linear", capacity=0.5, losses={"importance": 1.0})
+    model = mmod.route_(make_clip(NAME), config).train()
+    image_only = mmod.unroute_(copy.deepcopy(model))
+    mmod.route_(image_only, image=config)
+    image_only.load_state_dict({n: v for n, v in model.state_dict().items() if n in image_only.state_dict()})
+    loss_of(model)
+    loss_of(image_only.train())
+    both, one = mmod.auxiliary_loss(model), mmod.auxiliary_loss(image_only)
+    assert torch.isfinite(both)
+    assert both != one
