@@ -13,14 +13,20 @@ import jsonargparse
 import yaml
 from typing_extensions import TypeVar
 
-from mmod.training.config import RunConfig, TrainConfig
+from mmod.training.config import TrainConfig
 
 __all__ = ["load_config", "parse_config", "train_config"]
 
 _PARSER_OPTIONS = ("--config", "--help", "--print_config", "--print_shtab")
 
 
-Config = TypeVar("Config", bound=RunConfig, default=TrainConfig)
+class AnyConfig(typing.Protocol):
+    """A dataclass."""
+
+    __dataclass_fields__: typing.ClassVar[dict[str, Any]]
+
+
+Config = TypeVar("Config", bound=AnyConfig, default=TrainConfig)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), kind: type[Config] = TrainConfig) -> Config:  # type: ignore[assignment]
@@ -102,7 +108,7 @@ def parse_config(
         raise AssertionError("unreachable") from error
 
 
-def _create_parser(kind: type[RunConfig]) -> jsonargparse.ArgumentParser:
+def _create_parser(kind: type[AnyConfig]) -> jsonargparse.ArgumentParser:
     """Build the parser: one option per field, named as in the YAML file."""
     parser = jsonargparse.ArgumentParser(
         usage="%(prog)s CONFIG [--key value] [--group.key value] [--print_config]",
@@ -145,7 +151,7 @@ def _flatten(tree: Any, prefix: str = "") -> Iterator[str]:
             yield from _flatten(value, f"{prefix}{key}.")
 
 
-def _check_keys(keys: Iterable[str], kind: type[RunConfig], is_option: bool = False) -> None:
+def _check_keys(keys: Iterable[str], kind: type[AnyConfig], is_option: bool = False) -> None:
     """Raise at the first dotted key that is no field of the config, naming the fields there are."""
     for key in keys:
         owner: type | None = kind
