@@ -1,27 +1,49 @@
-"""Time dense, routed and freely routed models side by side: `python tools/benchmark.py [--key value]`.
+"""Time models, ops, or a whole suite of both: `python tools/benchmark.py models|ops|suite [--key value]`.
 
-`python tools/benchmark.py --batch_sizes "[1, 8]" --execution "[eager]" --threads 2` times two batch sizes on two
-threads; `--config FILE` reads the same keys from YAML and `--help` lists them. The table goes to stdout and, with its
-environment, to `benchmark.md` and `benchmark.json` in the folder `out`.
+`python tools/benchmark.py models --batch_sizes "[1, 8]" --execution "[eager]" --threads 2` times dense, routed and
+freely routed models side by side, `ops` each op on each backend beside its bound and other implementations, and
+`suite --config configs/benchmark/h200.yaml` runs several of both and says which bars are met. `--config FILE` reads
+the same keys from YAML and `MODE --help` lists them. The table goes to stdout and, with its environment, to
+`benchmark.md` and `benchmark.json` in the folder `out`; the same command goes on where it was killed.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from mmod.measuring import BenchmarkConfig, benchmark
+from mmod.measuring import (
+    BenchmarkConfig,
+    OpBenchmarkConfig,
+    SuiteConfig,
+    benchmark,
+    benchmark_ops,
+    benchmark_suite,
+)
+
+MODES: dict[str, tuple[Any, Any, str]] = {
+    "models": (BenchmarkConfig, benchmark, "Time dense, routed and freely routed models side by side."),
+    "ops": (OpBenchmarkConfig, benchmark_ops, "Time each op on each backend beside its bound and its rivals."),
+    "suite": (SuiteConfig, benchmark_suite, "Run several benchmarks and say which bars are met."),
+}
 
 
 def main(arguments: list[str]) -> None:
     """Benchmark as the command line says and print the table."""
-    parser = ArgumentParser(description="Time dense, routed and freely routed models side by side.", allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="YAML file with the same keys")
-    parser.add_class_arguments(BenchmarkConfig, None)
-    options = parser.parse_args(arguments)
-    options.pop("config", None)
-    print(benchmark(BenchmarkConfig(**options.as_dict())).markdown())
+    parser = ArgumentParser(description="Time models, ops, or a suite of both.", allow_abbrev=False)
+    modes = parser.add_subcommands(dest="mode")
+    for name, (config, _, purpose) in MODES.items():
+        mode = ArgumentParser(description=purpose, allow_abbrev=False)
+        mode.add_argument("--config", action="config", help="YAML file with the same keys")
+        mode.add_class_arguments(config, None)
+        modes.add_subcommand(name, mode, help=purpose)
+    options = parser.instantiate(parser.parse_args(arguments))
+    config, run, _ = MODES[options.mode]
+    chosen = vars(options[options.mode])
+    chosen.pop("config", None)
+    print(run(config(**chosen)).markdown())
 
 
 if __name__ == "__main__":

@@ -4,19 +4,29 @@ from mmod.measuring.benchmark import BenchmarkConfig, benchmark
 from mmod.measuring.flop_report import BlockFlops, FlopReport
 from mmod.measuring.flops import flops
 from mmod.measuring.free import free_routing
+from mmod.measuring.op_benchmark import OpBenchmarkConfig, OpRow, benchmark_ops
+from mmod.measuring.op_cases import OpSize
 from mmod.measuring.report import BenchmarkReport, BenchmarkRow
+from mmod.measuring.suite import Bar, SuiteConfig, benchmark_suite
 from mmod.measuring.trace import Trace, trace
 from mmod.measuring.verify import WrongOutputError, check_dense, check_reference
 
 __all__ = [
+    "Bar",
     "BenchmarkConfig",
     "BenchmarkReport",
     "BenchmarkRow",
     "BlockFlops",
     "FlopReport",
+    "OpBenchmarkConfig",
+    "OpRow",
+    "OpSize",
+    "SuiteConfig",
     "Trace",
     "WrongOutputError",
     "benchmark",
+    "benchmark_ops",
+    "benchmark_suite",
     "check_dense",
     "check_reference",
     "flops",

@@ -79,8 +79,8 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
 
     Example:
         >>> x = torch.zeros(1024)
-        >>> peak_bytes(lambda: (x + 1) * 2, torch.device("cpu"))
-        8192
+        >>> peak_bytes(lambda: (x + 1) * 2, torch.device("cpu")) // 1024
+        8
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -39,7 +39,9 @@ class Step:
         Args:
             images: Images (B, C, height, width).
         """
-        self.model.train(self.trains)
+        if self.model.training != self.trains:
+            # Walking through all modules takes as long as a small model's call.
+            self.model.train(self.trains)
         if self.replays:
             # What the last call returned may be overwritten from here on.
             torch.compiler.cudagraph_mark_step_begin()

@@ -10,14 +10,20 @@ from typing import Any
 import pytest
 import timm
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import mmod
 from mmod.measuring import BenchmarkConfig, WrongOutputError, benchmark, check_dense, check_reference, free_routing
+from mmod.measuring.calibrate import SLACK, _between, match_topk_
+from mmod.measuring.controls import control
 from mmod.measuring.free import sharing_copy
 from mmod.measuring.latency import Spread, interleave, ratios
+from mmod.measuring.memory import held_by_blocks, peak_bytes
 from mmod.measuring.report import markdown_table
 from mmod.measuring.steps import Step, check_compiled
 from mmod.measuring.verify import clear_images
+from mmod.ops.select import Selection
 
 TOOL = Path(__file__).parents[2] / "tools" / "benchmark.py"
 TINY: dict[str, Any] = {
@@ -83,17 +89,17 @@ def _shift_rows(x_BND: torch.Tensor, index_BK: torch.Tensor, y_BKD: torch.Tensor
     return x_BND.scatter(1, index_BK.unsqueeze(-1).expand_as(y_BKD), y_BKD.roll(1, dims=1))
 
 
-def _off_by_one(score_BN: torch.Tensor, *args: Any) -> tuple[torch.Tensor, None]:
+def _off_by_one(score_BN: torch.Tensor, *args: Any, **kwargs: Any) -> Selection:
     order = score_BN.argsort(dim=1, descending=True)[:, 1:9]
-    return order.sort(dim=1).values, None
+    return Selection(order.sort(dim=1).values, None, None, None)
 
 
 @pytest.mark.parametrize(
     ("target", "wrong", "message"),
     [
-        ("mmod.blocks.routed.scatter_rows", _shift_rows, "capacity 1 and gate 1 against dense"),
+        ("mmod.ops.reference.scatter_rows", _shift_rows, "capacity 1 and gate 1 against dense"),
         ("mmod.routing.router.select_topk", _off_by_one, "against dense|by its scores it must keep"),
-        ("mmod.blocks.routed.lerp_rows", lambda z, y, gate: y, "against a loop over images|against a single image's"),
+        ("mmod.ops.reference.lerp_rows", lambda z, y, gate: y, "against a loop over images|against a single image's"),
     ],
 )
 def test_a_wrong_path_is_never_timed(
@@ -147,7 +153,7 @@ def test_the_tool_prints_a_table_and_overwrites_nothing(tmp_path: Path, capsys: 
     main = runpy.run_path(str(TOOL))["main"]
     out = tmp_path / "out"
     arguments = [
-        "--model=test_vit", "--model_args={img_size: 64}", "--batch_sizes=[1, 2]", "--capacities=[0.5]",
+        "models", "--model=test_vit", "--model_args={img_size: 64}", "--batch_sizes=[2]", "--capacities=[0.5]",
         "--execution=[eager]", "--seconds=0", "--rounds=2", f"--out={out}",
     ]  # fmt: skip
     main(arguments)
@@ -155,10 +161,10 @@ def test_the_tool_prints_a_table_and_overwrites_nothing(tmp_path: Path, capsys: 
     assert "run/s" in printed.err or "s/run" in printed.err
     assert (out / "benchmark.md").read_text() in printed.out
     saved = json.loads((out / "benchmark.json").read_text())
-    assert saved["config"]["batch_sizes"] == [1, 2]
+    assert saved["config"]["batch_sizes"] == [2]
     assert saved["environment"]["torch"] == torch.__version__
     runs = {(row["batch_size"], row["step"], row["router"]) for row in saved["rows"]}
-    assert runs == {(b, s, r) for b in (1, 2) for s in ("forward", "train") for r in ("linear", "attention")}
+    assert runs == {(b, s, r) for b in (2,) for s in ("forward", "train") for r in ("linear", "attention")}
     for row in saved["rows"]:
         assert row["of_flops"] == pytest.approx(row["speedup"]["median"] / row["flop_speedup"])
     with pytest.raises(FileExistsError, match=r"benchmark\.json exists"):
@@ -170,7 +176,83 @@ def test_half_precision_runs(tmp_path: Path) -> None:
     assert len(report.rows) == 2
 
 
+def test_every_selection_and_context_is_timed_against_its_own_ceiling(tmp_path: Path) -> None:
+    config = BenchmarkConfig(
+        **{**TINY, "step": ["train"]}, routers=["attention"], select=["topk", "threshold"], context=["kept", "all"],
+        out=str(tmp_path),
+    )  # fmt: skip
+    rows = {(row.select, row.context): row for row in benchmark(config, progress=False).rows}
+    assert len(rows) == 4
+    for (select, context), row in rows.items():
+        assert row.kept == 4.0, "the threshold keeps as many tokens as top-k"
+        assert (row.of_topk is None) == (select == "topk")
+        assert (row.peak_bound is None) == (context == "all")
+        assert row.flop_speedup == rows["topk", context].flop_speedup
+    assert rows["topk", "all"].flop_speedup < rows["topk", "kept"].flop_speedup
+    assert rows["topk", "all"].free_ms != rows["topk", "kept"].free_ms
+
+
+def test_controls_apply_the_same_decisions(tmp_path: Path) -> None:
+    model = routed("vit_tiny_patch16_224", depth=2)
+    images = clear_images(model, lambda count: torch.randn(count, 3, 64, 64), 2)
+    with torch.no_grad():
+        for path in ("loop", "masked"):
+            assert torch.allclose(control(model, path)(images), model(images), atol=1e-5)
+        dense = mmod.unroute_(sharing_copy(model))
+        dense.blocks = dense.blocks[:1]
+        assert torch.equal(control(model, "removed")(images), dense(images))
+    with pytest.raises(ValueError, match="path must be one of 'loop', 'masked', 'removed', got 'skip'"):
+        control(model, "skip")
+    report = benchmark(
+        BenchmarkConfig(**TINY, routers=["linear"], controls=["loop", "masked", "removed"], out=str(tmp_path)), False
+    )
+    speedups = {row.path: row.flop_speedup for row in report.rows}
+    assert speedups["masked"] < 1.01 < speedups["routed"] == speedups["loop"] < speedups["removed"]
+
+
+@given(
+    level=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=60, unique=True),
+    share=st.floats(0, 1),
+)
+def test_a_threshold_lies_between_levels_and_keeps_the_count(level: list[float], share: float) -> None:
+    count = round(share * len(level))
+    threshold = _between(torch.tensor(level), count)
+    assert abs(sum(value >= threshold for value in level) - count) <= int(count * SLACK)
+
+
+def test_calibration_sets_a_static_maximum_that_loses_nothing() -> None:
+    model = timm.create_model("test_vit", img_size=64).eval()
+    mmod.route_(model, mmod.RoutingConfig(router="norm", select="threshold", capacity=0.4))
+    images = torch.randn(8, 3, 64, 64)
+    counts = []
+    for static in (False, True):
+        match_topk_(model, images, static)
+        with torch.no_grad(), mmod.trace(model) as decisions:
+            model(images)
+        counts.append(torch.stack([routing.keep_BN.sum(dim=1) for routing in decisions.values()]))
+    assert torch.equal(*counts)
+    assert bool((counts[0].double().mean(dim=1) == 6).all()), "floor(0.4 * 17) tokens of an image"
+    most = [block.router.config.max_tokens for block in mmod.routed_blocks(model).values()]
+    assert most == counts[1].amax(dim=1).tolist()
+
+
+def test_memory_is_watched_inside_ops_and_held_by_blocks() -> None:
+    x = torch.zeros(1 << 10)
+    assert peak_bytes(lambda: ((x + 1) * 2).sum(), torch.device("cpu")) == pytest.approx(8192, abs=64)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2)
+    tokens = 2 * 17 * 192 * 4
+    held = held_by_blocks(model, torch.randn(2, 3, 64, 64))
+    assert list(held) == ["blocks.0", "blocks.1"]
+    for block in held.values():
+        assert block.stream == tokens
+        # Norms 2, queries, keys and values 3, attention, projection and its sum 3, MLP 8; statistics are small.
+        assert block.block == pytest.approx(16 * tokens, rel=0.02)
+    assert model.training
+
+
 def test_config_names_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="'cudagraphs' needs device 'cuda', got 'cpu'"):
+        BenchmarkConfig(execution=["eager", "cudagraphs"])
     with pytest.raises(ValueError, match="routers must name at least one value"):
         BenchmarkConfig(routers=[])
     with pytest.raises(ValueError, match="batch_sizes must be positive, got \\[0\\]"):
