@@ -148,7 +148,8 @@ def _prepare(
         source = None
         if config.router == "attention" or teaches:
             source = handovers.setdefault(_importance_block(index, plan), Handover())
-        parameter = next(block.parameters())
+        # The first weight that computes: those of a quantized block are integers.
+        parameter = next(weight for weight in block.parameters() if weight.is_floating_point())
         router = host.router(
             config,
             dim=host.dim,

@@ -264,6 +264,8 @@ def test_wrong_caches_are_refused() -> None:
 def test_images_in_a_later_chunk_are_refused() -> None:
     model, batch = routed("llava", IMAGES_ONLY["linear"]), prompt("llava", (1,))
     started = model(input_ids=torch.tensor([[3, 4]]), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="give the whole prompt at once"):
+        generate(model, batch, prefill_chunk_size=5)
     batch["attention_mask"] = torch.nn.functional.pad(batch["attention_mask"], (2, 0), value=1)
     with pytest.raises(ValueError, match="give the whole prompt at once"):
         model(**batch, past_key_values=started)
@@ -279,3 +281,21 @@ def test_generation_that_would_need_the_future_is_refused(beams: int) -> None:
         model = mmod.route_(make_language("llama"), language=config)
         with pytest.raises(ValueError, match="text cannot be generated"):
             generate(model, {"input_ids": torch.randint(3, 80, (1, 8))}, num_beams=beams)
+
+
+def test_chunked_prefill_is_exact_where_tokens_are_decided_alone() -> None:
+    model = mmod.route_(make_language("llama"), language=EVERYTHING["inference"])
+    batch = {"input_ids": torch.randint(3, 80, (1, 13))}
+    whole = generate(model, batch, suppress_tokens=None)
+    assert torch.equal(whole, generate(model, batch, suppress_tokens=None, prefill_chunk_size=5))
+
+
+@torch.no_grad()
+def test_compiled_models_compute_the_same() -> None:
+    model, batch = (
+        mmod.route_(make_language("llama"), IMAGES_ONLY["linear"]),
+        {"input_ids": torch.randint(3, 80, (2, 9))},
+    )
+    expected = model(**batch).logits
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(**batch).logits, expected, atol=1e-5, rtol=1e-4)
