@@ -160,10 +160,10 @@ class ResampledStream:
             lane: Number of the lane.
         """
         rng = random.Random(f"{self.seed}/{epoch}/{self.rank}/{lane}")
-        images: list[Tensor] = []
+        images: list[Any] = []
         captions: list[str] = []
         faults: list[Fault] = []
-        count = 0
+        batches = 0
         for raw in self._shuffled(rng):
             found = raw if isinstance(raw, Fault) else self._decode(*raw)
             if isinstance(found, Fault):
@@ -173,15 +173,18 @@ class ResampledStream:
                 if self.report.on_corrupt == "raise":
                     yield Batch(torch.empty(0), torch.empty(0), faults)
                 continue
-            image, caption = found
-            with kept_random_state():
-                seed_all(self.seed, epoch, self.rank, lane, count)
-                images.append(self.transform(image))
-            captions.append(caption)
-            count += 1
+            images.append(found[0])
+            captions.append(found[1])
             if len(images) == self.batch_size:
-                yield Batch(torch.stack(images), self.tokenizer(captions), faults)
+                seeds = self.seed, epoch, self.rank, lane, batches
+                yield Batch(self._transform(images, seeds), self.tokenizer(captions), faults)
                 images, captions, faults = [], [], []
+                batches += 1
+
+    def _transform(self, images: list[Any], seeds: tuple[int, ...]) -> Tensor:
+        with kept_random_state():
+            seed_all(*seeds)
+            return torch.stack([self.transform(image) for image in images])
 
     def _shuffled(self, rng: random.Random) -> Iterator[tuple[str, str, bytes, bytes] | Fault]:
         """Yield samples from a buffer in random order, and faults at once."""

@@ -1,15 +1,19 @@
 """Small runs on pairs, for the tests and for the processes they start and kill.
 
-Run as a module, it trains the config in a JSON file and prints the number of each optimiser step when it is done.
+Run as a module, it trains the configs in a JSON file one after the other and prints the number of each optimiser step
+when it is done.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from mmod.training import FitResult, train_config
 from mmod.training.clip import fit_clip
@@ -22,7 +26,6 @@ MODEL = {
     "vision_cfg": {"image_size": 16, "layers": 2, "width": 16, "head_width": 8, "patch_size": 8},
     "text_cfg": {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2},
 }
-OUTSIDE = {"output", "model"}
 
 
 def write_model(folder: Path, name: str = "test-clip", **changes: Any) -> dict[str, str]:
@@ -61,7 +64,11 @@ def main(path: str) -> None:
         print(f"step {next(steps)}", flush=True)
 
     ClipTask.after_step = loud  # type: ignore[method-assign]
-    run(json.loads(Path(path).read_text()))
+    if "WORLD_SIZE" in os.environ:
+        # One group for all runs, because a second one would need another port.
+        dist.init_process_group("gloo")
+    for fields in json.loads(Path(path).read_text()):
+        run(fields)
 
 
 if __name__ == "__main__":
