@@ -38,8 +38,8 @@ MODULES = sorted(
 )
 # What the package's face (`import mmod`) stands on: rungs below it may use the face itself.
 FACE = LADDER.index("measuring")
-# They bring routed models into a host library's own factory. Nothing in the package imports them, so they stand at the
-# foot of the ladder.
+# They bring routed models into a host library's own factory. Only programs import them, so they stand at the foot of the
+# ladder.
 REGISTRIES = {PACKAGE / "adapters" / "timm_models", PACKAGE / "adapters" / "open_clip_models"}
 HEAVY = ("timm", "triton", "open_clip", "transformers", "matplotlib", "webdataset", "sklearn", "torchvision")
 
@@ -70,7 +70,7 @@ def test_each_folder_imports_only_from_those_above_it(path: Path) -> None:
 
 def test_nothing_stands_on_the_registries() -> None:
     for path in PACKAGE.rglob("*.py"):
-        if not REGISTRIES & set(path.parents):
+        if not REGISTRIES & set(path.parents) and PACKAGE / "training" not in path.parents:
             assert not any(registry.name in path.read_text() for registry in REGISTRIES), path
 
 
@@ -129,7 +129,7 @@ def test_readme_commands_exist() -> None:
     "command",
     [
         ["tools/tradeoff.py", "configs/tradeoff/digits.yaml", "--seed", "3"],
-        ["tools/benchmark.py", "models", "--batch_size", "1"],
+        ["tools/benchmark.py", "--batch_size", "1"],
         ["tools/train.py", "configs/digits/dense.yaml", "--epoch", "1"],
         ["datasets/cluttered_digits.py", "folder", "--clut", "3"],
     ],
