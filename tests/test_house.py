@@ -129,7 +129,7 @@ def test_readme_commands_exist() -> None:
     "command",
     [
         ["tools/tradeoff.py", "configs/tradeoff/digits.yaml", "--seed", "3"],
-        ["tools/benchmark.py", "--batch_size", "1"],
+        ["tools/benchmark.py", "models", "--batch_size", "1"],
         ["tools/train.py", "configs/digits/dense.yaml", "--epoch", "1"],
         ["datasets/cluttered_digits.py", "folder", "--clut", "3"],
     ],
