@@ -170,7 +170,7 @@ class ClipBlock(NamedArguments):
         return {**arguments, "attn_mask": mask.unflatten(0, (-1, self.heads))}
 
     def _flat(self, arguments: Mapping[str, Any], routing: Routing) -> dict[str, Any]:
-        """Join captions and heads in one axis, after spreading what holds for all of them, where the host wants that."""
+        """Spread a mask over captions and heads and join the two in one axis, where the host wants that."""
         mask = arguments.get("attn_mask")
         if mask is None or not self.flat_masks:
             return dict(arguments)
