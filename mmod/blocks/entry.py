@@ -73,7 +73,7 @@ def enter_block(x_BND: Tensor, routing: Routing, norm: nn.Module | None) -> Tens
         The kept tokens (B, K, D).
     """
     if not isinstance(norm, EntryNorm) or not _fuses(x_BND):
-        return gather_rows(x_BND, routing.index_BK)
+        return gather_rows(x_BND, routing.index_BK, routing.inverse_BN)
     state, plain = norm.mod, cast(nn.LayerNorm, norm)
     # An RMS norm has the same fields but no bias.
     bias = getattr(norm, "bias", None)
@@ -83,8 +83,8 @@ def enter_block(x_BND: Tensor, routing: Routing, norm: nn.Module | None) -> Tens
 
 
 def _fuses(x_BND: Tensor) -> bool:
-    # Under autocast a norm computes and returns fp32, which the op, keeping the type of its rows, does not. Torch has no
-    # answer for meta, where nothing is computed.
+    # Under autocast a norm computes and returns fp32; the op keeps the type of its rows. Torch has no answer for meta,
+    # where nothing is computed.
     device = x_BND.device.type
     if device == "meta" or torch.is_autocast_enabled(device):
         return False

@@ -43,10 +43,7 @@ class RoutedBlock(nn.Module):
         """
         host = self.mod.host
         arguments = host.bind(args, kwargs)
-        routing = self.router(
-            x, self.mod.importance(x, self.training), host.valid(arguments, x), host.protected(arguments, x)
-        )
-        self.mod.record(routing, self.training)
+        routing = self.mod.decide(self.router, x, self.training, arguments)
         to_all = self.router.config.context == "all"
         if routing.valid_BK is not None and routing.total and not to_all and host.packs(self, arguments):
             return run_packed(x, routing, super().forward, lambda row_T: host.pack(arguments, x, row_T))
@@ -127,7 +124,6 @@ def merge(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tens
     Returns:
         All tokens after the block (B, N, D).
     """
-    y_BKD = y_BKD.to(x_BND.dtype)
-    return merge_rows(
-        reweigh_skipped(x_BND, routing), routing.index_BK, z_BKD, y_BKD, routing.gate_BK, routing.valid_BK
-    )
+    rest_BND, y_BKD = reweigh_skipped(x_BND, routing), y_BKD.to(x_BND.dtype)
+    places = (routing.valid_BK, routing.inverse_BN)
+    return merge_rows(rest_BND, routing.index_BK, z_BKD, y_BKD, routing.gate_BK, *places)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mmod.routing import Routing
+from mmod.config import RoutingConfig
+from mmod.routing import Router, Routing
 
 
 class BlockHost(Protocol):
@@ -70,10 +72,23 @@ class Handover:
 
     def __init__(self) -> None:
         self.importance_BN: Tensor | None = None
+        self._decided: tuple[Tensor, RoutingConfig, Fraction, Routing] | None = None
+
+    def decided(self, router: Router) -> Routing | None:
+        """Return what an earlier block decided on this very importance by the same rule, if one did."""
+        if self._decided is None or self._decided[0] is not self.importance_BN:
+            return None
+        _, config, capacity, routing = self._decided
+        return routing if router.config is config and router.capacity == capacity else None
+
+    def remember(self, router: Router, routing: Routing) -> None:
+        """Keep a decision for the blocks that follow."""
+        if self.importance_BN is not None:
+            self._decided = (self.importance_BN, router.config, router.capacity, routing)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the tensors of the last forward pass out of copies and pickles."""
-        return {"importance_BN": None}
+        return {"importance_BN": None, "_decided": None}
 
 
 class RoutedState:
@@ -116,6 +131,28 @@ class RoutedState:
                     "importance: run backward() before the next forward pass, or turn checkpointing off"
                 )
         return self.source.importance_BN
+
+    def decide(self, router: Router, x_BND: Tensor, training: bool, arguments: Mapping[str, Any]) -> Routing:
+        """Let the router decide; blocks in a row that read the same importance by the same rule decide once.
+
+        Args:
+            router: The block's router.
+            x_BND: The block's input (B, N, D).
+            training: Whether the block trains.
+            arguments: The block's arguments after the tokens, by name.
+        """
+        importance_BN = self.importance(x_BND, training)
+        valid_BN, protect_BN = self.host.valid(arguments, x_BND), self.host.protected(arguments, x_BND)
+        # Compilers find equal calls by themselves, and would guard on which tensor was seen before.
+        alike = router.score is None and valid_BN is None and protect_BN is None and not torch.compiler.is_compiling()
+        source = self.source if alike else None
+        routing = None if source is None else source.decided(router)
+        if routing is None:
+            routing = router(x_BND, importance_BN, valid_BN, protect_BN)
+            if source is not None:
+                source.remember(router, routing)
+        self.record(routing, training)
+        return routing
 
     def record(self, routing: Routing, training: bool) -> None:
         """Keep the routing for losses and traces; a recomputation is no new decision."""

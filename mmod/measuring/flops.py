@@ -211,17 +211,21 @@ class _Counter(TorchFunctionMode):
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
             self._inside.pop()
+            if isinstance(module, RoutedBlock):
+                # Not from its router, which blocks that share a decision do not call.
+                assert module.mod.routing is not None
+                self.kept[name] = module.mod.routing.index_BK.shape[1]
 
         def enter_router(module: nn.Module, args: Any) -> None:
             self._inside.append(f"{name}.router")
 
         def leave_router(module: nn.Module, args: Any, routing: Any) -> None:
             self._inside.pop()
-            self.kept[name] = routing.index_BK.shape[1]
 
         block.register_forward_pre_hook(enter)
         block.register_forward_hook(leave)
         if isinstance(block, RoutedBlock):
+            block.mod.recording = True
             block.router.register_forward_pre_hook(enter_router)
             block.router.register_forward_hook(leave_router)
 
