@@ -46,9 +46,14 @@ class Roles(NamedTuple):
 
 
 def assign_roles(
-    free_BN: Tensor, gated_BN: Tensor, valid_BN: Tensor, frames: str | int | None = None, strict: bool = True
+    free_BN: Tensor,
+    gated_BN: Tensor,
+    valid_BN: Tensor,
+    frames: str | int | None = None,
+    strict: bool = True,
+    segment_BN: Tensor | None = None,
 ) -> Roles:
-    """Give every token its role; waits for the device once, and twice where frames are spans.
+    """Give every token its role; waits for the device once, and twice where frames are spans or rows are packed.
 
     Args:
         free_BN: True where a token may be skipped (B, N).
@@ -56,6 +61,7 @@ def assign_roles(
         valid_BN: False where a token is padding (B, N).
         frames: How groups are formed: one per sample, one per unbroken "span", or of a number of tokens each.
         strict: A capacity that keeps no token of a group is an error.
+        segment_BN: Where a row packs several samples, the number of each token's, from 0 on (B, N); else None.
 
     Raises:
         ValueError: A sample's tokens cannot be divided into frames of that size.
@@ -67,9 +73,13 @@ def assign_roles(
         ([[0, 1, 1, 0, 2]], ((2, 1),), (2,))
     """
     free_BN = free_BN & valid_BN
-    if frames is None:
+    if frames is None and segment_BN is None:
         group_BN = free_BN.long()
         groups = 1
+    elif frames is None:
+        assert segment_BN is not None
+        group_BN = (segment_BN + 1) * free_BN
+        groups = int(segment_BN.max()) + 1
     elif frames == "span":
         first_BN = free_BN & ~torch.nn.functional.pad(free_BN, (1, 0))[:, :-1]
         group_BN = first_BN.cumsum(1) * free_BN

@@ -191,6 +191,16 @@ def test_selection_within_roles_equals_its_definition(data: Any, samples: int, t
         assert len(set(index[row].tolist())) == index.shape[1]
 
 
+@torch.no_grad()
+def test_packed_samples_are_routed_apart() -> None:
+    model = mmod.route_(make_language("llama"), LINEAR.replace(tokens="all"))
+    first, second = torch.randint(3, IMAGE, (1, 9)), torch.randint(3, IMAGE, (1, 6))
+    apart = [model(input_ids=ids, use_cache=False).logits for ids in (first, second)]
+    place = torch.cat([torch.arange(9), torch.arange(6)]).unsqueeze(0)
+    packed = model(input_ids=torch.cat([first, second], 1), position_ids=place, use_cache=False).logits
+    torch.testing.assert_close(packed, torch.cat(apart, 1), atol=1e-5, rtol=1e-4)
+
+
 def test_wrong_use_is_refused() -> None:
     model = make_joint("llava")
     model.config.image_token_id = None
@@ -217,6 +227,18 @@ def test_wrong_use_is_refused() -> None:
         model.model.language_model(input_ids=torch.tensor([[3, 4]]))
     with pytest.raises(ValueError, match="already routed"):
         mmod.route_(model, language=LINEAR)
+
+
+def test_unknown_families_are_refused() -> None:
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=IMAGE)
+    with pytest.raises(ValueError, match="cannot route GPT2LMHeadModel: supported are"):
+        mmod.route_(transformers.GPT2LMHeadModel(config))
+    vision = make_joint("llava-onevision").config.vision_config
+    text = {"model_type": "gemma", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 100}
+    other = transformers.PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=16)
+    with pytest.raises(ValueError, match="its image tokens are found in LlavaModel"):
+        mmod.route_(transformers.PaliGemmaForConditionalGeneration(other), language=LINEAR)
 
 
 def test_unmasked_attention_implementations_are_refused() -> None:

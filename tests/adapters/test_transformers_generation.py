@@ -299,3 +299,35 @@ def test_compiled_models_compute_the_same() -> None:
     expected = model(**batch).logits
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(**batch).logits, expected, atol=1e-5, rtol=1e-4)
+
+
+def _like_flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+    """Attend as flash attention is asked to: causally from the end of the keys, with a mask of keys alone."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    queries, keys = query.shape[2], key.shape[2]
+    pairs = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)[None, None]
+    if mask is not None:
+        assert mask.shape == (len(query), keys)
+        own = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).triu(keys - queries)
+        pairs = (pairs & mask[:, None, None, :].bool()) | own
+    assert options.get("position_ids") is None
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, pairs, scale=options["scaling"])
+    return out.transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("images", [(1,), (1, 0, 2)])
+def test_attention_with_a_mask_of_keys_alone(images: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "like_flash", _like_flash)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "like_flash", flash_attention_mask)
+    config = mmod.RoutingConfig(router="linear", capacity=0.5, blocks="all", init_std=0.2)
+    model, batch = routed("llava", config), prompt("llava", images)
+    with torch.no_grad():
+        expected, ids = model(**batch).logits, generate(model, batch)
+        model.model.language_model.config._attn_implementation = "like_flash"
+        real = batch["attention_mask"].bool()
+        torch.testing.assert_close(model(**batch).logits[real], expected[real], atol=1e-5, rtol=1e-4)
+    assert torch.equal(generate(model, batch), ids)

@@ -115,6 +115,7 @@ class RoleHook(DescribedRouting):
         self.image_ids = tuple(int(token) for token in found if token is not None) if entry is not text else ()
         self.tokens = config.tokens or ("image" if entry is not text else "all")
         self.config = config
+        self.text_config: Any = text.config
         self.names = tuple(inspect.signature(type(entry).forward).parameters)[1:]
         if self.tokens == "image" and not self.image_ids:
             raise ValueError(
@@ -166,7 +167,9 @@ class RoleHook(DescribedRouting):
                     f"{PROTECTED} has shape {tuple(protected_BN.shape)}, the tokens have {(samples, tokens)}"
                 )
             free_BN = free_BN & ~protected_BN.bool()
-        roles = assign_roles(free_BN, gated_BN, valid_BN, self.config.frames, strict=self.tokens == "image")
+        roles = assign_roles(
+            free_BN, gated_BN, valid_BN, self.config.frames, self.tokens == "image", self._segments(given, cache)
+        )
         if seen and any(roles.sizes) and not self._decides_alone(module):
             raise ValueError(
                 "image tokens follow tokens that are cached already, so the best of all image tokens cannot be chosen: "
@@ -186,6 +189,17 @@ class RoleHook(DescribedRouting):
             image_D = table(torch.tensor(token, device=embeds_BND.device))
             found_BN = found_BN | (embeds_BND == image_D.to(embeds_BND.device)).all(-1)
         return found_BN
+
+    def _segments(self, given: Mapping[str, Any], cache: Any) -> Tensor | None:
+        """Return the number of each token's sample where positions say that rows are packed."""
+        position_BN = given.get("position_ids")
+        if cache is not None or given.get("attention_mask") is not None or not isinstance(position_BN, Tensor):
+            return None
+        if position_BN.ndim != 2 or bool((position_BN.diff(dim=1) == 1).all()):
+            return None
+        if "flash" in self.text_config._attn_implementation:
+            raise ValueError("flash attention finds packed samples by positions that routing takes out: use sdpa")
+        return nn.functional.pad((position_BN.diff(dim=1) != 1).cumsum(1), (1, 0))
 
     def _decides_alone(self, module: nn.Module) -> bool:
         """Whether a token's fate does not depend on other tokens."""

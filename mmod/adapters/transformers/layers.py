@@ -130,6 +130,10 @@ class DecoderLayerHost:
             return narrowed
         index_BK = _index(x_BND, routing)
         narrowed["attention_mask"] = self._mask(arguments.get("attention_mask"), x_BND, index_BK, routing, cache)
+        if self._is_flash:
+            self._check_flash(arguments, (0 if cache is None else cache.seen) + x_BND.shape[1])
+            # Gaps between kept positions would be taken for the borders of packed samples.
+            narrowed["position_ids"] = None
         if compact and self.rotary is not None:
             before_B1 = 0 if cache is None else cache.kept_B1
             position_BK = before_B1 + torch.arange(index_BK.shape[1], device=x_BND.device).expand_as(index_BK)
@@ -138,8 +142,8 @@ class DecoderLayerHost:
             embeddings = arguments.get("position_embeddings")
             if embeddings is not None:
                 narrowed["position_embeddings"] = tuple(_rows(each, index_BK) for each in embeddings)
-        if routing is not None and isinstance(arguments.get("position_ids"), Tensor):
-            position_BN = arguments["position_ids"].expand(len(index_BK), -1)
+        if routing is not None and isinstance(narrowed.get("position_ids"), Tensor):
+            position_BN = narrowed["position_ids"].expand(len(index_BK), -1)
             narrowed["position_ids"] = position_BN.gather(1, index_BK)
         return narrowed
 
@@ -160,8 +164,6 @@ class DecoderLayerHost:
                 f"attention {self.config._attn_implementation!r} has no mask that can be narrowed to kept tokens; "
                 "load the model with attn_implementation 'sdpa', 'eager' or 'flash_attention_2'"
             )
-        if self._is_flash:
-            self._check_flash(seen + x_BND.shape[1])
         if not ragged and (mask is None or self._is_flash):
             # Without a mask attention is causal, and that is right for kept tokens in their own order too.
             return None
@@ -192,7 +194,9 @@ class DecoderLayerHost:
     def _is_flash(self) -> bool:
         return "flash" in self.config._attn_implementation
 
-    def _check_flash(self, length: int) -> None:
+    def _check_flash(self, arguments: Mapping[str, Any], length: int) -> None:
+        if arguments.get("cu_seq_lens_q") is not None:
+            raise ValueError("packed samples with flash attention cannot be routed: use sdpa, or pad")
         window = getattr(self.config, "sliding_window", None)
         if window is not None and length > window:
             raise ValueError(
