@@ -2,7 +2,8 @@
 
 `python tools/tradeoff.py configs/tradeoff/digits.yaml --seeds 3` repeats the study for three seeds and draws error
 bars; `--help` lists every key. A config with `kind: pairs` is a study of image-text models, of retrieval and zero-shot
-accuracy. Started again, the same command goes on where it was interrupted.
+accuracy, one with `kind: conversations` of vision-language models, of answers by kind of question, prefill, decoding
+and cache. Started again, the same command goes on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -37,10 +38,15 @@ def main(arguments: list[str]) -> None:
 def choose(arguments: list[str]) -> tuple[type, Callable[..., Any]]:
     """Return the config and the study that the config file asks for."""
     given = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    if given is not None and read_yaml(given).get("kind") == "pairs":
+    asked = None if given is None else read_yaml(given).get("kind")
+    if asked == "pairs":
         from mmod.training.clip_tradeoff import ClipTradeoffConfig, run_clip_tradeoff
 
         return ClipTradeoffConfig, run_clip_tradeoff
+    if asked == "conversations":
+        from mmod.training.vlm_tradeoff import VlmTradeoffConfig, run_vlm_tradeoff
+
+        return VlmTradeoffConfig, run_vlm_tradeoff
     return TradeoffConfig, run_tradeoff
 
 

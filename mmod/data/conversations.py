@@ -242,8 +242,8 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
     Example:
         >>> import tempfile
         >>> found = open_conversations("questions:tiny/test", ConversationsConfig(root=tempfile.mkdtemp()))
-        >>> found[0].messages[0].text, found[0].answer, found[0].images[0].size
-        ('<image>\\nis there a 2 ?', 'no', (48, 48))
+        >>> found[0].kind, found[0].messages[1].role, found[0].images[0].size
+        ('present', 'assistant', (32, 32))
     """
     config = config or ConversationsConfig()
     report = CorruptReport(config.on_corrupt)

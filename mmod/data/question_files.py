@@ -76,8 +76,8 @@ def to_record(key: str, talk: Conversation, images: list[str]) -> dict[str, Any]
 
     Example:
         >>> talk = next(compose_conversations(LEVELS["tiny"], "test"))
-        >>> to_record("7", talk, ["7.png"])["conversations"][0]["value"]
-        '<image>\nis there a 2 ?'
+        >>> to_record("7", talk, ["7.png"])["conversations"][1]["from"]
+        'gpt'
     """
     record: dict[str, Any] = {"id": key, "kinds": [turn.kind for turn in talk.turns]}
     if images:

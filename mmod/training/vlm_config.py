@@ -59,6 +59,8 @@ class VlmConfig:
         lora: None trains the weights themselves. Otherwise fields of `peft.LoraConfig`: adapters are trained beside
             the routers, and merged into the model that is saved at the end.
         frozen: Parts whose weights stay as they are: "vision", "projector", "language". Routers always learn.
+        optim: Name of one of timm's optimisers, such as "muon", in place of the trainer's own. It gets the trainer's
+            learning rate and weight decay.
         trainer: Arguments of `transformers.TrainingArguments`: learning rate, batch size, epochs, `fsdp`,
             `deepspeed`, `gradient_checkpointing` and so on.
         eval_batch_size: Questions answered at once in the evaluation after training.
@@ -72,6 +74,7 @@ class VlmConfig:
     routing: dict[str, dict[str, Any]] | None = None
     lora: dict[str, Any] | None = None
     frozen: list[str] = field(default_factory=list)
+    optim: str | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     eval_batch_size: int = 32
     max_new_tokens: int = 16

@@ -1,0 +1,185 @@
+"""Fine-tuning of vision-language models on image conversations, from a config to answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmod.data.chat import ChatCollator
+from mmod.data.conversations import open_conversations
+from mmod.data.priors import prior_of
+from mmod.training.checkpoint import write_atomically
+from mmod.training.run import check_folder, write_record
+from mmod.training.vlm_build import create_vlm
+from mmod.training.vlm_config import VlmConfig
+from mmod.training.vlm_evaluation import AnswerResult, answer_questions, mean_over_kinds
+from mmod.training.vlm_trainer import RoutedTrainer, last_checkpoint, watch_routing
+
+__all__ = ["VlmResult", "finetune", "training_arguments"]
+
+_RESULT = "result.json"
+_CHECKPOINTS = "checkpoints"
+MODEL = "model"
+"""Folder of the final model in the run folder."""
+
+
+@dataclass(frozen=True)
+class VlmResult:
+    """The outcome of fine-tuning.
+
+    Args:
+        folder: The run folder; `model/` holds the final model and its processor.
+        steps: Optimiser steps done.
+        answers: The final model on the evaluation questions; None without any.
+        prior: Share of them that each question's most frequent answer in training gets right, in percent, by kind.
+        history: What the trainer logged.
+        skipped: Number of records with a fault that were left out, by file.
+        reused: Whether the run had finished before and its result was read from the folder.
+    """
+
+    folder: str
+    steps: int
+    answers: AnswerResult | None
+    prior: dict[str, float]
+    history: list[dict[str, float]]
+    skipped: dict[str, int]
+    reused: bool = False
+
+    def __str__(self) -> str:
+        state = "had finished before" if self.reused else "finished"
+        lines = [f"{self.folder}: {state} after {self.steps} steps"]
+        if self.answers is not None:
+            lines.append(
+                f"answers right: {self.answers.accuracy:.2f} % "
+                f"(language-only prior {mean_over_kinds(self.prior):.2f} %)"
+            )
+            for kind, share in self.answers.right.items():
+                lines.append(f"  {kind}: {share:.2f} % of {self.answers.asked[kind]} (prior {self.prior[kind]:.2f} %)")
+            lines += [f"  {name} kept {share:.3f}" for name, share in self.answers.kept.items()]
+        lines += [f"left out with a fault: {count} in {file}" for file, count in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def training_arguments(config: VlmConfig, progress: bool = True) -> Any:
+    """Make transformers' training arguments of a run.
+
+    Args:
+        config: The run's config.
+        progress: Show bars, and print logs.
+
+    Raises:
+        ValueError: If an argument is unknown; the valid ones are named.
+
+    Example:
+        >>> from mmod.training.vlm_config import VlmModelConfig
+        >>> run = VlmConfig(output="run", model=VlmModelConfig(checkpoint="x"), trainer={"learning_rate": 2e-5})
+        >>> training_arguments(run).learning_rate
+        2e-05
+    """
+    from transformers import TrainingArguments
+
+    known = [item.name for item in dataclasses.fields(TrainingArguments) if item.init]
+    unknown = sorted(set(config.trainer) - set(known))
+    if unknown:
+        raise ValueError(f"unknown argument of the trainer {', '.join(unknown)}; valid ones are {', '.join(known)}")
+    chosen = {"report_to": "none", "disable_tqdm": not progress, "logging_nan_inf_filter": False, **config.trainer}
+    # YAML reads the word no as False.
+    chosen |= {name: "no" for name, value in chosen.items() if name.endswith("_strategy") and value is False}
+    return TrainingArguments(
+        output_dir=str(Path(config.output) / _CHECKPOINTS),
+        seed=config.seed,
+        data_seed=config.seed,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        **chosen,
+    )
+
+
+def finetune(config: VlmConfig, *, progress: bool = True) -> VlmResult:
+    """Fine-tune a model, from the start or from the last checkpoint of a run that was interrupted.
+
+    Args:
+        config: The run's config.
+        progress: Show bars.
+
+    Returns:
+        What came out; read from the run folder when the run had finished before.
+
+    Raises:
+        ValueError: If the folder belongs to a run with another config, or a part of the config does not fit.
+        FileNotFoundError: If the data or the checkpoint is not there.
+    """
+    folder = Path(config.output)
+    record = {**config.to_dict(), "world_size": int(os.environ.get("WORLD_SIZE", 1))}
+    check_folder(folder, record, config.free_keys)
+    done = read_outcome(folder)
+    if done is not None:
+        return done
+    arguments = training_arguments(config, progress)
+    train = open_conversations(config.data.train, config.data, progress)
+    val = None if config.data.val is None else open_conversations(config.data.val, config.data, progress)
+    model, processor = create_vlm(config)
+    collator = ChatCollator(processor, config.data.max_length)
+    if arguments.should_save:
+        write_record(folder, record)
+    with ExitStack() as stack:
+        trainer = RoutedTrainer(
+            stack.enter_context(watch_routing(model)),
+            config.optim,
+            model=model,
+            args=arguments,
+            train_dataset=train,
+            data_collator=collator,
+            processing_class=processor,
+        )
+        trainer.train(resume_from_checkpoint=last_checkpoint(folder / _CHECKPOINTS))
+    model = _save(trainer, folder / MODEL, config)
+    answers = None
+    if val is not None:
+        answers = answer_questions(
+            model, collator, val, batch_size=config.eval_batch_size, max_new_tokens=config.max_new_tokens,
+            rank=arguments.process_index, world=arguments.world_size, progress=progress and arguments.should_save,
+        )  # fmt: skip
+    prior = {} if val is None else {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
+    skipped = {**train.report.counts, **({} if val is None else val.report.counts)}
+    result = VlmResult(str(folder), trainer.state.global_step, answers, prior, trainer.state.log_history, skipped)
+    if arguments.should_save:
+        write_atomically(folder / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+    return result
+
+
+def read_outcome(folder: Path) -> VlmResult | None:
+    """Return the result of a finished run; None when the run in `folder` is not finished.
+
+    Args:
+        folder: The run folder.
+    """
+    path = folder / _RESULT
+    if not path.exists():
+        return None
+    fields = json.loads(path.read_text())
+    answers = fields["answers"] and AnswerResult(**fields["answers"])
+    return VlmResult(**{**fields, "folder": str(folder), "answers": answers, "reused": True})
+
+
+def _save(trainer: RoutedTrainer, folder: Path, config: VlmConfig) -> Any:
+    """Save the final model, adapters merged, and return it."""
+    if config.is_sharded:
+        trainer.save_model(str(folder))
+        return trainer.model
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    if config.lora is not None:
+        model = model.merge_and_unload()
+    if trainer.args.should_save:
+        model.save_pretrained(folder)
+        trainer.processing_class.save_pretrained(folder)  # type: ignore[union-attr]
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    return model

@@ -1,0 +1,345 @@
+"""The trade-off between answers and cost of routed vision-language models: prefill, decoding, cache and FLOPs."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mmod import is_routed
+from mmod.data.chat import ChatCollator
+from mmod.data.conversations import Conversations, open_conversations
+from mmod.measuring.language import PrefillFlops, prefill_flops
+from mmod.measuring.latency import interleave
+from mmod.training.checkpoint import write_atomically
+from mmod.training.parse import train_config
+from mmod.training.tradeoff import BASE, merged, read_yaml
+from mmod.training.vlm import MODEL, VlmResult, finetune
+from mmod.training.vlm_build import create_vlm
+from mmod.training.vlm_config import VlmConfig
+from mmod.training.vlm_evaluation import generate, mean_over_kinds
+
+__all__ = ["VlmPoint", "VlmTradeoffConfig", "VlmTradeoffResult", "run_vlm_tradeoff"]
+
+_DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class VlmTradeoffConfig:
+    """One study: a dense model, how it is routed, and what it is compared with.
+
+    Args:
+        output: The study's folder; its runs, table and picture go there. A study goes on where it stopped.
+        dense: Config of the dense model, a YAML file with the fields of `VlmConfig`; the study sets its `output` and
+            `seed`.
+        routers: Name of each series to its routing: fields of `RoutingConfig`, or `preset: NAME` with changes.
+        changes: Fields of `VlmConfig` to set differently in all runs, nested as in the file.
+        finetune: Fields to set differently again when a model is fine-tuned from the dense one.
+        capacities: Capacities at which each series is run; null takes a series as it is.
+        part: The part that is routed, `language` or `vision`.
+        train_dense: Train the dense model first; False takes it as the config's checkpoint gives it.
+        seeds: Number of seeds; everything is repeated for each.
+        timed_prompts: Prompts that are read at once when time is measured.
+        timed_tokens: Tokens that are decoded for each of them.
+        timed_rounds: Interleaved rounds of the measurement.
+        kind: Says to `tools/tradeoff.py` that this is a study of conversations.
+    """
+
+    output: str
+    dense: str
+    routers: dict[str, dict[str, Any]]
+    changes: dict[str, Any] = field(default_factory=dict)
+    finetune: dict[str, Any] = field(default_factory=dict)
+    capacities: list[float | None] = field(default_factory=lambda: [None])
+    part: str = "language"
+    train_dense: bool = True
+    seeds: int = 1
+    timed_prompts: int = 8
+    timed_tokens: int = 16
+    timed_rounds: int = 5
+    kind: str = "conversations"
+
+    def __post_init__(self) -> None:
+        if not self.routers or not self.capacities:
+            raise ValueError("a study needs at least one entry in routers and in capacities")
+        for name in ("seeds", "timed_prompts", "timed_tokens", "timed_rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for group, given in (("changes", self.changes), ("finetune", self.finetune)):
+            taken = sorted({"output", "seed", "routing"} & set(given))
+            if taken:
+                raise ValueError(f"{group} must not set {', '.join(taken)}: the study sets them")
+
+
+@dataclass(frozen=True)
+class VlmJob:
+    """One run of a study."""
+
+    name: str
+    router: str
+    seed: int
+    config: VlmConfig
+
+
+@dataclass(frozen=True)
+class VlmPoint:
+    """One model of a study.
+
+    Args:
+        name: Router, and capacity where the study sets it.
+        router: The series.
+        flops_share: FLOPs of reading a prompt as a share of the dense model's.
+        gflops: FLOPs of reading a prompt of mean length in the language model, in 1e9.
+        image_share: Share of image-token-layer pairs of the language model that are computed.
+        prefill_ms: Median time of reading a prompt within a batch, in milliseconds.
+        prefill_speedup: Dense time over this time, median of interleaved rounds.
+        decode_per_s: Tokens decoded in a second for a batch of prompts, their reading left out.
+        cache_bytes: Keys and values that are held after reading a prompt.
+        accuracy: Mean over the kinds of questions that need an image, in percent, mean over seeds.
+        accuracy_std: Sample standard deviation over seeds; None for a single one.
+        right: Percent of right answers of each kind, mean over seeds.
+        kept: Share of the tokens that could be skipped which routed layers kept on the questions, mean over layers.
+        seeds: Number of seeds.
+    """
+
+    name: str
+    router: str
+    flops_share: float
+    gflops: float
+    image_share: float
+    prefill_ms: float
+    prefill_speedup: float
+    decode_per_s: float
+    cache_bytes: int
+    accuracy: float
+    accuracy_std: float | None
+    right: dict[str, float]
+    kept: float
+    seeds: int
+
+
+@dataclass(frozen=True)
+class VlmTradeoffResult:
+    """The outcome of a study.
+
+    Args:
+        folder: The study's folder with `tradeoff.{csv,json,md,png}`.
+        points: Its points.
+        prior: Percent of right answers without looking, by kind.
+    """
+
+    folder: str
+    points: list[VlmPoint]
+    prior: dict[str, float]
+
+    def table(self) -> str:
+        """Return the points as a Markdown table, and the language-only prior below them."""
+        kinds = list(self.prior)
+        head = ["model", "image FLOPs", "FLOPs", "prefill ms", "speed-up", "decode tok/s", "cache bytes"]
+        head += ["right %", "std", *kinds]
+        lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        for p in self.points:
+            std = "" if p.accuracy_std is None else f"{p.accuracy_std:.2f}"
+            cells = [p.name, f"{p.image_share:.3f}", f"{p.flops_share:.3f}", f"{p.prefill_ms:.2f}"]
+            cells += [f"{p.prefill_speedup:.2f}", f"{p.decode_per_s:.0f}", f"{p.cache_bytes:,}"]
+            cells += [f"{p.accuracy:.2f}", std, *(f"{p.right[kind]:.1f}" for kind in kinds)]
+            lines.append("| " + " | ".join(cells) + " |")
+        prior = [f"{self.prior[kind]:.1f}" for kind in kinds]
+        cells = ["language-only prior", *[""] * 6, f"{mean_over_kinds(self.prior):.2f}", "", *prior]
+        return "\n".join([*lines, "| " + " | ".join(cells) + " |"])
+
+
+def run_vlm_tradeoff(config: VlmTradeoffConfig, *, progress: bool = True) -> VlmTradeoffResult:
+    """Run a study: train or load the dense model, route it, fine-tune, ask, time, and draw.
+
+    Args:
+        config: The study.
+        progress: Show bars.
+
+    Returns:
+        The points and the language-only prior; the same are written as CSV, JSON, Markdown and a picture.
+
+    Raises:
+        ValueError: The folder holds runs of another config, or a part of the config does not fit the model.
+    """
+    folder, results = Path(config.output), dict[str, list[VlmResult]]()
+    work = list(vlm_jobs(config))
+    with tqdm(work, desc="study", unit="run", disable=not progress) as bar:
+        for job in bar:
+            bar.set_postfix_str(f"{job.name}, seed {job.seed}")
+            results.setdefault(job.name, []).append(finetune(job.config, progress=progress))
+    first = {job.name: job for job in work if job.seed == 0 and job.router != BASE}
+    points = _measure(config, first, results)
+    prior = results[_DENSE][0].prior
+    _write(folder, config, points, prior)
+    return VlmTradeoffResult(str(folder), points, prior)
+
+
+def vlm_jobs(config: VlmTradeoffConfig) -> Iterator[VlmJob]:
+    """Yield the runs of a study in the order they must be done.
+
+    Args:
+        config: The study.
+
+    Raises:
+        ValueError: If a config does not say where its evaluation questions come from.
+    """
+    recipe = merged(read_yaml(config.dense), config.changes)
+    tuning = merged(recipe, config.finetune)
+    for seed in range(config.seeds):
+        root = Path(config.output) / f"seed{seed}"
+        if config.train_dense:
+            base = _parse({**recipe, "output": str(root / BASE), "seed": seed})
+            yield VlmJob(BASE, BASE, seed, base)
+            tuning = {**tuning, "model": {**_weights(recipe), "checkpoint": str(root / BASE / MODEL)}}
+        dense = _parse({**tuning, "output": str(root / _DENSE), "seed": seed})
+        if dense.data.val is None:
+            raise ValueError(f"{config.dense!r} has no data.val, so there is nothing to ask")
+        yield VlmJob(_DENSE, _DENSE, seed, dense)
+        for router, routing in config.routers.items():
+            for capacity in config.capacities:
+                name = router if capacity is None else f"{router}-{capacity:g}"
+                fields = routing if capacity is None else {**routing, "capacity": capacity}
+                tuned = {**tuning, "output": str(root / name), "seed": seed, "routing": {config.part: fields}}
+                yield VlmJob(name, router, seed, _parse(tuned))
+
+
+def _parse(fields: Mapping[str, Any]) -> VlmConfig:
+    return train_config(fields, VlmConfig)
+
+
+def _weights(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what stays of a model's config when it starts from a folder of its own."""
+    return {"args": recipe["model"].get("args", {})}
+
+
+def _measure(
+    config: VlmTradeoffConfig, first: Mapping[str, VlmJob], results: Mapping[str, list[VlmResult]]
+) -> list[VlmPoint]:
+    models: dict[str, Any] = {}
+    for name, job in first.items():
+        weights = dataclasses.replace(job.config.model, checkpoint=str(Path(job.config.output) / MODEL), config=None)
+        trained = dataclasses.replace(job.config, model=weights, routing=None, lora=None, frozen=[])
+        model, processor = create_vlm(trained)
+        models[name] = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    run = first[_DENSE].config
+    val = open_conversations(str(run.data.val), run.data)
+    collator = ChatCollator(processor, run.data.max_length)
+    prompts = collator.prompts([val[index] for index in _with_one_image(val, config.timed_prompts)])
+    count = len(prompts["input_ids"])
+    image = int((prompts["input_ids"] == processor.image_token_id).sum()) // count
+    text = int(prompts["attention_mask"].sum()) // count - image
+    reads = {name: partial(_read, model, prompts) for name, model in models.items()}
+    device = next(iter(models.values())).device
+    with torch.inference_mode():
+        times = interleave(reads, seconds=0, rounds=config.timed_rounds, device=device)
+        rates = {name: _decode_rate(model, collator, prompts, config, times[name]) for name, model in models.items()}
+        held = {name: _cache_bytes(read()) // count for name, read in reads.items()}
+    points = []
+    for name, job in first.items():
+        answers = [result.answers for result in results[name] if result.answers is not None]
+        kept = answers[0].kept
+        cost = prefill_flops(models[name], text, image, kept if is_routed(models[name]) else None)
+        accuracy = [found.accuracy for found in answers]
+        points.append(
+            VlmPoint(
+                name=name,
+                router=job.router,
+                flops_share=cost.share,
+                gflops=cost.routed / 1e9,
+                image_share=_image_share(cost),
+                prefill_ms=median(times[name]) / count,
+                prefill_speedup=median(dense / own for dense, own in zip(times[_DENSE], times[name])),
+                decode_per_s=rates[name],
+                cache_bytes=held[name],
+                accuracy=mean(accuracy),
+                accuracy_std=stdev(accuracy) if len(accuracy) > 1 else None,
+                right={kind: mean(found.right[kind] for found in answers) for kind in answers[0].right},
+                kept=mean(mean(found.kept.values()) if found.kept else 1.0 for found in answers),
+                seeds=len(accuracy),
+            )
+        )
+    return points
+
+
+def _image_share(cost: PrefillFlops) -> float:
+    text = cost.tokens - cost.image_tokens
+    return sum(max(0, row.kept - text) for row in cost.layers) / (cost.image_tokens * len(cost.layers))
+
+
+def _with_one_image(val: Conversations, count: int) -> list[int]:
+    """Return the first conversations with one image: their prompts are about equally long."""
+    found = [index for index in range(len(val)) if val.images[index] == 1][:count]
+    if not found:
+        raise ValueError("no evaluation question has one image, so there is nothing to time")
+    return found
+
+
+def _read(model: Any, prompts: Mapping[str, Tensor]) -> Any:
+    """Read prompts and return the cache of their keys and values."""
+    inputs = {name: value.to(model.device) for name, value in prompts.items()}
+    return model(**inputs, use_cache=True, logits_to_keep=1).past_key_values
+
+
+def _cache_bytes(cache: Any) -> int:
+    return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
+
+
+def _decode_rate(
+    model: Any, collator: ChatCollator, prompts: Mapping[str, Tensor], config: VlmTradeoffConfig, read_ms: list[float]
+) -> float:
+    """Return tokens decoded in a second over a batch, without the time of reading the prompts."""
+    taken = []
+    for _ in range(config.timed_rounds):
+        started = time.perf_counter()
+        generate(model, collator, prompts, config.timed_tokens, exactly=True)
+        taken.append(time.perf_counter() - started)
+    # The first token comes from reading the prompt.
+    seconds = max(median(taken) - median(read_ms) / 1e3, 1e-9)
+    return len(prompts["input_ids"]) * max(1, config.timed_tokens - 1) / seconds
+
+
+def _write(folder: Path, config: VlmTradeoffConfig, points: list[VlmPoint], prior: dict[str, float]) -> None:
+    from mmod.measuring.plots import draw_tradeoff
+
+    record = {
+        "config": dataclasses.asdict(config),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "prior": prior,
+        "points": [dataclasses.asdict(point) for point in points],
+    }
+    write_atomically(folder / "tradeoff.json", json.dumps(record, indent=2) + "\n")
+    rows = []
+    for point in points:
+        row = dataclasses.asdict(point)
+        rows.append(row | {f"right/{kind}": share for kind, share in row.pop("right").items()})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(folder / "tradeoff.csv", text.getvalue())
+    write_atomically(folder / "tradeoff.md", VlmTradeoffResult(str(folder), points, prior).table() + "\n")
+    drawn = [
+        {
+            "name": point.name, "router": point.router, "capacity": point.image_share, "gflops": point.gflops,
+            "latency_ms": point.prefill_ms, "accuracy_mean": point.accuracy, "accuracy_std": point.accuracy_std,
+            "seeds": point.seeds,
+        }
+        for point in points
+    ]  # fmt: skip
+    draw_tradeoff(drawn).savefig(folder / "tradeoff.png", dpi=150)

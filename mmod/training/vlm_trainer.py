@@ -1,0 +1,296 @@
+"""transformers' Trainer with the losses of routers, their figures in its logs, and their weights in its checkpoints.
+
+Axes: B samples, N tokens, K slots per sample.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+from transformers import Trainer
+from transformers.utils import is_datasets_available
+
+from mmod import Routing, auxiliary_loss, is_routed, routed_blocks
+from mmod.data.conversations import Conversations
+from mmod.training.vlm_build import router_parameters
+
+__all__ = ["LengthSampler", "RoutedTrainer", "RoutingWatch", "last_checkpoint", "watch_routing"]
+
+_ROUTERS = "routers.safetensors"
+_STATE = "trainer_state.json"
+# Batches that are sorted by length together: enough that a batch is even, few enough that an epoch stays shuffled.
+_WINDOW = 8
+
+
+class RoutingWatch:
+    """What routers decided while they were watched, summed on their device.
+
+    Args:
+        names: Names of the routed blocks.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._sums: dict[str, Tensor | None] = dict.fromkeys(names)
+
+    def add(self, name: str, routing: Routing) -> None:
+        """Count one decision.
+
+        Args:
+            name: Name of the block.
+            routing: Its decision.
+        """
+        with torch.no_grad():
+            keep_BN = routing.keep_BN
+            roles = routing.roles
+            free_BN = torch.ones_like(keep_BN) if roles is None else roles.free_BN
+            kept = (keep_BN & free_BN).sum().double()
+            figures = [kept, free_BN.sum().double(), *[torch.zeros_like(kept)] * 3]
+            if routing.gate_BK is not None:
+                gated_BN = free_BN if roles is None else roles.gated_BN
+                counts_BK = gated_BN.gather(1, routing.index_BK)
+                counts_BK = counts_BK if routing.valid_BK is None else counts_BK & routing.valid_BK
+                gate_BK = torch.where(counts_BK, routing.gate_BK, 0.0).double()
+                figures[2:] = [gate_BK.sum(), gate_BK.square().sum(), counts_BK.sum().double()]
+            sums, found = self._sums[name], torch.stack(figures)
+            self._sums[name] = found if sums is None else sums + found
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """Return the figures of each block since the last call and start again.
+
+        Returns:
+            Name of each block that decided to `kept`, the share kept of the tokens that could be skipped, and where
+            a gate weighs them, `gate` and `gate_std`, mean and standard deviation over the kept ones.
+        """
+        figures = {}
+        for name, sums in self._sums.items():
+            if sums is None:
+                continue
+            kept, free, gate, square, gated = sums.tolist()
+            figures[name] = {"kept": kept / free if free else 1.0}
+            if gated:
+                mean = gate / gated
+                figures[name] |= {"gate": mean, "gate_std": max(0.0, square / gated - mean * mean) ** 0.5}
+        self._sums = dict.fromkeys(self._sums)
+        return figures
+
+
+@contextmanager
+def watch_routing(model: nn.Module) -> Iterator[RoutingWatch]:
+    """Watch the routers of a model, in training and evaluation.
+
+    Args:
+        model: A model, routed or not.
+
+    Yields:
+        What they decide.
+    """
+    blocks = routed_blocks(model) if is_routed(model) else {}
+    watch = RoutingWatch(list(blocks))
+
+    def hook(name: str) -> Any:
+        return lambda module, args, routing: watch.add(name, routing)
+
+    handles = [block.router.register_forward_hook(hook(name)) for name, block in blocks.items()]
+    try:
+        yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class LengthSampler(Sampler[int]):
+    """Shuffles samples so that those of a batch are about equally long; a function of seed and epoch.
+
+    Args:
+        lengths: Length of each sample.
+        batch: Samples of one step over all processes.
+        seed: Seed of the order.
+
+    Example:
+        >>> order = list(LengthSampler([1, 9, 1, 9], batch=2, seed=0))
+        >>> sorted(order), order[0] % 2 == order[1] % 2
+        ([0, 1, 2, 3], True)
+    """
+
+    def __init__(self, lengths: Sequence[int] | np.ndarray, batch: int, seed: int) -> None:
+        self.lengths = np.asarray(lengths)
+        self.batch = batch
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the samples of an epoch."""
+        rng = np.random.default_rng([self.seed, self.epoch])
+        order = rng.permutation(len(self.lengths))
+        for start in range(0, len(order), self.batch * _WINDOW):
+            window = order[start : start + self.batch * _WINDOW]
+            window = window[np.argsort(self.lengths[window], kind="stable")]
+            whole = len(window) // self.batch * self.batch
+            for place in rng.permutation(whole // self.batch):
+                yield from window[place * self.batch : (place + 1) * self.batch].tolist()
+            yield from window[whole:].tolist()
+
+
+class RoutedTrainer(Trainer):
+    """A Trainer for dense and routed vision-language models.
+
+    Auxiliary losses of the routing configs are added to the model's loss; each log says what every routed layer kept
+    and how its gate lies, in this process, since the last one; checkpoints hold the weights of routers beside
+    adapters.
+
+    Args:
+        watch: Where the routers' decisions are counted.
+        optim: Name of one of timm's optimisers, or None for the trainer's own.
+        options: Arguments of `transformers.Trainer`.
+
+    Raises:
+        ValueError: If several GPUs would share one process.
+    """
+
+    def __init__(self, watch: RoutingWatch, optim: str | None = None, **options: Any) -> None:
+        _see_no_folder_as_datasets()
+        super().__init__(**options)
+        if self.args.n_gpu > 1:
+            raise ValueError(f"{self.args.n_gpu} GPUs in one process: start one process for each with torchrun")
+        self.watch = watch
+        self.optim = optim
+        module: Any = self.model
+        blocks = routed_blocks(module).values() if is_routed(module) else ()
+        self._has_losses = any(block.router.config.losses for block in blocks)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimiser; see `transformers.Trainer.create_optimizer`."""
+        if self.optim is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        from timm.optim import create_optimizer_v2
+
+        module: Any = self.model if model is None else model
+        self.optimizer = create_optimizer_v2(
+            module, self.optim, lr=self.args.learning_rate, weight_decay=self.args.weight_decay
+        )
+        return self.optimizer
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the model's loss with the routers' own; see `transformers.Trainer.compute_loss`."""
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if model.training and self._has_losses:
+            auxiliary = auxiliary_loss(model)
+            # The model's loss is then a sum over all accumulated batches, of which this is one.
+            if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+                auxiliary = auxiliary / self.current_gradient_accumulation_steps
+            loss = loss + auxiliary.to(loss.dtype)
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log the routers' figures with the rest."""
+        for name, figures in self.watch.take().items():
+            logs |= {f"{key}/{name}": round(value, 5) for key, value in figures.items()}
+        super().log(logs, start_time)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if self.args.train_sampling_strategy == "group_by_length" and isinstance(dataset, Conversations):
+            # Letters only: images have an even length in most models, and several of them weigh the most.
+            lengths = dataset.images * (1 + int(dataset.letters.max())) + dataset.letters
+            return LengthSampler(lengths, self.args.train_batch_size * self.args.world_size, int(self.args.seed))
+        return super()._get_train_sampler(train_dataset)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        model: Any = self.model
+        folder = str(output_dir or self.args.output_dir)
+        if not _has_adapters(model):
+            # By the names of its own modules: a checkpoint is read by them, and not by those of published weights.
+            model.save_pretrained = functools.partial(type(model).save_pretrained, model, save_original_format=False)
+        try:
+            super()._save(folder, state_dict)
+        finally:
+            vars(model).pop("save_pretrained", None)
+        if _has_adapters(model) and self.args.should_save:
+            _save_routers(model, folder, state_dict or {})
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        path = Path(resume_from_checkpoint) / _ROUTERS
+        if path.exists():
+            from safetensors.torch import load_file
+
+            module: Any = self.model if model is None else model
+            own = router_parameters(module)
+            with torch.no_grad():
+                for name, value in load_file(path).items():
+                    own[name].copy_(value)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        module: Any = self.model
+        tied = set(getattr(module, "all_tied_weights_keys", None) or {})
+        wrong = [*(set(load_result.missing_keys) - tied), *load_result.unexpected_keys]
+        if wrong:
+            raise ValueError(
+                f"the checkpoint does not fit the model in {len(wrong)} names, {', '.join(sorted(wrong)[:3])}"
+            )
+
+
+def _save_routers(model: nn.Module, folder: str, state: dict[str, Tensor]) -> None:
+    """Write the weights of routers, which adapters are not saved with."""
+    from safetensors.torch import save_file
+
+    routers = router_parameters(model)
+    if routers:
+        values = {name: state.get(name, value).detach().cpu().contiguous() for name, value in routers.items()}
+        save_file(values, Path(folder) / _ROUTERS)
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """Return the newest whole checkpoint that a trainer left in a folder; None when there is none.
+
+    A checkpoint's `trainer_state.json` is written last.
+
+    Args:
+        folder: The trainer's folder.
+    """
+
+    def is_whole(path: Path) -> bool:
+        try:
+            return bool(json.loads((path / _STATE).read_text()))
+        except (OSError, ValueError):
+            return False
+
+    found = [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal() and is_whole(path)]
+    return str(max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))) if found else None
+
+
+def _see_no_folder_as_datasets() -> None:
+    """Tell transformers that the package `datasets` is not installed where it takes a folder of that name for it."""
+    spec = importlib.util.find_spec("datasets")
+    if spec is not None and spec.origin is None:
+        sys.modules["datasets"] = None  # type: ignore[assignment]
+        is_datasets_available.cache_clear()
+
+
+def _has_adapters(model: Any) -> bool:
+    return hasattr(model, "peft_config")

@@ -1,0 +1,309 @@
+"""Fine-tuning of vision-language models: what trains, what is logged, what a killed run goes on with."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mmod
+from mmod.data.chat import ChatCollator
+from mmod.data.conversations import open_conversations
+from mmod.training.parse import load_config
+from mmod.training.vlm import finetune, read_outcome, training_arguments
+from mmod.training.vlm_build import create_vlm, router_parameters
+from mmod.training.vlm_config import VlmConfig, VlmModelConfig
+from mmod.training.vlm_evaluation import answer_questions, mean_over_kinds
+from mmod.training.vlm_plan import plan_run
+from mmod.training.vlm_trainer import LengthSampler, last_checkpoint, watch_routing
+from tests.training.vlm_configs import MODEL, vlm_config
+
+ROOT = Path(__file__).parents[2]
+P_MOD = {"language": {"preset": "p-mod"}}
+GAMMA = {
+    "language": {"preset": "gamma-mod", "depth": 6, "blocks": [1, 2], "tokens": "image", "inference_threshold": None}
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vlm")
+
+
+def weights(result: Any) -> dict[str, torch.Tensor]:
+    return mmod.load_pretrained(Path(result.folder) / "model").state_dict()
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:
+    config = vlm_config(folder, "routed", routing=GAMMA)
+    result = finetune(config, progress=False)
+    assert result.steps == 4
+    assert not result.reused
+    assert result.answers is not None
+    assert set(result.answers.right) == set(result.prior)
+    assert sum(result.answers.asked.values()) == 70
+    shares = list(result.answers.kept.values())
+    assert shares == pytest.approx([0.5, 0.5])
+    kept = [entry for entry in result.history if any(key.startswith("kept/") for key in entry)]
+    assert len(kept) == 2
+    assert all(math.isfinite(value) for entry in kept for value in entry.values())
+    assert any(key.startswith("gate_std/") for key in kept[0])
+    again = finetune(config, progress=False)
+    assert again.reused
+    assert replace(again, reused=False) == result
+    model = mmod.load_pretrained(folder / "routed" / "model")
+    assert len(mmod.routed_blocks(model)) == 2
+    assert "answers right" in str(result)
+    with pytest.raises(ValueError, match=r"trainer\.learning_rate: 0\.001 there, 0\.01 now"):
+        finetune(vlm_config(folder, "routed", {"learning_rate": 1e-2}, routing=GAMMA), progress=False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"routing": P_MOD, "optim": "muon"},
+        {"routing": GAMMA},
+        {"routing": P_MOD, "lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]}},
+    ],
+    ids=["p-mod, muon", "gamma-mod, shared router", "p-mod, LoRA"],
+)
+def test_a_killed_run_goes_on_as_if_it_had_not_stopped(
+    folder: Path, changes: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    name = f"killed-{request.node.callspec.id[:5]}-{'lora' in changes}"
+    config = vlm_config(folder, name, data=replace(vlm_config(folder).data, val=None), **changes)
+    whole = weights(finetune(config, progress=False))
+    run = folder / name
+    (run / "result.json").unlink()
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "checkpoints" / "checkpoint-4")
+    # A checkpoint that was being written when the process died.
+    shutil.copytree(run / "checkpoints" / "checkpoint-2", run / "checkpoints" / "checkpoint-3")
+    (run / "checkpoints" / "checkpoint-3" / "trainer_state.json").write_text("{")
+    assert str(last_checkpoint(run / "checkpoints")).endswith("checkpoint-2")
+    assert same(weights(finetune(config, progress=False)), whole)
+
+
+def test_adapters_and_routers_train_and_the_rest_stays(folder: Path) -> None:
+    config = vlm_config(folder, "lora", routing=P_MOD, lora={"r": 2, "target_modules": ["q_proj"]})
+    before, _ = create_vlm(config)
+    start = {name: value.clone() for name, value in before.base_model.model.state_dict().items()}
+    trained = {name for name, parameter in before.named_parameters() if parameter.requires_grad}
+    assert all("lora" in name or "router" in name for name in trained)
+    assert {name for name in trained if "router" in name} == set(router_parameters(before))
+    after = weights(finetune(config, progress=False))
+    changed = {name for name, value in after.items() if name in start and not torch.equal(value, start[name])}
+    # No answer depends on what image tokens become in the last layer, so its router has nothing to learn from.
+    assert changed == {name for name in start if "router" in name and "layers.3" not in name}
+    query = "model.language_model.layers.0.self_attn.q_proj"
+    assert not torch.equal(after[f"{query}.weight"], start[f"{query}.base_layer.weight"])
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (["vision"], {"projector", "language"}),
+        (["vision", "projector"], {"language"}),
+        (["language"], {"vision", "projector", "router"}),
+    ],
+)
+def test_frozen_parts_do_not_train(folder: Path, parts: list[str], expected: set[str]) -> None:
+    model, _ = create_vlm(vlm_config(folder, frozen=parts, routing=P_MOD))
+
+    def kind(name: str) -> str:
+        if "router" in name:
+            return "router"
+        return "vision" if "vision_tower" in name else "projector" if "projector" in name else "language"
+
+    trained = {kind(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == expected | {"router"}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_auxiliary_losses_are_added_once(folder: Path, accumulate: int) -> None:
+    from mmod.training.vlm_trainer import RoutedTrainer
+
+    gradients = []
+    for split in (1, accumulate):
+        trainer_fields = {"per_device_train_batch_size": 4 // split, "gradient_accumulation_steps": split}
+        fields = {"router": "linear", "capacity": 1.0, "gate": "identity", "losses": {"membership": 0.5}}
+        config = vlm_config(folder, trainer=trainer_fields, routing={"language": fields})
+        model, processor = create_vlm(config)
+        train, collator = open_conversations(config.data.train, config.data), ChatCollator(processor)
+        arguments = training_arguments(config, progress=False)
+        with watch_routing(model) as watch:
+            trainer = RoutedTrainer(watch, model=model, args=arguments, train_dataset=train, data_collator=collator)
+            trainer.current_gradient_accumulation_steps = split
+            talks = [train[0]] * 4
+            size = 4 // split
+            items = (collator(talks)["labels"] != -100).sum()
+            for start in range(0, 4, size):
+                trainer.training_step(model, dict(collator(talks[start : start + size])), items)
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert any("router" in name for name in gradients[0])
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_watch_counts_what_blocks_keep(folder: Path) -> None:
+    config = vlm_config(folder, routing={"language": {"router": "linear", "capacity": 0.25}})
+    model, processor = create_vlm(config)
+    data = open_conversations(config.data.train, config.data)
+    batch = ChatCollator(processor)([data[index] for index in range(6)])
+    with watch_routing(model) as watch:
+        model(**batch)
+        figures = watch.take()
+        assert watch.take() == {}
+    assert list(figures) == list(mmod.routed_blocks(model))
+    for name, found in figures.items():
+        routing = mmod.routed_blocks(model)[name].mod.routing
+        image = batch["input_ids"] == processor.image_token_id
+        assert found["kept"] == pytest.approx(float(routing.keep_BN[image].float().mean()))
+        kept = routing.keep_BN & image
+        gates = torch.zeros(image.shape).scatter(1, routing.index_BK, routing.gate_BK.detach())[kept]
+        assert found["gate"] == pytest.approx(float(gates.mean()), abs=1e-6)
+        assert found["gate_std"] == pytest.approx(float(gates.std(unbiased=False)), abs=1e-4)
+
+
+def test_answers_do_not_depend_on_the_batch(folder: Path) -> None:
+    config = vlm_config(folder, routing=P_MOD)
+    torch.manual_seed(0)
+    model, processor = create_vlm(config)
+    data, collator = open_conversations("questions:tiny/test", config.data), ChatCollator(processor)
+    results = [answer_questions(model, collator, data, batch_size=size, max_new_tokens=3) for size in (7, 70)]
+    assert results[0] == results[1]
+    assert model.training
+
+
+def test_plan_agrees_with_the_model(folder: Path) -> None:
+    config = vlm_config(folder, "planned", routing=P_MOD)
+    plan = plan_run(config)
+    model, _ = create_vlm(config)
+    assert plan.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert plan.router_parameters == 3 * 33
+    assert plan.kept == mmod.capacities(model)
+    assert (plan.samples, plan.steps, plan.batch, plan.depth) == (256, 4, 4, 4)
+    assert plan.flops.routed < plan.flops.dense
+    assert plan.activation_bytes < plan_run(vlm_config(folder)).activation_bytes
+    assert plan_run(replace(config, trainer={"per_device_train_batch_size": 8, "num_train_epochs": 2})).steps == 64
+    assert "3 of 4 layers are routed" in str(plan)
+    assert not (folder / "planned").exists()
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=200), st.integers(1, 8), st.integers(0, 3), st.integers(0, 2))
+def test_sampler_shuffles_everything_and_keeps_lengths_together(
+    lengths: list[int], batch: int, seed: int, epoch: int
+) -> None:
+    sampler = LengthSampler(lengths, batch, seed)
+    sampler.set_epoch(epoch)
+    order = list(sampler)
+    assert sorted(order) == list(range(len(lengths)))
+    assert order == list(sampler)
+    random = np.random.default_rng(0).permutation(len(lengths))
+
+    def padding(indices: Any) -> int:
+        parts = [[lengths[i] for i in indices[at : at + batch]] for at in range(0, len(lengths), batch)]
+        return sum(max(part) * len(part) - sum(part) for part in parts)
+
+    if len(lengths) <= 8 * batch and len(lengths) % batch == 0:
+        assert padding(order) <= padding(random)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer": {"learning_rat": 1}}, "unknown argument of the trainer learning_rat; valid ones are"),
+        ({"lora": {"rank": 2}}, "unknown option of LoRA rank"),
+        ({"routing": {"text": {}}}, "no part text; it has"),
+        ({"routing": {"language": {"capacty": 1}}}, "unknown routing option capacty"),
+        ({"routing": {"language": {"capacity": 0.01}}}, "keeps none of 16 image tokens"),
+    ],
+)
+def test_wrong_configs_are_named(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        finetune(vlm_config(folder, "wrong", **changes), progress=False)
+
+
+def test_configs_that_exclude_themselves(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.val: null"):
+        vlm_config(folder, trainer={"fsdp": "full_shard"})
+    with pytest.raises(ValueError, match="trainer must not set seed"):
+        vlm_config(folder, trainer={"seed": 1})
+    with pytest.raises(ValueError, match="frozen must be one of"):
+        vlm_config(folder, frozen=["tower"])
+    with pytest.raises(ValueError, match="names no part"):
+        vlm_config(folder, routing={})
+    with pytest.raises(ValueError, match="either"):
+        VlmModelConfig()
+    with pytest.raises(ValueError, match=r"needs model\.processor"):
+        VlmModelConfig(config=MODEL)
+
+
+def test_kinds_that_need_no_image_do_not_count() -> None:
+    assert mean_over_kinds({"count": 50.0, "text": 100.0}) == 50.0
+    assert mean_over_kinds({"text": 100.0}) == 100.0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "vlm").glob("*.yaml")), ids=lambda path: path.stem)
+def test_configs_are_read_and_say_what_they_are(path: Path) -> None:
+    config = load_config(path, kind=VlmConfig)
+    assert config.output == f"runs/vlm/{path.stem}"
+    if config.trainer.get("bf16"):
+        config = replace(config, trainer={k: v for k, v in config.trainer.items() if k not in ("bf16", "deepspeed")})
+    training_arguments(config, progress=False)
+    header = path.read_text().split("output:")[0]
+    for entry in ("Source row:", "Command:", "Source's figure:", f"tools/finetune_vlm.py configs/vlm/{path.name}"):
+        assert header.count(entry) == 1, entry
+    assert "Time:" in header or "Hours:" in header
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "vlm").glob("tiny-*.yaml")), ids=lambda path: path.stem)
+def test_tiny_configs_build_what_they_route(path: Path, folder: Path) -> None:
+    dense = load_config(ROOT / "configs/vlm/tiny-llava.yaml", kind=VlmConfig)
+    config = replace(load_config(path, kind=VlmConfig), model=dense.model)
+    model, _ = create_vlm(config, on_meta=True)
+    assert mmod.is_routed(model) == (config.routing is not None)
+
+
+def test_two_processes_train_as_one(folder: Path) -> None:
+    fields = {"max_steps": 3, "save_strategy": "no", "logging_steps": 1, "max_grad_norm": 0.0}
+    one = vlm_config(folder, "one", {**fields, "per_device_train_batch_size": 4}, routing=P_MOD)
+    single = finetune(one, progress=False)
+    script = (
+        "import sys; from pathlib import Path; sys.path[:0] = sys.argv[2:]\n"
+        "from tests.training.vlm_configs import vlm_config; from mmod.training.vlm import finetune\n"
+        f"fields = {fields!r} | {{'per_device_train_batch_size': 2, 'use_cpu': True, 'ddp_backend': 'gloo'}}\n"
+        f"finetune(vlm_config(Path(sys.argv[1]), 'two', fields, routing={P_MOD!r}), progress=False)\n"
+    )
+    (folder / "two.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += [str(folder / "two.py"), str(folder), str(ROOT)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    other = read_outcome(folder / "two")
+    assert other is not None
+    losses = [[entry["loss"] for entry in result.history if "loss" in entry] for result in (single, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert single.answers is not None
+    assert other.answers is not None
+    assert other.answers.asked == single.answers.asked
+    one_weights, two_weights = weights(single), weights(other)
+    for name, value in one_weights.items():
+        torch.testing.assert_close(two_weights[name], value, rtol=1e-3, atol=1e-4)

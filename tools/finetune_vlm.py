@@ -1,0 +1,27 @@
+"""Fine-tune a vision-language model: `python tools/finetune_vlm.py CONFIG [--dry-run] [--key value]`.
+
+`python tools/finetune_vlm.py configs/vlm/tiny-llava.yaml` trains a small model from random weights; `--dry-run` prints
+what a run would cost and trains nothing, `--help` lists every key. The same command started again goes on where it was
+interrupted. Under `torchrun --nproc-per-node N tools/finetune_vlm.py CONFIG` several processes train together.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from mmod.training.parse import parse_config
+from mmod.training.vlm import finetune
+from mmod.training.vlm_config import VlmConfig
+from mmod.training.vlm_plan import plan_run
+
+DRY = "--dry-run"
+
+
+def main(arguments: list[str]) -> None:
+    """Fine-tune as the command line says and print what came out, or what it would cost."""
+    config = parse_config([word for word in arguments if word != DRY], VlmConfig)
+    print(plan_run(config) if DRY in arguments else finetune(config))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
