@@ -131,7 +131,10 @@ def test_readme_commands_exist() -> None:
         ["tools/tradeoff.py", "configs/tradeoff/digits.yaml", "--seed", "3"],
         ["tools/benchmark.py", "models", "--batch_size", "1"],
         ["tools/train.py", "configs/digits/dense.yaml", "--epoch", "1"],
+        ["tools/train_clip.py", "configs/clip/scenes.yaml", "--epoch", "1"],
         ["datasets/cluttered_digits.py", "folder", "--clut", "3"],
+        ["datasets/cluttered_pairs.py", "folder", "--clut", "3"],
+        ["datasets/convert_pairs.py", "table.csv", "folder", "--resiz", "3"],
     ],
     ids=lambda command: command[0],
 )
