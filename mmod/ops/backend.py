@@ -175,7 +175,7 @@ def choose(op: str, tensor: Tensor, **facts: int) -> Backend:
         able = [b for b in _versions(op) if _refusal(op, b, tensor.device, tensor.dtype, facts) is None]
         raise ValueError(f"{op} cannot run on {_forced[op].value}: {reason}; {_instead(able)}")
     # Exported programs are to run where this library is not.
-    if tensor.device.type != "cuda" or torch.compiler.is_exporting():
+    if tensor.device.type != "cuda" or exporting():
         return Backend.TORCH
     for rule in RULES:
         if (
@@ -187,6 +187,12 @@ def choose(op: str, tensor: Tensor, **facts: int) -> Backend:
         ):
             return rule.backend
     return Backend.TORCH
+
+
+def exporting() -> bool:
+    """Return whether a program is being exported."""
+    # In graphs compiled by torch 2.11, `torch.compiler.is_exporting` is always true; what it reads is right.
+    return torch.compiler._is_exporting_flag
 
 
 def choices(device: torch.device | str, dtype: torch.dtype = torch.float32) -> str:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mmod.ops.backend import Backend, choose
+from mmod.ops.backend import Backend, choose, exporting
 
 Tile = tuple[slice, slice, slice]
 
@@ -63,7 +63,7 @@ def attention_importance(
     if chunk_elements is None:
         chunk_elements = GPU_CHUNK_ELEMENTS if q_BHNE.device.type == "cuda" else CHUNK_ELEMENTS
     with torch.no_grad():
-        if torch.compiler.is_exporting():
+        if exporting():
             everything = (slice(None), slice(None), slice(None))
             total_BN = _received(q_BHNE, _keys(q_BHNE, k_BHNE), mask, is_causal, scale, valid_BN, everything)
         elif torch.compiler.is_compiling():
@@ -237,7 +237,7 @@ def _shares_probabilities(q: Tensor, k: Tensor, v: Tensor) -> bool:
         q.device.type == "cpu"
         and q.dtype == torch.float32
         and q.shape == k.shape == v.shape
-        and not torch.compiler.is_exporting()
+        and not exporting()
     )
 
 

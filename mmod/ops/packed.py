@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.ops.backend import Backend, choose
+from mmod.ops.backend import Backend, choose, exporting
 from mmod.ops.importance import is_grouped
 from mmod.ops.seam import AttentionSeam
 
@@ -193,7 +193,7 @@ def _has_fused_lengths(q_THE: Tensor, k_THE: Tensor, dropout: float) -> bool:
         and q_THE.shape == k_THE.shape
         and q_THE.shape[-1] % 8 == 0
         and not dropout
-        and not torch.compiler.is_exporting()
+        and not exporting()
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from mmod.ops.backend import Backend, choose
+from mmod.ops.backend import Backend, choose, exporting
 from mmod.ops.gate import apply_gate
 
 
@@ -157,7 +157,7 @@ def select_threshold(
     total = None
     if ceiling is not None:
         slots = min(ceiling, tokens) if isinstance(tokens, int) else cast(int, torch.sym_min(ceiling, tokens))
-    elif torch.compiler.is_exporting():
+    elif exporting():
         raise ValueError("threshold routing needs max_tokens to be exported: without it shapes depend on the data")
     else:
         counts = count_B.tolist()
