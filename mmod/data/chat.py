@@ -27,12 +27,14 @@ class ChatCollator:
     Args:
         processor: A transformers processor with a fast tokenizer and a chat template.
         max_length: Longest sequence in tokens; longer ones are cut on the right. None for no limit.
+        packed: Put the samples of a batch into one row without padding; positions start anew with each, by which models
+            of transformers keep them apart.
 
     Raises:
         ValueError: If the processor has no chat template, no fast tokenizer or no image token.
     """
 
-    def __init__(self, processor: Any, max_length: int | None = None) -> None:
+    def __init__(self, processor: Any, max_length: int | None = None, packed: bool = False) -> None:
         tokenizer = getattr(processor, "tokenizer", None)
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
@@ -44,15 +46,17 @@ class ChatCollator:
             raise ValueError(f"{type(processor).__name__} names no image_token_id")
         self.processor = processor
         self.max_length = max_length
+        self.packed = packed
 
-    def __call__(self, talks: Sequence[Talk]) -> dict[str, Tensor]:
+    def __call__(self, talks: Sequence[Talk]) -> dict[str, Any]:
         """Encode a batch.
 
         Args:
             talks: The conversations.
 
         Returns:
-            What the processor returns, and `labels` (B, N).
+            What the processor returns, and `labels` (B, N). Packed, `input_ids`, `labels` and `position_ids` are of one
+            row, and there is no `attention_mask`.
 
         Raises:
             ValueError: If a template rewrites what was said before, a processor writes an image in other tokens than
@@ -67,7 +71,8 @@ class ChatCollator:
             ids = batch["input_ids"][row][mask_N]
             said = self._is_answer(text, talk, answers, ids)
             labels_BN[row, mask_N] = torch.where(said, ids, IGNORED)
-        return self._cut({**batch, "labels": labels_BN}, talks)
+        batch = self._cut({**batch, "labels": labels_BN}, talks)
+        return _pack(batch) if self.packed else batch
 
     def prompts(self, talks: Sequence[Talk]) -> dict[str, Tensor]:
         """Encode conversations up to the last answer, padded on the left, as `generate` wants them.
@@ -148,6 +153,19 @@ class ChatCollator:
         if empty.any():
             raise ValueError(f"max_length={self.max_length} leaves no answer in {talks[int(empty.nonzero()[0])].key!r}")
         return batch
+
+
+def _pack(batch: dict[str, Any]) -> dict[str, Any]:
+    """Join the rows of a padded batch without their padding."""
+    if "image_grid_thw" in batch:
+        raise ValueError("samples of Qwen-VL models cannot be packed: their positions are worked out row by row")
+    mask_BN = batch.pop("attention_mask").bool()
+    position_BN = torch.arange(mask_BN.shape[1]).expand_as(mask_BN)
+    for name, value in {**batch, "position_ids": position_BN}.items():
+        if value.shape == mask_BN.shape:
+            batch[name] = value[mask_BN].unsqueeze(0)
+    # With a cache, positions that start anew would be overlooked, and samples would see each other.
+    return {**batch, "use_cache": False}
 
 
 def _content(message: Message) -> list[dict[str, str]]:

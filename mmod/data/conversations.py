@@ -76,6 +76,7 @@ class ConversationsConfig:
         root: Folder of the embedded set (`runs/data/cluttered-questions-LEVEL` by default).
         max_length: Longest sequence in tokens, image tokens included; what a conversation says beyond is cut off. None
             for no limit.
+        packed: Put the conversations of a training batch into one row instead of padding them to the longest.
         on_corrupt: "raise" stops at a record or shard with a fault when the source is opened; "skip" counts it and goes
             on without. An image that cannot be decoded later always stops.
 
@@ -88,6 +89,7 @@ class ConversationsConfig:
     images: str | None = None
     root: str | None = None
     max_length: int | None = None
+    packed: bool = False
     on_corrupt: OnCorrupt = "raise"
 
     def __post_init__(self) -> None:

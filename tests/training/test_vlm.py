@@ -134,6 +134,27 @@ def test_frozen_parts_do_not_train(folder: Path, parts: list[str], expected: set
     assert trained == expected | {"router"}
 
 
+@pytest.mark.parametrize("routing", [None, P_MOD, GAMMA], ids=["dense", "p-mod", "gamma-mod"])
+def test_packed_samples_train_like_padded_ones(folder: Path, routing: Any) -> None:
+    config = vlm_config(folder, routing=routing)
+    model, processor = create_vlm(config)
+    data = open_conversations(config.data.train, config.data)
+    # The first conversations about two, one and no images.
+    talks = [data[int((data.images == count).argmax())] for count in (2, 1, 0)]
+    losses, gradients = [], []
+    for packed in (False, True):
+        batch = ChatCollator(processor, packed=packed)(talks)
+        assert ("attention_mask" in batch) is not packed
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_auxiliary_losses_are_added_once(folder: Path, accumulate: int) -> None:
     from mmod.training.vlm_trainer import RoutedTrainer
