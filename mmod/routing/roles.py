@@ -131,6 +131,11 @@ def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[T
         return _pack(roles.group_BN > PADDING, counts)
     groups = max(map(len, keeps))
     worst_BN = -score_BN.detach().nan_to_num(nan=-torch.inf, neginf=torch.finfo(score_BN.dtype).min)
+    if groups == 1:
+        worst_BN = worst_BN.masked_fill(roles.group_BN == KEPT, -torch.inf)
+        # Padding sorts behind everything, as NaN does.
+        worst_BN = worst_BN.masked_fill(roles.group_BN == PADDING, torch.nan)
+        return _first_of(torch.sort(worst_BN, dim=1, stable=True).indices[:, : max(counts)], counts, tokens)
     order_BN = torch.sort(worst_BN, dim=1, stable=True).indices
     # Sorting by group afterwards, stably, leaves every group sorted by score; padding and kept tokens come first.
     in_order_BN = roles.group_BN.gather(1, order_BN)
@@ -164,6 +169,16 @@ def _kept_of(size: int, capacity: Fraction, strict: bool) -> int:
             f"capacity {float(capacity)} keeps none of {size} image tokens; give at least 1/{size} = {1 / size:.4f}"
         )
     return 1
+
+
+def _first_of(best_BK: Tensor, counts: list[int], tokens: int) -> tuple[Tensor, Tensor | None]:
+    """Sort the first slots of each row, as many as it counts, ascending in front of the others."""
+    if min(counts) == best_BK.shape[1]:
+        return torch.sort(best_BK, dim=1).values, None
+    count_B1 = torch.tensor(counts, device=best_BK.device).unsqueeze(1)
+    valid_BK = torch.arange(best_BK.shape[1], device=best_BK.device) < count_B1
+    index_BK = torch.sort(torch.where(valid_BK, best_BK, best_BK + tokens), dim=1).values
+    return torch.where(valid_BK, index_BK, index_BK - tokens), valid_BK
 
 
 def _pack(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None]:
