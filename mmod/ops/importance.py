@@ -5,6 +5,7 @@ Axes: B images, H heads, N tokens, E channels of a head.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from mmod.ops.backend import Backend, choose, exporting
 
@@ -233,12 +233,7 @@ def _shares_probabilities(q: Tensor, k: Tensor, v: Tensor) -> bool:
     Measured on two CPU threads, ViT-S, fp32: at N = 197 it adds 1 to 2 % to a block against 7 % for the second pass,
     at N = 1025 6 to 7 % against 27 %.
     """
-    return (
-        q.device.type == "cpu"
-        and q.dtype == torch.float32
-        and q.shape == k.shape == v.shape
-        and not exporting()
-    )
+    return q.device.type == "cpu" and q.dtype == torch.float32 and q.shape == k.shape == v.shape and not exporting()
 
 
 def _shared_probabilities(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -300,6 +295,7 @@ def shared_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: b
 
 @shared_attention.register_fake
 def _(q, k, v, scale, keeps_lse):  # type: ignore[no-untyped-def]
+    register_flops()
     return _empty_shared(q, keeps_lse)
 
 
@@ -342,18 +338,21 @@ def received_attention(
 
 @received_attention.register_fake
 def _(q_BHNE, *rest):  # type: ignore[no-untyped-def]
+    register_flops()
     return q_BHNE.new_empty(q_BHNE.shape[0], q_BHNE.shape[2], dtype=_accumulator(q_BHNE))
 
 
-@register_flop_formula(torch.ops.mmod.received_attention)
-def _score_flops(q_shape, *rest, **kwargs):  # type: ignore[no-untyped-def]
-    images, heads, tokens, width = q_shape
-    return 2 * images * heads * tokens * tokens * width
+@functools.cache
+def register_flops() -> None:
+    """Tell torch's FLOP counter what these ops cost; when a graph first has them, since importing it imports Triton."""
+    from torch.utils.flop_counter import register_flop_formula
 
+    def scores(q_shape, *rest, **kwargs):  # type: ignore[no-untyped-def]
+        images, heads, tokens, width = q_shape
+        return 2 * images * heads * tokens * tokens * width
 
-@register_flop_formula(torch.ops.mmod.shared_attention)
-def _shared_flops(q_shape, *rest, **kwargs):  # type: ignore[no-untyped-def]
-    return 2 * _score_flops(q_shape)
+    register_flop_formula(torch.ops.mmod.received_attention)(scores)
+    register_flop_formula(torch.ops.mmod.shared_attention)(lambda *args, **kwargs: 2 * scores(*args, **kwargs))
 
 
 def _with_kernels(

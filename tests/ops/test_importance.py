@@ -201,6 +201,7 @@ def test_ops_keep_their_promises_to_torch() -> None:
 
 
 def test_flops_of_graphs_are_those_of_the_eager_calls() -> None:
+    importance_module.register_flops()
     q, k, v = torch.randn(3, 1, 2, 10, 4)
     for op, arguments, products in (
         (importance_module.shared_attention, (q, k, v, 0.5, False), 2),
