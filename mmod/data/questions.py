@@ -53,8 +53,8 @@ class QuestionsConfig:
     """
 
     canvas: int = 32
-    large: tuple[int, int] = (16, 16)
-    small: tuple[int, int] = (12, 12)
+    large: tuple[int, int] = (12, 12)
+    small: tuple[int, int] = (8, 8)
     step: int = 4
     digits: tuple[int, int] = (1, 3)
     clutter: int = 3

@@ -113,7 +113,7 @@ def create_word_processor(image_size: int, patch_size: int) -> Any:
     )
     size = {"height": image_size, "width": image_size}
     images = CLIPImageProcessor(
-        size=size, crop_size=size, do_resize=False, do_center_crop=False, image_mean=[0.13] * 3, image_std=[0.28] * 3
+        size=size, crop_size=size, do_center_crop=False, image_mean=[0.13] * 3, image_std=[0.28] * 3
     )
     return LlavaProcessor(
         image_processor=images,
