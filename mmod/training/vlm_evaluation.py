@@ -31,7 +31,8 @@ class AnswerResult:
     Args:
         right: Share of questions answered exactly, in percent, by kind.
         asked: Number of questions by kind.
-        kept: Name of each routed block to the share it kept of the tokens that could be skipped; empty when dense.
+        kept: Name of each routed block to the share it kept of the tokens that could be skipped, in this process; empty
+            when dense.
     """
 
     right: dict[str, float]

@@ -204,7 +204,8 @@ def vlm_jobs(config: VlmTradeoffConfig) -> Iterator[VlmJob]:
         if config.train_dense:
             base = _parse({**recipe, "output": str(root / BASE), "seed": seed})
             yield VlmJob(BASE, BASE, seed, base)
-            tuning = {**tuning, "model": {**_weights(recipe), "checkpoint": str(root / BASE / MODEL)}}
+            arguments = tuning["model"].get("args", {})
+            tuning = {**tuning, "model": {"args": arguments, "checkpoint": str(root / BASE / MODEL)}}
         dense = _parse({**tuning, "output": str(root / _DENSE), "seed": seed})
         if dense.data.val is None:
             raise ValueError(f"{config.dense!r} has no data.val, so there is nothing to ask")
@@ -219,11 +220,6 @@ def vlm_jobs(config: VlmTradeoffConfig) -> Iterator[VlmJob]:
 
 def _parse(fields: Mapping[str, Any]) -> VlmConfig:
     return train_config(fields, VlmConfig)
-
-
-def _weights(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what stays of a model's config when it starts from a folder of its own."""
-    return {"args": recipe["model"].get("args", {})}
 
 
 def _measure(
