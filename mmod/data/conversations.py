@@ -217,10 +217,10 @@ class Conversations:
         return record
 
     def turns(self) -> Iterator[tuple[str, str, str]]:
-        """Yield kind, question and answer of every turn, without decoding an image."""
+        """Yield kind, question without its images, and answer of every turn."""
         for index in range(len(self)):
             row = self.record(index)
-            said = [text for role, text in row["messages"] if role != "system"]
+            said = [" ".join(text.replace(IMAGE, " ").split()) for role, text in row["messages"] if role != "system"]
             kinds = row["kinds"] or ["all"] * (len(said) // 2)
             yield from zip(kinds, said[::2], said[1::2])
 

@@ -121,6 +121,8 @@ def test_json_says_what_shards_say(tmp_path: Path) -> None:
         assert one[index].kinds == other[index].kinds
         for left, right in zip(one[index].images, other[index].images, strict=True):
             np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+    talks = compose_conversations(config, "train", load_sources())
+    assert list(one.turns()) == [tuple(turn) for talk in talks for turn in talk.turns]
     assert json.loads((tmp_path / "json" / "train.json").read_text())[0]["conversations"][0]["from"] == "human"
     with pytest.raises(FileExistsError, match="not empty"):
         export_questions(tmp_path / "json", config)
