@@ -109,7 +109,7 @@ def _short(name: str) -> str:
     return f"block {index}" if prefix else name
 
 
-def draw_tradeoff(rows: Sequence[Mapping[str, Any]]) -> Figure:
+def draw_tradeoff(rows: Sequence[Mapping[str, Any]], measure: str = "top-1 accuracy") -> Figure:
     """Draw accuracy against FLOPs and, where it was measured, against latency.
 
     Rows of one router are joined into a series over its capacities and labelled where it ends. Controls are grey;
@@ -119,6 +119,7 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]]) -> Figure:
         rows: One mapping for each model with "name", "router" ("dense", "shallow" for a dense model of fewer blocks,
             or a router), "capacity", "gflops", "latency_ms" (may be None), "accuracy_mean" and "accuracy_std" in
             percent, and "seeds", the number of runs behind them; with one seed no error bar is drawn.
+        measure: What the percentages are.
 
     Returns:
         A figure with one or two panels.
@@ -148,7 +149,7 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]]) -> Figure:
     for axis, (key, title) in zip(axes[0], panels):
         _draw_panel(axis, rows, key)
         axis.set_xlabel(title, color=INK)
-    axes[0, 0].set_ylabel("top-1 accuracy in %", color=INK)
+    axes[0, 0].set_ylabel(f"{measure} in %", color=INK)
     seeds = max(row["seeds"] for row in rows)
     note = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
     figure.supxlabel(f"numbers at points: capacity · {note}", fontsize=8, color=FAINT, x=0.99, ha="right")

@@ -361,8 +361,7 @@ def _write(folder: Path, config: ClipTradeoffConfig, points: list[ClipPoint]) ->
         }
         for row in rows
     ]
-    figure = draw_tradeoff(drawn)
-    figure.axes[0].set_ylabel("recall at 1 in %, mean of both directions")
+    figure = draw_tradeoff(drawn, "recall at 1, mean of both directions,")
     for axis, title in zip(figure.axes, ("GFLOPs per pair", "latency per pair in ms")):
         axis.set_xlabel(title)
     figure.savefig(folder / "tradeoff.png", dpi=150)

@@ -338,4 +338,4 @@ def _write(folder: Path, config: VlmTradeoffConfig, points: list[VlmPoint], prio
         }
         for point in points
     ]  # fmt: skip
-    draw_tradeoff(drawn).savefig(folder / "tradeoff.png", dpi=150)
+    draw_tradeoff(drawn, "right answers").savefig(folder / "tradeoff.png", dpi=150)
