@@ -38,8 +38,7 @@ MODULES = sorted(
 )
 # What the package's face (`import mmod`) stands on: rungs below it may use the face itself.
 FACE = LADDER.index("measuring")
-# They bring routed models into a host library's own factory. Only programs import them, so they stand at the foot of the
-# ladder.
+# They bring routed models into a host library's own factory. Only programs import them, at the foot of the ladder.
 REGISTRIES = {PACKAGE / "adapters" / "timm_models", PACKAGE / "adapters" / "open_clip_models"}
 HEAVY = ("timm", "triton", "open_clip", "transformers", "matplotlib", "webdataset", "sklearn", "torchvision")
 

@@ -303,7 +303,7 @@ def _read_parquet(config: ConvertConfig) -> Iterator[tuple[Any, Any]]:
 
 def _parquet(config: ConvertConfig) -> Any:
     try:
-        from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
+        from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("a .parquet table needs the package pyarrow: pip install pyarrow") from error
     file = ParquetFile(config.source)

@@ -106,7 +106,7 @@ def benchmark_pairs(
 def _open_clip_reader(
     shards: list[str], transform: Any, tokenizer: Any, samples: int, common: dict[str, Any], epoch: int
 ) -> Iterable[Any]:
-    from open_clip_train.data import get_wds_dataset  # type: ignore[import-untyped]
+    from open_clip_train.data import get_wds_dataset
 
     arguments = Namespace(
         train_data="::".join(shards),

@@ -40,7 +40,7 @@ def train_open_clip(
             raise FileNotFoundError(f"no model config at {models!r}")
         open_clip.add_model_config(models)
     with readable_shards(), routed(config, **parts):
-        from open_clip_train.main import main  # type: ignore[import-untyped]
+        from open_clip_train.main import main
 
         main(list(arguments))
 
@@ -53,7 +53,7 @@ def readable_shards() -> Iterator[None]:
         ModuleNotFoundError: If pandas is not installed.
     """
     try:
-        from open_clip_train import data  # type: ignore[import-untyped]
+        from open_clip_train import data
     except ModuleNotFoundError as error:
         if error.name != "pandas":
             raise
