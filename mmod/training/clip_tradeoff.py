@@ -26,7 +26,7 @@ from mmod.training.clip_build import create_clip_models, create_transforms
 from mmod.training.clip_config import ClipConfig, RoutingParts
 from mmod.training.clip_evaluation import ClipResult, evaluate_clip
 from mmod.training.parse import train_config
-from mmod.training.tradeoff import BASE, merged, read_yaml
+from mmod.training.study import BASE, Job, check_study, is_given, merged, read_yaml
 
 __all__ = ["ClipPoint", "ClipTradeoffConfig", "ClipTradeoffResult", "clip_jobs", "run_clip_tradeoff"]
 
@@ -65,30 +65,11 @@ class ClipTradeoffConfig:
     latency_rounds: int = 15
 
     def __post_init__(self) -> None:
-        if not self.routers or not self.capacities:
-            raise ValueError("a study needs at least one entry in routers and in capacities")
-        for name in ("seeds", "latency_batch", "latency_rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for group, given in (("changes", self.changes), ("finetune", self.finetune)):
-            taken = sorted({"output", "seed", "routing"} & set(given))
-            if taken:
-                raise ValueError(f"{group} must not set {', '.join(taken)}: the study sets them")
+        check_study(self, ("seeds", "latency_batch", "latency_rounds"))
         for name, towers in self.routers.items():
             unknown = sorted(set(towers) - {"image", "text"})
             if unknown:
                 raise ValueError(f"routers.{name} names {', '.join(unknown)}; valid: image, text")
-
-
-@dataclass(frozen=True)
-class ClipJob:
-    """One training run of a study."""
-
-    name: str
-    router: str
-    capacity: float
-    seed: int
-    config: ClipConfig
 
 
 @dataclass(frozen=True)
@@ -196,7 +177,7 @@ def run_clip_tradeoff(config: ClipTradeoffConfig, *, progress: bool = True) -> C
     with tqdm(work, desc="study", unit="run", disable=not progress) as bar:
         for job in bar:
             bar.set_postfix_str(f"{job.name}, seed {job.seed}")
-            if _is_given(job, config):
+            if is_given(job.name, config.train_dense, config.tune_dense):
                 results.setdefault(job.name, []).append(_before(job))
                 continue
             if job.config.model.has_weights:
@@ -208,7 +189,7 @@ def run_clip_tradeoff(config: ClipTradeoffConfig, *, progress: bool = True) -> C
     return ClipTradeoffResult(str(folder), points)
 
 
-def clip_jobs(config: ClipTradeoffConfig) -> Iterator[ClipJob]:
+def clip_jobs(config: ClipTradeoffConfig) -> Iterator[Job[ClipConfig]]:
     """Yield the training runs of a study in the order they must be done.
 
     Args:
@@ -220,28 +201,23 @@ def clip_jobs(config: ClipTradeoffConfig) -> Iterator[ClipJob]:
         root = Path(config.output) / f"seed{seed}"
         base = BASE if config.tune_dense else "dense"
         dense = train_config({**recipe, "output": str(root / base), "seed": seed}, ClipConfig)
-        yield ClipJob(base, base, 1.0, seed, dense)
+        yield Job(base, base, 1.0, seed, dense)
         start = dense.model
         if config.train_dense:
             start = dataclasses.replace(dense.model, checkpoint=dense.output, pretrained=None)
         tuned = train_config({**tuning, "output": str(root / "dense"), "seed": seed}, ClipConfig)
         tuned = dataclasses.replace(tuned, model=start)
         if config.tune_dense:
-            yield ClipJob("dense", "dense", 1.0, seed, tuned)
+            yield Job("dense", "dense", 1.0, seed, tuned)
         for router, towers in config.routers.items():
             for capacity in config.capacities:
                 name = f"{router}-{capacity:g}"
                 parts = RoutingParts(**{tower: {**fields, "capacity": capacity} for tower, fields in towers.items()})
                 routed = dataclasses.replace(tuned, routing=parts, output=str(root / name))
-                yield ClipJob(name, router, capacity, seed, routed)
+                yield Job(name, router, capacity, seed, routed)
 
 
-def _is_given(job: ClipJob, config: ClipTradeoffConfig) -> bool:
-    """Whether a run stands for weights that are taken as they are."""
-    return not config.train_dense and job.name == (BASE if config.tune_dense else "dense")
-
-
-def _before(job: ClipJob) -> ClipResult:
+def _before(job: Job[ClipConfig]) -> ClipResult:
     """Evaluate the model of a run as it is before its first step; read again when that was done before."""
     path = Path(job.config.output + ".before.json")
     if path.exists():
@@ -257,7 +233,7 @@ def _before(job: ClipJob) -> ClipResult:
     return result
 
 
-def _trained(job: ClipJob) -> Any:
+def _trained(job: Job[ClipConfig]) -> Any:
     """Return the final model of a run, in evaluation mode on the device it was trained on."""
     config = job.config
     if (Path(config.output) / "model").is_dir():
@@ -273,7 +249,7 @@ def _device(config: ClipConfig) -> torch.device:
 
 def _points(
     config: ClipTradeoffConfig,
-    first: Mapping[str, ClipJob],
+    first: Mapping[str, Job[ClipConfig]],
     results: Mapping[str, list[ClipResult]],
     before: Mapping[str, list[float]],
 ) -> list[ClipPoint]:

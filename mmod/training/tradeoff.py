@@ -15,7 +15,6 @@ from statistics import mean, median, stdev
 from typing import Any, Literal
 
 import torch
-import yaml
 from torch import nn
 from tqdm import tqdm
 
@@ -30,11 +29,9 @@ from mmod.training.classification import fit
 from mmod.training.config import ModelConfig, TrainConfig
 from mmod.training.evaluation import EvalResult, evaluate
 from mmod.training.parse import train_config
+from mmod.training.study import BASE, Job, check_study, is_given, merged, read_yaml
 
 __all__ = ["Point", "TradeoffConfig", "TradeoffResult", "run_tradeoff"]
-
-# The dense model that all fine-tuning starts from; the point shown as dense is fine-tuned like the others.
-BASE = "base"
 
 
 @dataclass(frozen=True)
@@ -75,26 +72,7 @@ class TradeoffConfig:
     maps: int = 6
 
     def __post_init__(self) -> None:
-        if not self.routers or not self.capacities:
-            raise ValueError("a study needs at least one entry in routers and in capacities")
-        for name in ("seeds", "latency_batch", "latency_rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for group, given in (("changes", self.changes), ("finetune", self.finetune)):
-            taken = sorted({"output", "seed", "routing"} & set(given))
-            if taken:
-                raise ValueError(f"{group} must not set {', '.join(taken)}: the study sets them")
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training run of a study."""
-
-    name: str
-    router: str
-    capacity: float
-    seed: int
-    config: TrainConfig
+        check_study(self, ("seeds", "latency_batch", "latency_rounds"))
 
 
 @dataclass(frozen=True)
@@ -173,7 +151,7 @@ def run_tradeoff(config: TradeoffConfig, *, progress: bool = True) -> TradeoffRe
     with tqdm(work, desc="study", unit="run", disable=not progress) as bar:
         for job in bar:
             bar.set_postfix_str(f"{job.name}, seed {job.seed}")
-            if _is_given(job, config):
+            if is_given(job.name, config.train_dense, config.tune_dense):
                 results.setdefault(job.name, []).append(_before(job))
             else:
                 if job.config.model.has_weights:
@@ -188,7 +166,7 @@ def run_tradeoff(config: TradeoffConfig, *, progress: bool = True) -> TradeoffRe
     return TradeoffResult(str(folder), points)
 
 
-def jobs(config: TradeoffConfig) -> Iterator[Job]:
+def jobs(config: TradeoffConfig) -> Iterator[Job[TrainConfig]]:
     """Yield the training runs of a study in the order they must be done.
 
     Args:
@@ -223,34 +201,6 @@ def jobs(config: TradeoffConfig) -> Iterator[Job]:
             yield Job(name, "shallow", 1.0, seed, shallow)
 
 
-def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested fields with some of them changed.
-
-    Args:
-        fields: The fields.
-        changes: The changes, nested alike.
-
-    Example:
-        >>> merged({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 4}})
-        {'a': 1, 'b': {'c': 2, 'd': 4}}
-    """
-    result = dict(fields)
-    for name, value in changes.items():
-        old = result.get(name)
-        result[name] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return result
-
-
-def read_yaml(path: str) -> dict[str, Any]:
-    """Return the fields of a config file; a FileNotFoundError names one that is not there."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no config file at {path!r}")
-    fields = yaml.safe_load(Path(path).read_text())
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path!r} must hold a mapping of keys to values, got {type(fields).__name__}")
-    return fields
-
-
 def _isoflop_depths(config: TradeoffConfig, dense: TrainConfig) -> list[int]:
     """Depths of the dense models nearest in FLOPs to the study's routed ones."""
     plain = _weightless(dense)
@@ -268,16 +218,11 @@ def _isoflop_depths(config: TradeoffConfig, dense: TrainConfig) -> list[int]:
     return sorted(depths - {depth})
 
 
-def _is_given(job: Job, config: TradeoffConfig) -> bool:
-    """Whether a run stands for weights that are taken as they are."""
-    return not config.train_dense and job.name == (BASE if config.tune_dense else "dense")
-
-
 def _weightless(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, model=ModelConfig(config.model.name, config.model.args))
 
 
-def _before(job: Job) -> EvalResult:
+def _before(job: Job[TrainConfig]) -> EvalResult:
     """Evaluate the model of a run as it is before its first step; read again when that was done before."""
     path = Path(job.config.output + ".before.json")
     if path.exists():
@@ -290,9 +235,9 @@ def _before(job: Job) -> EvalResult:
     return result
 
 
-def _trained(job: Job, config: TradeoffConfig) -> nn.Module:
+def _trained(job: Job[TrainConfig], config: TradeoffConfig) -> nn.Module:
     """Return the final model of a run, in evaluation mode on the device it was trained on."""
-    if _is_given(job, config):
+    if is_given(job.name, config.train_dense, config.tune_dense):
         model, _ = create_models(job.config)
     else:
         weights = dataclasses.replace(job.config.model, checkpoint=job.config.output, pretrained=False)
@@ -307,7 +252,7 @@ def _device(config: TrainConfig) -> torch.device:
 
 def _points(
     config: TradeoffConfig,
-    first: Mapping[str, Job],
+    first: Mapping[str, Job[TrainConfig]],
     models: Mapping[str, nn.Module],
     results: Mapping[str, list[EvalResult]],
     before: Mapping[str, list[float]],
@@ -365,7 +310,9 @@ def _write(folder: Path, config: TradeoffConfig, points: list[Point]) -> None:
     draw_tradeoff(rows).savefig(folder / "tradeoff.png", dpi=150)
 
 
-def _draw_maps(folder: Path, config: TradeoffConfig, first: Mapping[str, Job], models: Mapping[str, nn.Module]) -> None:
+def _draw_maps(
+    folder: Path, config: TradeoffConfig, first: Mapping[str, Job[TrainConfig]], models: Mapping[str, nn.Module]
+) -> None:
     """Draw what each routed model kept on the first evaluation images."""
     from mmod.measuring.plots import draw_routing_maps
 

@@ -26,7 +26,7 @@ from mmod.measuring.language import PrefillFlops, prefill_flops
 from mmod.measuring.latency import interleave
 from mmod.training.checkpoint import write_atomically
 from mmod.training.parse import train_config
-from mmod.training.tradeoff import BASE, merged, read_yaml
+from mmod.training.study import BASE, check_study, merged, read_yaml
 from mmod.training.vlm import MODEL, VlmResult, finetune
 from mmod.training.vlm_build import create_vlm
 from mmod.training.vlm_config import VlmConfig
@@ -73,15 +73,7 @@ class VlmTradeoffConfig:
     kind: str = "conversations"
 
     def __post_init__(self) -> None:
-        if not self.routers or not self.capacities:
-            raise ValueError("a study needs at least one entry in routers and in capacities")
-        for name in ("seeds", "timed_prompts", "timed_tokens", "timed_rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for group, given in (("changes", self.changes), ("finetune", self.finetune)):
-            taken = sorted({"output", "seed", "routing"} & set(given))
-            if taken:
-                raise ValueError(f"{group} must not set {', '.join(taken)}: the study sets them")
+        check_study(self, ("seeds", "timed_prompts", "timed_tokens", "timed_rounds"))
 
 
 @dataclass(frozen=True)
