@@ -50,7 +50,9 @@ def _put_rows(out_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
     flat, rows = _flat(index_BK, out_BND.shape[1]), y_BKD.flatten(0, 1)
     size = out_BND.element_size()
     aligned = out_BND.shape[2] * size % 16 == 0 and rows.storage_offset() * size % 16 == 0
-    if aligned and rows.is_contiguous() and rows.dtype == out_BND.dtype:
+    # Torch 2.11 has no batching rule for a view of another type.
+    batched = any(torch._C._functorch.is_batchedtensor(x) for x in (out_BND, rows))
+    if aligned and not batched and rows.is_contiguous() and rows.dtype == out_BND.dtype:
         # Rows move 16 bytes at a time: a fifth to a quarter of the time, since torch looks the index up for each.
         out_BND.flatten(0, 1).view(torch.complex128).index_copy_(0, flat, rows.view(torch.complex128))
     else:
