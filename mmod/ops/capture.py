@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops.importance import attention_with_importance, importance_of_map
-from mmod.ops.seam import AttentionSeam
+from mmod.ops.seam import AttentionCall, AttentionSeam
 
 _SOFTMAX = (torch.softmax, torch.Tensor.softmax, F.softmax)
 
@@ -45,21 +45,12 @@ class capture_importance(AttentionSeam):
         if func in _SOFTMAX and result.ndim == 4 and result.shape[-1] == result.shape[-2]:
             self._add(importance_of_map(result, self.valid_BN))
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Attend, and take importance on the way."""
         out, importance_BN = attention_with_importance(
-            query, key, value, attn_mask, dropout=dropout_p, is_causal=is_causal, scale=scale, valid_BN=self.valid_BN
-        )
+            call.query, call.key, call.value, call.attn_mask, dropout=call.dropout_p, is_causal=call.is_causal,
+            scale=call.scale, valid_BN=self.valid_BN,
+        )  # fmt: skip
         self._add(importance_BN)
         return out
 

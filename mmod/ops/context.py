@@ -8,14 +8,15 @@ Axes: B images, H heads, N tokens, K slots per image, E channels of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.ops.seam import AttentionSeam
+from mmod.ops.backend import exporting
+from mmod.ops.seam import AttentionCall, AttentionSeam
 
 
 class Projection(NamedTuple):
@@ -68,17 +69,9 @@ class _Partial(AttentionSeam):
         super().__init__()
         self.projections = projections
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Divert the projections, and attention."""
-        if func is F.linear:
-            return self._linear(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+    def divert(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Divert the projections as well."""
+        return self._linear if func is F.linear else super().divert(func)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         for projection in self.projections:
@@ -110,14 +103,14 @@ class _KeysAndValues(_Partial):
     def part(self, projection: Projection) -> tuple[int, int]:
         return projection.own, projection.weight.shape[0]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.taken.append((key, value))
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.taken.append((call.key, call.value))
         # Export without dynamo keeps a stack of modules that an exception would not unwind. What follows is dead code
         # there, and its projections are cut so that it costs little where nobody removes it.
         dynamo = torch.compiler.is_dynamo_compiling()
-        if len(self.taken) == self.calls and (dynamo or not torch.compiler.is_exporting()):
+        if len(self.taken) == self.calls and (dynamo or not exporting()):
             raise _Taken
-        return value
+        return call.value
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(self.taken) == self.calls:
@@ -154,19 +147,8 @@ class attend_to_all(_Partial):
         """Compute what serves the kept tokens themselves."""
         return 0, projection.own
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Attend to all tokens; the mask is one of kept queries over all keys."""
         key, value = self.remaining.pop(0)
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
-        )
+        # The mask says what a causal call would: kept queries are not counted from the first key.
+        return call._replace(key=key, value=value, is_causal=False).run()

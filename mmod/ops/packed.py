@@ -7,7 +7,7 @@ Axes: B images, K slots per image, T packed rows, H heads, E channels of a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmod.ops.backend import Backend, choose, exporting
 from mmod.ops.importance import is_grouped
-from mmod.ops.seam import AttentionSeam
+from mmod.ops.seam import AttentionCall, AttentionSeam
 
 # Rows of an image from which one call of attention for each image beats padding on a CPU. Measured on two threads,
 # fp32, forward and with backward, in ms, against padding with a key mask / four buckets of like lengths / a
@@ -143,39 +143,26 @@ class attend_within(AttentionSeam):
         self.packing = packing
         self.calls = 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Divert attention and stochastic depth, and pass every other call through."""
-        if func is Tensor.bernoulli_ and args[0].shape == (1, 1, 1):
-            images = self.packing.cu_seqlens.shape[0] - 1
-            drawn_B = args[0].new_empty(images).bernoulli_(*args[1:], **(kwargs or {}))
-            return drawn_B[self.packing.image_T()].view(1, -1, 1)
-        return super().__torch_function__(func, types, args, kwargs)
+    def divert(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Divert stochastic depth as well."""
+        return self._draw if func is Tensor.bernoulli_ else super().divert(func)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def _draw(self, shares: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if shares.shape != (1, 1, 1):
+            return shares.bernoulli_(*args, **kwargs)
+        images = self.packing.cu_seqlens.shape[0] - 1
+        drawn_B = shares.new_empty(images).bernoulli_(*args, **kwargs)
+        return drawn_B[self.packing.image_T()].view(1, -1, 1)
+
+    def attend(self, call: AttentionCall) -> Tensor:
         """Attend within images."""
-        if attn_mask is not None or query.shape[0] != 1:
+        if call.attn_mask is not None or call.query.shape[0] != 1:
             raise RuntimeError("packed rows take plain or causal attention over one sequence, without a mask")
         self.calls += 1
-        q_THE, k_THE, v_THE = (x[0].transpose(0, 1) for x in (query, key, value))
+        q_THE, k_THE, v_THE = (x[0].transpose(0, 1) for x in call[:3])
         out_THE = packed_attention(
             q_THE, k_THE, v_THE, self.packing.cu_seqlens, self.packing.max_seqlen,
-            dropout=dropout_p, is_causal=is_causal, scale=scale,
+            dropout=call.dropout_p, is_causal=call.is_causal, scale=call.scale,
         )  # fmt: skip
         return out_THE.transpose(0, 1).unsqueeze(0)
 

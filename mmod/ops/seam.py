@@ -7,13 +7,34 @@ any other code and leaves nothing behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mmod.ops.multihead import multihead_attention
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of one call of `scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def run(self) -> Tensor:
+        """Make the call."""
+        return F.scaled_dot_product_attention(
+            self.query, self.key, self.value, attn_mask=self.attn_mask, dropout_p=self.dropout_p,
+            is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa,
+        )  # fmt: skip
 
 
 class AttentionSeam(TorchFunctionMode):
@@ -26,30 +47,30 @@ class AttentionSeam(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Divert attention and pass every other call through."""
-        if func is F.scaled_dot_product_attention:
-            return self.attend(*args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward:
-            return multihead_attention(self._divert, *args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
+        """Divert some calls and pass every other through."""
+        return self._call(func, *args, **(kwargs or {}))
+
+    def _call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        replacement = self.divert(func)
+        if replacement is not None:
+            return replacement(*args, **kwargs)
+        result = func(*args, **kwargs)
         self.watch(func, result)
         return result
 
-    def _divert(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.__torch_function__(func, (), args, kwargs)
+    def divert(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Return what is called in the place of a function, with its arguments, or None to leave it."""
+        if func is F.scaled_dot_product_attention:
+            return self._attend
+        if func is F.multi_head_attention_forward:
+            return partial(multihead_attention, self._call)
+        return None
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Take the place of the call; arguments are those of `scaled_dot_product_attention`."""
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.attend(AttentionCall(*args, **kwargs))
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Take the place of a call of `scaled_dot_product_attention`."""
         raise NotImplementedError
 
     def watch(self, func: Callable[..., Any], result: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import HostModel, find_hosts
 from mmod.config import Plan
-from mmod.ops.seam import AttentionSeam
+from mmod.ops.seam import AttentionCall, AttentionSeam
 
 
 @dataclass(frozen=True)
@@ -206,36 +206,24 @@ class _Ranks(AttentionSeam):
         self.tokens: list[int] = []
         self.samples = 0
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Attend, and take ranks on the way."""
+        query, key, mask = call.query, call.key, call.attn_mask
         group = query.shape[1] // key.shape[1]
-        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        scale = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
 
         def one(sample: int, head: int) -> Tensor:
             score = (query[sample, head].float() * scale) @ key[sample, head // group].float().T
-            if is_causal:
+            if call.is_causal:
                 score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -torch.inf)
-            if attn_mask is not None:
-                pairs = attn_mask.expand(len(query), query.shape[1], -1, -1)[sample, head]
+            if mask is not None:
+                pairs = mask.expand(len(query), query.shape[1], -1, -1)[sample, head]
                 pairs = pairs.expand_as(score)
                 score = score.masked_fill(~pairs, -torch.inf) if pairs.dtype == torch.bool else score + pairs
             return torch.softmax(score, dim=-1)
 
         self._take(query.shape[0], query.shape[1], one)
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-            enable_gqa=enable_gqa,
-        )  # fmt: skip
+        return call.run()
 
     def watch(self, func: Callable[..., Any], result: Any) -> None:
         """Take ranks of a map that a host writes out."""
