@@ -71,7 +71,10 @@ def test_no_part_of_a_projection_is_computed_in_vain() -> None:
             with attend_to_all(projections, taken):
                 block(x[:, :kept])
         query_and_gate, key_and_value = 2 * kept * dim * 2 * dim, 2 * tokens * dim * 2 * dim
-        assert counter.get_total_flops() == query_and_gate + key_and_value + 4 * kept * tokens * dim
+        # Not every torch counts attention on a CPU.
+        counted = counter.get_flop_counts()["Global"]
+        projected = sum(flops for op, flops in counted.items() if "attention" not in str(op))
+        assert projected == query_and_gate + key_and_value
 
 
 def test_a_block_without_fused_attention_is_an_error() -> None:
