@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import mean, median, stdev
-from typing import Any, Literal
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import Tensor
 
-from mmod import flops, is_routed, routed_blocks
+from mmod import flops
 from mmod.data.pairs import create_eval_pairs
-from mmod.measuring.latency import interleave
-from mmod.training.checkpoint import write_atomically
+from mmod.measuring.latency import interleave, ratios
+from mmod.measuring.plots import draw_tradeoff
 from mmod.training.clip import fit_clip
 from mmod.training.clip_build import create_clip_models, create_transforms
 from mmod.training.clip_config import ClipConfig, RoutingParts
 from mmod.training.clip_evaluation import ClipResult, evaluate_clip
+from mmod.training.distributed import choose_device
 from mmod.training.parse import train_config
-from mmod.training.study import BASE, Job, check_study, is_given, merged, read_yaml
+from mmod.training.study import (
+    BASE,
+    Job,
+    by_threshold,
+    check_study,
+    compared,
+    deviation,
+    evaluated_before,
+    in_order,
+    is_given,
+    markdown_table,
+    merged,
+    read_yaml,
+    write_outcome,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["ClipPoint", "ClipTradeoffConfig", "ClipTradeoffResult", "clip_jobs", "run_clip_tradeoff"]
 
@@ -146,15 +160,15 @@ class ClipTradeoffResult:
 
     def table(self) -> str:
         """Return the points as a Markdown table."""
-        lines = ["| " + " | ".join(_COLUMNS.values()) + " |", "|" + "---|" * len(_COLUMNS)]
+        rows = []
         for point in self.points:
             values = {name: getattr(point, name) for name in _COLUMNS}
             cells = [
                 value if isinstance(value, str) else "" if value is None else f"{value:.{_DIGITS.get(name, 2)}f}"
                 for name, value in values.items()
             ]
-            lines.append("| " + " | ".join(cells) + " |")
-        return "\n".join(lines)
+            rows.append(cells)
+        return markdown_table(list(_COLUMNS.values()), rows)
 
 
 def run_clip_tradeoff(config: ClipTradeoffConfig, *, progress: bool = True) -> ClipTradeoffResult:
@@ -170,23 +184,19 @@ def run_clip_tradeoff(config: ClipTradeoffConfig, *, progress: bool = True) -> C
     Raises:
         ValueError: The folder holds runs of another config, or a part of the config does not fit the model.
     """
-    folder = Path(config.output)
     before: dict[str, list[float]] = {}
     results: dict[str, list[ClipResult]] = {}
     work = list(clip_jobs(config))
-    with tqdm(work, desc="study", unit="run", disable=not progress) as bar:
-        for job in bar:
-            bar.set_postfix_str(f"{job.name}, seed {job.seed}")
-            if is_given(job.name, config.train_dense, config.tune_dense):
-                results.setdefault(job.name, []).append(_before(job))
-                continue
-            if job.config.model.has_weights:
-                before.setdefault(job.name, []).append(_before(job).recall1)
-            results.setdefault(job.name, []).append(fit_clip(job.config, progress=progress).best)
-    first = {job.name: job for job in work if job.seed == 0 and job.router != BASE}
-    points = _points(config, first, results, before)
-    _write(folder, config, points)
-    return ClipTradeoffResult(str(folder), points)
+    for job in in_order(work, progress):
+        if is_given(job.name, config.train_dense, config.tune_dense):
+            results.setdefault(job.name, []).append(evaluated_before(job, _evaluate, ClipResult))
+            continue
+        if job.config.model.has_weights:
+            before.setdefault(job.name, []).append(evaluated_before(job, _evaluate, ClipResult).recall1)
+        results.setdefault(job.name, []).append(fit_clip(job.config, progress=progress).best)
+    result = ClipTradeoffResult(config.output, _points(config, compared(work), results, before))
+    write_outcome(config, result, _draw)
+    return result
 
 
 def clip_jobs(config: ClipTradeoffConfig) -> Iterator[Job[ClipConfig]]:
@@ -217,20 +227,13 @@ def clip_jobs(config: ClipTradeoffConfig) -> Iterator[Job[ClipConfig]]:
                 yield Job(name, router, capacity, seed, routed)
 
 
-def _before(job: Job[ClipConfig]) -> ClipResult:
-    """Evaluate the model of a run as it is before its first step; read again when that was done before."""
-    path = Path(job.config.output + ".before.json")
-    if path.exists():
-        return ClipResult(**json.loads(path.read_text()))
-    config, device = job.config, _device(job.config)
+def _evaluate(config: ClipConfig) -> ClipResult:
+    device = choose_device(config.device)
     model = create_clip_models(config)[0].to(device)
     _, transform, tokenizer = create_transforms(model, config.model.name, None)
     stream = create_eval_pairs(config.data, transform, tokenizer)
     options: dict[str, Any] = {"zero_shot": config.zero_shot, "transform": transform, "workers": config.data.workers}
-    result = evaluate_clip(model, stream, tokenizer, device, config.precision, **options)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(dataclasses.asdict(result)) + "\n")
-    return result
+    return evaluate_clip(model, stream, tokenizer, device, config.precision, **options)
 
 
 def _trained(job: Job[ClipConfig]) -> Any:
@@ -239,12 +242,7 @@ def _trained(job: Job[ClipConfig]) -> Any:
     if (Path(config.output) / "model").is_dir():
         weights = dataclasses.replace(config.model, checkpoint=config.output, pretrained=None)
         config = dataclasses.replace(config, model=weights)
-    return create_clip_models(config)[0].to(_device(config)).eval()
-
-
-def _device(config: ClipConfig) -> torch.device:
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(auto if config.device == "auto" else config.device)
+    return create_clip_models(config)[0].to(choose_device(config.device)).eval()
 
 
 def _points(
@@ -255,17 +253,18 @@ def _points(
 ) -> list[ClipPoint]:
     models = {name: _trained(job) for name, job in first.items()}
     run = first["dense"].config
+    device = choose_device(run.device)
     _, transform, tokenizer = create_transforms(models["dense"], run.model.name, None)
     batches = create_eval_pairs(run.data, transform, tokenizer).batches(0)
-    images, texts = (part[: config.latency_batch].to(_device(run)) for part in next(batches))
+    images, texts = (part[: config.latency_batch].to(device) for part in next(batches))
     times = {
-        tower: _time(models, f"encode_{tower}", inputs, config, _device(run))
+        tower: _time(models, f"encode_{tower}", inputs, config, device)
         for tower, inputs in (("image", images), ("text", texts))
     }
     points = []
     for name, job in first.items():
         found = results[name]
-        shares = {"kept": found[0].kept} if _by_threshold(models[name]) else {}
+        shares = {"kept": found[0].kept} if by_threshold(models[name]) else {}
         cost = {
             tower: flops(models[name], {tower: inputs[:1]}, **shares).routed / 1e9
             for tower, inputs in (("image", images), ("text", texts))
@@ -281,10 +280,10 @@ def _points(
                 text_gflops=cost["text"],
                 image_ms=median(times["image"][name]) / len(images),
                 text_ms=median(times["text"][name]) / len(texts),
-                image_speedup=_speedup(times["image"], name),
-                text_speedup=_speedup(times["text"], name),
+                image_speedup=ratios(times["image"]["dense"], times["image"][name]).median,
+                text_speedup=ratios(times["text"]["dense"], times["text"][name]).median,
                 recall1=mean(recalls),
-                recall1_std=stdev(recalls) if len(recalls) > 1 else None,
+                recall1_std=deviation(recalls),
                 recall5=mean(result.recall5 for result in found),
                 zero_shot=mean(zero_shot) if zero_shot else None,
                 before=mean(before[name]) if name in before else None,
@@ -307,26 +306,7 @@ def _time(
         )
 
 
-def _speedup(times: Mapping[str, list[float]], name: str) -> float:
-    return median(dense / own for dense, own in zip(times["dense"], times[name]))
-
-
-def _by_threshold(model: nn.Module) -> bool:
-    return is_routed(model) and any(b.router.config.select == "threshold" for b in routed_blocks(model).values())
-
-
-def _write(folder: Path, config: ClipTradeoffConfig, points: list[ClipPoint]) -> None:
-    from mmod.measuring.plots import draw_tradeoff
-
-    rows = [dataclasses.asdict(point) for point in points]
-    record = {"config": dataclasses.asdict(config), "torch": torch.__version__, "points": rows}
-    write_atomically(folder / "tradeoff.json", json.dumps(record, indent=2) + "\n")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(folder / "tradeoff.csv", text.getvalue())
-    write_atomically(folder / "tradeoff.md", ClipTradeoffResult(str(folder), points).table() + "\n")
+def _draw(points: list[dict[str, Any]]) -> Figure:
     drawn = [
         {
             **row,
@@ -335,9 +315,9 @@ def _write(folder: Path, config: ClipTradeoffConfig, points: list[ClipPoint]) ->
             "accuracy_mean": row["recall1"],
             "accuracy_std": row["recall1_std"],
         }
-        for row in rows
+        for row in points
     ]
     figure = draw_tradeoff(drawn, "recall at 1, mean of both directions,")
     for axis, title in zip(figure.axes, ("GFLOPs per pair", "latency per pair in ms")):
         axis.set_xlabel(title)
-    figure.savefig(folder / "tradeoff.png", dpi=150)
+    return figure

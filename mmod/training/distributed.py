@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmod.data.corrupt import Fault
 
-__all__ = ["Process", "merge_faults", "process_group", "sum_over_processes"]
+__all__ = ["Process", "choose_device", "merge_faults", "process_group", "sum_over_processes"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,26 @@ class Process:
         return self.rank == 0
 
 
+def choose_device(device: str = "auto") -> torch.device:
+    """Return the device that a config asks for.
+
+    Args:
+        device: "auto" for the GPU when there is one, otherwise a torch device.
+
+    Raises:
+        ValueError: If `device` is CUDA and no GPU is there.
+
+    Example:
+        >>> choose_device("cpu")
+        device(type='cpu')
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} was asked for and torch sees no GPU; use 'cpu' or 'auto'")
+    return torch.device(device)
+
+
 @contextmanager
 def process_group(device: str = "auto") -> Iterator[Process]:
     """Join the processes that `torchrun` started, gloo on CPU and nccl on GPUs; alone without it.
@@ -50,15 +70,13 @@ def process_group(device: str = "auto") -> Iterator[Process]:
     """
     from timm.utils.distributed import init_distributed_device_so
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} was asked for and torch sees no GPU; use 'cpu' or 'auto'")
+    chosen = choose_device(device)
     if dist.is_initialized():
-        index = f":{dist.get_node_local_rank(0)}" if device == "cuda" else ""
-        yield Process(dist.get_rank(), dist.get_world_size(), torch.device(device + index))
+        if chosen == torch.device("cuda"):
+            chosen = torch.device("cuda", dist.get_node_local_rank(0))
+        yield Process(dist.get_rank(), dist.get_world_size(), chosen)
         return
-    found = init_distributed_device_so(device)
+    found = init_distributed_device_so(str(chosen))
     try:
         yield Process(found["global_rank"], found["world_size"], torch.device(found["device"]))
     finally:

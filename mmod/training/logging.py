@@ -103,12 +103,12 @@ class TensorBoard:
             self._writer.close()
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, float]]) -> None:
-    """Write all rows of the history; rows may lack columns.
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows under the names of all their columns; rows may lack some.
 
     Args:
-        path: The file, replaced as a whole so that it never disagrees with the checkpoint.
-        rows: One mapping of column to number for each epoch.
+        path: The file, replaced as a whole so that it never disagrees with what is written beside it.
+        rows: One mapping of column to value for each row.
     """
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()

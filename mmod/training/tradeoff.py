@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from mmod.adapters import find_host
-from mmod.convert import is_routed, routed_blocks
+from mmod.convert import is_routed
 from mmod.data.loader import create_eval_stream
 from mmod.measuring import flops, trace
-from mmod.measuring.latency import interleave
+from mmod.measuring.latency import interleave, ratios
+from mmod.measuring.plots import draw_routing_maps, draw_tradeoff
 from mmod.training.build import create_models
-from mmod.training.checkpoint import write_atomically
 from mmod.training.classification import fit
 from mmod.training.config import ModelConfig, TrainConfig
+from mmod.training.distributed import choose_device
 from mmod.training.evaluation import EvalResult, evaluate
 from mmod.training.parse import train_config
-from mmod.training.study import BASE, Job, check_study, is_given, merged, read_yaml
+from mmod.training.study import (
+    BASE,
+    Job,
+    by_threshold,
+    check_study,
+    compared,
+    deviation,
+    evaluated_before,
+    in_order,
+    is_given,
+    markdown_table,
+    merged,
+    read_yaml,
+    write_outcome,
+)
 
 __all__ = ["Point", "TradeoffConfig", "TradeoffResult", "run_tradeoff"]
 
@@ -121,14 +132,14 @@ class TradeoffResult:
     def table(self) -> str:
         """Return the points as a Markdown table."""
         head = ["model", "capacity", "GFLOPs", "ms / image", "speed-up", "top-1 %", "std", "before tuning", "kept"]
-        lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        rows = []
         for p in self.points:
             std = "" if p.accuracy_std is None else f"{p.accuracy_std:.2f}"
             before = "" if p.before is None else f"{p.before:.2f}"
             cells = [p.router, f"{p.capacity:g}", f"{p.gflops:.4f}", f"{p.latency_ms:.3f}", f"{p.speedup:.2f}"]
             cells += [f"{p.accuracy_mean:.2f}", std, before, f"{p.kept:.3f}"]
-            lines.append("| " + " | ".join(cells) + " |")
-        return "\n".join(lines)
+            rows.append(cells)
+        return markdown_table(head, rows)
 
 
 def run_tradeoff(config: TradeoffConfig, *, progress: bool = True) -> TradeoffResult:
@@ -144,26 +155,23 @@ def run_tradeoff(config: TradeoffConfig, *, progress: bool = True) -> TradeoffRe
     Raises:
         ValueError: The folder holds runs of another config, or a part of the config does not fit the model.
     """
-    folder = Path(config.output)
     before: dict[str, list[float]] = {}
     results: dict[str, list[EvalResult]] = {}
     work = list(jobs(config))
-    with tqdm(work, desc="study", unit="run", disable=not progress) as bar:
-        for job in bar:
-            bar.set_postfix_str(f"{job.name}, seed {job.seed}")
-            if is_given(job.name, config.train_dense, config.tune_dense):
-                results.setdefault(job.name, []).append(_before(job))
-            else:
-                if job.config.model.has_weights:
-                    before.setdefault(job.name, []).append(_before(job).top1)
-                found = fit(job.config, progress=progress)
-                results.setdefault(job.name, []).append(found.average or found.evaluation)
-    first = {job.name: job for job in work if job.seed == 0 and job.router != BASE}
+    for job in in_order(work, progress):
+        if is_given(job.name, config.train_dense, config.tune_dense):
+            results.setdefault(job.name, []).append(evaluated_before(job, _evaluate, EvalResult))
+            continue
+        if job.config.model.has_weights:
+            before.setdefault(job.name, []).append(evaluated_before(job, _evaluate, EvalResult).top1)
+        found = fit(job.config, progress=progress)
+        results.setdefault(job.name, []).append(found.average or found.evaluation)
+    first = compared(work)
     models = {name: _trained(job, config) for name, job in first.items()}
-    points = _points(config, first, models, results, before)
-    _write(folder, config, points)
-    _draw_maps(folder, config, first, models)
-    return TradeoffResult(str(folder), points)
+    result = TradeoffResult(config.output, _points(config, first, models, results, before))
+    write_outcome(config, result, draw_tradeoff)
+    _draw_maps(config, first, models)
+    return result
 
 
 def jobs(config: TradeoffConfig) -> Iterator[Job[TrainConfig]]:
@@ -211,7 +219,7 @@ def _isoflop_depths(config: TradeoffConfig, dense: TrainConfig) -> list[int]:
     for routing, capacity in product(config.routers.values(), config.capacities):
         routed = create_models(dataclasses.replace(plain, routing={**routing, "capacity": capacity}))[0]
         # What thresholds cost follows from the data.
-        if not _by_threshold(routed):
+        if not by_threshold(routed):
             cost = flops(routed, size).routed
             gap = {k: abs(report.rest.dense + k * report.blocks[0].dense - cost) for k in range(1, depth + 1)}
             depths.add(min(gap, key=gap.__getitem__))
@@ -222,17 +230,9 @@ def _weightless(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, model=ModelConfig(config.model.name, config.model.args))
 
 
-def _before(job: Job[TrainConfig]) -> EvalResult:
-    """Evaluate the model of a run as it is before its first step; read again when that was done before."""
-    path = Path(job.config.output + ".before.json")
-    if path.exists():
-        return EvalResult(**json.loads(path.read_text()))
-    model, _ = create_models(job.config)
-    device = _device(job.config)
-    result = evaluate(model.to(device), create_eval_stream(job.config.data), device, job.config.precision)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(dataclasses.asdict(result)) + "\n")
-    return result
+def _evaluate(config: TrainConfig) -> EvalResult:
+    model, device = create_models(config)[0], choose_device(config.device)
+    return evaluate(model.to(device), create_eval_stream(config.data), device, config.precision)
 
 
 def _trained(job: Job[TrainConfig], config: TradeoffConfig) -> nn.Module:
@@ -242,12 +242,7 @@ def _trained(job: Job[TrainConfig], config: TradeoffConfig) -> nn.Module:
     else:
         weights = dataclasses.replace(job.config.model, checkpoint=job.config.output, pretrained=False)
         model, _ = create_models(dataclasses.replace(job.config, model=weights))
-    return model.to(_device(job.config)).eval()
-
-
-def _device(config: TrainConfig) -> torch.device:
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(auto if config.device == "auto" else config.device)
+    return model.to(choose_device(job.config.device)).eval()
 
 
 def _points(
@@ -259,7 +254,7 @@ def _points(
 ) -> list[Point]:
     data = first["dense"].config.data
     size = (data.channels, data.image_size, data.image_size)
-    device = _device(first["dense"].config)
+    device = choose_device(first["dense"].config.device)
     images = next(iter(create_eval_stream(data).batches(0)))[0][: config.latency_batch].to(device)
     with torch.inference_mode():
         times = interleave(
@@ -272,7 +267,7 @@ def _points(
     for name, job in first.items():
         accuracy = [result.top1 for result in results[name]]
         shares = results[name][0].kept
-        report = flops(models[name], size, **({"kept": shares} if _by_threshold(models[name]) else {}))
+        report = flops(models[name], size, **({"kept": shares} if by_threshold(models[name]) else {}))
         points.append(
             Point(
                 name=name,
@@ -280,9 +275,9 @@ def _points(
                 capacity=job.capacity,
                 gflops=report.routed / 1e9,
                 latency_ms=median(times[name]) / len(images),
-                speedup=median(dense / own for dense, own in zip(times["dense"], times[name])),
+                speedup=ratios(times["dense"], times[name]).median,
                 accuracy_mean=mean(accuracy),
-                accuracy_std=stdev(accuracy) if len(accuracy) > 1 else None,
+                accuracy_std=deviation(accuracy),
                 before=mean(before[name]) if name in before else None,
                 kept=mean(result.mean_kept for result in results[name]),
                 seeds=len(accuracy),
@@ -291,31 +286,8 @@ def _points(
     return points
 
 
-def _by_threshold(model: nn.Module) -> bool:
-    return is_routed(model) and any(b.router.config.select == "threshold" for b in routed_blocks(model).values())
-
-
-def _write(folder: Path, config: TradeoffConfig, points: list[Point]) -> None:
-    from mmod.measuring.plots import draw_tradeoff
-
-    rows = [dataclasses.asdict(point) for point in points]
-    record = {"config": dataclasses.asdict(config), "torch": torch.__version__, "points": rows}
-    write_atomically(folder / "tradeoff.json", json.dumps(record, indent=2) + "\n")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(folder / "tradeoff.csv", text.getvalue())
-    write_atomically(folder / "tradeoff.md", TradeoffResult(str(folder), points).table() + "\n")
-    draw_tradeoff(rows).savefig(folder / "tradeoff.png", dpi=150)
-
-
-def _draw_maps(
-    folder: Path, config: TradeoffConfig, first: Mapping[str, Job[TrainConfig]], models: Mapping[str, nn.Module]
-) -> None:
+def _draw_maps(config: TradeoffConfig, first: Mapping[str, Job[TrainConfig]], models: Mapping[str, nn.Module]) -> None:
     """Draw what each routed model kept on the first evaluation images."""
-    from mmod.measuring.plots import draw_routing_maps
-
     if not config.maps:
         return
     data = first["dense"].config.data
@@ -325,9 +297,9 @@ def _draw_maps(
             continue
         host = find_host(model)
         with torch.inference_mode(), trace(model) as decisions:
-            model(images.to(_device(first[name].config)))
+            model(images.to(choose_device(first[name].config.device)))
         patches = next(iter(decisions.values())).score_BN.shape[1] - host.prefix
         side = round(patches**0.5)
         low, high = images.amin(), images.amax()
         figure = draw_routing_maps((images - low) / (high - low), decisions, host.prefix, (side, patches // side))
-        figure.savefig(folder / f"maps-{name}.png", dpi=150, bbox_inches="tight")
+        figure.savefig(Path(config.output) / f"maps-{name}.png", dpi=150, bbox_inches="tight")

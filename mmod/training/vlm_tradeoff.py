@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import mean, median, stdev
-from typing import Any
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from mmod import is_routed
 from mmod.data.chat import ChatCollator
 from mmod.data.conversations import Conversations, open_conversations
 from mmod.measuring.language import PrefillFlops, prefill_flops
-from mmod.measuring.latency import interleave
-from mmod.training.checkpoint import write_atomically
+from mmod.measuring.latency import interleave, ratios
+from mmod.measuring.plots import draw_tradeoff
+from mmod.training.distributed import choose_device
 from mmod.training.parse import train_config
-from mmod.training.study import BASE, check_study, merged, read_yaml
+from mmod.training.study import (
+    BASE,
+    Job,
+    check_study,
+    compared,
+    deviation,
+    in_order,
+    markdown_table,
+    merged,
+    read_yaml,
+    write_outcome,
+)
 from mmod.training.vlm import MODEL, VlmResult, finetune
 from mmod.training.vlm_build import create_vlm
 from mmod.training.vlm_config import VlmConfig
 from mmod.training.vlm_evaluation import generate, mean_over_kinds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["VlmPoint", "VlmTradeoffConfig", "VlmTradeoffResult", "run_vlm_tradeoff"]
 
@@ -74,16 +85,6 @@ class VlmTradeoffConfig:
 
     def __post_init__(self) -> None:
         check_study(self, ("seeds", "timed_prompts", "timed_tokens", "timed_rounds"))
-
-
-@dataclass(frozen=True)
-class VlmJob:
-    """One run of a study."""
-
-    name: str
-    router: str
-    seed: int
-    config: VlmConfig
 
 
 @dataclass(frozen=True)
@@ -142,16 +143,16 @@ class VlmTradeoffResult:
         kinds = list(self.prior)
         head = ["model", "image FLOPs", "FLOPs", "prefill ms", "speed-up", "decode tok/s", "cache bytes"]
         head += ["right %", "std", *kinds]
-        lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        rows = []
         for p in self.points:
             std = "" if p.accuracy_std is None else f"{p.accuracy_std:.2f}"
             cells = [p.name, f"{p.image_share:.3f}", f"{p.flops_share:.3f}", f"{p.prefill_ms:.2f}"]
             cells += [f"{p.prefill_speedup:.2f}", f"{p.decode_per_s:.0f}", f"{p.cache_bytes:,}"]
             cells += [f"{p.accuracy:.2f}", std, *(f"{p.right[kind]:.1f}" for kind in kinds)]
-            lines.append("| " + " | ".join(cells) + " |")
+            rows.append(cells)
         prior = [f"{self.prior[kind]:.1f}" for kind in kinds]
         cells = ["language-only prior", *[""] * 6, f"{mean_over_kinds(self.prior):.2f}", "", *prior]
-        return "\n".join([*lines, "| " + " | ".join(cells) + " |"])
+        return markdown_table(head, [*rows, cells])
 
 
 def run_vlm_tradeoff(config: VlmTradeoffConfig, *, progress: bool = True) -> VlmTradeoffResult:
@@ -167,20 +168,17 @@ def run_vlm_tradeoff(config: VlmTradeoffConfig, *, progress: bool = True) -> Vlm
     Raises:
         ValueError: The folder holds runs of another config, or a part of the config does not fit the model.
     """
-    folder, results = Path(config.output), dict[str, list[VlmResult]]()
+    results: dict[str, list[VlmResult]] = {}
     work = list(vlm_jobs(config))
-    with tqdm(work, desc="study", unit="run", disable=not progress) as bar:
-        for job in bar:
-            bar.set_postfix_str(f"{job.name}, seed {job.seed}")
-            results.setdefault(job.name, []).append(finetune(job.config, progress=progress))
-    first = {job.name: job for job in work if job.seed == 0 and job.router != BASE}
-    points = _measure(config, first, results)
+    for job in in_order(work, progress):
+        results.setdefault(job.name, []).append(finetune(job.config, progress=progress))
     prior = results[_DENSE][0].prior
-    _write(folder, config, points, prior)
-    return VlmTradeoffResult(str(folder), points, prior)
+    result = VlmTradeoffResult(config.output, _measure(config, compared(work), results), prior)
+    write_outcome(config, result, _draw, threads=torch.get_num_threads(), cores=os.cpu_count(), prior=prior)
+    return result
 
 
-def vlm_jobs(config: VlmTradeoffConfig) -> Iterator[VlmJob]:
+def vlm_jobs(config: VlmTradeoffConfig) -> Iterator[Job[VlmConfig]]:
     """Yield the runs of a study in the order they must be done.
 
     Args:
@@ -195,19 +193,19 @@ def vlm_jobs(config: VlmTradeoffConfig) -> Iterator[VlmJob]:
         root = Path(config.output) / f"seed{seed}"
         if config.train_dense:
             base = _parse({**recipe, "output": str(root / BASE), "seed": seed})
-            yield VlmJob(BASE, BASE, seed, base)
+            yield Job(BASE, BASE, 1.0, seed, base)
             arguments = tuning["model"].get("args", {})
             tuning = {**tuning, "model": {"args": arguments, "checkpoint": str(root / BASE / MODEL)}}
         dense = _parse({**tuning, "output": str(root / _DENSE), "seed": seed})
         if dense.data.val is None:
             raise ValueError(f"{config.dense!r} has no data.val, so there is nothing to ask")
-        yield VlmJob(_DENSE, _DENSE, seed, dense)
+        yield Job(_DENSE, _DENSE, 1.0, seed, dense)
         for router, routing in config.routers.items():
             for capacity in config.capacities:
                 name = router if capacity is None else f"{router}-{capacity:g}"
                 fields = routing if capacity is None else {**routing, "capacity": capacity}
                 tuned = {**tuning, "output": str(root / name), "seed": seed, "routing": {config.part: fields}}
-                yield VlmJob(name, router, seed, _parse(tuned))
+                yield Job(name, router, 1.0 if capacity is None else capacity, seed, _parse(tuned))
 
 
 def _parse(fields: Mapping[str, Any]) -> VlmConfig:
@@ -215,14 +213,14 @@ def _parse(fields: Mapping[str, Any]) -> VlmConfig:
 
 
 def _measure(
-    config: VlmTradeoffConfig, first: Mapping[str, VlmJob], results: Mapping[str, list[VlmResult]]
+    config: VlmTradeoffConfig, first: Mapping[str, Job[VlmConfig]], results: Mapping[str, list[VlmResult]]
 ) -> list[VlmPoint]:
     models: dict[str, Any] = {}
     for name, job in first.items():
         weights = dataclasses.replace(job.config.model, checkpoint=str(Path(job.config.output) / MODEL), config=None)
         trained = dataclasses.replace(job.config, model=weights, routing=None, lora=None, frozen=[])
         model, processor = create_vlm(trained)
-        models[name] = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        models[name] = model.to(choose_device()).eval()
     run = first[_DENSE].config
     val = open_conversations(str(run.data.val), run.data)
     collator = ChatCollator(processor, run.data.max_length)
@@ -250,11 +248,11 @@ def _measure(
                 gflops=cost.routed / 1e9,
                 image_share=_image_share(cost),
                 prefill_ms=median(times[name]) / count,
-                prefill_speedup=median(dense / own for dense, own in zip(times[_DENSE], times[name])),
+                prefill_speedup=ratios(times[_DENSE], times[name]).median,
                 decode_per_s=rates[name],
                 cache_bytes=held[name],
                 accuracy=mean(accuracy),
-                accuracy_std=stdev(accuracy) if len(accuracy) > 1 else None,
+                accuracy_std=deviation(accuracy),
                 right={kind: mean(found.right[kind] for found in answers) for kind in answers[0].right},
                 kept=mean(mean(found.kept.values()) if found.kept else 1.0 for found in answers),
                 seeds=len(accuracy),
@@ -300,34 +298,7 @@ def _decode_rate(
     return len(prompts["input_ids"]) * max(1, config.timed_tokens - 1) / seconds
 
 
-def _write(folder: Path, config: VlmTradeoffConfig, points: list[VlmPoint], prior: dict[str, float]) -> None:
-    from mmod.measuring.plots import draw_tradeoff
-
-    record = {
-        "config": dataclasses.asdict(config),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "prior": prior,
-        "points": [dataclasses.asdict(point) for point in points],
-    }
-    write_atomically(folder / "tradeoff.json", json.dumps(record, indent=2) + "\n")
-    rows = []
-    for point in points:
-        row = dataclasses.asdict(point)
-        rows.append(row | {f"right/{kind}": share for kind, share in row.pop("right").items()})
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(folder / "tradeoff.csv", text.getvalue())
-    write_atomically(folder / "tradeoff.md", VlmTradeoffResult(str(folder), points, prior).table() + "\n")
-    drawn = [
-        {
-            "name": point.name, "router": point.router, "capacity": point.image_share, "gflops": point.gflops,
-            "latency_ms": point.prefill_ms, "accuracy_mean": point.accuracy, "accuracy_std": point.accuracy_std,
-            "seeds": point.seeds,
-        }
-        for point in points
-    ]  # fmt: skip
-    draw_tradeoff(drawn, "right answers").savefig(folder / "tradeoff.png", dpi=150)
+def _draw(points: list[dict[str, Any]]) -> Figure:
+    shown = {"capacity": "image_share", "latency_ms": "prefill_ms", "accuracy_mean": "accuracy"}
+    drawn = [point | {key: point[name] for key, name in shown.items()} for point in points]
+    return draw_tradeoff(drawn, "right answers")
