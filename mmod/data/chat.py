@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmod.data.conversations import Message, Talk
+from mmod.data.conversations import Message, Protected, Talk
 from mmod.data.questions import IMAGE
 
 IGNORED = -100
@@ -29,12 +29,15 @@ class ChatCollator:
         max_length: Longest sequence in tokens; longer ones are cut on the right. None for no limit.
         packed: Put the samples of a batch into one row without padding; positions start anew with each, by which models
             of transformers keep them apart.
+        protected: Tokens that no routed layer may skip in training, see `ConversationsConfig`.
 
     Raises:
         ValueError: If the processor has no chat template, no fast tokenizer or no image token.
     """
 
-    def __init__(self, processor: Any, max_length: int | None = None, packed: bool = False) -> None:
+    def __init__(
+        self, processor: Any, max_length: int | None = None, packed: bool = False, protected: Protected | None = None
+    ) -> None:
         tokenizer = getattr(processor, "tokenizer", None)
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
@@ -47,6 +50,7 @@ class ChatCollator:
         self.processor = processor
         self.max_length = max_length
         self.packed = packed
+        self.protected = protected
 
     def __call__(self, talks: Sequence[Talk]) -> dict[str, Any]:
         """Encode a batch.
@@ -55,8 +59,8 @@ class ChatCollator:
             talks: The conversations.
 
         Returns:
-            What the processor returns, and `labels` (B, N). Packed, `input_ids`, `labels` and `position_ids` are of one
-            row, and there is no `attention_mask`.
+            What the processor returns, `labels` (B, N) and, where tokens are protected, `protected_mask` (B, N).
+            Packed, these, `input_ids` and `position_ids` are of one row, and there is no `attention_mask`.
 
         Raises:
             ValueError: If a template rewrites what was said before, a processor writes an image in other tokens than
@@ -71,7 +75,12 @@ class ChatCollator:
             ids = batch["input_ids"][row][mask_N]
             said = self._is_answer(text, talk, answers, ids)
             labels_BN[row, mask_N] = torch.where(said, ids, IGNORED)
-        batch = self._cut({**batch, "labels": labels_BN}, talks)
+        batch["labels"] = labels_BN
+        if self.protected is not None:
+            text_BN = batch["attention_mask"].bool() & (batch["input_ids"] != self.processor.image_token_id)
+            is_asked_BN = labels_BN == IGNORED
+            batch["protected_mask"] = text_BN & is_asked_BN if self.protected == "question" else text_BN
+        batch = self._cut(batch, talks)
         return _pack(batch) if self.packed else batch
 
     def prompts(self, talks: Sequence[Talk]) -> dict[str, Tensor]:

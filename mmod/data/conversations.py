@@ -11,11 +11,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from PIL import Image
 
+from mmod.config import one_of
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, OnCorrupt
 from mmod.data.question_files import build_questions
 from mmod.data.questions import IMAGE, questions_config
@@ -24,6 +25,8 @@ from mmod.data.sources import decode_image
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 EMBEDDED = "questions:"
+Protected = Literal["question", "conversation"]
+"""Which text is protected in training: all but the answers, or all."""
 
 
 class Message(NamedTuple):
@@ -77,6 +80,9 @@ class ConversationsConfig:
         max_length: Longest sequence in tokens, image tokens included; what a conversation says beyond is cut off. None
             for no limit.
         packed: Put the conversations of a training batch into one row instead of padding them to the longest.
+        protected: Masked routing learning: text that no routed layer may skip in training. "question" is all text but
+            the answers, what the template writes around it included; "conversation" is all text; None lets the router
+            choose among the whole sequence. It needs a language model routed with `tokens: all`.
         on_corrupt: "raise" stops at a record or shard with a fault when the source is opened; "skip" counts it and goes
             on without. An image that cannot be decoded later always stops.
 
@@ -90,11 +96,14 @@ class ConversationsConfig:
     root: str | None = None
     max_length: int | None = None
     packed: bool = False
+    protected: Protected | None = None
     on_corrupt: OnCorrupt = "raise"
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length={self.max_length} must be >= 2 or null")
+        if self.protected is not None:
+            one_of("protected", self.protected, get_args(Protected))
         if self.on_corrupt not in ("raise", "skip"):
             raise ValueError(f"on_corrupt={self.on_corrupt!r} is unknown; valid: 'raise', 'skip'")
 

@@ -71,6 +71,7 @@ def prefill_flops(
     text_tokens: int,
     image_tokens: int | Sequence[int] = 0,
     kept: float | Mapping[str, float] | None = None,
+    protected_tokens: int = 0,
 ) -> PrefillFlops:
     """Count what reading one prompt costs the language model of a transformers model, dense and as routed.
 
@@ -84,12 +85,13 @@ def prefill_flops(
         image_tokens: Image tokens of the prompt, or those of each image.
         kept: For threshold routing, whose cost follows from the data: the share kept of the tokens that may be
             skipped, for all routed layers or by module name.
+        protected_tokens: Text tokens that `protected_mask` keeps where text may be skipped.
 
     Returns:
         Counts per layer and in all.
 
     Raises:
-        ValueError: No language part, no tokens, or threshold routing without `kept`.
+        ValueError: No language part, no tokens, more protected tokens than text, or threshold routing without `kept`.
     """
     host = find_hosts(model).get("language")
     if host is None:
@@ -98,8 +100,10 @@ def prefill_flops(
     tokens = text_tokens + sum(images)
     if tokens < 1:
         raise ValueError("a prompt needs at least one token")
+    if not 0 <= protected_tokens <= text_tokens:
+        raise ValueError(f"protected_tokens={protected_tokens} must lie between 0 and text_tokens={text_tokens}")
     hooks: list[Any] = [hook for hook in model_hooks(model) if hasattr(hook, "tokens")]
-    free = [tokens] if hooks and hooks[0].tokens == "all" else images
+    free = [tokens - protected_tokens] if hooks and hooks[0].tokens == "all" else images
     rows = []
     for name, block in zip(host.names, host.blocks):
         own, share = tokens, None

@@ -34,11 +34,11 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
       what each layer's first norm returns, squashed by a sigmoid (the released two-class softmax is the sigmoid of the
       difference of its two rows). All layers but the first three and the last, as released; the paper chooses them by
       `attention_ranks`. Capacity 0.5 of the tokens that `protected_mask` leaves free: the released code protects
-      whatever follows the image, the paper's best variant the question. The gate weighs the MLP branch as released; the
-      paper's text describes the whole layer, `gate_on="update"`. Rotary positions are counted among kept tokens as
-      released; `positions="original"` is nearer to a pretrained model, and the only way in Qwen-VL. The loss is 0.01
-      times the sum over layers. In evaluation tokens above 0.005 are kept; the released code compares decoded tokens
-      with 0.5 or runs them all.
+      whatever follows the image, the paper's best variant the question (`data.protected` in fine-tuning). The gate
+      weighs the MLP branch as released; the paper's text describes the whole layer, `gate_on="update"`. Rotary
+      positions are counted among kept tokens as released; `positions="original"` is nearer to a pretrained model, and
+      the only way in Qwen-VL. The loss is 0.01 times the sum over layers. In evaluation tokens above 0.005 are kept;
+      the released code compares decoded tokens with 0.5 or runs them all.
     - "videollm-mod": Wu et al., arXiv 2408.16730, for language models: a fifth of the tokens of each frame, where a
       frame is an unbroken span of image tokens, in every other layer, text never skipped. The source leaves the gate
       open; here it is MoD's.

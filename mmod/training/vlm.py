@@ -126,7 +126,7 @@ def finetune(config: VlmConfig, *, progress: bool = True) -> VlmResult:
     train = open_conversations(config.data.train, config.data, progress)
     val = None if config.data.val is None else open_conversations(config.data.val, config.data, progress)
     model, processor = create_vlm(config)
-    collator = ChatCollator(processor, config.data.max_length, config.data.packed)
+    collator = ChatCollator(processor, config.data.max_length, config.data.packed, config.data.protected)
     if arguments.should_save:
         write_record(folder, record)
     with ExitStack() as stack:

@@ -12,7 +12,7 @@ from torch import nn
 
 from mmod import RoutingConfig, is_routed, route_
 from mmod.adapters import find_parts
-from mmod.blocks import RoutedBlock
+from mmod.blocks import RoutedBlock, model_hooks
 from mmod.data.questions import IMAGE, WORDS
 from mmod.training.config import resolve_routing
 from mmod.training.vlm_config import VlmConfig, VlmModelConfig
@@ -46,7 +46,8 @@ def create_vlm(config: VlmConfig, on_meta: bool = False) -> tuple[Any, Any]:
         The model, in training mode, and the processor.
 
     Raises:
-        ValueError: If the model is routed already, has no such part, or an option of LoRA is unknown.
+        ValueError: If the model is routed already, has no such part, an option of LoRA is unknown, or text is to be
+            protected that no layer could skip.
     """
     processor = create_processor(config.model)
     model = _create_model(config, processor, on_meta)
@@ -54,6 +55,7 @@ def create_vlm(config: VlmConfig, on_meta: bool = False) -> tuple[Any, Any]:
         if is_routed(model):
             raise ValueError(f"{config.model.checkpoint!r} is routed already; set `routing: null` to train it as it is")
         route_(model, **resolve_parts(model, config.routing))
+    _check_protected(model, config.data.protected)
     _freeze(model, config.frozen)
     if config.lora is not None:
         model = _add_adapters(model, config.lora)
@@ -205,6 +207,14 @@ def _with_words(fields: Mapping[str, Any], processor: Any) -> dict[str, Any]:
         "image_token_index": processor.image_token_id,
         "text_config": {**text, **fields.get("text_config", {})},
     }
+
+
+def _check_protected(model: nn.Module, protected: str | None) -> None:
+    if protected is not None and not any(getattr(hook, "tokens", None) == "all" for hook in model_hooks(model)):
+        raise ValueError(
+            f"data.protected: {protected} would change nothing, as no layer may skip text here: set "
+            "`routing.language.tokens: all`, or data.protected: null"
+        )
 
 
 def _freeze(model: nn.Module, parts: list[str]) -> None:

@@ -100,12 +100,14 @@ def plan_run(config: VlmConfig) -> VlmPlan:
     arguments = training_arguments(config, progress=False)
     train = open_conversations(config.data.train, config.data)
     model, processor = create_vlm(config, on_meta=True)
-    collator = ChatCollator(processor, config.data.max_length)
+    collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)
     places = np.linspace(0, len(train) - 1, min(_SAMPLES, len(train))).astype(int)
     batches = [collator([train[int(place)]]) for place in places]
     lengths = [batch["input_ids"].shape[1] for batch in batches]
     tokens = round(mean(lengths))
     image_tokens = round(mean(float((entry["input_ids"] == processor.image_token_id).sum()) for entry in batches))
+    masks = [entry["protected_mask"] for entry in batches if config.data.protected is not None]
+    protected = min(round(mean(float(mask.sum()) for mask in masks)) if masks else 0, tokens - image_tokens)
     patches = round(mean(_patches(model, entry) for entry in batches))
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     epochs = math.ceil(arguments.num_train_epochs * math.ceil(len(train) / batch))
@@ -113,8 +115,11 @@ def plan_run(config: VlmConfig) -> VlmPlan:
     shares = dict(capacities(model)) if blocks else {}
     hosts = {name: host for name, host in find_hosts(model).items() if name in (config.routing or ["language"])}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    flops = prefill_flops(model, tokens - image_tokens, image_tokens, shares or None, protected)
+    kept = {row.name: row.kept for row in flops.layers}
+    kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
     held = arguments.train_batch_size * sum(
-        _held_bytes(host, patches if name == "vision" else tokens, image_tokens, shares, arguments)
+        _held_bytes(host, patches if name == "vision" else tokens, kept, arguments)
         for name, host in find_hosts(model).items()
     )
     return VlmPlan(
@@ -125,7 +130,7 @@ def plan_run(config: VlmConfig) -> VlmPlan:
         image_tokens=image_tokens,
         longest=max(lengths),
         answers=mean(float((entry["labels"] != IGNORED).sum()) for entry in batches),
-        flops=prefill_flops(model, tokens - image_tokens, image_tokens, shares or None),
+        flops=flops,
         kept={name: shares[name] if block.router.config.select == "topk" else None for name, block in blocks.items()},
         depth=sum(len(host.blocks) for host in hosts.values()),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -148,13 +153,11 @@ def _patches(model: Any, batch: Mapping[str, Tensor]) -> int:
     return math.prod(images) * (height // side) * (width // side)
 
 
-def _held_bytes(host: HostModel, tokens: int, image_tokens: int, kept: Mapping[str, float], arguments: Any) -> int:
+def _held_bytes(host: HostModel, tokens: int, kept: Mapping[str, int], arguments: Any) -> int:
     total = 0
     for name, block in zip(host.names, host.blocks):
-        free = min(tokens, image_tokens) if host.options else tokens
-        rows = tokens - free + math.floor(free * kept.get(name, 1.0) + 1e-9)
         width = sum(part.in_features + part.out_features for part in block.modules() if isinstance(part, nn.Linear))
-        held = host.dim * tokens + (0 if arguments.gradient_checkpointing else rows * width)
+        held = host.dim * tokens + (0 if arguments.gradient_checkpointing else kept.get(name, tokens) * width)
         total += held * next(block.parameters()).element_size()
     return total
 

@@ -172,6 +172,29 @@ def test_labels_of_random_conversations(answers: list[str], images: int) -> None
     assert processor.tokenizer.decode(labels[labels != IGNORED]) == " ".join(f"{text} </s>" for text in answers)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_protected_text_is_the_question_or_all_that_is_said(talks: list[Talk], packed: bool) -> None:
+    processor = create_word_processor(image_size=12, patch_size=6)
+    batches = {
+        protected: ChatCollator(processor, packed=packed, protected=protected)(talks)
+        for protected in (None, "question", "conversation")
+    }
+    plain = batches[None]
+    assert "protected_mask" not in plain
+    for batch in batches.values():
+        assert all(torch.equal(batch[name], plain[name]) for name in ("input_ids", "labels"))
+    question, conversation = (batches[name]["protected_mask"] for name in ("question", "conversation"))
+    assert torch.equal(conversation, question | (plain["labels"] != IGNORED))
+    assert not (question & (plain["labels"] != IGNORED)).any()
+    image = plain["input_ids"] == processor.image_token_id
+    padding = torch.zeros_like(image) if packed else plain["attention_mask"] == 0
+    assert torch.equal(~conversation, image | padding)
+    words = processor.tokenizer.decode(plain["input_ids"][question])
+    assert words.count("<assistant>") == words.count("<user>") == 4
+    assert "which is larger , 3 or 7 ?" in words
+    assert "first" not in words
+
+
 def test_long_conversations_are_cut_but_never_an_image(talks: list[Talk]) -> None:
     processor = create_word_processor(image_size=12, patch_size=6)
     whole = ChatCollator(processor)(talks[1:2])

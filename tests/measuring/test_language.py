@@ -48,6 +48,15 @@ def test_cache_share_is_the_kept_share() -> None:
     assert report.share < 1
 
 
+@pytest.mark.parametrize("protected", [0, 4, 10])
+def test_protected_text_is_counted_as_kept(protected: int) -> None:
+    model = mmod.route_(make_joint("llava"), language=mmod.RoutingConfig(router="linear", blocks=(1,), tokens="all"))
+    report = prefill_flops(model, 10, PATCHES, protected_tokens=protected)
+    assert report.layers[1].kept == protected + (10 + PATCHES - protected) // 2
+    with pytest.raises(ValueError, match="protected_tokens=11"):
+        prefill_flops(model, 10, PATCHES, protected_tokens=11)
+
+
 def test_thresholds_need_the_kept_share() -> None:
     model = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear", select="threshold"))
     with pytest.raises(ValueError, match="give kept"):

@@ -22,7 +22,7 @@ from mmod.data.chat import ChatCollator
 from mmod.data.conversations import open_conversations
 from mmod.training.parse import load_config
 from mmod.training.vlm import finetune, read_outcome, training_arguments
-from mmod.training.vlm_build import create_vlm, router_parameters
+from mmod.training.vlm_build import create_processor, create_vlm, router_parameters
 from mmod.training.vlm_config import VlmConfig, VlmModelConfig
 from mmod.training.vlm_evaluation import answer_questions, mean_over_kinds
 from mmod.training.vlm_plan import plan_run
@@ -34,6 +34,8 @@ P_MOD = {"language": {"preset": "p-mod"}}
 GAMMA = {
     "language": {"preset": "gamma-mod", "depth": 6, "blocks": [1, 2], "tokens": "image", "inference_threshold": None}
 }
+
+MASKED = {"language": {"preset": "gamma-mod", "depth": 6, "blocks": [1, 2], "inference_threshold": 0.5}}
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,27 @@ def test_a_killed_run_goes_on_as_if_it_had_not_stopped(
     assert same(weights(finetune(config, progress=False)), whole)
 
 
+def test_text_protected_in_training_is_left_to_the_threshold_afterwards(folder: Path) -> None:
+    data = replace(vlm_config(folder).data, protected="question")
+    result = finetune(vlm_config(folder, "masked", data=data, routing=MASKED), progress=False)
+    assert result.answers is not None
+    model, processor = mmod.load_pretrained(folder / "masked" / "model"), create_processor(vlm_config(folder).model)
+    val = open_conversations(data.val, data)
+    batch = ChatCollator(processor).prompts([val[0], val[1]])
+    with mmod.trace(model) as decisions:
+        model.generate(**batch, max_new_tokens=1)
+    for routing in decisions.values():
+        above = torch.sigmoid(routing.score_BN) >= 0.5
+        assert torch.equal(routing.keep_BN, above & batch["attention_mask"].bool())
+
+
+@pytest.mark.parametrize("routing", [None, P_MOD, GAMMA], ids=["dense", "p-mod", "gamma-mod"])
+def test_protection_that_changes_nothing_is_refused(folder: Path, routing: Any) -> None:
+    config = vlm_config(folder, data=replace(vlm_config(folder).data, protected="question"), routing=routing)
+    with pytest.raises(ValueError, match=r"data\.protected: question would change nothing.*tokens: all"):
+        create_vlm(config)
+
+
 def test_adapters_and_routers_train_and_the_rest_stays(folder: Path) -> None:
     config = vlm_config(folder, "lora", routing=P_MOD, lora={"r": 2, "target_modules": ["q_proj"]})
     before, _ = create_vlm(config)
@@ -134,20 +157,27 @@ def test_frozen_parts_do_not_train(folder: Path, parts: list[str], expected: set
     assert trained == expected | {"router"}
 
 
-@pytest.mark.parametrize("routing", [None, P_MOD, GAMMA], ids=["dense", "p-mod", "gamma-mod"])
+@pytest.mark.parametrize("routing", [None, P_MOD, GAMMA, MASKED], ids=["dense", "p-mod", "gamma-mod", "masked"])
 def test_packed_samples_train_like_padded_ones(folder: Path, routing: Any) -> None:
-    config = vlm_config(folder, routing=routing)
+    data = replace(vlm_config(folder).data, protected="question" if routing is MASKED else None)
+    config = vlm_config(folder, data=data, routing=routing)
     model, processor = create_vlm(config)
     data = open_conversations(config.data.train, config.data)
     # The first conversations about two, one and no images.
     talks = [data[int((data.images == count).argmax())] for count in (2, 1, 0)]
     losses, gradients = [], []
     for packed in (False, True):
-        batch = ChatCollator(processor, packed=packed)(talks)
+        batch = ChatCollator(processor, packed=packed, protected=config.data.protected)(talks)
         assert ("attention_mask" in batch) is not packed
         model.zero_grad()
         loss = model(**batch).loss
         loss.backward()
+        if routing is MASKED:
+            for block in mmod.routed_blocks(model).values():
+                keep_BN = block.mod.routing.keep_BN
+                assert bool(keep_BN[batch["protected_mask"]].all())
+                free_BN = batch.get("attention_mask", torch.ones_like(keep_BN)).bool() & ~batch["protected_mask"]
+                assert 0 < int(keep_BN[free_BN].sum()) <= int(free_BN.sum()) // 2
         losses.append(float(loss.detach()))
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -223,6 +253,12 @@ def test_plan_agrees_with_the_model(folder: Path) -> None:
     assert plan.activation_bytes < plan_run(vlm_config(folder)).activation_bytes
     assert plan_run(replace(config, trainer={"per_device_train_batch_size": 8, "num_train_epochs": 2})).steps == 64
     assert "3 of 4 layers are routed" in str(plan)
+    free, masked = (
+        plan_run(vlm_config(folder, routing=MASKED, data=replace(config.data, protected=protected)))
+        for protected in (None, "question")
+    )
+    assert free.flops.routed < masked.flops.routed < masked.flops.dense
+    assert free.activation_bytes < masked.activation_bytes
     assert not (folder / "planned").exists()
 
 
