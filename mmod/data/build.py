@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from mmod.data.files import open_shard
 
 MANIFEST = "manifest.json"
 SIZES = "sizes.json"
@@ -114,7 +115,9 @@ def _write(folder: Path, wanted: ShardSet, progress: bool) -> dict[str, Any]:
             for first in range(0, count, wanted.shard_size):
                 path = folder / f"{split}-{first // wanted.shard_size:0{wanted.digits}d}.tar"
                 samples = min(wanted.shard_size, count - first)
-                _write_shard(path, islice(scenes, samples))
+                with open_shard(path) as writer:
+                    for sample in islice(scenes, samples):
+                        writer.write(sample)
                 shards[path.name] = {"samples": samples, "sha256": _sha256(path)}
                 bar.update(samples)
     manifest = {
@@ -127,15 +130,6 @@ def _write(folder: Path, wanted: ShardSet, progress: bool) -> dict[str, Any]:
         sizes = {name: entry["samples"] for name, entry in sorted(shards.items())}
         (folder / SIZES).write_text(json.dumps(sizes, indent=2) + "\n")
     return manifest
-
-
-def _write_shard(path: Path, samples: Iterator[dict[str, Any]]) -> None:
-    from webdataset import TarWriter
-
-    # A fixed time makes builds equal byte for byte.
-    with contextlib.closing(TarWriter(str(path), mtime=0, user="", group="", encoder=False)) as writer:
-        for sample in samples:
-            writer.write(sample)
 
 
 def _sha256(path: Path) -> str:

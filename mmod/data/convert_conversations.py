@@ -7,23 +7,31 @@ where it stopped.
 
 from __future__ import annotations
 
-import csv
-import dataclasses
-import io
 import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmod.data.conversations import check_record, image_names, read_records
+from mmod.data.conversion import (
+    DROPPED,
+    claim,
+    converted,
+    count_reasons,
+    finish_part,
+    finished,
+    unfinished,
+    write_report,
+)
 from mmod.data.corrupt import CorruptDataError
+from mmod.data.files import open_shard, write_atomically
 from mmod.data.sources import decode_image
 
-SETTINGS, REPORT, DROPPED, CHECKED = "conversion.json", "report.json", "dropped.csv", "conversations.json"
+CHECKED = "conversations.json"
 _FREE = ("threads", "output", "on_fault")
 
 
@@ -128,79 +136,45 @@ def convert_conversations(config: ConvertConversationsConfig, progress: bool = T
     """
     from tqdm import tqdm
 
-    folder, records = Path(config.output), read_records(Path(config.source))
+    records = read_records(Path(config.source))
     if not records:
         raise ValueError(f"{config.source!r} holds no record")
-    _claim(folder, config)
+    folder = claim(config, _FREE)
     with (
         ThreadPoolExecutor(config.threads) as pool,
         tqdm(total=len(records), unit="record", disable=not progress) as bar,
     ):
-        for number, first in enumerate(range(0, len(records), config.shard_size)):
-            part = records[first : first + config.shard_size]
-            if (folder / f"{number:05d}_stats.json").exists():
-                bar.update(len(part))
-            else:
-                _check_part(folder, number, part, config, pool, bar)
+        for number, part in unfinished(folder, records, len(records), config.shard_size, bar):
+            _check_part(folder, number, part, config, pool, bar)
     report = _gather(folder, records, config)
     if report.dropped and config.on_fault == "raise":
         raise CorruptDataError(f"{report}\n{folder / DROPPED} names them; on_fault='drop' goes on without")
     return report
 
 
-def _claim(folder: Path, config: ConvertConversationsConfig) -> None:
-    """Mark the folder as that of this conversion, or raise when it is another's."""
-    source = Path(config.source).stat()
-    settings = {**dataclasses.asdict(config), "bytes": source.st_size, "modified": source.st_mtime_ns}
-    for free in _FREE:
-        settings.pop(free)
-    kept = folder / SETTINGS
-    if kept.exists():
-        old = json.loads(kept.read_text())
-        differing = sorted(key for key in {*old, *settings} if old.get(key) != settings.get(key))
-        if differing:
-            changes = "; ".join(f"{key}: {old.get(key)!r} there, {settings.get(key)!r} now" for key in differing)
-            raise FileExistsError(f"{config.output!r} holds another conversion ({changes}); choose another folder")
-        return
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{config.output!r} is not empty and holds no conversion; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_text(kept, json.dumps(settings, indent=2) + "\n")
-
-
 def _check_part(
-    folder: Path, number: int, records: Sequence[Any], config: ConvertConversationsConfig, pool: Any, bar: Any
+    folder: Path, number: int, records: Iterator[Any], config: ConvertConversationsConfig, pool: Executor, bar: Any
 ) -> None:
-    """Check a run of records, write its shard, then its statistics; they are what says that it is whole."""
+    """Check a run of records and write its shard, hidden until the set is known to be sound."""
     dropped: list[tuple[int, str, str]] = []
 
     def sound() -> Iterator[dict[str, Any]]:
-        first = number * config.shard_size
-        # A window, because a pool's map would read the whole run into memory ahead of the writer.
-        for start in range(0, len(records), 16 * config.threads):
-            window = records[start : start + 16 * config.threads]
-            for place, outcome in enumerate(pool.map(lambda record: _check(record, config), window), start):
-                if outcome.reason:
-                    dropped.append((first + place, outcome.reason, outcome.details))
-                else:
-                    yield _members(f"{number:05d}{place:05d}", records[place], outcome.images)
-                bar.update()
+        outcomes = converted(records, lambda record: _check(record, config), pool, 16 * config.threads)
+        for place, (record, outcome) in enumerate(outcomes):
+            if outcome.reason:
+                dropped.append((number * config.shard_size + place, outcome.reason, outcome.details))
+            else:
+                yield _members(f"{number:05d}{place:05d}", record, outcome.images)
+            bar.update()
 
     if config.shards:
-        from webdataset import TarWriter
-
-        partial = folder / f".{number:05d}.tar.partial"
-        writer = TarWriter(str(partial), mtime=0, user="", group="", encoder=False)
-        try:
+        with open_shard(folder / f".{number:05d}.tar") as writer:
             for sample in sound():
                 writer.write(sample)
-        finally:
-            writer.close()
-        os.replace(partial, folder / f".{number:05d}.tar")
     else:
         for _ in sound():
             pass
-    _write_text(folder / f"{number:05d}_stats.json", json.dumps({"dropped": dropped}) + "\n")
+    finish_part(folder, number, {"dropped": dropped})
 
 
 def _check(record: Any, config: ConvertConversationsConfig) -> _Outcome:
@@ -236,7 +210,7 @@ def _members(key: str, record: dict[str, Any], images: list[bytes]) -> dict[str,
 
 def _gather(folder: Path, records: Sequence[Any], config: ConvertConversationsConfig) -> ConversationsReport:
     """Gather the parts' statistics into the report, and the sound records into one file if they may be all there is."""
-    rows = [row for path in sorted(folder.glob("*_stats.json")) for row in json.loads(path.read_text())["dropped"]]
+    rows = [row for stats in finished(folder).values() for row in stats["dropped"]]
     out = {row[0] for row in rows}
     sound = [record for place, record in enumerate(records) if place not in out]
     counts = Counter(len(image_names(record)) for record in sound)
@@ -244,23 +218,12 @@ def _gather(folder: Path, records: Sequence[Any], config: ConvertConversationsCo
         records=len(records),
         kept=len(sound),
         images={str(number): counts[number] for number in sorted(counts)},
-        dropped=dict(Counter(reason for _, reason, _ in rows).most_common()),
+        dropped=count_reasons(reason for _, reason, _ in rows),
         output=config.output,
     )
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["record", "reason", "details"])
-    writer.writerows(rows)
-    _write_text(folder / DROPPED, text.getvalue())
-    _write_text(folder / REPORT, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+    write_report(folder, report, ["record", "reason", "details"], rows)
     if not rows or config.on_fault == "drop":
         for path in folder.glob(".*.tar"):
             os.replace(path, folder / path.name.removeprefix("."))
-        _write_text(folder / CHECKED, json.dumps(sound, ensure_ascii=False) + "\n")
+        write_atomically(folder / CHECKED, json.dumps(sound, ensure_ascii=False) + "\n")
     return report
-
-
-def _write_text(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(partial, path)

@@ -7,26 +7,21 @@ after the other from fixed runs of rows, and one that is there is whole, so that
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
-import os
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
 from mmod.data.build import SIZES
+from mmod.data.conversion import claim, converted, count_reasons, finish_part, finished, unfinished, write_report
+from mmod.data.files import open_shard, write_atomically
 
 SUFFIXES = (".csv", ".tsv", ".parquet", ".json")
-_SETTINGS = "conversion.json"
-_REPORT = "report.json"
-_DROPPED = "dropped.csv"
 _FORMATS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 
 
@@ -137,69 +132,33 @@ def convert_pairs(config: ConvertConfig, progress: bool = True) -> ConvertReport
     """
     from tqdm import tqdm
 
-    folder, count = Path(config.output), _count_rows(config)
+    count = _count_rows(config)
     if not count:
         raise ValueError(f"{config.source!r} holds no row")
-    _claim(folder, config)
-    rows = _read_rows(config)
+    folder, rows = claim(config), _read_rows(config)
     with ThreadPoolExecutor(config.threads) as pool, tqdm(total=count, unit="row", disable=not progress) as bar:
-        for number, first in enumerate(range(0, count, config.shard_size)):
-            part = islice(rows, min(config.shard_size, count - first))
-            if (folder / f"{number:05d}_stats.json").exists():
-                bar.update(sum(1 for _ in part))
-            else:
-                _write_shard(folder, number, part, config, pool, bar)
+        for number, part in unfinished(folder, rows, count, config.shard_size, bar):
+            _write_shard(folder, number, part, config, pool, bar)
     return _report(folder, config, count)
-
-
-def _claim(folder: Path, config: ConvertConfig) -> None:
-    """Mark the folder as that of this conversion, or raise when it is another's."""
-    source = Path(config.source)
-    settings = {**dataclasses.asdict(config), "bytes": source.stat().st_size, "modified": source.stat().st_mtime_ns}
-    for free in ("threads", "output"):
-        settings.pop(free)
-    kept = folder / _SETTINGS
-    if kept.exists():
-        old = json.loads(kept.read_text())
-        differing = sorted(key for key in {*old, *settings} if old.get(key) != settings.get(key))
-        if differing:
-            changes = "; ".join(f"{key}: {old.get(key)!r} there, {settings.get(key)!r} now" for key in differing)
-            raise FileExistsError(f"{config.output!r} holds another conversion ({changes}); choose another folder")
-        return
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{config.output!r} is not empty and holds no conversion; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_text(kept, json.dumps(settings, indent=2) + "\n")
 
 
 def _write_shard(
     folder: Path, number: int, rows: Iterator[_Row], config: ConvertConfig, pool: ThreadPoolExecutor, bar: Any
 ) -> None:
-    """Write one shard under another name, then its statistics; they are what says that it is whole."""
-    from webdataset import TarWriter
-
-    path, partial = folder / f"{number:05d}.tar", folder / f".{number:05d}.tar.partial"
     dropped: list[tuple[int, str, str, str]] = []
     samples = read = 0
-    writer = TarWriter(str(partial), mtime=0, user="", group="", encoder=False)
-    try:
-        # A window, because a pool's map would read the whole shard into memory ahead of the writer.
-        while window := list(islice(rows, 16 * config.threads)):
-            for row, outcome in zip(window, pool.map(lambda row: _convert(row, config), window)):
-                if isinstance(outcome, DroppedRowError):
-                    reason, details = outcome.args
-                    shown = row.image if isinstance(row.image, str) else "(bytes)"
-                    dropped.append((row.number, shown, reason, details))
-                else:
-                    writer.write({"__key__": f"{number:05d}{read:05d}", **outcome})
-                    samples += 1
-                read += 1
-                bar.update()
-    finally:
-        writer.close()
-    os.replace(partial, path)
-    stats = {"rows": read, "samples": samples, "dropped": dropped}
-    _write_text(folder / f"{number:05d}_stats.json", json.dumps(stats) + "\n")
+    with open_shard(folder / f"{number:05d}.tar") as writer:
+        for row, outcome in converted(rows, lambda row: _convert(row, config), pool, 16 * config.threads):
+            if isinstance(outcome, DroppedRowError):
+                reason, details = outcome.args
+                shown = row.image if isinstance(row.image, str) else "(bytes)"
+                dropped.append((row.number, shown, reason, details))
+            else:
+                writer.write({"__key__": f"{number:05d}{read:05d}", **outcome})
+                samples += 1
+            read += 1
+            bar.update()
+    finish_part(folder, number, {"rows": read, "samples": samples, "dropped": dropped})
 
 
 def _convert(row: _Row, config: ConvertConfig) -> dict[str, bytes] | DroppedRowError:
@@ -330,24 +289,11 @@ def _check_columns(config: ConvertConfig, found: list[str]) -> None:
 
 def _report(folder: Path, config: ConvertConfig, count: int) -> ConvertReport:
     """Gather the shards' statistics into the report and its files."""
-    shards, rows, reasons = {}, [], Counter[str]()
-    for path in sorted(folder.glob("*_stats.json")):
-        stats = json.loads(path.read_text())
-        shards[path.name.replace("_stats.json", ".tar")] = stats["samples"]
-        rows += stats["dropped"]
-        reasons.update(reason for _, _, reason, _ in stats["dropped"])
-    report = ConvertReport(count, sum(shards.values()), dict(reasons.most_common()), shards, config.output)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", "image", "reason", "details"])
-    writer.writerows(rows)
-    _write_text(folder / _DROPPED, text.getvalue())
-    _write_text(folder / SIZES, json.dumps(shards, indent=2) + "\n")
-    _write_text(folder / _REPORT, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+    parts = finished(folder)
+    shards = {f"{number}.tar": stats["samples"] for number, stats in parts.items()}
+    rows = [row for stats in parts.values() for row in stats["dropped"]]
+    reasons = count_reasons(reason for _, _, reason, _ in rows)
+    report = ConvertReport(count, sum(shards.values()), reasons, shards, config.output)
+    write_report(folder, report, ["row", "image", "reason", "details"], rows)
+    write_atomically(folder / SIZES, json.dumps(shards, indent=2) + "\n")
     return report
-
-
-def _write_text(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, errors="backslashreplace")
-    os.replace(partial, path)

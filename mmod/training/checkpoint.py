@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmod.data.files import sync
+
 __all__ = [
     "Checkpoint",
     "find_weights",
@@ -20,7 +22,6 @@ __all__ = [
     "load_checkpoint",
     "read_weights",
     "save_checkpoint",
-    "write_atomically",
 ]
 
 _PREFIX = "step-"
@@ -77,9 +78,9 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint,
         save_file(_storable(checkpoint.average), partial / _AVERAGE, metadata=header)
     torch.save(checkpoint.training, partial / _TRAINING)
     for path in (*partial.iterdir(), partial):
-        _sync(path)
+        sync(path)
     os.replace(partial, target)
-    _sync(folder)
+    sync(folder)
     for path in folder.iterdir():
         if path != target:
             shutil.rmtree(path)
@@ -154,23 +155,6 @@ def find_weights(path: str | Path) -> Path:
     raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a reader finds the old content or the new, never a part."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    _sync(partial)
-    os.replace(partial, path)
-
-
 def _storable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous CPU tensors, as safetensors wants them."""
     return {name: value.detach().cpu().contiguous() for name, value in state.items()}
-
-
-def _sync(path: Path) -> None:
-    """Push a file or folder to disk, so that the rename after it cannot overtake its content."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

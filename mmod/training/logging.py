@@ -12,7 +12,7 @@ import torch
 from timm.utils import AverageMeter
 from torch import Tensor
 
-from mmod.training.checkpoint import write_atomically
+from mmod.data.files import write_atomically
 from mmod.training.distributed import sum_over_processes
 
 __all__ = ["Meters", "TensorBoard", "write_csv"]

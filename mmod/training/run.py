@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import yaml
 
-from mmod.training.checkpoint import write_atomically
+from mmod.data.files import write_atomically
 
 __all__ = ["FitResult", "Result", "check_folder", "read_result", "write_record", "write_result"]
 

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from mmod import is_routed, routed_blocks
-from mmod.training.checkpoint import write_atomically
+from mmod.data.files import write_atomically
 from mmod.training.logging import write_csv
 
 if TYPE_CHECKING:

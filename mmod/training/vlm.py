@@ -14,8 +14,8 @@ import torch
 
 from mmod.data.chat import ChatCollator
 from mmod.data.conversations import open_conversations
+from mmod.data.files import write_atomically
 from mmod.data.priors import prior_of
-from mmod.training.checkpoint import write_atomically
 from mmod.training.run import check_folder, write_record
 from mmod.training.vlm_build import create_vlm
 from mmod.training.vlm_config import VlmConfig

@@ -134,13 +134,13 @@ def test_a_killed_build_leaves_nothing_and_restarts(tmp_path):
     code = (
         "import os, sys, mmod.data.build as build, mmod.data.digits as digits\n"
         "count = 0\n"
-        "write = build._write_shard\n"
+        "write = build.open_shard\n"
         "def dying(*arguments):\n"
         "    global count\n"
         "    count += 1\n"
         "    if count == 3: os.kill(os.getpid(), 9)\n"
-        "    write(*arguments)\n"
-        "build._write_shard = dying\n"
+        "    return write(*arguments)\n"
+        "build.open_shard = dying\n"
         "digits.build_digits(sys.argv[1], digits.LEVELS['tiny'])\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -157,7 +157,7 @@ def test_an_exception_removes_the_partial_build(tmp_path, monkeypatch):
     def fail(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mmod.data.build._write_shard", fail)
+    monkeypatch.setattr("mmod.data.build.open_shard", fail)
     with pytest.raises(KeyboardInterrupt):
         build_digits(tmp_path / "set", TINY)
     assert [path.name for path in tmp_path.iterdir()] == [".set.lock"]
