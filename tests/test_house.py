@@ -142,3 +142,45 @@ def test_options_are_never_guessed(command: list[str]) -> None:
     assert done.returncode == 2
     assert command[-2].lstrip("-") in done.stderr
     assert not (ROOT / "folder").exists()
+
+
+MISSING = """
+import runpy, sys
+sys.modules[sys.argv[1]] = None
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("open_clip", ["tools/train_clip.py", "configs/clip/scenes.yaml"]),
+        ("open_clip", ["tools/tradeoff.py", "configs/tradeoff/clip-scenes.yaml"]),
+        ("open_clip", ["tools/benchmark_pairs.py", "shards"]),
+        ("open_clip", ["tools/train_open_clip.py", "--image", "{}"]),
+        ("transformers", ["tools/finetune_vlm.py", "configs/vlm/tiny-llava.yaml"]),
+        ("transformers", ["tools/tradeoff.py", "configs/tradeoff/vlm.yaml"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
+)
+def test_tools_say_which_extra_to_install(package: str, command: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", MISSING, package, *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert f"error: this needs the package {package}, which is not installed: pip install" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["tools/tradeoff.py", "configs/tradeoff/digits.yaml", "--capacities", "[0.0]"], "capacity must be in (0, 1]"),
+        (["tools/benchmark.py", "ops", "--ops", "[nope]"], "unknown ops ['nope']; valid are gather_rows"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_values_a_config_refuses_are_one_line(command: list[str], message: str) -> None:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert f"error: {message}" in done.stderr
+    assert "Traceback" not in done.stderr

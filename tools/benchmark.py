@@ -22,6 +22,7 @@ from mmod.measuring import (
     benchmark_ops,
     benchmark_suite,
 )
+from mmod.training.parse import make_config
 
 MODES: dict[str, tuple[Any, Any, str]] = {
     "models": (BenchmarkConfig, benchmark, "Time dense, routed and freely routed models side by side."),
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> None:
     config, run, _ = MODES[options.mode]
     chosen = vars(options[options.mode])
     chosen.pop("config", None)
-    print(run(config(**chosen)).markdown())
+    print(run(make_config(parser, config, chosen)).markdown())
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ import sys
 
 from jsonargparse import ArgumentParser
 
-from mmod.training.clip_benchmark import benchmark_pairs
+from mmod.training.extras import extra
 
 
 def main(arguments: list[str]) -> None:
     """Benchmark as the command line says and print the table."""
+    with extra("clip"):
+        from mmod.training.clip_benchmark import benchmark_pairs
     parser = ArgumentParser(
         usage="%(prog)s SHARDS [--key value]",
         description="Time how pairs are read, beside open_clip's own reader.",

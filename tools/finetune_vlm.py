@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import sys
 
+from mmod.training.extras import extra
 from mmod.training.parse import parse_config
-from mmod.training.vlm import finetune
 from mmod.training.vlm_config import VlmConfig
-from mmod.training.vlm_plan import plan_run
 
 DRY = "--dry-run"
 
 
 def main(arguments: list[str]) -> None:
     """Fine-tune as the command line says and print what came out, or what it would cost."""
+    with extra("vlm"):
+        from mmod.training.vlm import finetune
+        from mmod.training.vlm_plan import plan_run
     config = parse_config([word for word in arguments if word != DRY], VlmConfig)
     print(plan_run(config) if DRY in arguments else finetune(config))
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
+from mmod.training.extras import extra
+from mmod.training.parse import make_config
 from mmod.training.tradeoff import TradeoffConfig, read_yaml, run_tradeoff
 
 
@@ -31,7 +33,7 @@ def main(arguments: list[str]) -> None:
         arguments = ["--config", *arguments]
     options = parser.parse_args(arguments)
     options.pop("config", None)
-    result = run(kind(**options.as_dict()))
+    result = run(make_config(parser, kind, options.as_dict()))
     print(f"\n{result.table()}\n\nTable and pictures: {result.folder}")
 
 
@@ -40,11 +42,13 @@ def choose(arguments: list[str]) -> tuple[type, Callable[..., Any]]:
     given = arguments[0] if arguments and not arguments[0].startswith("-") else None
     asked = None if given is None else read_yaml(given).get("kind")
     if asked == "pairs":
-        from mmod.training.clip_tradeoff import ClipTradeoffConfig, run_clip_tradeoff
+        with extra("clip"):
+            from mmod.training.clip_tradeoff import ClipTradeoffConfig, run_clip_tradeoff
 
         return ClipTradeoffConfig, run_clip_tradeoff
     if asked == "conversations":
-        from mmod.training.vlm_tradeoff import VlmTradeoffConfig, run_vlm_tradeoff
+        with extra("vlm"):
+            from mmod.training.vlm_tradeoff import VlmTradeoffConfig, run_vlm_tradeoff
 
         return VlmTradeoffConfig, run_vlm_tradeoff
     return TradeoffConfig, run_tradeoff

@@ -8,15 +8,20 @@ Under `torchrun --nproc-per-node N tools/train_clip.py CONFIG` several processes
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from mmod.training import FitResult, parse_config
-from mmod.training.clip import fit_clip
 from mmod.training.clip_config import ClipConfig
-from mmod.training.clip_evaluation import ClipResult
+from mmod.training.extras import extra
+
+if TYPE_CHECKING:
+    from mmod.training.clip_evaluation import ClipResult
 
 
 def main(arguments: list[str]) -> None:
     """Train as the command line says and print what came out."""
+    with extra("clip"):
+        from mmod.training.clip import fit_clip
     print(summary(fit_clip(parse_config(arguments, ClipConfig))))
 
 

@@ -13,11 +13,13 @@ import sys
 import yaml
 
 from mmod.training.config import resolve_routing
-from mmod.training.open_clip_program import train_open_clip
+from mmod.training.extras import extra
 
 
 def main(arguments: list[str]) -> None:
     """Parse the routing and hand the rest to open_clip."""
+    with extra("clip"):
+        from mmod.training.open_clip_program import train_open_clip
     place = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

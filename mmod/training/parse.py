@@ -15,7 +15,7 @@ from typing_extensions import TypeVar
 
 from mmod.training.config import TrainConfig
 
-__all__ = ["load_config", "parse_config", "train_config"]
+__all__ = ["load_config", "make_config", "parse_config", "train_config"]
 
 _PARSER_OPTIONS = ("--config", "--help", "--print_config", "--print_shtab")
 
@@ -104,6 +104,24 @@ def parse_config(
     except (ValueError, TypeError, OSError) as error:
         if not exit_on_error:
             raise
+        parser.exit(2, f"error: {error}\n")
+        raise AssertionError("unreachable") from error
+
+
+def make_config(parser: jsonargparse.ArgumentParser, kind: type[Config], fields: Mapping[str, Any]) -> Config:
+    """Make a config from parsed values, ending the program with one line when they do not fit each other.
+
+    Args:
+        parser: What read the command line.
+        kind: The dataclass whose fields the keys are.
+        fields: The values.
+
+    Raises:
+        SystemExit: The config refuses a value.
+    """
+    try:
+        return kind(**fields)
+    except (ValueError, TypeError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
         raise AssertionError("unreachable") from error
 
