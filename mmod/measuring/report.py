@@ -261,9 +261,14 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 
     Args:
         device: Where the measurement runs.
+
+    Raises:
+        ValueError: `device` is CUDA and no GPU is there.
     """
     found: dict[str, Any] = {"torch": str(torch.__version__), "python": platform.python_version(), "device": device}
     if torch.device(device).type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {device!r} was asked for and torch sees no GPU; use 'cpu'")
         return {**found, "gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     return {**found, "processor": _processor(), "threads": torch.get_num_threads()}
 

@@ -16,6 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from mmod import is_routed, routed_blocks
+from mmod.config import rational
 from mmod.data.files import write_atomically
 from mmod.training.logging import write_csv
 
@@ -98,6 +99,9 @@ def check_study(study: Study, counts: Sequence[str]) -> None:
     """
     if not study.routers or not study.capacities:
         raise ValueError("a study needs at least one entry in routers and in capacities")
+    for capacity in study.capacities:
+        if capacity is not None:
+            rational(capacity)
     for name in counts:
         if getattr(study, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(study, name)}")

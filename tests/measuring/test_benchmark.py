@@ -276,3 +276,9 @@ def test_tables_line_up() -> None:
     lines = markdown_table(["name", "ms"], [["dense", "12.0"], ["a", "3.0"]]).splitlines()
     assert lines[0] == "| name  |   ms |"
     assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
+def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'cuda' was asked for and torch sees no GPU"):
+        benchmark(BenchmarkConfig(device="cuda", out=str(tmp_path)))
