@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from itertools import starmap
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,7 +107,7 @@ class Scene(NamedTuple):
 
 
 class SourceDigits(NamedTuple):
-    """scikit-learn's digits and their split.
+    """scikit-learn's digits and their split, read-only.
 
     Attributes:
         images: Grey values, uint8, (1797, 8, 8).
@@ -114,11 +117,12 @@ class SourceDigits(NamedTuple):
 
     images: np.ndarray
     labels: np.ndarray
-    splits: dict[str, np.ndarray]
+    splits: Mapping[str, np.ndarray]
 
 
+@lru_cache(maxsize=2)
 def load_sources(seed: int = 0) -> SourceDigits:
-    """Load the source images and split them 70/10/20, stratified by class.
+    """Load the source images and split them 70/10/20, stratified by class; a process does so once for a seed.
 
     Args:
         seed: Seed of the split.
@@ -143,16 +147,19 @@ def load_sources(seed: int = 0) -> SourceDigits:
         for name, part in zip(SPLITS, np.split(indices, np.round(cuts * len(indices)).astype(int))):
             parts[name].append(part)
     splits = {name: np.sort(np.concatenate(part)) for name, part in parts.items()}
-    return SourceDigits(images, digits.target.astype(np.int64), splits)
+    labels = digits.target.astype(np.int64)
+    # All callers share them.
+    for array in (images, labels, *splits.values()):
+        array.flags.writeable = False
+    return SourceDigits(images, labels, MappingProxyType(splits))
 
 
-def compose_scenes(config: DigitsConfig, split: str, sources: SourceDigits | None = None) -> Iterator[Scene]:
+def compose_scenes(config: DigitsConfig, split: str) -> Iterator[Scene]:
     """Compose the scenes of one split, each from its own seed.
 
     Args:
         config: Parameters of the build.
         split: One of `SPLITS`.
-        sources: What `load_sources(config.seed)` returned, when it is at hand.
 
     Yields:
         `config.scenes[split]` scenes. Every source image of the split is a target equally often.
@@ -167,7 +174,7 @@ def compose_scenes(config: DigitsConfig, split: str, sources: SourceDigits | Non
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; valid: {', '.join(SPLITS)}")
-    sources = sources or load_sources(config.seed)
+    sources = load_sources(config.seed)
     split_seed = SPLITS.index(split)
     targets = np.random.default_rng([config.seed, split_seed]).permutation(sources.splits[split])
     for index in range(config.scenes[split]):
@@ -262,12 +269,9 @@ def build_digits(root: str | Path, config: DigitsConfig | None = None, progress:
         ['test-000000.tar', 'train-000000.tar']
     """
     config = config or LEVELS["default"]
-    sources = None
 
     def compose(split: str) -> Iterator[dict[str, Any]]:
-        nonlocal sources
-        sources = sources or load_sources(config.seed)
-        return (_members(index, scene) for index, scene in enumerate(compose_scenes(config, split, sources)))
+        return starmap(_members, enumerate(compose_scenes(config, split)))
 
     scenes = {split: config.scenes[split] for split in SPLITS}
     wanted = ShardSet("cluttered digits", FORMAT, asdict(config), scenes, config.shard_size, 6, compose)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from mmod.data.digits import load_sources
 from mmod.data.questions import Conversation, QuestionsConfig, compose_conversations
 
 
@@ -52,8 +51,7 @@ def measure_prior(config: QuestionsConfig) -> dict[str, float]:
         >>> measure_prior(LEVELS["tiny"])["present"] < 0.9
         True
     """
-    sources = load_sources(config.seed)
-    train, test = (_turns(compose_conversations(config, split, sources)) for split in ("train", "test"))
+    train, test = (_turns(compose_conversations(config, split)) for split in ("train", "test"))
     return prior_of(train, test)
 
 

@@ -8,11 +8,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 from mmod.data.build import ShardSet, build_shards
-from mmod.data.digits import SPLITS, encode_png, load_sources
+from mmod.data.digits import SPLITS, encode_png
 from mmod.data.questions import IMAGE, LEVELS, Conversation, QuestionsConfig, compose_conversations
 
 # Raise this whenever the same parameters would give other bytes: an older build is then refused, not mixed.
@@ -44,12 +45,9 @@ def build_questions(root: str | Path, config: QuestionsConfig | None = None, pro
         ['test-000000.tar', 'train-000000.tar']
     """
     config = config or LEVELS["default"]
-    sources = None
 
     def compose(split: str) -> Iterator[dict[str, Any]]:
-        nonlocal sources
-        sources = sources or load_sources(config.seed)
-        return (_members(index, talk) for index, talk in enumerate(compose_conversations(config, split, sources)))
+        return starmap(_members, enumerate(compose_conversations(config, split)))
 
     counts = {split: config.conversations[split] for split in SPLITS}
     wanted = ShardSet("cluttered questions", FORMAT, asdict(config), counts, config.shard_size, 6, compose)
@@ -111,11 +109,11 @@ def export_questions(root: str | Path, config: QuestionsConfig | None = None, pr
         raise FileExistsError(f"{root} is not empty; choose another folder")
     partial = root.parent / f".{root.name}.partial-{os.getpid()}"
     (partial / "images").mkdir(parents=True)
-    files, sources = {}, load_sources(config.seed)
+    files = {}
     try:
         for split, count in config.conversations.items():
             records = []
-            talks = compose_conversations(config, split, sources)
+            talks = compose_conversations(config, split)
             for index, talk in enumerate(tqdm(talks, split, count, disable=not progress)):
                 names = [f"images/{split}-{index:06d}.{number}.png" for number in range(len(talk.scenes))]
                 for name, scene in zip(names, talk.scenes):

@@ -140,15 +140,12 @@ class Conversation(NamedTuple):
     turns: tuple[Turn, ...]
 
 
-def compose_conversations(
-    config: QuestionsConfig, split: str, sources: SourceDigits | None = None
-) -> Iterator[Conversation]:
+def compose_conversations(config: QuestionsConfig, split: str) -> Iterator[Conversation]:
     """Compose the conversations of one split, each from its own seed.
 
     Args:
         config: Parameters of the build.
         split: One of `SPLITS`.
-        sources: What `load_sources(config.seed)` returned, when it is at hand.
 
     Yields:
         `config.conversations[split]` conversations.
@@ -162,8 +159,7 @@ def compose_conversations(
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; valid: {', '.join(SPLITS)}")
-    sources = sources or load_sources(config.seed)
-    painter = _Painter(config, sources, sources.splits[split])
+    painter = _Painter(config, load_sources(config.seed), split)
     for index in range(config.conversations[split]):
         rng = np.random.default_rng([config.seed, SPLITS.index(split), index, 2])
         if split != "train":
@@ -234,11 +230,11 @@ _NEEDED = {"present": 1, "count": 1, "largest": 2, "beside": 2, "read": 1}
 class _Painter:
     """Draws scenes from the handwriting of one split."""
 
-    def __init__(self, config: QuestionsConfig, sources: SourceDigits, pool: np.ndarray) -> None:
+    def __init__(self, config: QuestionsConfig, sources: SourceDigits, split: str) -> None:
         self.config = config
         self.sources = sources
-        self.pool = pool
-        self.by_class = [pool[sources.labels[pool] == digit] for digit in range(10)]
+        self.pool = sources.splits[split]
+        self.by_class = [self.pool[sources.labels[self.pool] == digit] for digit in range(10)]
 
     def paint(self, count: int, rng: np.random.Generator, shown: int | None = None, hidden: int | None = None) -> Scene:
         """Draw digits of different classes, apart from each other, one of them the largest.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,13 +170,12 @@ def scenes_config(level: str) -> ScenesConfig:
     return LEVELS[level]
 
 
-def compose_pairs(config: ScenesConfig, split: str, sources: SourceDigits | None = None) -> Iterator[Pair]:
+def compose_pairs(config: ScenesConfig, split: str) -> Iterator[Pair]:
     """Compose the scenes of one split, each from its own seed.
 
     Args:
         config: Parameters of the build.
         split: One of `SPLITS`.
-        sources: What `load_sources(config.seed)` returned, when it is at hand.
 
     Yields:
         `config.scenes[split]` scenes, in which kinds are as frequent as possible alike.
@@ -189,7 +189,7 @@ def compose_pairs(config: ScenesConfig, split: str, sources: SourceDigits | None
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; valid: {', '.join(SPLITS)}")
-    sources = sources or load_sources(config.seed)
+    sources = load_sources(config.seed)
     split_seed = SPLITS.index(split)
     pool = sources.splits[split]
     kinds = all_kinds()
@@ -247,12 +247,9 @@ def build_scenes(root: str | Path, config: ScenesConfig | None = None, progress:
         ['test-00000.tar', 'train-00000.tar']
     """
     config = config or LEVELS["default"]
-    sources = None
 
     def compose(split: str) -> Iterator[dict[str, Any]]:
-        nonlocal sources
-        sources = sources or load_sources(config.seed)
-        return (_members(index, pair) for index, pair in enumerate(compose_pairs(config, split, sources)))
+        return starmap(_members, enumerate(compose_pairs(config, split)))
 
     scenes = {split: config.scenes[split] for split in SPLITS}
     wanted = ShardSet("captioned scenes", FORMAT, asdict(config), scenes, config.shard_size, 5, compose, sizes=True)

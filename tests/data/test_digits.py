@@ -35,6 +35,15 @@ def test_source_splits_are_disjoint_complete_and_stratified():
         assert np.all(np.abs(counts / np.bincount(sources.labels) - share) < 0.01)
 
 
+def test_sources_are_loaded_once_and_nobody_changes_them():
+    sources = load_sources(3)
+    assert load_sources(3) is sources
+    assert not np.array_equal(load_sources(4).splits["train"], sources.splits["train"])
+    for array in (sources.images, sources.labels, *sources.splits.values()):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
 def test_no_source_image_crosses_splits_not_even_as_clutter(tmp_path):
     build_digits(tmp_path / "set", TINY)
     used: dict[str, set[int]] = {split: set() for split in SPLITS}
@@ -54,7 +63,7 @@ def test_a_scene_is_its_target_in_its_box_and_little_else():
     sources = load_sources()
     config = replace(TINY, clutter=0)
     labels = []
-    for scene in compose_scenes(config, "train", sources):
+    for scene in compose_scenes(config, "train"):
         left, top, right, bottom = scene.box
         assert config.digit_size[0] <= right - left == bottom - top <= config.digit_size[1]
         outside = scene.image.copy()

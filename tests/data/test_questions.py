@@ -20,7 +20,7 @@ TINY = LEVELS["tiny"]
 @pytest.fixture(scope="module")
 def talks() -> dict[str, list[Conversation]]:
     config = replace(TINY, conversations={"train": 600, "val": 70, "test": 420})
-    return {split: list(compose_conversations(config, split, load_sources())) for split in ("train", "test")}
+    return {split: list(compose_conversations(config, split)) for split in ("train", "test")}
 
 
 def answer(talk: Conversation, kind: str, question: str) -> str:
@@ -121,7 +121,7 @@ def test_json_says_what_shards_say(tmp_path: Path) -> None:
         assert one[index].kinds == other[index].kinds
         for left, right in zip(one[index].images, other[index].images, strict=True):
             np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
-    talks = compose_conversations(config, "train", load_sources())
+    talks = compose_conversations(config, "train")
     assert list(one.turns()) == [tuple(turn) for talk in talks for turn in talk.turns]
     assert json.loads((tmp_path / "json" / "train.json").read_text())[0]["conversations"][0]["from"] == "human"
     with pytest.raises(FileExistsError, match="not empty"):

@@ -45,7 +45,7 @@ def test_captions_tell_scenes_apart_and_none_comes_twice_where_pairs_are_looked_
 
 def test_scenes_show_what_captions_say() -> None:
     sources = load_sources()
-    for pair in compose_pairs(replace(TINY, clutter=0), "train", sources):
+    for pair in compose_pairs(replace(TINY, clutter=0), "train"):
         assert tuple(int(sources.labels[source]) for source in pair.sources) == pair.kind.digits
         (left, top, right, bottom), other = pair.boxes
         if pair.kind.relation == "left of":
