@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import mmod
+
 IMAGE, VIDEO, PAD, VOCABULARY = 90, 91, 0, 96
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -39,6 +41,7 @@ LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 JOINT = ("llava", "llava-qwen2", "llava-mistral-window", "llava-next", "llava-onevision", "qwen2-vl", "qwen2.5-vl")
 PATCHES = 9  # image tokens of one image, in every joint model but LLaVA-NeXT
+LINEAR = mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(1, 3), init_std=0.2)
 
 
 def make_language(name: str, seed: int = 0, **changes: Any) -> nn.Module:
@@ -161,3 +164,9 @@ def pad(samples: list[list[int]], side: str = "left") -> dict[str, Tensor]:
         rows.append([PAD] * before + row + [PAD] * after)
         masks.append([0] * before + [1] * len(row) + [0] * after)
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
+
+
+def words(samples: int = 2, tokens: int = 20) -> dict[str, Tensor]:
+    """Return random samples without images, each five tokens shorter than the one before, padded."""
+    rows = torch.randint(3, IMAGE, (samples, tokens)).tolist()
+    return pad([row[: tokens - 5 * place] for place, row in enumerate(rows)])

@@ -1,0 +1,211 @@
+"""Routed language and vision-language models: who may be skipped, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import mmod
+from mmod.routing import RoleRouter, assign_roles, select_within
+from tests.adapters.vlm_zoo import IMAGE, LINEAR, PATCHES, make_joint, make_language, prompt, words
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llava", "llava-onevision", "qwen2-vl"])
+def test_skipped_image_tokens_pass_unchanged_and_text_never_does(name: str) -> None:
+    model, batch = mmod.route_(make_joint(name), language=LINEAR), prompt(name, (1, 0, 3))
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    handles = [
+        block.register_forward_hook(lambda m, i, o, block=block_name: seen.update({block: (i[0], o)}))
+        for block_name, block in mmod.routed_blocks(model).items()
+    ]
+    with mmod.trace(model) as decisions:
+        model(**batch)
+    for handle in handles:
+        handle.remove()
+    images, real = batch["input_ids"] == IMAGE, batch["attention_mask"].bool()
+    for block_name, routing in decisions.items():
+        kept = routing.keep_BN
+        assert bool(kept[real & ~images].all())
+        assert not bool(kept[~real].any())
+        number = images.sum(1)
+        assert torch.equal((kept & images).sum(1), number // 2)
+        before, after = seen[block_name]
+        assert torch.equal(before[~kept], after[~kept])
+        assert not torch.equal(before[kept], after[kept])
+
+
+@torch.no_grad()
+def test_image_tokens_are_found_in_embeddings() -> None:
+    model, batch = mmod.route_(make_joint("llava"), language=LINEAR), prompt("llava", (1, 2))
+    expected = model(**batch).logits
+    ids = batch.pop("input_ids")
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(model(inputs_embeds=embeds, **batch).logits, expected)
+
+
+@torch.no_grad()
+def test_protected_tokens_are_kept() -> None:
+    config = LINEAR.replace(tokens="all", capacity=0.25)
+    model, batch = mmod.route_(make_joint("llava"), language=config), prompt("llava", (1, 2))
+    real = batch["attention_mask"].bool()
+    protected = torch.zeros_like(real)
+    protected[:, -5:] = True
+    with mmod.trace(model) as decisions:
+        model(**batch, protected_mask=protected)
+    for routing in decisions.values():
+        assert bool(routing.keep_BN[:, -5:].all())
+        free = (real & ~protected).sum(1)
+        assert torch.equal(routing.keep_BN[:, :-5].sum(1), free // 4)
+    with pytest.raises(ValueError, match="protected_mask has shape"):
+        model(**batch, protected_mask=protected[:, 1:])
+
+
+@torch.no_grad()
+def test_frames_are_chosen_one_by_one() -> None:
+    model, batch = make_joint("llava"), prompt("llava", (3, 1))
+    images = batch["input_ids"] == IMAGE
+    mmod.route_(model, language=mmod.preset("videollm-mod", capacity=1 / 3, init_std=0.2))
+    with mmod.trace(model) as decisions:
+        model(**batch)
+    for routing in decisions.values():
+        kept = (routing.keep_BN & images)[images].view(-1, PATCHES)
+        assert kept.sum(1).tolist() == [PATCHES // 3] * 4
+    mmod.unroute_(model)
+    mmod.route_(model, language=LINEAR.replace(frames=3, capacity=0.67))
+    with mmod.trace(model) as decisions:
+        model(**batch)
+    for routing in decisions.values():
+        assert (routing.keep_BN & images)[images].view(-1, 3).sum(1).tolist() == [2] * 12
+    mmod.unroute_(model)
+    mmod.route_(model, language=LINEAR.replace(frames=4))
+    with pytest.raises(ValueError, match="frames=4 does not divide"):
+        model(**batch)
+
+
+@given(data=st.data(), samples=st.integers(1, 3), tokens=st.integers(1, 12), seed=st.integers(0, 99))
+@settings(max_examples=40)
+def test_selection_within_roles_equals_its_definition(data: Any, samples: int, tokens: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    score = torch.randint(0, 4, (samples, tokens), generator=generator).float()
+    valid = torch.rand(samples, tokens, generator=generator) < 0.8
+    free = torch.rand(samples, tokens, generator=generator) < 0.6
+    frames = data.draw(st.sampled_from([None, "span"]))
+    capacity = mmod.config.rational(data.draw(st.sampled_from([0.25, 0.5, 1.0])))
+    roles = assign_roles(free, free, valid, frames, strict=False)
+    index, slot_valid = select_within(score, capacity, roles)
+    for row in range(samples):
+        expected = {place for place in range(tokens) if valid[row, place] and not free[row, place]}
+        groups: dict[int, list[int]] = {}
+        for place in range(tokens):
+            if roles.group_BN[row, place] > 0:
+                groups.setdefault(int(roles.group_BN[row, place]), []).append(place)
+        for members in groups.values():
+            number = max(1, len(members) * capacity.numerator // capacity.denominator)
+            expected |= set(sorted(members, key=lambda place, row=row: (-score[row, place], place))[:number])
+        kept = index[row] if slot_valid is None else index[row][slot_valid[row]]
+        assert kept.tolist() == sorted(expected)
+        assert len(set(index[row].tolist())) == index.shape[1]
+
+
+@torch.no_grad()
+def test_packed_samples_are_routed_apart() -> None:
+    model = mmod.route_(make_language("llama"), LINEAR.replace(tokens="all"))
+    first, second = torch.randint(3, IMAGE, (1, 9)), torch.randint(3, IMAGE, (1, 6))
+    apart = [model(input_ids=ids, use_cache=False).logits for ids in (first, second)]
+    place = torch.cat([torch.arange(9), torch.arange(6)]).unsqueeze(0)
+    packed = model(input_ids=torch.cat([first, second], 1), position_ids=place, use_cache=False).logits
+    torch.testing.assert_close(packed, torch.cat(apart, 1), atol=1e-5, rtol=1e-4)
+
+
+def test_a_batch_without_images_trains_too() -> None:
+    config = mmod.preset("p-mod", capacity=0.5, blocks=(1, 3), losses={"membership": 0.1})
+    model = mmod.route_(make_joint("llava"), language=config).train()
+    batch = prompt("llava", (0, 0))
+    loss = model(**batch, labels=batch["input_ids"]).loss + mmod.auxiliary_loss(model)
+    loss.backward()
+    for block in mmod.routed_blocks(model).values():
+        assert isinstance(block.router, RoleRouter)
+        assert block.router.score.weight.grad is not None
+        assert not block.router.score.weight.grad.any()
+
+
+def test_predictor_sends_no_gradient_into_the_model() -> None:
+    config = LINEAR.replace(
+        tokens="all", predictor=True, inference_threshold=0.5, losses={"membership": 1.0}, gate="linear"
+    )
+    model = mmod.route_(make_language("llama"), config).train()
+    model(**words())
+    mmod.auxiliary_loss(model).backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert trained
+    assert all(".predictor." in name for name in trained)
+
+
+def test_wrong_use_is_refused() -> None:
+    model = make_joint("llava")
+    model.config.image_token_id = None
+    with pytest.raises(ValueError, match="says nothing of an image token"):
+        mmod.route_(model, language=LINEAR)
+    model = make_joint("llava")
+    with pytest.raises(ValueError, match="do not exist"):
+        mmod.route_(model, language=LINEAR.replace(blocks=(1, 9)))
+    with pytest.raises(ValueError, match="no layer of a language model, so it takes no shared"):
+        mmod.route_(model, vision=LINEAR.replace(shared=True))
+    with pytest.raises(ValueError, match="has no part text"):
+        mmod.route_(model, text=LINEAR)
+    with pytest.raises(ValueError, match="says nothing of an image token"):
+        mmod.route_(make_language("llama"), LINEAR.replace(tokens="image"))
+    with pytest.raises(ValueError, match="compact"):
+        mmod.route_(make_joint("qwen2-vl"), language=LINEAR.replace(positions="compact"))
+    with pytest.raises(ValueError, match="has no part vision"):
+        mmod.route_(make_joint("qwen2-vl"), vision=LINEAR)
+    assert not mmod.is_routed(model)
+    mmod.route_(model, language=LINEAR.replace(capacity=0.1))
+    with pytest.raises(ValueError, match="keeps none of 9 image tokens"):
+        model(**prompt("llava", (1,)))
+    with pytest.raises(RuntimeError, match="call the model that was routed"):
+        model.model.language_model(input_ids=torch.tensor([[3, 4]]))
+    with pytest.raises(ValueError, match="already routed"):
+        mmod.route_(model, language=LINEAR)
+
+
+def test_unknown_families_are_refused() -> None:
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=IMAGE)
+    with pytest.raises(ValueError, match="cannot route GPT2LMHeadModel: supported are"):
+        mmod.route_(transformers.GPT2LMHeadModel(config))
+    vision = make_joint("llava-onevision").config.vision_config
+    text = {"model_type": "gemma", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 100}
+    other = transformers.PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=16)
+    with pytest.raises(ValueError, match="its image tokens are found in LlavaModel"):
+        mmod.route_(transformers.PaliGemmaForConditionalGeneration(other), language=LINEAR)
+
+
+def test_unmasked_attention_implementations_are_refused() -> None:
+    model = mmod.route_(make_language("llama"), LINEAR.replace(blocks=(0,)))
+    model.config._attn_implementation = "an attention of its own"
+    with torch.no_grad(), pytest.raises(ValueError, match="no mask that can be narrowed"):
+        model(**words())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"frames": 0}, {"frames": "span", "tokens": "all"}, {"frames": 2, "select": "threshold"}, {"tokens": "text"},
+        {"shared": True, "router": "attention"}, {"gate_on": "mlp", "gate": "identity"}, {"inference_threshold": 1.0},
+        {"inference_threshold": 0.5, "select": "threshold"}, {"predictor": True}, {"positions": "none"},
+        {"normalize": "none"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_that_exclude_each_other(wrong: dict[str, Any]) -> None:
+    (option, *_) = wrong
+    with pytest.raises(ValueError, match=option):
+        mmod.RoutingConfig(**{"router": "linear", **wrong})

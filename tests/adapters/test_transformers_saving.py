@@ -1,0 +1,110 @@
+"""Routed language and vision-language models: copied, saved, loaded, split over devices, and with LoRA."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmod
+from mmod.adapters.transformers import load
+from mmod.convert import routing_configs
+from tests.adapters.vlm_zoo import IMAGE, LINEAR, make_joint, make_language, prompt
+
+
+def test_copies_route_alike() -> None:
+    model, batch = mmod.route_(make_joint("llava"), language=LINEAR), prompt("llava", (1, 2))
+    # After a forward pass transformers has left functions in a model, routed or not, that cannot be pickled.
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    with torch.no_grad():
+        expected = model(**batch).logits
+        for twin in twins:
+            assert torch.equal(twin(**batch).logits, expected)
+            mmod.unroute_(twin)
+            assert mmod.is_routed(model)
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
+def test_saved_models_load_by_one_call(name: str, shard: str, tmp_path: Path) -> None:
+    model = make_joint(name)
+    mmod.route_(model, language=LINEAR.replace(shared=True, capacity=(0.5, 0.25)))
+    if name == "llava":
+        mmod.route_(model, vision=mmod.RoutingConfig(capacity=0.5))
+    mmod.set_capacity(model, [0.4, *list(mmod.capacities(model).values())[1:]])
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "20KB")
+    again = mmod.load_pretrained(tmp_path)
+    assert type(again) is type(model)
+    assert mmod.capacities(again) == mmod.capacities(model)
+    assert routing_configs(again) == routing_configs(model)
+    assert list(again.state_dict()) == list(model.state_dict())
+    assert sum("router_score" in key for key in again.state_dict()) == 1
+    batch = prompt(name, (1, 2))
+    with torch.no_grad():
+        assert torch.equal(again(**batch).logits, model(**batch).logits)
+
+
+def test_dense_checkpoints_are_not_taken_for_routed_ones(tmp_path: Path) -> None:
+    make_language("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds no routed model"):
+        load(tmp_path, lambda *_: None)
+
+
+def test_dense_weights_load_into_a_routed_model() -> None:
+    dense = make_language("qwen3", seed=1)
+    model = mmod.route_(make_language("qwen3", seed=2), LINEAR.replace(tokens="all"))
+    report = model.load_state_dict(dense.state_dict(), strict=False)
+    assert not report.unexpected_keys
+    assert all(".router." in key for key in report.missing_keys)
+
+
+@pytest.mark.parametrize("first", ["peft", "mmod"])
+def test_lora_before_or_after_routing(first: str, tmp_path: Path) -> None:
+    import peft
+
+    model, batch = make_joint("llava"), prompt("llava", (1, 2))
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["router"])
+    if first == "mmod":
+        wrapped = peft.get_peft_model(mmod.route_(model, language=LINEAR), options)
+    else:
+        options.modules_to_save = None
+        wrapped = mmod.route_(peft.get_peft_model(model, options), language=LINEAR)
+        for block in mmod.routed_blocks(wrapped).values():
+            block.router.requires_grad_(True)
+    wrapped.train()
+    labels = batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, -100)
+    wrapped(**batch, labels=labels).loss.backward()
+    trained = {name for name, p in wrapped.named_parameters() if p.grad is not None}
+    assert any("lora" in name for name in trained)
+    assert any("router" in name for name in trained)
+    assert all("lora" in name or "router" in name for name in trained)
+    with torch.no_grad():
+        for name, p in wrapped.named_parameters():
+            if name in trained:
+                p.add_(0.1 * torch.randn_like(p))
+    wrapped.eval()
+    mmod.set_capacity(wrapped, 0.3)
+    with torch.no_grad(), mmod.trace(wrapped) as decisions:
+        expected = wrapped(**batch).logits
+    assert all(int(r.keep_BN[0].sum()) < batch["attention_mask"][0].sum() for r in decisions.values())
+    if first == "mmod":
+        wrapped.save_pretrained(tmp_path)
+        base = mmod.route_(make_joint("llava"), language=LINEAR.replace(capacity=0.3))
+        again = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(again(**batch).logits, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped.merge_and_unload()(**batch).logits, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_routed_layers_stay_whole_when_a_model_is_split() -> None:
+    model = mmod.route_(make_joint("llava"), language=mmod.RoutingConfig(capacity=0.5))
+    layers = {type(layer).__name__ for layer in model.model.language_model.layers}
+    assert len(layers) == 2
+    assert layers <= set(model._no_split_modules)
+    mmod.unroute_(model)
+    assert not layers & set(model._no_split_modules)
