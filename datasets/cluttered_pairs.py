@@ -4,41 +4,28 @@ python datasets/cluttered_pairs.py runs/data/captioned-scenes-default
 python datasets/cluttered_pairs.py runs/data/mine --level hard --clutter 40
 """
 
-import argparse
 import sys
-from dataclasses import asdict
 
-from jsonargparse import ArgumentParser
-
+from mmod.data.command_line import build_config, create_build_parser
 from mmod.data.scenes import LEVELS, ScenesConfig, build_scenes
 
 
-def parse_arguments() -> tuple[str, ScenesConfig]:
+def parse_arguments(arguments: list[str]) -> tuple[str, ScenesConfig]:
     """Read the command line: a level gives the defaults, flags change them.
 
     Returns:
         Folder of the build, parameters.
     """
-    level_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    level_parser.add_argument("--level", choices=LEVELS, default="default")
-    level = level_parser.parse_known_args()[0].level
-
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = create_build_parser(__doc__, LEVELS, arguments)
     parser.add_argument("root", help="folder of the build")
-    parser.add_argument("--level", choices=list(LEVELS), default="default", help="named parameters to start from")
-    parser.add_class_arguments(ScenesConfig)
-    parser.set_defaults(asdict(LEVELS[level]))
-    arguments = parser.parse_args()
-    names = ScenesConfig.__dataclass_fields__
-    return arguments.root, ScenesConfig(**{name: arguments[name] for name in names})
+    options = parser.parse_args(arguments)
+    return options.root, build_config(LEVELS, options)
 
 
 def main() -> None:
     """Build what the command line asks for."""
     try:
-        root, config = parse_arguments()
+        root, config = parse_arguments(sys.argv[1:])
         manifest = build_scenes(root, config, progress=True)
     except (FileExistsError, ValueError) as error:
         sys.exit(f"error: {error}")

@@ -7,28 +7,16 @@ Every image is opened, every role and the number of `<image>` checked. Started a
 was interrupted. Records with a fault are listed with the reason, and left out only with `--on_fault drop`.
 """
 
-import argparse
 import sys
 
-from jsonargparse import ArgumentParser
-
+from mmod.data.command_line import parse_conversion
 from mmod.data.convert_conversations import ConvertConversationsConfig, convert_conversations
 
 
 def main(arguments: list[str]) -> None:
     """Convert as the command line says and print what was left out and why."""
-    parser = ArgumentParser(
-        usage="%(prog)s SOURCE OUTPUT [--key value]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_class_arguments(ConvertConversationsConfig)
-    if len(arguments) > 1 and not arguments[0].startswith("-"):
-        arguments = ["--source", arguments[0], "--output", *arguments[1:]]
-    options = parser.parse_args(arguments)
     try:
-        print(convert_conversations(ConvertConversationsConfig(**options.as_dict())))
+        print(convert_conversations(parse_conversion(__doc__, ConvertConversationsConfig, arguments)))
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 
