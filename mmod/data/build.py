@@ -7,16 +7,18 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mmod.data.files import open_shard
 
 MANIFEST = "manifest.json"
 SIZES = "sizes.json"
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,26 @@ class ShardSet:
     digits: int
     compose: Callable[[str], Iterator[dict[str, Any]]]
     sizes: bool = False
+
+
+def find_level(levels: Mapping[str, Config], level: str, name: str) -> Config:
+    """Look up a named parameter set.
+
+    Args:
+        levels: All of them.
+        level: The one wanted.
+        name: What the set is called in messages.
+
+    Raises:
+        ValueError: If there is no such level.
+
+    Example:
+        >>> find_level({"default": 32, "64": 64}, "64", "digits")
+        64
+    """
+    if level not in levels:
+        raise ValueError(f"{name} level {level!r} is unknown; valid: {', '.join(levels)}")
+    return levels[level]
 
 
 def build_shards(root: str | Path, wanted: ShardSet, progress: bool = False) -> dict[str, Any]:

@@ -17,9 +17,10 @@ import numpy as np
 from PIL import Image
 
 from mmod.config import one_of
+from mmod.data.build import find_level
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, OnCorrupt
 from mmod.data.question_files import build_questions
-from mmod.data.questions import IMAGE, questions_config
+from mmod.data.questions import IMAGE, LEVELS
 from mmod.data.shards import IMAGE_EXTENSIONS, expand_pattern, group_members, read_at, shard_members
 from mmod.data.sources import decode_image
 
@@ -271,7 +272,7 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
 
 def _build_embedded(source: str, root: str | None, progress: bool) -> str:
     level, _, split = source.removeprefix(EMBEDDED).partition("/")
-    config = questions_config(level)
+    config = find_level(LEVELS, level, "cluttered questions")
     if split not in config.conversations:
         raise ValueError(f"{source!r} must be {EMBEDDED}LEVEL/SPLIT with a split of {', '.join(config.conversations)}")
     folder = Path(root or f"runs/data/cluttered-questions-{level}")

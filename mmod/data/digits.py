@@ -30,6 +30,18 @@ FORMAT = 1
 _SOURCE_SHARES = {"train": 0.7, "val": 0.1, "test": 0.2}
 
 
+def check_fragments(fragment: tuple[float, float], contrast: tuple[float, float]) -> None:
+    """Raise a ValueError unless the sides and the ink of fragments are shares, the smaller one first.
+
+    Args:
+        fragment: Smallest and largest side of a fragment, as a share of its digit's box.
+        contrast: Faintest and strongest ink of a fragment, as a share of the digits'.
+    """
+    for name, (low, high) in (("fragment", fragment), ("contrast", contrast)):
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"{name}={(low, high)} must lie in (0, 1], ascending")
+
+
 @dataclass(frozen=True)
 class DigitsConfig:
     """The parameters of one build; equal parameters give equal bytes.
@@ -61,10 +73,7 @@ class DigitsConfig:
         smallest, largest = self.digit_size
         if not 4 <= smallest <= largest <= self.canvas:
             raise ValueError(f"digit_size={self.digit_size} must lie in [4, canvas={self.canvas}], ascending")
-        for name in ("fragment", "contrast"):
-            low, high = getattr(self, name)
-            if not 0 < low <= high <= 1:
-                raise ValueError(f"{name}={(low, high)} must lie in (0, 1], ascending")
+        check_fragments(self.fragment, self.contrast)
         if set(self.scenes) != set(SPLITS) or min(self.scenes.values()) < 1:
             raise ValueError(f"scenes={self.scenes} must give a positive number for each of {SPLITS}")
         if self.clutter < 0 or self.shard_size < 1 or self.seed < 0:
@@ -220,27 +229,6 @@ def paste(canvas: np.ndarray, patch: np.ndarray, rng: np.random.Generator) -> tu
     region = canvas[top : top + height, left : left + width]
     np.maximum(region, patch, out=region)
     return left, top, left + width, top + height
-
-
-def digits_config(level: str) -> DigitsConfig:
-    """Look up a named parameter set.
-
-    Args:
-        level: A key of `LEVELS`.
-
-    Returns:
-        Its parameters.
-
-    Raises:
-        ValueError: If there is no such level.
-
-    Example:
-        >>> digits_config("64").canvas
-        64
-    """
-    if level not in LEVELS:
-        raise ValueError(f"digits level {level!r} is unknown; valid: {', '.join(LEVELS)}")
-    return LEVELS[level]
 
 
 def build_digits(root: str | Path, config: DigitsConfig | None = None, progress: bool = False) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mmod.data.build import find_level
 from mmod.data.corrupt import CorruptReport, OnCorrupt
-from mmod.data.digits import build_digits, digits_config
+from mmod.data.digits import LEVELS, build_digits
 from mmod.data.sources import ImageSource
 from mmod.data.stream import ImageReader, MemoryReader, SampleStream
 
@@ -263,7 +264,7 @@ def _is_digits(config: DataConfig) -> bool:
 
 
 def _build_level(config: DataConfig, level: str, split: str) -> Path:
-    digits = digits_config(level)
+    digits = find_level(LEVELS, level, "digits")
     if split not in digits.scenes:
         raise ValueError(f"split {split!r} of the digits is unknown; valid: {', '.join(digits.scenes)}")
     if config.image_size != digits.canvas:

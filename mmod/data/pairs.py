@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from mmod.data.build import find_level
 from mmod.data.corrupt import CorruptReport, OnCorrupt
 from mmod.data.loader import BatchStream
 from mmod.data.resampled import ResampledStream
-from mmod.data.scenes import build_scenes, scenes_config
+from mmod.data.scenes import LEVELS, build_scenes
 from mmod.data.shards import CAPTION, ShardSource, expand_pattern
 from mmod.data.stream import ImageReader, SampleStream
 
@@ -171,7 +172,7 @@ def _locate(pattern: str | list[str], root: str | None) -> tuple[str | list[str]
     if not isinstance(pattern, str) or not pattern.startswith("scenes:"):
         return pattern, root
     level, _, split = pattern.removeprefix("scenes:").partition("/")
-    config = scenes_config(level)
+    config = find_level(LEVELS, level, "captioned scenes")
     if split not in config.scenes:
         raise ValueError(f"{pattern!r} must be scenes:LEVEL/SPLIT with a split of {', '.join(config.scenes)}")
     folder = Path(root or f"runs/data/captioned-scenes-{level}")

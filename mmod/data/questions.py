@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmod.data.digits import SPLITS, SourceDigits, cut_fragment, load_sources, paste, scale_digit
+from mmod.data.digits import SPLITS, SourceDigits, check_fragments, cut_fragment, load_sources, paste, scale_digit
 
 IMAGE = "<image>"
 ONE_IMAGE = ("present", "count", "largest", "beside", "read")
@@ -70,10 +70,7 @@ class QuestionsConfig:
         sides = (*self.small, *self.large)
         if not (4 <= sides[0] <= sides[1] < sides[2] <= sides[3] <= self.canvas // 2):
             raise ValueError(f"small={self.small} and large={self.large} must ascend from 4 to canvas/2, apart")
-        for name in ("fragment", "contrast"):
-            low, high = getattr(self, name)
-            if not 0 < low <= high <= 1:
-                raise ValueError(f"{name}={(low, high)} must lie in (0, 1], ascending")
+        check_fragments(self.fragment, self.contrast)
         if not 1 <= self.digits[0] < self.digits[1] <= 4:
             raise ValueError(f"digits={self.digits} must ascend within 1 to 4")
         if min(self.shares) < 0 or sum(self.shares) >= 1:
@@ -280,24 +277,3 @@ class _Painter:
         reach = (sides[one] + sides[other]) / 2
         across, down = abs(corners[one] - corners[other] + (sides[one] - sides[other]) / 2)
         return bool(across >= _GAP and max(across, down) >= reach)
-
-
-def questions_config(level: str) -> QuestionsConfig:
-    """Look up a named parameter set.
-
-    Args:
-        level: A key of `LEVELS`.
-
-    Returns:
-        Its parameters.
-
-    Raises:
-        ValueError: If there is no such level.
-
-    Example:
-        >>> questions_config("hard").canvas
-        64
-    """
-    if level not in LEVELS:
-        raise ValueError(f"level {level!r} of the cluttered questions is unknown; valid: {', '.join(LEVELS)}")
-    return LEVELS[level]

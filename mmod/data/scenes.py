@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmod.data.build import ShardSet, build_shards
-from mmod.data.digits import SPLITS, SourceDigits, cut_fragment, encode_png, load_sources, paste, scale_digit
+from mmod.data.digits import (
+    SPLITS,
+    SourceDigits,
+    check_fragments,
+    cut_fragment,
+    encode_png,
+    load_sources,
+    paste,
+    scale_digit,
+)
 
 # Raise this whenever the same parameters would give other bytes: an older build is then refused, not mixed.
 FORMAT = 1
@@ -95,10 +104,7 @@ class ScenesConfig:
         sides = (*self.small, *self.large)
         if not 4 <= sides[0] <= sides[1] <= sides[2] <= sides[3] <= self.canvas // 2:
             raise ValueError(f"small={self.small} and large={self.large} must ascend from 4 to canvas/2")
-        for name in ("fragment", "contrast"):
-            low, high = getattr(self, name)
-            if not 0 < low <= high <= 1:
-                raise ValueError(f"{name}={(low, high)} must lie in (0, 1], ascending")
+        check_fragments(self.fragment, self.contrast)
         kinds = len(all_kinds())
         if set(self.scenes) != set(SPLITS) or not all(
             0 < count <= (count if name == "train" else kinds) for name, count in self.scenes.items()
@@ -147,27 +153,6 @@ def zero_shot_prompts() -> tuple[list[str], list[str]]:
     """
     kinds = [kind for kind in all_kinds() if kind.digits[0] == 0]
     return [str(digit) for digit in range(10)], [kind.caption.replace("0", "{}", 1) for kind in kinds]
-
-
-def scenes_config(level: str) -> ScenesConfig:
-    """Look up a named parameter set.
-
-    Args:
-        level: A key of `LEVELS`.
-
-    Returns:
-        Its parameters.
-
-    Raises:
-        ValueError: If there is no such level.
-
-    Example:
-        >>> scenes_config("hard").canvas
-        64
-    """
-    if level not in LEVELS:
-        raise ValueError(f"level {level!r} of the captioned scenes is unknown; valid: {', '.join(LEVELS)}")
-    return LEVELS[level]
 
 
 def compose_pairs(config: ScenesConfig, split: str) -> Iterator[Pair]:
