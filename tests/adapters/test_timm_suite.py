@@ -56,28 +56,25 @@ def reentrant() -> Iterator[None]:
     set_reentrant_ckpt(before)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("name", [NAME, "vit_small_patch16_dinov3"])
-def test_checkpointing_changes_no_gradient(name: str, routing: str) -> None:
-    plain, x = routed(routing, name).train(), images()
+def check_checkpointing(plain: nn.Module, x: Tensor) -> None:
     saving = copy.deepcopy(plain)
     saving.set_grad_checkpointing()
     expected, found = gradients(plain, x), gradients(saving, x)
     assert expected.keys() == found.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("name", [NAME, "vit_small_patch16_dinov3"])
+def test_checkpointing_changes_no_gradient(name: str, routing: str) -> None:
+    check_checkpointing(routed(routing, name).train(), images())
 
 
 @pytest.mark.usefixtures("reentrant")
 @pytest.mark.parametrize("routing", ["attention", "p-mod", "threshold"])
 def test_reentrant_checkpointing_changes_no_gradient(routing: str) -> None:
-    plain, x = routed(routing).train(), images().requires_grad_()
-    saving = copy.deepcopy(plain)
-    saving.set_grad_checkpointing()
-    expected, found = gradients(plain, x), gradients(saving, x)
-    assert expected.keys() == found.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, atol=1e-6, rtol=1e-4)
+    check_checkpointing(routed(routing).train(), images().requires_grad_())
 
 
 @pytest.mark.usefixtures("reentrant")

@@ -10,6 +10,7 @@ from PIL import Image
 from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.shards import ShardSource, expand_pattern
 from mmod.data.sources import UnreadableSampleError
+from tests.data.pair_files import write_tar
 
 
 def png(value: int) -> bytes:
@@ -20,15 +21,6 @@ def png(value: int) -> bytes:
 
 def sample(key: int) -> dict[str, bytes]:
     return {f"{key:04d}.png": png(key), f"{key:04d}.cls": str(key % 10).encode()}
-
-
-def write_tar(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:
-    with tarfile.open(path, mode, format=tarfile.USTAR_FORMAT) as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
 
 
 def write_samples(path: Path, keys: range) -> Path:
