@@ -224,7 +224,7 @@ class TextRoles:
         Args:
             text_BL: Token ids (B, L).
         """
-        length = text_BL.shape[1] + self.class_token
+        length = text_BL.shape[1] + int(self.class_token)
         position_N = torch.arange(length, device=text_BL.device)
         pooled_B = self._pooled(text_BL, length)
         protect_BN = (position_N == 0) | (position_N == pooled_B.unsqueeze(1))

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import mmod
 from mmod import RoutingConfig
@@ -31,6 +30,7 @@ from tests.adapters.clip_zoo import (
     model_class,
     small_config,
 )
+from tests.counting import flop_counter
 
 NAME = "ViT-B-32"
 IMAGES, CAPTIONS = make_images(NAME), make_captions(NAME)
@@ -284,7 +284,7 @@ def test_what_cannot_be_saved(architecture: Any, message: str, tmp_path: Path) -
 def counted(call: Any) -> int:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             call()
     finally:
         torch.backends.mha.set_fastpath_enabled(True)

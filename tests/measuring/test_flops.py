@@ -7,11 +7,11 @@ import json
 import pytest
 import timm
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import mmod
 from mmod.measuring import flops, trace
 from mmod.measuring.memory import ActivationMemory
+from tests.counting import flop_counter
 
 # Small versions of every kind of block that can be routed: name, image side, further arguments.
 MODELS = {
@@ -52,7 +52,7 @@ def make(case: str) -> tuple[torch.nn.Module, int]:
 
 
 def counted(model: torch.nn.Module, side: int, image: torch.Tensor | None = None) -> int:
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         model(torch.rand(1, 3, side, side) if image is None else image)
     return counter.get_total_flops()
 
