@@ -96,7 +96,7 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
 
     folder = Path(folder)
     if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
-        model: nn.Module = load_adapter("transformers").load(folder, _route_again, **options)
+        model: nn.Module = load_adapter("transformers").load(folder, route_again, **options)
         return model.eval() if device is None else model.to(device).eval()
     if options:
         raise TypeError(f"{', '.join(options)} are for transformers models, which have a config.json")
@@ -127,7 +127,14 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
     return model.to(device or "cpu").eval()
 
 
-def _route_again(model: nn.Module, configs: dict[str, RoutingConfig], kept: list[float]) -> None:
+def route_again(model: nn.Module, configs: dict[str, RoutingConfig], kept: list[float]) -> None:
+    """Route a model as another one was.
+
+    Args:
+        model: The model, not routed.
+        configs: The configs of its parts.
+        kept: The capacities of its routed blocks, in order.
+    """
     route_(model, **configs)
     if list(capacities(model).values()) != kept:
         set_capacity(model, kept)

@@ -12,10 +12,12 @@ from torch import nn
 
 from mmod import RoutingConfig, is_routed, route_
 from mmod.adapters import find_parts
+from mmod.adapters.transformers.saving import read_routing
 from mmod.blocks import RoutedBlock, model_hooks
 from mmod.data.questions import IMAGE, WORDS
+from mmod.pretrained import route_again
 from mmod.training.config import resolve_routing
-from mmod.training.vlm_config import VlmConfig, VlmModelConfig
+from mmod.training.vlm_config import WITHOUT_WEIGHTS, VlmConfig, VlmModelConfig
 
 __all__ = ["create_processor", "create_vlm", "create_word_processor", "router_parameters"]
 
@@ -174,7 +176,7 @@ def _create_model(config: VlmConfig, processor: Any, on_meta: bool) -> Any:
         if _was_routed(source.checkpoint):
             from mmod import load_pretrained
 
-            return load_pretrained(source.checkpoint)
+            return load_pretrained(source.checkpoint, **source.args)
         return AutoModelForImageTextToText.from_pretrained(source.checkpoint, **source.args)
     if source.config is None:
         described = AutoConfig.from_pretrained(str(source.checkpoint))
@@ -183,9 +185,12 @@ def _create_model(config: VlmConfig, processor: Any, on_meta: bool) -> Any:
             **_with_words(source.config, processor) if source.processor == _WORDS else source.config
         )
     torch.manual_seed(config.seed)
-    known = {name: source.args[name] for name in ("dtype", "attn_implementation") if name in source.args}
+    known = {name: source.args[name] for name in WITHOUT_WEIGHTS if name in source.args}
     with torch.device("meta" if on_meta else "cpu"):
-        return AutoModelForImageTextToText.from_config(described, **known)
+        model = AutoModelForImageTextToText.from_config(described, **known)
+        if source.checkpoint is not None and _was_routed(source.checkpoint):
+            route_again(model, *read_routing(described, source.checkpoint))
+    return model
 
 
 def _was_routed(folder: str) -> bool:

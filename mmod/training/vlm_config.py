@@ -13,6 +13,8 @@ from mmod.data.conversations import ConversationsConfig
 __all__ = ["VlmConfig", "VlmModelConfig"]
 
 TOWERS = ("vision", "projector", "language")
+WITHOUT_WEIGHTS = ("dtype", "attn_implementation")
+"""Arguments of `from_pretrained` that a model of random weights takes, too."""
 # What the run itself decides.
 _TAKEN = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names", "eval_strategy", "do_train")
 # Arguments of the trainer that say how to watch and how to store, not what comes out.
@@ -28,7 +30,8 @@ class VlmModelConfig:
         config: Instead of a checkpoint, fields of a transformers config with its `model_type`: random weights.
         processor: Folder or name of the processor; None is the checkpoint's. "words" is that of the embedded questions,
             which also gives `config` its vocabulary and special tokens.
-        args: Further arguments of `from_pretrained`, such as `dtype`, `attn_implementation` or `quantization_config`.
+        args: Further arguments of `from_pretrained`, such as `dtype`, `attn_implementation` or `quantization_config`;
+            with `config` the first two.
     """
 
     checkpoint: str | None = None
@@ -43,6 +46,10 @@ class VlmModelConfig:
             raise ValueError("model.config needs model.processor: a folder, a name, or 'words'")
         if self.config is not None and "model_type" not in self.config:
             raise ValueError(f"model.config needs a model_type, got {', '.join(self.config) or 'nothing'}")
+        foreign = sorted(set(self.args) - set(WITHOUT_WEIGHTS))
+        if self.config is not None and foreign:
+            known = " and ".join(WITHOUT_WEIGHTS)
+            raise ValueError(f"model.args {', '.join(foreign)} need a checkpoint; random weights take {known}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
@@ -24,6 +24,8 @@ __all__ = ["VlmPlan", "plan_run"]
 
 # Conversations that are encoded, evenly spread over the data.
 _SAMPLES = 64
+# Arguments of the trainer that ask for devices and packages of the run, and not of its plan.
+_DEVICES = ("bf16", "fp16", "tf32", "fsdp", "fsdp_config", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class VlmPlan:
         samples: Training conversations.
         steps: Optimiser steps.
         batch: Conversations of one step over all processes.
+        processes: Processes that train together, those that were started now.
         tokens: Mean tokens of a conversation, image tokens included.
         image_tokens: Mean image tokens among them.
         longest: Most tokens of a conversation that was encoded.
@@ -53,6 +56,7 @@ class VlmPlan:
     samples: int
     steps: int
     batch: int
+    processes: int
     tokens: int
     image_tokens: int
     longest: int
@@ -69,7 +73,7 @@ class VlmPlan:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.samples} conversations, {self.steps} steps of {self.batch}",
+            f"{self.samples} conversations, {self.steps} steps of {self.batch} in processes: {self.processes}",
             f"tokens of a conversation: {self.tokens}, {self.image_tokens} of images; at most {self.longest}; "
             f"{self.answers:.1f} to learn",
             f"forward GFLOPs of the language model for it: {self.flops.routed / 1e9:.4g}, dense "
@@ -97,7 +101,8 @@ def plan_run(config: VlmConfig) -> VlmPlan:
     Raises:
         ValueError: As `mmod.training.vlm.finetune` does for a config that does not fit.
     """
-    arguments = training_arguments(config, progress=False)
+    trainer = {name: value for name, value in config.trainer.items() if name not in _DEVICES}
+    arguments = training_arguments(replace(config, trainer=trainer), progress=False)
     train = open_conversations(config.data.train, config.data)
     model, processor = create_vlm(config, on_meta=True)
     collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)
@@ -119,13 +124,16 @@ def plan_run(config: VlmConfig) -> VlmPlan:
     kept = {row.name: row.kept for row in flops.layers}
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
     held = arguments.train_batch_size * sum(
-        _held_bytes(host, patches if name == "vision" else tokens, kept, arguments)
+        _held_bytes(host, patches if name == "vision" else tokens, kept, config.trainer)
         for name, host in find_hosts(model).items()
+        # Below the language model, a frozen tower has no backward pass.
+        if name == "language" or any(weight.requires_grad for block in host.blocks for weight in block.parameters())
     )
     return VlmPlan(
         samples=len(train),
         steps=arguments.max_steps if arguments.max_steps > 0 else epochs,
         batch=batch,
+        processes=arguments.world_size,
         tokens=tokens,
         image_tokens=image_tokens,
         longest=max(lengths),
@@ -153,12 +161,12 @@ def _patches(model: Any, batch: Mapping[str, Tensor]) -> int:
     return math.prod(images) * (height // side) * (width // side)
 
 
-def _held_bytes(host: HostModel, tokens: int, kept: Mapping[str, int], arguments: Any) -> int:
-    total = 0
+def _held_bytes(host: HostModel, tokens: int, kept: Mapping[str, int], trainer: Mapping[str, Any]) -> int:
+    total, is_half = 0, bool(trainer.get("bf16") or trainer.get("fp16"))
     for name, block in zip(host.names, host.blocks):
         width = sum(part.in_features + part.out_features for part in block.modules() if isinstance(part, nn.Linear))
-        held = host.dim * tokens + (0 if arguments.gradient_checkpointing else kept.get(name, tokens) * width)
-        total += held * next(block.parameters()).element_size()
+        held = host.dim * tokens + (0 if trainer.get("gradient_checkpointing") else kept.get(name, tokens) * width)
+        total += held * (2 if is_half else next(block.parameters()).element_size())
     return total
 
 

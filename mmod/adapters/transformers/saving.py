@@ -63,6 +63,28 @@ def _whole(block: nn.Module, names: set[str]) -> bool:
 Route = Callable[[nn.Module, dict[str, RoutingConfig], list[float]], None]
 
 
+def read_routing(config: Any, folder: str | Path) -> tuple[dict[str, RoutingConfig], list[float]]:
+    """Return how a saved model was routed: the configs of its parts, and the capacities of its blocks in order.
+
+    Args:
+        config: The model's config.
+        folder: Where it was read from.
+
+    Raises:
+        ValueError: Not saved from a routed model, or by a version this one does not know.
+    """
+    described = getattr(config, KEY, None)
+    if not isinstance(described, dict):
+        raise ValueError(
+            f"{str(folder)!r} holds no routed model: its config.json says nothing of {KEY!r}. Load a dense one with "
+            "from_pretrained and call mmod.route_"
+        )
+    if described.get("version") != FORMAT_VERSION:
+        raise ValueError(f"{str(folder)!r} was saved as version {described.get('version')!r}, not {FORMAT_VERSION}")
+    parts = {name: RoutingConfig.from_dict(values) for name, values in described["parts"].items()}
+    return parts, list(described["capacities"])
+
+
 def load(folder: str | Path, route: Route, **options: Any) -> nn.Module:
     """Build, route and load a model that was saved by its own `save_pretrained` after it was routed.
 
@@ -80,21 +102,13 @@ def load(folder: str | Path, route: Route, **options: Any) -> nn.Module:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    described = getattr(config, KEY, None)
-    if not isinstance(described, dict):
-        raise ValueError(
-            f"{str(folder)!r} holds no routed model: its config.json says nothing of {KEY!r}. Load a dense one with "
-            "from_pretrained and call mmod.route_"
-        )
-    if described.get("version") != FORMAT_VERSION:
-        raise ValueError(f"{str(folder)!r} was saved as version {described.get('version')!r}, not {FORMAT_VERSION}")
-    parts = {name: RoutingConfig.from_dict(values) for name, values in described["parts"].items()}
+    parts, kept = read_routing(config, folder)
     dense = getattr(transformers, config.architectures[0])
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         dense.__init__(self, config, *args, **kwargs)
         # Routed while it has no weights yet: those of the routers are then loaded like all others.
-        route(self, parts, described["capacities"])
+        route(self, parts, kept)
 
     # Named like the dense class, by which checkpoints, devices and recorded outputs know it.
     routed = type(dense.__name__, (dense,), {"__init__": build, "__module__": dense.__module__})
