@@ -140,7 +140,7 @@ def _row(name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> Block
     elif isinstance(block, ImportanceBlock) and not block.mod.teaches:
         importance = 2 * tokens * tokens * width
     weights = sum(
-        module.weight.numel()
+        module.in_features * module.out_features
         for place, module in block.named_modules()
         if isinstance(module, nn.Linear) and not place.startswith("router")
     )

@@ -191,6 +191,10 @@ def _pack(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None]:
     return index_BK, torch.arange(slots, device=keep_BN.device) < count_B1
 
 
+class _Linear(nn.Linear):
+    """A linear layer that keeps its precision when a model is quantized: bitsandbytes replaces `nn.Linear` itself."""
+
+
 class Predictor(nn.Module):
     """Predict from a token alone whether it will be kept; the token receives no gradient.
 
@@ -208,8 +212,8 @@ class Predictor(nn.Module):
 
     def __init__(self, dim: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.hidden = nn.Linear(dim, max(8, dim // 8), device=device, dtype=dtype)
-        self.out = nn.Linear(max(8, dim // 8), 1, device=device, dtype=dtype)
+        self.hidden = _Linear(dim, max(8, dim // 8), device=device, dtype=dtype)
+        self.out = _Linear(max(8, dim // 8), 1, device=device, dtype=dtype)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return logits (B, N) for tokens (B, N, D)."""

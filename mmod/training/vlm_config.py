@@ -100,6 +100,11 @@ class VlmConfig:
             raise ValueError(
                 "answers are not generated while the model is split by fsdp or deepspeed: set data.val: null"
             )
+        if self.model.args.get("quantization_config") is not None:
+            if self.lora is None:
+                raise ValueError("quantized weights are not trained: give lora, whose adapters are")
+            if self.is_sharded:
+                raise ValueError("quantized weights are not split by fsdp or deepspeed here: use plain torchrun")
         if self.routing is not None and not self.routing:
             raise ValueError("routing names no part; use `routing: null` for none")
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from mmod import capacities, is_routed, routed_blocks
 from mmod.adapters import HostModel, find_hosts
@@ -144,10 +146,27 @@ def plan_run(config: VlmConfig) -> VlmPlan:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         router_parameters=sum(parameter.numel() for parameter in router_parameters(model).values()),
         trained=sum(parameter.numel() for parameter in trained),
-        weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        weight_bytes=_weight_bytes(model, config.model.args.get("quantization_config")),
         training_bytes=3 * sum(parameter.numel() * parameter.element_size() for parameter in trained),
         activation_bytes=held,
     )
+
+
+def _weight_bytes(model: Any, quantization: Mapping[str, Any] | None) -> int:
+    """Return the memory of the weights, those of linear layers in as many bits as bitsandbytes would store."""
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if quantization is None:
+        return total
+    bits = next((bits for bits in (4, 8) if quantization.get(f"load_in_{bits}bit")), None)
+    if bits is None:
+        raise ValueError(f"a plan knows load_in_4bit and load_in_8bit, not the quantization {dict(quantization)}")
+    inner = model.get_base_model()
+    skipped = quantization.get("llm_int8_skip_modules") or get_keys_to_not_convert(inner)
+    for name, module in inner.named_modules():
+        # Adapters are not quantized, and nor are routers, whose layers are of a class of their own.
+        if type(module) is nn.Linear and ".lora_" not in name and should_convert_module(name, skipped):
+            total -= module.weight.numel() * (8 * module.weight.element_size() - bits) // 8
+    return total
 
 
 def _patches(model: Any, batch: Mapping[str, Tensor]) -> int:

@@ -1,0 +1,158 @@
+"""Weights in 4 and 8 bits by bitsandbytes: host layers are quantized, routers are not."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import mmod
+from mmod.data.chat import ChatCollator
+from mmod.data.conversations import open_conversations
+from mmod.measuring.language import prefill_flops
+from mmod.training.vlm import finetune
+from mmod.training.vlm_build import create_processor, create_vlm, create_word_processor, router_parameters
+from mmod.training.vlm_config import VlmModelConfig
+from mmod.training.vlm_plan import plan_run
+from tests.adapters.vlm_zoo import make_joint, make_language, prompt
+from tests.training.vlm_configs import MODEL, vlm_config
+
+ROUTED = mmod.RoutingConfig(
+    router="linear", capacity=0.5, init_std=0.2, inference_threshold=0.5, predictor=True, losses={"membership": 0.01}
+)
+BITS = [4, 8]
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes, which quantizes"
+)
+
+
+def options(bits: int) -> dict[str, Any]:
+    return {"quantization_config": {f"load_in_{bits}bit": True}}
+
+
+def quantized(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if type(module).__name__ in ("Linear4bit", "Linear8bitLt")}
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", ["llama", "llava"])
+@torch.no_grad()
+def test_capacity_one_is_the_quantized_model(tmp_path: Path, name: str, bits: int) -> None:
+    joint = name == "llava"
+    (make_joint(name) if joint else make_language(name)).save_pretrained(tmp_path)
+    auto = transformers.AutoModelForImageTextToText if joint else transformers.AutoModelForCausalLM
+    model: Any = auto.from_pretrained(tmp_path, **options(bits)).eval()
+    assert quantized(model)
+    batch = prompt("llava", (2,) if joint else (0,))
+    dense, ids = model(**batch).logits, model.generate(**batch, max_new_tokens=3)
+    config = mmod.RoutingConfig(router="linear", gate="identity", select="threshold", threshold=0.0, tokens="all")
+    mmod.route_(model, language=config)
+    torch.testing.assert_close(model(**batch).logits, dense)
+    assert torch.equal(model.generate(**batch, max_new_tokens=3), ids)
+    routed = prefill_flops(model, 8, kept=0.5)
+    mmod.unroute_(model)
+    assert prefill_flops(model, 8).dense == routed.dense == prefill_flops(make_language("llama"), 8).dense
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", BITS)
+@torch.no_grad()
+def test_a_routed_checkpoint_is_quantized_but_for_its_routers(tmp_path: Path, bits: int) -> None:
+    saved = mmod.route_(make_joint("llava"), language=ROUTED)
+    saved.save_pretrained(tmp_path / "full")
+    model: Any = mmod.load_pretrained(tmp_path / "full", **options(bits))
+    layers = {name for name in quantized(model) if "language_model.layers" in name}
+    assert len(layers) == 4 * 7
+    own, routers = router_parameters(saved), router_parameters(model)
+    assert own.keys() == routers.keys()
+    assert any("predictor" in name for name in own)
+    assert all(torch.equal(value, own[name]) for name, value in routers.items())
+    batch = prompt("llava", (2, 1, 0))
+    assert model.generate(**batch, max_new_tokens=3).shape[0] == 3
+    model.save_pretrained(tmp_path / "quantized")
+    again: Any = mmod.load_pretrained(tmp_path / "quantized")
+    assert quantized(again) == quantized(model)
+    assert torch.equal(again(**batch).logits, model(**batch).logits)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", BITS)
+def test_adapters_and_routers_of_a_quantized_model_train(tmp_path: Path, bits: int) -> None:
+    start = vlm_config(tmp_path, "start", {"max_steps": 1, "save_strategy": "no"})
+    start = replace(start, data=replace(start.data, val=None))
+    finetune(start, progress=False)
+    config = replace(
+        vlm_config(tmp_path, "quantized", routing={"language": {"preset": "p-mod"}}),
+        model=VlmModelConfig(checkpoint=str(tmp_path / "start" / "model"), args=options(bits)),
+        lora={"r": 2, "target_modules": ["q_proj"]},
+    )
+    before, _ = create_vlm(config)
+    assert quantized(before)
+    assert all(value.dtype == torch.float32 for value in router_parameters(before).values())
+    weights = {name: value.clone() for name, value in before.named_parameters()}
+    result = finetune(config, progress=False)
+    assert result.answers is not None
+    model: Any = mmod.load_pretrained(tmp_path / "quantized" / "model")
+    assert quantized(model)
+    moved = [
+        name for name, value in router_parameters(model).items()
+        if not torch.equal(value, weights[f"base_model.model.{name}"])
+    ]  # fmt: skip
+    assert moved
+    val = open_conversations("questions:tiny/val", config.data)
+    batch = ChatCollator(create_processor(config.model))([val[0], val[1]])
+    assert bool(torch.isfinite(model(**batch).loss))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_plans_count_bits(tmp_path: Path, bits: int) -> None:
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    start = vlm_config(tmp_path, "start", {"max_steps": 1, "save_strategy": "no"})
+    start = replace(start, data=replace(start.data, val=None))
+    finetune(start, progress=False)
+    model = VlmModelConfig(checkpoint=str(tmp_path / "start" / "model"))
+    routing = {"language": {"preset": "p-mod"}}
+    full, less = (
+        plan_run(replace(vlm_config(tmp_path, routing=routing), model=replace(model, args=args), lora=lora))
+        for args in ({}, options(bits))
+    )
+    dense, _ = create_vlm(vlm_config(tmp_path), on_meta=True)
+    linear = sum(
+        module.weight.numel() for name, module in dense.named_modules()
+        if isinstance(module, nn.Linear) and name != "lm_head"
+    )  # fmt: skip
+    assert full.weight_bytes - less.weight_bytes == linear * (32 - bits) // 8
+    assert replace(less, weight_bytes=full.weight_bytes) == full
+
+
+def test_without_bitsandbytes_loading_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bits in BITS:
+        module = f"transformers.quantizers.quantizer_bnb_{bits}bit.is_bitsandbytes_available"
+        monkeypatch.setattr(module, lambda: False)
+    mmod.route_(make_joint("llava"), language=ROUTED).save_pretrained(tmp_path)
+    create_word_processor(image_size=12, patch_size=4).save_pretrained(tmp_path)
+    model = VlmModelConfig(checkpoint=str(tmp_path), args=options(8))
+    config = vlm_config(tmp_path, model=model, lora={"r": 2, "target_modules": ["q_proj"]})
+    for bits in BITS:
+        with pytest.raises(ImportError, match=f"{bits}-bit quantization requires bitsandbytes: `pip install"):
+            mmod.load_pretrained(tmp_path, **options(bits))
+    with pytest.raises(ImportError, match="requires bitsandbytes"):
+        finetune(config, progress=False)
+
+
+def test_what_quantized_weights_cannot_do(tmp_path: Path) -> None:
+    model = VlmModelConfig(checkpoint="x", args=options(4))
+    with pytest.raises(ValueError, match="quantized weights are not trained: give lora"):
+        vlm_config(tmp_path, model=model)
+    data = replace(vlm_config(tmp_path).data, val=None)
+    with pytest.raises(ValueError, match="not split by fsdp or deepspeed"):
+        vlm_config(tmp_path, trainer={"fsdp": True}, data=data, model=model, lora={"r": 2})
+    with pytest.raises(ValueError, match=r"model\.args quantization_config need a checkpoint"):
+        VlmModelConfig(config=MODEL, processor="words", args=options(4))
