@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -26,6 +27,7 @@ __all__ = ["VlmResult", "finetune", "training_arguments"]
 
 _RESULT = "result.json"
 _CHECKPOINTS = "checkpoints"
+_GATHERED = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 MODEL = "model"
 """Folder of the final model in the run folder."""
 
@@ -75,7 +77,7 @@ def training_arguments(config: VlmConfig, progress: bool = True) -> Any:
         progress: Show bars, and print logs.
 
     Raises:
-        ValueError: If an argument is unknown; the valid ones are named.
+        ValueError: If an argument is unknown; the valid ones are named. If ZeRO-3 would leave the final model split.
 
     Example:
         >>> from mmod.training.vlm_config import VlmModelConfig
@@ -89,10 +91,12 @@ def training_arguments(config: VlmConfig, progress: bool = True) -> Any:
     unknown = sorted(set(config.trainer) - set(known))
     if unknown:
         raise ValueError(f"unknown argument of the trainer {', '.join(unknown)}; valid ones are {', '.join(known)}")
-    chosen = {"report_to": "none", "disable_tqdm": not progress, "logging_nan_inf_filter": False, **config.trainer}
+    # A copy: what it is given for fsdp and deepspeed, the trainer completes in place.
+    given = copy.deepcopy(config.trainer)
+    chosen = {"report_to": "none", "disable_tqdm": not progress, "logging_nan_inf_filter": False, **given}
     # YAML reads the word no as False.
     chosen |= {name: "no" for name, value in chosen.items() if name.endswith("_strategy") and value is False}
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(Path(config.output) / _CHECKPOINTS),
         seed=config.seed,
         data_seed=config.seed,
@@ -100,6 +104,10 @@ def training_arguments(config: VlmConfig, progress: bool = True) -> Any:
         label_names=["labels"],
         **chosen,
     )
+    deepspeed = getattr(arguments, "hf_deepspeed_config", None)
+    if deepspeed is not None and deepspeed.is_zero3() and not deepspeed.get_value(_GATHERED):
+        raise ValueError(f"ZeRO-3 would not gather the final model: set {_GATHERED} in trainer.deepspeed to true")
+    return arguments
 
 
 def finetune(config: VlmConfig, *, progress: bool = True) -> VlmResult:
@@ -170,16 +178,35 @@ def read_outcome(folder: Path) -> VlmResult | None:
 
 
 def _save(trainer: RoutedTrainer, folder: Path, config: VlmConfig) -> Any:
-    """Save the final model, adapters merged, and return it."""
-    if config.is_sharded:
-        trainer.save_model(str(folder))
-        return trainer.model
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    if config.lora is not None:
+    """Save the final model, adapters merged, and return it: one that was split in the process that saves alone."""
+    model: Any = None
+    if not config.is_sharded:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+    else:
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if trainer.args.should_save:
+            model = _whole(config, state, trainer.model)
+    if config.lora is not None and model is not None:
         model = model.merge_and_unload()
     if trainer.args.should_save:
         model.save_pretrained(folder)
         trainer.processing_class.save_pretrained(folder)  # type: ignore[union-attr]
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
+    return model
+
+
+def _whole(config: VlmConfig, state: dict[str, torch.Tensor], split: Any) -> Any:
+    """Make the model that was split from its gathered weights, in the type the config asks for."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    # ZeRO-3 would otherwise split this model, too.
+    unset_hf_deepspeed_config()
+    model, _ = create_vlm(config, on_meta=True)
+    own = model.state_dict()
+    model.load_state_dict({name: value.to(own[name].dtype) for name, value in state.items()}, assign=True)
+    inner = model if config.lora is None else model.get_base_model()
+    # Weights that are one are gathered twice.
+    inner.tie_weights()
+    inner.generation_config = split.generation_config
     return model

@@ -17,20 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Sampler
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Trainer
 from transformers.utils import is_datasets_available
 
 from mmod import Routing, auxiliary_loss, is_routed, routed_blocks
+from mmod.adapters import find_hosts
+from mmod.blocks import host_class
 from mmod.data.conversations import Conversations
 from mmod.training.vlm_build import router_parameters
+from mmod.training.vlm_sampler import LengthSampler
 
-__all__ = ["LengthSampler", "RoutedTrainer", "RoutingWatch", "last_checkpoint", "watch_routing"]
+__all__ = ["RoutedTrainer", "RoutingWatch", "last_checkpoint", "watch_routing"]
 
 _ROUTERS = "routers.safetensors"
 _STATE = "trainer_state.json"
-# Batches that are sorted by length together: enough that a batch is even, few enough that an epoch stays shuffled.
-_WINDOW = 8
 
 
 class RoutingWatch:
@@ -109,47 +110,6 @@ def watch_routing(model: nn.Module) -> Iterator[RoutingWatch]:
             handle.remove()
 
 
-class LengthSampler(Sampler[int]):
-    """Shuffles samples so that those of a batch are about equally long; a function of seed and epoch.
-
-    Args:
-        lengths: Length of each sample.
-        batch: Samples of one step over all processes.
-        seed: Seed of the order.
-
-    Example:
-        >>> order = list(LengthSampler([1, 9, 1, 9], batch=2, seed=0))
-        >>> sorted(order), order[0] % 2 == order[1] % 2
-        ([0, 1, 2, 3], True)
-    """
-
-    def __init__(self, lengths: Sequence[int] | np.ndarray, batch: int, seed: int) -> None:
-        self.lengths = np.asarray(lengths)
-        self.batch = batch
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield the samples of an epoch."""
-        rng = np.random.default_rng([self.seed, self.epoch])
-        order = rng.permutation(len(self.lengths))
-        for start in range(0, len(order), self.batch * _WINDOW):
-            window = order[start : start + self.batch * _WINDOW]
-            window = window[np.argsort(self.lengths[window], kind="stable")]
-            whole = len(window) // self.batch * self.batch
-            for place in rng.permutation(whole // self.batch):
-                yield from window[place * self.batch : (place + 1) * self.batch].tolist()
-            yield from window[whole:].tolist()
-
-
 class RoutedTrainer(Trainer):
     """A Trainer for dense and routed vision-language models.
 
@@ -163,12 +123,18 @@ class RoutedTrainer(Trainer):
         options: Arguments of `transformers.Trainer`.
 
     Raises:
-        ValueError: If several GPUs would share one process.
+        ValueError: If several GPUs would share one process, or fsdp is asked for and cannot split the model.
     """
 
     def __init__(self, watch: RoutingWatch, optim: str | None = None, **options: Any) -> None:
         _see_no_folder_as_datasets()
+        arguments, model = options["args"], options["model"]
+        if arguments.fsdp:
+            names = arguments.fsdp_plugin_args.get("transformer_cls_names_to_wrap")
+            arguments.fsdp_plugin_args["transformer_cls_names_to_wrap"] = ",".join(_layer_classes(model, names))
         super().__init__(**options)
+        if arguments.fsdp and not self.is_fsdp_enabled:
+            raise ValueError("fsdp splits models over GPUs: accelerate would leave this one whole in every process")
         if self.args.n_gpu > 1:
             raise ValueError(f"{self.args.n_gpu} GPUs in one process: start one process for each with torchrun")
         self.watch = watch
@@ -214,11 +180,17 @@ class RoutedTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        if self.args.train_sampling_strategy == "group_by_length" and isinstance(dataset, Conversations):
-            # Letters only: images have an even length in most models, and several of them weigh the most.
-            lengths = dataset.images * (1 + int(dataset.letters.max())) + dataset.letters
-            return LengthSampler(lengths, self.args.train_batch_size * self.args.world_size, int(self.args.seed))
-        return super()._get_train_sampler(train_dataset)
+        grouped = self.args.train_sampling_strategy == "group_by_length"
+        # Plain data parallelism finds unused weights by itself, unless gradients are checkpointed.
+        waits = self.args.fsdp or self.args.deepspeed or self.args.gradient_checkpointing
+        together = self.args.world_size > 1 and bool(waits)
+        if not isinstance(dataset, Conversations) or not (grouped or together):
+            return super()._get_train_sampler(train_dataset)
+        # Letters only: images have an even length in most models, and several of them weigh the most.
+        lengths = dataset.images * (1 + int(dataset.letters.max())) + dataset.letters
+        share, seed = self.args.train_batch_size, int(self.args.seed)
+        lengths = lengths if grouped else np.zeros_like(lengths)
+        return LengthSampler(lengths, share * self.args.world_size, seed, dataset.images if together else None, share)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         model: Any = self.model
@@ -233,6 +205,11 @@ class RoutedTrainer(Trainer):
         if _has_adapters(model) and self.args.should_save:
             _save_routers(model, folder, state_dict or {})
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.is_fsdp_enabled:
+            _complete_states(self.optimizer)
+        super()._save_optimizer_and_scheduler(output_dir)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         path = Path(resume_from_checkpoint) / _ROUTERS
@@ -243,7 +220,10 @@ class RoutedTrainer(Trainer):
             own = router_parameters(module)
             with torch.no_grad():
                 for name, value in load_file(path).items():
-                    own[name].copy_(value)
+                    weight = own[name]
+                    if isinstance(weight, DTensor):
+                        value = distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
+                    weight.copy_(value)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         module: Any = self.model
@@ -253,6 +233,39 @@ class RoutedTrainer(Trainer):
             raise ValueError(
                 f"the checkpoint does not fit the model in {len(wrong)} names, {', '.join(sorted(wrong)[:3])}"
             )
+
+
+def _complete_states(optimizer: Any) -> None:
+    """Give parameters that no gradient has reached an empty state: a split one is loaded only when it has all."""
+    for group in optimizer.param_groups:
+        weights = [weight for weight in group["params"] if weight.requires_grad]
+        reached = next((weight for weight in weights if optimizer.state.get(weight)), None)
+        if reached is None:
+            continue
+        form = optimizer.state[reached]
+        for weight in weights:
+            if not optimizer.state.get(weight):
+                optimizer.state[weight] = {
+                    key: torch.zeros_like(weight if value.shape == reached.shape else value)
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in form.items()
+                }
+
+
+def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
+    """Return the classes of layers that are split one by one: all that can be routed, or those of some host classes.
+
+    What models say themselves does not serve: LLaVA names layers that it does not have.
+    """
+    if names is None:
+        layers = [block for host in find_hosts(model).values() for block in host.blocks]
+        return sorted({type(layer).__name__ for layer in layers})
+    found: set[str] = set()
+    for name in names.split(","):
+        own = [type(m).__name__ for m in model.modules() if name in (type(m).__name__, host_class(m).__name__)]
+        found |= set(own or [name])
+    return sorted(found)
 
 
 def _save_routers(model: nn.Module, folder: str, state: dict[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -26,7 +27,9 @@ from mmod.training.vlm_build import create_processor, create_vlm, router_paramet
 from mmod.training.vlm_config import VlmConfig, VlmModelConfig
 from mmod.training.vlm_evaluation import answer_questions, mean_over_kinds
 from mmod.training.vlm_plan import plan_run
-from mmod.training.vlm_trainer import LengthSampler, last_checkpoint, watch_routing
+from mmod.training.vlm_sampler import LengthSampler
+from mmod.training.vlm_trainer import last_checkpoint, watch_routing
+from tests.training.fsdp_worker import RUNS, run_config
 from tests.training.vlm_configs import MODEL, vlm_config
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +73,8 @@ def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:
     assert replace(again, reused=False) == result
     model = mmod.load_pretrained(folder / "routed" / "model")
     assert len(mmod.routed_blocks(model)) == 2
+    go_on = vlm_config(folder, model=VlmModelConfig(checkpoint=str(folder / "routed" / "model")))
+    assert plan_run(go_on).kept == mmod.capacities(model)
     assert "answers right" in str(result)
     with pytest.raises(ValueError, match=r"trainer\.learning_rate: 0\.001 there, 0\.01 now"):
         finetune(vlm_config(folder, "routed", {"learning_rate": 1e-2}, routing=GAMMA), progress=False)
@@ -281,6 +286,23 @@ def test_sampler_shuffles_everything_and_keeps_lengths_together(
         assert padding(order) <= padding(random)
 
 
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=80), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
+def test_every_batch_of_a_process_has_an_image(images: list[int], share: int, processes: int, seed: int) -> None:
+    lengths = [5 + 20 * number for number in images]
+    batches = -(-len(images) // share)
+    if 0 < sum(map(bool, images)) < batches:
+        with pytest.raises(ValueError, match=f"{batches} batches of {share} need one each"):
+            LengthSampler(lengths, share * processes, seed, images, share)
+        return
+    plain = list(LengthSampler(lengths, share * processes, seed))
+    order = list(LengthSampler(lengths, share * processes, seed, images, share))
+    assert sorted(order) == list(range(len(images)))
+    places = range(0, len(order), share)
+    assert not any(images) or all(any(images[i] for i in order[at : at + share]) for at in places)
+    bare = sum(not any(images[i] for i in plain[at : at + share]) for at in places) if any(images) else 0
+    assert sum(one != other for one, other in zip(order, plain)) == 2 * bare
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -364,3 +386,28 @@ def test_two_processes_train_as_one(folder: Path) -> None:
     one_weights, two_weights = weights(single), weights(other)
     for name, value in one_weights.items():
         torch.testing.assert_close(two_weights[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_two_processes_that_split_the_model_train_as_one(folder: Path) -> None:
+    for name in RUNS:
+        finetune(run_config(folder, name, 1), progress=False)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += [str(Path(__file__).with_name("fsdp_worker.py")), str(folder)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    split = json.loads((folder / "split.json").read_text())
+    assert len(split) == len(RUNS) * (4 + 2)
+    assert all(split)
+    for name in RUNS:
+        single, other = (read_outcome(folder / f"{name}-{processes}") for processes in (1, 2))
+        assert single is not None
+        assert other is not None
+        losses = [[entry["loss"] for entry in result.history if "loss" in entry] for result in (single, other)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+        one, two = weights(single), weights(other)
+        assert one.keys() == two.keys()
+        for key, value in one.items():
+            torch.testing.assert_close(two[key], value, rtol=1e-3, atol=1e-4)
+        assert same(mmod.load_pretrained(folder / f"{name}-whole").state_dict(), two)
