@@ -2,9 +2,9 @@
 
 from mmod.config import Plan, RoutingConfig
 from mmod.convert import capacities, is_routed, route_, routed_blocks, routing_config, set_capacity, unroute_
-from mmod.measuring import FlopReport, Trace, flops, trace
+from mmod.measuring import FlopReport, Trace, flops, prefill_flops, trace
 from mmod.objectives import auxiliary_loss
-from mmod.planning import preset
+from mmod.planning import attention_ranks, preset
 from mmod.pretrained import load_pretrained, save_pretrained
 from mmod.routing import Routing
 
@@ -14,11 +14,13 @@ __all__ = [
     "Routing",
     "RoutingConfig",
     "Trace",
+    "attention_ranks",
     "auxiliary_loss",
     "capacities",
     "flops",
     "is_routed",
     "load_pretrained",
+    "prefill_flops",
     "preset",
     "route_",
     "routed_blocks",

@@ -4,6 +4,7 @@ from mmod.measuring.benchmark import BenchmarkConfig, benchmark
 from mmod.measuring.flop_report import BlockFlops, FlopReport
 from mmod.measuring.flops import flops
 from mmod.measuring.free import free_routing
+from mmod.measuring.language import PrefillFlops, prefill_flops
 from mmod.measuring.op_benchmark import OpBenchmarkConfig, OpRow, benchmark_ops
 from mmod.measuring.op_cases import OpSize
 from mmod.measuring.report import BenchmarkReport, BenchmarkRow
@@ -21,6 +22,7 @@ __all__ = [
     "OpBenchmarkConfig",
     "OpRow",
     "OpSize",
+    "PrefillFlops",
     "SuiteConfig",
     "Trace",
     "WrongOutputError",
@@ -31,5 +33,6 @@ __all__ = [
     "check_reference",
     "flops",
     "free_routing",
+    "prefill_flops",
     "trace",
 ]
