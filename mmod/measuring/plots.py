@@ -28,7 +28,12 @@ ROW_KEYS = ("name", "router", "capacity", "gflops", "latency_ms", "accuracy_mean
 
 
 def draw_routing_maps(
-    images: Tensor, trace: Trace, prefix: int, grid: tuple[int, int], labels: Sequence[str] | None = None
+    images: Tensor,
+    trace: Trace,
+    prefix: int,
+    grid: tuple[int, int],
+    labels: Sequence[str] | None = None,
+    image_BN: Tensor | None = None,
 ) -> Figure:
     """Draw which patches each routed block kept: kept ones as they are, skipped ones under a veil.
 
@@ -38,6 +43,7 @@ def draw_routing_maps(
         prefix: Leading tokens that are not patches.
         grid: Rows and columns of patches.
         labels: A text for each image, or None.
+        image_BN: True where a token is a patch, in sequences of text and images, see `Trace.maps`.
 
     Returns:
         A figure with a row for each image: the image, then one map for each routed block.
@@ -57,7 +63,7 @@ def draw_routing_maps(
     # A figure of its own rather than pyplot's, which would keep every figure alive and choose a window system.
     from matplotlib.figure import Figure
 
-    kept = trace.maps(prefix, grid).cpu()
+    kept = trace.maps(prefix, grid, image_BN).cpu()
     pictures = _pictures(images)
     if kept.shape[1] != len(pictures):
         raise ValueError(f"the trace holds decisions for {kept.shape[1]} images, got {len(pictures)} images")
@@ -68,8 +74,8 @@ def draw_routing_maps(
     side = 1.35
     figure = Figure(figsize=(side * columns, side * rows * height / width + 0.45))
     axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw={"wspace": 0.06, "hspace": 0.06})
-    shares = trace.kept_shares()
-    titles = ["image", *(f"{_short(name)}\n{shares[name]:.0%} kept" for name in trace)]
+    shares = trace.kept_shares().values() if image_BN is None else kept.float().mean(dim=(1, 2, 3)).tolist()
+    titles = ["image", *(f"{_short(name)}\n{share:.0%} kept" for name, share in zip(trace, shares))]
     for row, picture in enumerate(pictures):
         shown = [picture, *(_veiled(picture, block[row]) for block in kept)]
         for column, content in enumerate(shown):

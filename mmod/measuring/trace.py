@@ -49,20 +49,27 @@ class Trace(Mapping[str, Routing]):
         """Return the share of tokens each routed block kept, mean over the batch."""
         return {name: float(routing.keep_BN.float().mean()) for name, routing in self.items()}
 
-    def maps(self, prefix: int, grid: tuple[int, int]) -> Tensor:
+    def maps(self, prefix: int, grid: tuple[int, int], image_BN: Tensor | None = None) -> Tensor:
         """Return which patches each routed block kept.
 
         Args:
             prefix: Leading tokens that are not patches.
             grid: Rows and columns of patches.
+            image_BN: True where a token is a patch, in sequences of text and images (B, N); None where all tokens
+                after the prefix are.
 
         Returns:
-            True where kept (blocks, B, rows, columns).
+            True where kept (blocks, images, rows, columns); images in the order in which they stand.
 
         Raises:
             ValueError: The grid does not hold the patches.
         """
         kept = torch.stack([routing.keep_BN[:, prefix:] for routing in self.values()])
+        if image_BN is not None:
+            kept = kept[:, image_BN[:, prefix:].to(kept.device)]
+            if kept.shape[-1] % (grid[0] * grid[1]):
+                raise ValueError(f"grids of {grid[0]} x {grid[1]} do not hold {kept.shape[-1]} image tokens")
+            return kept.unflatten(-1, (-1, *grid))
         if kept.shape[-1] != grid[0] * grid[1]:
             raise ValueError(f"a grid of {grid[0]} x {grid[1]} does not hold {kept.shape[-1]} patches")
         return kept.unflatten(-1, grid)

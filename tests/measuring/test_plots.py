@@ -12,6 +12,7 @@ import torch
 
 import mmod
 from mmod.measuring.plots import CONTROLS, VEIL_OPACITY, draw_routing_maps, draw_tradeoff
+from tests.adapters.vlm_zoo import IMAGE, make_joint, prompt
 
 
 @pytest.fixture
@@ -116,3 +117,21 @@ def test_tradeoff_names_what_is_missing() -> None:
         draw_tradeoff([])
     with pytest.raises(ValueError, match=r"row 'dense 1\.0' lacks gflops, seeds"):
         draw_tradeoff([{k: v for k, v in rows(True, 1)[0].items() if k not in ("gflops", "seeds")}])
+
+
+def test_maps_of_images_among_text() -> None:
+    model: Any = mmod.route_(make_joint("llava"), language=mmod.preset("mod", tokens="image", capacity=1 / 3))
+    batch = prompt("llava", (1, 0, 2))
+    with mmod.trace(model) as decisions, torch.no_grad():
+        model(**batch)
+    image_BN = batch["input_ids"] == IMAGE
+    maps = decisions.maps(0, (3, 3), image_BN)
+    assert maps.shape[1:] == (3, 3, 3)
+    for routing, kept in zip(decisions.values(), maps, strict=True):
+        assert torch.equal(kept.flatten(), routing.keep_BN[image_BN])
+        # A third of the first sample's 9 image tokens, and of the last one's 18.
+        assert [int(kept[:1].sum()), int(kept[1:].sum())] == [3, 6]
+    figure = draw_routing_maps(torch.rand(3, 3, 12, 12), decisions, 0, (3, 3), image_BN=image_BN)
+    assert figure.axes[1].get_title().endswith("33% kept")
+    with pytest.raises(ValueError, match="grids of 2 x 5 do not hold 27 image tokens"):
+        decisions.maps(0, (2, 5), image_BN)
