@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
+from mmod.blocks.decoder import BranchState, DecoderHost, WeighedBranch
 from mmod.blocks.entry import EntryNorm, EntryState
 from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock
 from mmod.blocks.state import RoutedState
@@ -68,6 +69,9 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
     if state.host.entry:
         norm = block.get_submodule(state.host.entry)
         convert(norm, EntryNorm, EntryState("layer" if isinstance(norm, nn.LayerNorm) else "rms"))
+    if router.config.gate_on != "update":
+        for branch in cast(DecoderHost, state.host).branches(block, router.config.gate_on):
+            convert(branch, WeighedBranch, BranchState())
 
 
 def make_important(block: nn.Module, state: ImportanceState, mixin: type[ImportanceBlock] = ImportanceBlock) -> None:

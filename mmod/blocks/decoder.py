@@ -104,26 +104,56 @@ class ImportanceDecoderBlock(ImportanceBlock):
         return super().forward(x, *args, **kwargs)
 
 
+class WeighedBranch(nn.Module):
+    """Mixin for a module whose output is added to the residual stream, and weighed before.
+
+    A part of the module's class rather than a hook for the time of a call, which compilers cannot trace.
+
+    Attributes:
+        mod: Plain state: the weights of the running call.
+    """
+
+    mod: BranchState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns, weighed; of a tuple, the first element is.
+
+        Args:
+            args: Arguments of the module.
+            kwargs: The same by name.
+        """
+        output, gate_BK = super().forward(*args, **kwargs), self.mod.gate_BK
+        if gate_BK is None:
+            return output
+        first = output[0] if isinstance(output, tuple) else output
+        first = first * gate_BK.unsqueeze(-1).to(first.dtype)
+        return (first, *output[1:]) if isinstance(output, tuple) else first
+
+
+class BranchState:
+    """The state of a branch: its output's weights (B, K) while a routed layer runs on kept tokens, else None."""
+
+    def __init__(self) -> None:
+        self.gate_BK: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the weights of a forward pass out of copies and pickles."""
+        return {"gate_BK": None}
+
+
 @contextmanager
 def weighed_branches(branches: Sequence[nn.Module], gate_BK: Tensor | None) -> Iterator[None]:
     """Weigh what some modules return, before it is added to the residual stream.
 
     Args:
-        branches: The modules; of a tuple they return, the first element is weighed.
+        branches: The modules, each a `WeighedBranch`.
         gate_BK: The weights (B, K), or None for 1.
     """
-    if gate_BK is None:
-        yield
-        return
-
-    def weigh(module: nn.Module, inputs: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        first = first * gate_BK.unsqueeze(-1).to(first.dtype)
-        return (first, *output[1:]) if isinstance(output, tuple) else first
-
-    handles = [branch.register_forward_hook(weigh) for branch in branches]
+    states: list[BranchState] = [branch.mod for branch in branches]  # type: ignore[misc]
+    for state in states:
+        state.gate_BK = gate_BK
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for state in states:
+            state.gate_BK = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -259,6 +260,17 @@ def test_wrong_caches_are_refused() -> None:
     dense(**batch, past_key_values=filled, use_cache=True)
     with pytest.raises(ValueError, match="filled by a dense model"):
         model(input_ids=torch.tensor([[5]]), past_key_values=filled, use_cache=True)
+
+
+@pytest.mark.parametrize("name", ["llava", "llava-gemma2"])
+def test_unrouted_models_have_their_own_classes(name: str) -> None:
+    model, batch = make_joint(name, attention="eager"), prompt(name, (1,))
+    classes = [type(module) for module in model.modules()]
+    for gate_on in ("mlp", "branches"):
+        mmod.route_(model, language=IMAGES_ONLY["p-mod"].replace(gate_on=gate_on))
+        with torch.no_grad():
+            copy.deepcopy(model)(**batch)
+        assert [type(module) for module in mmod.unroute_(model).modules()] == classes
 
 
 def test_images_in_a_later_chunk_are_refused() -> None:
