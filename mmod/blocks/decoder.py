@@ -41,6 +41,10 @@ class DecoderHost(BlockHost, Protocol):
         """Tell the layer's cache which tokens it is about to be given."""
         ...
 
+    def has_room(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether the cache gives a layer keys of tokens to come, too, as a static one does."""
+        ...
+
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
         """Return the modules whose outputs are added to the residual stream: the "mlp" branch, or all "branches"."""
         ...
@@ -98,10 +102,17 @@ class ImportanceDecoderBlock(ImportanceBlock):
             kwargs: The same by name.
         """
         host: DecoderHost = self.mod.host
-        if host.roles(host.bind(args, kwargs)) is None:
+        arguments = host.bind(args, kwargs)
+        roles = host.roles(arguments)
+        if host.has_room(arguments):
+            # Importance is that of the tokens seen: a cache of kept tokens, here of all, gives no others.
+            narrowed = host.narrow(arguments, x, None)
+            host.announce(arguments, x, None)
+            arguments = narrowed
+        if roles is None:
             # Every token runs in the layers that would read it, and a decoded token's map is no square.
-            return super(ImportanceBlock, self).forward(x, *args, **kwargs)
-        return super().forward(x, *args, **kwargs)
+            return super(ImportanceBlock, self).forward(x, **arguments)
+        return super().forward(x, **arguments)
 
 
 class WeighedBranch(nn.Module):

@@ -2,7 +2,7 @@
 
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold, select_topk
-from mmod.routing.roles import Predictor, RoleRouter, Roles, assign_roles, select_within
+from mmod.routing.roles import Predictor, RoleRouter, Roles, assign_roles, decoded_roles, select_within
 from mmod.routing.router import Router, Routing
 from mmod.routing.score import FunctionScore, LinearScore, NormScore, RandomScore, StrideScore
 
@@ -19,6 +19,7 @@ __all__ = [
     "StrideScore",
     "apply_gate",
     "assign_roles",
+    "decoded_roles",
     "kept_count",
     "select_threshold",
     "select_topk",

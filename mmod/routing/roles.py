@@ -31,6 +31,7 @@ class Roles(NamedTuple):
         sizes: For each sample the sizes of its groups.
         always: For each sample the number of tokens that are always kept.
         strict: A capacity that keeps no token of a group is an error.
+        alone: Every sample has one token, and a slot for it whether it is kept or not.
     """
 
     group_BN: Tensor
@@ -38,6 +39,7 @@ class Roles(NamedTuple):
     sizes: tuple[tuple[int, ...], ...]
     always: tuple[int, ...]
     strict: bool = True
+    alone: bool = False
 
     @property
     def free_BN(self) -> Tensor:
@@ -95,6 +97,20 @@ def assign_roles(
     if isinstance(frames, int) and any(size != frames for row in sizes for size in row):
         raise ValueError(f"frames={frames} does not divide the image tokens of a sample, {[sum(row) for row in sizes]}")
     return Roles(group_BN, gated_BN & valid_BN, sizes, tuple(row[1] for row in rows), strict)
+
+
+def decoded_roles(valid_BN: Tensor) -> Roles:
+    """Give the next token of every sample its role: it may be skipped, and no shape depends on whether it is.
+
+    Args:
+        valid_BN: False where a sample has none (B, 1).
+
+    Example:
+        >>> decoded_roles(torch.tensor([[True], [False]])).group_BN.tolist()
+        [[1], [-1]]
+    """
+    samples = len(valid_BN)
+    return Roles(valid_BN * 2 - 1, valid_BN, ((1,),) * samples, (0,) * samples, strict=False, alone=True)
 
 
 def _used(counts: list[int]) -> int:
@@ -313,4 +329,6 @@ class RoleRouter(Router):
             return select_within(score_BN, self.capacity, roles)
         level_BN = self._level(score_BN.detach(), roles.free_BN)
         keep_BN = (roles.group_BN == KEPT) | (roles.free_BN & (level_BN >= threshold))
+        if roles.alone:
+            return torch.zeros_like(keep_BN, dtype=torch.long), keep_BN
         return _pack(keep_BN, keep_BN.sum(1).tolist())

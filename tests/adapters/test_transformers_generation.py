@@ -204,7 +204,7 @@ def test_cache_layer_keeps_what_it_was_told(lengths: list[int], window: int | No
         keep = torch.rand(2, tokens, generator=generator) < 0.5
         if tokens and torch.rand((), generator=generator) < 0.3:
             keep[:] = True
-            layer.announce_all(tokens)
+            layer.announce_all(torch.empty(2, tokens, 0))
             key = torch.arange(seen, seen + tokens).float().expand(2, -1)[:, None, :, None]
             layer.update(key, key)
             for row in range(2):
@@ -249,8 +249,8 @@ def test_cache_layer_takes_tokens_back() -> None:
 
 def test_wrong_caches_are_refused() -> None:
     model, batch = routed("llava", IMAGES_ONLY["linear"]), prompt("llava", (1,))
-    with pytest.raises(ValueError, match="StaticLayer cannot hold"):
-        generate(model, batch, cache_implementation="static")
+    with pytest.raises(ValueError, match="Fp8QuantizedLayer cannot hold"):
+        model(**batch, past_key_values=transformers.QuantizedCache("fp8", model.config), use_cache=True)
     with pytest.raises(ValueError, match="DynamicCache"):
         model(**batch, past_key_values=transformers.EncoderDecoderCache(
             transformers.DynamicCache(), transformers.DynamicCache()

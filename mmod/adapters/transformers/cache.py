@@ -11,10 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from mmod.adapters.transformers.cache_base import KeptTokens
+from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
 
 
-class RoutedLayer(DynamicLayer):
+class RoutedLayer(KeptTokens, DynamicLayer):
     """A cache layer of the tokens that one routed layer kept, of different number in every sample.
 
     Args:
@@ -23,12 +33,12 @@ class RoutedLayer(DynamicLayer):
     Where all tokens of a step run, as in decoding, their places are counted and only written down when asked for.
 
     Attributes:
-        seen: Logical length: tokens seen, kept or not.
         position_BL: Where each slot's token stands among the seen ones (B, L); None before the first.
         valid_BL: False where a slot is empty (B, L); None before the first.
-        kept_B1: Tokens kept so far, also those a sliding window has forgotten (B, 1); 0 before the first.
-        ragged: Whether a slot may be empty.
     """
+
+    seen: int
+    _by_sample = ("keys", "values", "position_BL", "valid_BL", "kept_B1")
 
     def __init__(self, sliding_window: int | None = None) -> None:
         super().__init__()
@@ -38,41 +48,27 @@ class RoutedLayer(DynamicLayer):
         self.seen = 0
         self.position_BL: Tensor | None = None
         self.valid_BL: Tensor | None = None
-        self.kept_B1: Tensor | int = 0
+        self.kept_B1 = 0
         self.ragged = False
         self._counted = 0
 
     def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
-        """Say which tokens `update` is about to be given; without any slot, there is no such call.
-
-        Args:
-            position_BK: Where they stand among all tokens (B, K).
-            valid_BK: False where a slot is empty (B, K), or None.
-            tokens: Tokens seen in this step, kept or not.
-        """
+        """Say which tokens `update` is about to be given, see `KeptTokens`."""
         self.position_BL, self.valid_BL = self.joined(position_BK, valid_BK)
         self._counted = 0
         self.kept_B1 = self.kept_B1 + (position_BK.shape[1] if valid_BK is None else valid_BK.sum(1, keepdim=True))
         self.ragged = self.ragged or valid_BK is not None
         self.seen += tokens
 
-    def announce_all(self, tokens: int) -> None:
-        """Say that `update` is about to be given all tokens of this step.
-
-        Args:
-            tokens: Their number.
-        """
+    def announce_all(self, x_BND: Tensor) -> None:
+        """Say that `update` is about to be given all tokens of this step, see `KeptTokens`."""
+        tokens = x_BND.shape[1]
         self.kept_B1 = self.kept_B1 + tokens
         self._counted += tokens
         self.seen += tokens
 
     def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return positions and validity of the cached slots followed by new ones (B, L + K).
-
-        Args:
-            position_BK: Positions of the new slots (B, K).
-            valid_BK: False where a new slot is empty (B, K), or None.
-        """
+        """Return positions and validity of the cached slots followed by new ones, see `KeptTokens`."""
         valid_BK = torch.ones_like(position_BK, dtype=torch.bool) if valid_BK is None else valid_BK
         self._write_down(position_BK)
         if self.position_BL is None or self.valid_BL is None:
@@ -163,25 +159,8 @@ class RoutedLayer(DynamicLayer):
         self.seen, self._counted, self.position_BL, self.valid_BL = 0, 0, None, None
         self.kept_B1, self.ragged = 0, False
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the samples of the beams that go on."""
-        self._select_samples(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sample."""
-        self._select_samples(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Take some samples."""
-        self._select_samples(lambda tensor: tensor[indices.to(tensor.device)])
-
-    def _select_samples(self, select: Any) -> None:
-        for name in ("keys", "values", "position_BL", "valid_BL", "kept_B1"):
-            if isinstance(getattr(self, name), Tensor):
-                setattr(self, name, select(getattr(self, name)))
-
-
-def routed_layer(cache: Any, layer: int) -> RoutedLayer:
+def routed_layer(cache: Any, layer: int) -> RoutedLayer | StaticRoutedLayer:
     """Return the cache layer of a routed layer, which takes the empty dense one's place at the first call.
 
     Args:
@@ -193,22 +172,30 @@ def routed_layer(cache: Any, layer: int) -> RoutedLayer:
             was routed.
     """
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
-        raise ValueError(f"a routed model caches in a transformers DynamicCache, got {type(cache).__name__}")
+        raise ValueError(
+            f"a routed model caches in a transformers DynamicCache or StaticCache, got {type(cache).__name__}"
+        )
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= layer:
             cache.layers.append(cache.layer_class_to_replicate())
-    found = cache.layers[layer]
-    if isinstance(found, RoutedLayer):
+    found: Any = cache.layers[layer]
+    if isinstance(found, (RoutedLayer, StaticRoutedLayer)):
         return found
-    if not isinstance(found, DynamicLayer) or type(found) not in (DynamicLayer, DynamicSlidingWindowLayer):
+    routed: RoutedLayer | StaticRoutedLayer
+    if type(found) in (DynamicLayer, DynamicSlidingWindowLayer):
+        routed = RoutedLayer(getattr(found, "sliding_window", None))
+        # Assisted generation asks an empty cache to be ready to take tokens back.
+        routed.record_past = getattr(found, "record_past", False)
+    elif type(found) is StaticLayer:
+        routed = StaticRoutedLayer(found.max_cache_len)
+    elif type(found) is StaticSlidingWindowLayer:
+        routed = StaticRoutedWindow(found.max_cache_len)
+    else:
         raise ValueError(
             f"a routed layer keeps other tokens than its neighbours, which a {type(found).__name__} cannot hold: use "
-            "the default cache (a DynamicCache, offloaded or not) instead of a static or quantized one"
+            "the default cache (a DynamicCache) or a StaticCache, offloaded or not, instead of a quantized one"
         )
     if found.get_seq_length():
         raise ValueError("this cache was filled by a dense model: start with an empty one")
-    routed = RoutedLayer(getattr(found, "sliding_window", None))
-    # Assisted generation asks an empty cache to be ready to take tokens back.
-    routed.record_past = getattr(found, "record_past", False)
     cache.layers[layer] = routed
     return routed

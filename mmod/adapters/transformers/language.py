@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import HostModel
-from mmod.adapters.transformers.layers import ROLES, DecoderLayerHost
+from mmod.adapters.transformers.layers import ROLES, DecoderLayerHost, first_column
 from mmod.adapters.transformers.saving import DescribedRouting
 from mmod.blocks import ImportanceDecoderBlock, RoutedDecoderBlock, host_class
 from mmod.config import LANGUAGE_OPTIONS, RoutingConfig
-from mmod.routing import RoleRouter, Roles, assign_roles
+from mmod.routing import RoleRouter, Roles, assign_roles, decoded_roles
 
 LAYERS = (
     "LlamaDecoderLayer",
@@ -151,14 +151,20 @@ class RoleHook(DescribedRouting):
         source = given.get("inputs_embeds") if source is None else source
         if source is None:
             raise ValueError("give input_ids or inputs_embeds")
-        cache = given.get("past_key_values")
-        seen = 0 if cache is None else int(cache.get_seq_length())
+        cache: Any = given.get("past_key_values")
+        # A static cache says so with a tensor, which the host is not to wait for while text is decoded.
+        length: Tensor | int = 0 if cache is None else cache.get_seq_length()
         samples, tokens = source.shape[:2]
-        if self.tokens == "image" and seen and tokens == 1:
+        decodes = tokens == 1 and (isinstance(length, Tensor) or length > 0)
+        if self.tokens == "image" and decodes:
             return None
-        if self.tokens == "all" and seen:
+        seen = length if decodes else int(length)
+        begun = decodes or bool(seen)
+        if self.tokens == "all" and begun:
             self._check_causal()
         valid_BN = _valid(given.get("attention_mask"), source, seen)
+        if decodes and cache.is_compileable and torch.compiler.is_compiling():
+            return decoded_roles(valid_BN)
         free_BN = valid_BN if self.tokens == "all" else self._images(module, given)
         gated_BN = free_BN
         if protected_BN is not None:
@@ -170,7 +176,7 @@ class RoleHook(DescribedRouting):
         roles = assign_roles(
             free_BN, gated_BN, valid_BN, self.config.frames, self.tokens == "image", self._segments(given, cache)
         )
-        if seen and any(roles.sizes) and not self._decides_alone(module):
+        if begun and any(roles.sizes) and not self._decides_alone(module):
             raise ValueError(
                 "image tokens follow tokens that are cached already, so the best of all image tokens cannot be chosen: "
                 "give the whole prompt at once, without prefill_chunk_size, or route by threshold"
@@ -217,7 +223,7 @@ class RoleHook(DescribedRouting):
             )
 
 
-def _valid(mask: Any, source: Tensor, seen: int) -> Tensor:
+def _valid(mask: Any, source: Tensor, seen: Tensor | int) -> Tensor:
     """Read padding off the attention mask: of tokens (B, length), or of pairs (B, 1 or H, N, length)."""
     samples, tokens = source.shape[:2]
     if isinstance(mask, Mapping):
@@ -226,10 +232,12 @@ def _valid(mask: Any, source: Tensor, seen: int) -> Tensor:
         return torch.ones(samples, tokens, dtype=torch.bool, device=source.device)
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
         raise ValueError(f"cannot read padding off an attention mask of type {type(mask).__name__}")
-    if mask.ndim == 2:
-        return mask[:, seen : seen + tokens].to(source.device).bool()
     own = torch.arange(tokens, device=mask.device)
-    own_BN = mask[:, 0, own, own + mask.shape[-1] - tokens]
+    seen = seen.to(mask.device) if isinstance(seen, Tensor) else seen
+    if mask.ndim == 2:
+        places = slice(seen, seen + tokens) if isinstance(seen, int) else own + seen
+        return mask[:, places].to(source.device).bool()
+    own_BN = mask[:, 0, own, own + seen - first_column(mask.shape[-1], seen + tokens)]
     if own_BN.dtype != torch.bool:
         own_BN = own_BN > torch.finfo(own_BN.dtype).min / 2
     return own_BN.expand(samples, -1).to(source.device)

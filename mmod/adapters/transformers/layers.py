@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters.transformers.cache import RoutedLayer, routed_layer
+from mmod.adapters.transformers.cache import routed_layer
+from mmod.adapters.transformers.cache_base import KeptTokens
+from mmod.adapters.transformers.cache_static import StaticRoutedLayer
 from mmod.ops import gather_rows
 from mmod.routing import Roles, Routing
 from mmod.routing.roles import PADDING
@@ -105,11 +107,15 @@ class DecoderLayerHost:
         """Return the norm at the entry of the layer."""
         return layer.get_submodule("input_layernorm")
 
+    def has_room(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether the cache gives a layer keys of tokens to come, too, as a static one does."""
+        return bool(getattr(arguments.get("past_key_values"), "is_compileable", False))
+
     def announce(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> None:
         """Tell the layer's cache which tokens it is about to be given."""
         cache = self._cache(arguments)
         if cache is not None and routing is None:
-            cache.announce_all(x_BND.shape[1])
+            cache.announce_all(x_BND)
         elif cache is not None and routing is not None:
             cache.announce(cache.seen + routing.index_BK, routing.valid_BK, x_BND.shape[1])
 
@@ -131,7 +137,7 @@ class DecoderLayerHost:
         index_BK = _index(x_BND, routing)
         narrowed["attention_mask"] = self._mask(arguments.get("attention_mask"), x_BND, index_BK, routing, cache)
         if self._is_flash:
-            self._check_flash(arguments, (0 if cache is None else cache.seen) + x_BND.shape[1])
+            self._check_flash(arguments, (0 if cache is None else int(cache.seen)) + x_BND.shape[1])
             # Gaps between kept positions would be taken for the borders of packed samples.
             narrowed["position_ids"] = None
         if compact and self.rotary is not None:
@@ -147,12 +153,20 @@ class DecoderLayerHost:
             narrowed["position_ids"] = position_BN.gather(1, index_BK)
         return narrowed
 
-    def _cache(self, arguments: Mapping[str, Any]) -> RoutedLayer | None:
+    def _cache(self, arguments: Mapping[str, Any]) -> KeptTokens | None:
         cache = arguments.get("past_key_values")
-        return None if cache is None else routed_layer(cache, self.index)
+        if cache is None:
+            return None
+        found = routed_layer(cache, self.index)
+        if self._is_flash and isinstance(found, StaticRoutedLayer):
+            raise ValueError(
+                "flash attention has no mask that hides the empty slots of a static cache: load the model with "
+                "attn_implementation='sdpa', or use the default cache"
+            )
+        return found
 
     def _mask(
-        self, mask: Any, x_BND: Tensor, index_BK: Tensor, routing: Routing | None, cache: RoutedLayer | None
+        self, mask: Any, x_BND: Tensor, index_BK: Tensor, routing: Routing | None, cache: KeptTokens | None
     ) -> Tensor | None:
         """Return the mask between the kept tokens and what the layer's cache will hold."""
         seen = 0 if cache is None else cache.seen
@@ -179,13 +193,11 @@ class DecoderLayerHost:
             pairs = _narrow_mask(mask, index_BK, key_BL, seen + x_BND.shape[1])
         hidden = ~valid_BL[:, None, None, :]
         if valid_BK is not None:
-            # A softmax over nothing is NaN: the query of an empty slot, which nobody reads, sees its own key.
-            own_KL = torch.eye(index_BK.shape[1], dtype=torch.bool, device=x_BND.device)
-            own_KL = nn.functional.pad(own_KL, (key_BL.shape[1] - index_BK.shape[1], 0))
-            own = own_KL & ~valid_BK[:, None, :, None]
+            # A softmax over nothing is NaN: the query of an empty slot, which nobody reads, sees every key.
+            unread = ~valid_BK[:, None, :, None]
             if pairs.dtype == torch.bool:
-                return (pairs & ~hidden) | own
-            return pairs.masked_fill(hidden, torch.finfo(pairs.dtype).min).masked_fill(own, 0.0)
+                return (pairs & ~hidden) | unread
+            return pairs.masked_fill(hidden, torch.finfo(pairs.dtype).min).masked_fill(unread, 0.0)
         if pairs.dtype == torch.bool:
             return pairs & ~hidden
         return pairs.masked_fill(hidden, torch.finfo(pairs.dtype).min)
@@ -216,17 +228,26 @@ def _rows(embedding: Tensor, index_BK: Tensor) -> Tensor:
     return gather_rows(embedding.expand(len(index_BK), -1, -1), index_BK)
 
 
-def _narrow_mask(mask: Tensor, index_BK: Tensor, key_BL: Tensor, length: int) -> Tensor:
-    """Take the rows and columns of a mask (1 or B, H, N, columns) that belong to kept queries and cached keys.
+def first_column(columns: int, length: Tensor | int) -> Tensor | int:
+    """Return the position that the first column of an attention mask belongs to.
 
-    The last column belongs to the last token, and with a sliding window the first one to a token in mid-sequence.
+    With a sliding window it is one in mid-sequence; in a static cache further columns wait for tokens to come.
+
+    Args:
+        columns: Their number.
+        length: Tokens seen, those of this step included.
     """
+    return (length - columns).clamp(min=0) if isinstance(length, Tensor) else max(length - columns, 0)
+
+
+def _narrow_mask(mask: Tensor, index_BK: Tensor, key_BL: Tensor, length: Tensor | int) -> Tensor:
+    """Take the rows and columns of a mask (1 or B, H, N, columns) that belong to kept queries and cached keys."""
     if mask.ndim != 4:
         raise ValueError(f"expected an attention mask of 4 dimensions in a layer, got shape {tuple(mask.shape)}")
     samples, heads, columns = len(index_BK), mask.shape[1], mask.shape[3]
     mask = mask.expand(samples, -1, -1, -1)
     mask = mask.gather(2, index_BK[:, None, :, None].expand(-1, heads, -1, columns))
-    column_BL = key_BL - (length - columns)
+    column_BL = key_BL - first_column(columns, length)
     pairs = mask.gather(3, column_BL.clamp(min=0)[:, None, None, :].expand(-1, heads, index_BK.shape[1], -1))
     outside = (column_BL < 0)[:, None, None, :]
     if pairs.dtype == torch.bool:

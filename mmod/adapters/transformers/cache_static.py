@@ -1,0 +1,218 @@
+"""The cache of a routed layer for compiled decoding: tensors keep shape and address from the prompt on.
+
+Axes: B samples, H heads, N tokens and K slots of this step, L keys it attends to, S slots in the cache, E channels of a
+head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+from mmod.adapters.transformers.cache_base import KeptTokens
+
+# The position of an empty slot.
+EMPTY = -1
+
+
+class StaticRoutedLayer(KeptTokens, StaticLayer):
+    """A static cache layer of the tokens that one routed layer kept.
+
+    The prompt allocates it: of N tokens it keeps K in the sample that keeps most, and every token after it takes one
+    slot at most. That makes `max_cache_len - N + K` slots, where a dense layer has `max_cache_len`.
+
+    Args:
+        max_cache_len: Tokens that can be seen, kept or not.
+
+    Attributes:
+        position_BS: Where each slot's token stands among the seen ones, -1 in an empty slot (B, S); None before the
+            prompt.
+    """
+
+    supports_early_init = False
+    keys: Any
+    values: Any
+    _by_sample = ("keys", "values", "position_BS", "kept_B1")
+
+    def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
+        super().__init__(max_cache_len=max_cache_len, **kwargs)
+        self.position_BS: Tensor | None = None
+        self.kept_B1 = 0
+        self._written = torch.tensor(0)
+        self._announced: tuple[Tensor, Tensor | None, int] | None = None
+
+    @property
+    def seen(self) -> Tensor | int:  # type: ignore[override]
+        """Logical length; from the prompt on a tensor, for the host not to wait for the device."""
+        return 0 if self.position_BS is None else self.cumulative_length
+
+    @property
+    def ragged(self) -> bool:  # type: ignore[override]
+        """Slots that wait for their token are empty."""
+        return self.position_BS is not None
+
+    def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
+        """Say which tokens `update` is about to be given, see `KeptTokens`."""
+        self._announced = position_BK, valid_BK, tokens
+        if not position_BK.shape[1]:
+            self._count(position_BK, tokens)
+
+    def announce_all(self, x_BND: Tensor) -> None:
+        """Say that `update` is about to be given all tokens of this step, see `KeptTokens`."""
+        samples, tokens = x_BND.shape[:2]
+        position_BN = self.seen + torch.arange(tokens, device=x_BND.device).expand(samples, -1)
+        self.announce(position_BN, None, tokens)
+
+    def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return positions and validity of the keys that `update` will return, see `KeptTokens`."""
+        position_BL, slots = _marked(position_BK, valid_BK), position_BK.shape[1]
+        if self.position_BS is not None and self._displaces(slots):
+            position_BL = torch.cat([self.position_BS, position_BL], dim=1)
+        elif self.position_BS is not None:
+            position_BL = self.position_BS.index_copy(1, self._places(slots), position_BL)
+        return position_BL, position_BL != EMPTY
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take keys and values (B, H, K, E) of the announced tokens and return those they attend to (B, H, L, E).
+
+        These are the prompt's own for the prompt, and all slots afterwards.
+        """
+        if self._announced is None:
+            raise RuntimeError("a routed layer's cache was given tokens it was not told of")
+        (position_BK, valid_BK, tokens), self._announced = self._announced, None
+        attended = None
+        if self.position_BS is None:
+            attended = key_states, value_states
+        elif self._displaces(key_states.shape[2]):
+            attended = torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
+        position_BK = _marked(position_BK, valid_BK)
+        self._count(position_BK, tokens)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        order_BK = self._newest(position_BK, valid_BK)
+        if order_BK is not None:
+            position_BK = position_BK.gather(1, order_BK)
+            key_states, value_states = _ordered(key_states, order_BK), _ordered(value_states, order_BK)
+        self._write(position_BK, key_states, value_states)
+        return (self.keys, self.values) if attended is None else attended
+
+    def _count(self, position_BK: Tensor, tokens: int) -> None:
+        """Count the tokens of a step, and make room for slots when they are the first."""
+        device = position_BK.device
+        if self.position_BS is None:
+            shape = len(position_BK), self._slots(position_BK.shape[1], tokens)
+            self.position_BS = torch.full(shape, EMPTY, device=device)
+            self.kept_B1 = torch.zeros(len(position_BK), 1, dtype=torch.long, device=device)
+            self.cumulative_length, self._written = self.cumulative_length.to(device), self._written.to(device)
+            _stay(self.position_BS, self.kept_B1, self.cumulative_length, self._written)
+        assert isinstance(self.kept_B1, Tensor)
+        self.kept_B1.add_((position_BK != EMPTY).sum(1, keepdim=True))
+        self.cumulative_length.add_(tokens)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate keys and values."""
+        assert self.position_BS is not None
+        self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, len(key_states)
+        samples, heads = key_states.shape[:2]
+        slots = self.position_BS.shape[1]
+        self.keys = key_states.new_zeros(samples, heads, slots, key_states.shape[3])
+        self.values = value_states.new_zeros(samples, heads, slots, value_states.shape[3])
+        self.is_initialized = True
+        _stay(self.keys, self.values)
+
+    def _write(self, position_BK: Tensor, key_states: Tensor, value_states: Tensor) -> None:
+        assert self.position_BS is not None
+        place_K = self._places(position_BK.shape[1])
+        self.position_BS.index_copy_(1, place_K, position_BK)
+        self.keys.index_copy_(2, place_K, key_states)
+        self.values.index_copy_(2, place_K, value_states)
+        self._written.add_(position_BK.shape[1])
+
+    def _slots(self, slots: int, tokens: int) -> int:
+        """Return how many slots it takes, given those of the prompt and its tokens."""
+        return self.max_cache_len - tokens + slots
+
+    def _displaces(self, slots: int) -> bool:
+        """Whether new slots take the place of some that the first of them still attend to."""
+        return False
+
+    def _newest(self, position_BK: Tensor, valid_BK: Tensor | None) -> Tensor | None:
+        """Return which of the new slots are written, and in which order; None for all of them as they stand."""
+        return None
+
+    def _places(self, slots: int) -> Tensor:
+        """Return where (K) new slots are written."""
+        return self._written + torch.arange(slots, device=self._written.device)
+
+    def get_seq_length(self) -> Tensor | int:  # type: ignore[override]
+        """Return the logical length."""
+        return self.seen
+
+    def reset(self) -> None:
+        """Forget everything; the next prompt may keep another number."""
+        self.keys, self.values, self.is_initialized = None, None, False
+        self.position_BS, self.kept_B1, self._announced = None, 0, None
+        self._written.zero_()
+        super().reset()
+
+    def _select_samples(self, select: Callable[[Tensor], Tensor]) -> None:
+        for name in self._by_sample:
+            tensor: Any = getattr(self, name)
+            if isinstance(tensor, Tensor):
+                selected = select(tensor)
+                setattr(self, name, tensor.copy_(selected) if selected.shape == tensor.shape else selected)
+
+
+class StaticRoutedWindow(StaticRoutedLayer, StaticSlidingWindowLayer):
+    """A static cache layer of kept tokens within a sliding window: as many slots as a dense one has, used in turn.
+
+    Args:
+        max_cache_len: Tokens that a query sees, itself included, or fewer where no more can come.
+    """
+
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__(max_cache_len=max_cache_len, sliding_window=max_cache_len)
+
+    def _count(self, position_BK: Tensor, tokens: int) -> None:
+        super()._count(position_BK, tokens)
+        # The shape of the mask depends on it, as in transformers' own layers.
+        self.cumulative_length_int += tokens
+
+    def get_seq_length(self) -> int:
+        """Return the logical length, as a number: masks of sliding windows have shapes that follow it."""
+        return int(self.cumulative_length_int)
+
+    def _slots(self, slots: int, tokens: int) -> int:
+        return int(self.max_cache_len)
+
+    def _displaces(self, slots: int) -> bool:
+        return slots > 1
+
+    def _newest(self, position_BK: Tensor, valid_BK: Tensor | None) -> Tensor | None:
+        if valid_BK is None and position_BK.shape[1] <= self.max_cache_len:
+            return None
+        # Empty slots come first, lest they take the place of tokens that are still seen.
+        order_BK = torch.sort((position_BK != EMPTY).to(torch.uint8), dim=1, stable=True).indices
+        return order_BK[:, -self.max_cache_len :]
+
+    def _places(self, slots: int) -> Tensor:
+        return super()._places(slots) % self.max_cache_len
+
+
+def _marked(position_BK: Tensor, valid_BK: Tensor | None) -> Tensor:
+    return position_BK if valid_BK is None else position_BK.masked_fill(~valid_BK, EMPTY)
+
+
+def _ordered(states: Tensor, order_BK: Tensor) -> Tensor:
+    return states.gather(2, order_BK[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
+
+
+def _stay(*tensors: Tensor) -> None:
+    """Say that tensors keep their address, which CUDA graphs ask for; a compiler that traces this cannot be told."""
+    if not torch.compiler.is_compiling():
+        for tensor in tensors:
+            torch._dynamo.mark_static_address(tensor)

@@ -1,0 +1,268 @@
+"""Static caches and compiled decoding: the same words as with the default cache, in tensors that keep their shape."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import mmod
+from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
+from tests.adapters.test_transformers_generation import EVERYTHING, IMAGES_ONLY, NO_IMAGES
+from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, PATCHES, make_joint, make_language, pad, prompt
+
+PRESETS = {
+    "p-mod": mmod.preset("p-mod", blocks=(1, 2), capacity=(0.8, 0.3), init_std=0.2),
+    "gamma-mod": mmod.preset("gamma-mod", depth=5, blocks=(1, 2), inference_threshold=0.5, init_std=0.2),
+    "videollm-mod": mmod.preset("videollm-mod", capacity=0.34, blocks=(1, 3), init_std=0.2),
+    "a-mod": mmod.preset("a-mod", capacity=0.5, blocks=(1, 3)),
+    "mod": mmod.preset("mod", capacity=0.5, inference_threshold=0.5, blocks=(0, 2), init_std=0.2),
+    "mod-image": mmod.preset("mod", capacity=0.25, tokens="image", blocks=(0, 1, 3), init_std=0.2),
+}
+ROOM = 48
+
+
+def routed(name: str, config: mmod.RoutingConfig, attention: str = "sdpa") -> Any:
+    model = make_language(name) if name in LANGUAGE else make_joint(name, attention=attention)
+    return mmod.route_(model, language=config)
+
+
+def words(batch: dict[str, Any], steps: int) -> Tensor:
+    return torch.randint(3, IMAGE, (steps, len(batch["input_ids"]), 1), generator=torch.Generator().manual_seed(3))
+
+
+def text(seed: int = 0) -> dict[str, Any]:
+    row = torch.randint(3, IMAGE, (30,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return dict(pad([row[:17], row[17:24]]))
+
+
+@torch.no_grad()
+def logits(model: Any, batch: dict[str, Any], cache: Any, step: Any = None, steps: int = 5) -> list[Tensor]:
+    """Return the logits of a prompt's real tokens and of some decoded ones, which `step` may compute."""
+    real, mask = batch["attention_mask"].bool(), batch["attention_mask"]
+    out = [model(**batch, past_key_values=cache, use_cache=True).logits[real]]
+    for word in words(batch, steps):
+        mask = torch.cat([mask, torch.ones_like(word)], 1)
+        place = mask.sum(1, keepdim=True) - 1
+        if "mm_token_type_ids" in batch:
+            place = (place + model.model.rope_deltas).expand(3, -1, -1)
+        # A mask of constant width, as compiled decoding wants it.
+        wide = (
+            nn.functional.pad(mask, (0, ROOM - mask.shape[1])) if isinstance(cache, transformers.StaticCache) else mask
+        )
+        given = {"input_ids": word, "attention_mask": wide, "position_ids": place, "past_key_values": cache}
+        out.append((step or model)(**given, use_cache=True).logits)
+    return out
+
+
+def static(model: Any, room: int = ROOM) -> transformers.StaticCache:
+    return transformers.StaticCache(config=model.config, max_cache_len=room)
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for here, there in zip(found, expected, strict=True):
+        torch.testing.assert_close(here, there, atol=1e-5, rtol=1e-4)
+
+
+def generated(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
+    given = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **NO_IMAGES, **options}
+    result: Tensor = model.generate(**batch, **given)
+    return result
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("method", PRESETS)
+def test_static_caches_change_nothing(method: str, side: str) -> None:
+    attention = "eager" if side == "right" else "sdpa"
+    model, batch = routed("llava", PRESETS[method], attention), prompt("llava", (1, 0, 2), side=side)
+    same(logits(model, batch, static(model)), logits(model, batch, transformers.DynamicCache(config=model.config)))
+    if side == "left":
+        for options in ({}, {"num_beams": 3}):
+            ids = generated(model, batch, **options)
+            assert torch.equal(generated(model, batch, cache_implementation="static", **options), ids)
+
+
+@pytest.mark.parametrize("images", [(2, 1), (0, 0), (1,)], ids=str)
+@pytest.mark.parametrize("name", JOINT)
+def test_static_caches_change_nothing_in_every_family(name: str, images: tuple[int, ...]) -> None:
+    model, batch = routed(name, IMAGES_ONLY["linear"]), prompt(name, images)
+    ids = generated(model, batch, num_beams=2)
+    assert torch.equal(generated(model, batch, num_beams=2, cache_implementation="static"), ids)
+
+
+@pytest.mark.parametrize("method", EVERYTHING)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window"])
+def test_static_caches_of_text_that_decides_for_itself(name: str, method: str) -> None:
+    # Gemma 3 has positions of two kinds, which cannot be compact.
+    name = "gemma2" if (name, method) == ("gemma3", "compact") else name
+    model, batch = routed(name, EVERYTHING[method]), text()
+    same(logits(model, batch, static(model)), logits(model, batch, transformers.DynamicCache(config=model.config)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llava", "llava-mistral-window", "qwen2-vl", "qwen2.5-vl"])
+def test_capacity_one_equals_the_dense_model_with_a_static_cache(name: str) -> None:
+    model: Any = make_joint(name)
+    batch = prompt(name, (1, 0, 2))
+    expected, ids = logits(model, batch, static(model)), generated(model, batch, cache_implementation="static")
+    mmod.route_(model, language=mmod.RoutingConfig(router="norm", gate="identity", capacity=1.0, blocks=(0, 1, 3)))
+    same(logits(model, batch, static(model)), expected)
+    assert torch.equal(generated(model, batch, cache_implementation="static"), ids)
+
+
+@torch.no_grad()
+def test_a_static_cache_has_room_for_kept_tokens_alone() -> None:
+    capacities = (0.6, 0.25)
+    model = routed("llava", mmod.RoutingConfig(router="linear", capacity=capacities, blocks=(1, 3)))
+    batch, cache = prompt("llava", (2,)), static(model)
+    layers: Any = cache.layers
+    dense, tokens = ROOM * 2 * 2 * 8 * 4, batch["input_ids"].shape[1]
+    before = None
+    for word in (batch["input_ids"], *words(batch, 4)):
+        rest = batch if word.shape[1] > 1 else {}
+        model(**{**rest, "input_ids": word, "attention_mask": None}, past_key_values=cache, use_cache=True)
+        addresses = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in layers]
+        assert before in (None, addresses)
+        before = addresses
+    assert [int(layer.get_seq_length()) for layer in layers] == [tokens + 4] * 4
+    for index, capacity in zip((1, 3), capacities):
+        slots = ROOM - 2 * PATCHES + int(2 * PATCHES * capacity)
+        assert layers[index].keys.nbytes + layers[index].values.nbytes == dense * slots // ROOM
+        assert int((layers[index].position_BS >= 0).sum()) == tokens + 4 - (ROOM - slots)
+    assert layers[0].keys.nbytes + layers[0].values.nbytes == dense
+
+
+@pytest.mark.parametrize("name", ["llava", "llava-mistral-window"])
+def test_a_static_cache_is_used_again(name: str) -> None:
+    model = routed(name, IMAGES_ONLY["linear"])
+    prompts, cache = [prompt(name, images, seed=seed) for seed, images in enumerate([(2, 1), (0, 1), (1, 2)])], None
+    for batch in prompts:
+        again = generated(model, batch, cache_implementation="static")
+        assert torch.equal(again, generated(model, batch))
+        cache = static(model) if cache is None else cache
+        cache.reset()
+        expected = logits(model, batch, transformers.DynamicCache(config=model.config))
+        same(logits(model, batch, cache), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window"])
+def test_text_goes_on_in_chunks(name: str) -> None:
+    model = routed(name, EVERYTHING["inference"])
+    ids = torch.randint(3, IMAGE, (2, 31), generator=torch.Generator().manual_seed(1))
+    expected, cache = model(input_ids=ids).logits, static(model)
+    cuts = (0, 13, 17, 18, 29, 31)
+    found = [model(input_ids=ids[:, a:b], past_key_values=cache).logits for a, b in pairwise(cuts)]
+    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-4)
+
+
+COMPILED = [
+    *[("llava", PRESETS[method]) for method in ("p-mod", "gamma-mod", "a-mod")],
+    ("llava-mistral-window", IMAGES_ONLY["linear"]),
+    ("gemma3", EVERYTHING["predictor"]),
+]
+
+
+@pytest.mark.parametrize(("name", "config"), COMPILED, ids=lambda value: getattr(value, "router", value))
+def test_decoding_compiles_to_one_graph(name: str, config: mmod.RoutingConfig) -> None:
+    torch._dynamo.reset()
+    model = routed(name, config)
+    counter = CompileCounterWithBackend("eager")
+    step = torch.compile(model.__call__, backend=counter, fullgraph=True)
+    # A sliding window's mask has a shape of its own each time it grows: transformers' dense layers compile twice, too.
+    graphs = 2 if name in ("gemma3", "llava-mistral-window") else 1
+    for seed in range(2):
+        batch = text(seed) if name in LANGUAGE else prompt(name, (1, 2), seed=seed)
+        expected = logits(model, batch, transformers.DynamicCache(config=model.config), steps=4)
+        same(logits(model, batch, static(model), step, steps=4), expected)
+        # Another number of kept tokens is another shape of the cache: from the second on one graph serves them all.
+        assert graphs <= counter.frame_count <= graphs + (seed > 0)
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_generate_compiles_decoding_by_itself(name: str) -> None:
+    torch._dynamo.reset()
+    method, batch = ("inference", text()) if name in LANGUAGE else ("linear", prompt(name, (1, 0, 2)))
+    model = routed(name, {**IMAGES_ONLY, **EVERYTHING}[method])
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiling: Any = transformers.CompileConfig(fullgraph=True, backend=count)
+    compiling.mode, compiling._compile_all_devices = None, True
+    found = generated(model, batch, cache_implementation="static", compile_config=compiling)
+    assert torch.equal(found, generated(model, batch))
+    assert len(graphs) == (2 if name in LANGUAGE else 1)
+
+
+def test_models_compiled_by_the_user_generate_the_same() -> None:
+    torch._dynamo.reset()
+    model, batch = routed("llava", IMAGES_ONLY["p-mod"]), prompt("llava", (1, 0))
+    expected = generated(model, batch, max_new_tokens=3)
+    model.compile(backend="eager")
+    assert torch.equal(generated(model, batch, max_new_tokens=3, cache_implementation="static"), expected)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=7),
+    window=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_static_layers_hold_what_later_tokens_see(lengths: list[int], window: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    room = 4 if window else sum(lengths)
+    layer = StaticRoutedWindow(room) if window else StaticRoutedLayer(room)
+    kept: list[list[int]] = [[], []]
+    seen = 0
+    for tokens in lengths:
+        keep = torch.rand(2, tokens, generator=generator) < 0.5
+        index = torch.sort((~keep).int(), dim=1, stable=True).indices[:, : int(keep.sum(1).max())]
+        valid = keep.gather(1, index)
+        for row in range(2):
+            kept[row] += [seen + place for place in range(tokens) if keep[row, place]]
+        position, given_BL = layer.joined(seen + index, valid)
+        layer.announce(seen + index, valid, tokens)
+        if index.shape[1]:
+            key = (seen + index).float()[:, None, :, None]
+            keys, _ = layer.update(key, key)
+            assert torch.equal(keys[:, 0, :, 0][given_BL], position[given_BL].float())
+        # What the first token of this step sees, and those after it.
+        oldest = seen - room + 1 if window else 0
+        for row in range(2):
+            held = position[row][given_BL[row]].tolist()
+            assert sorted(p for p in held if p >= oldest) == [p for p in kept[row] if p >= oldest]
+            assert layer.kept_B1[row].item() == len(kept[row])  # type: ignore[index]
+        seen += tokens
+        assert int(layer.get_seq_length()) == seen
+    layer.batch_repeat_interleave(2)
+    layer.reorder_cache(torch.tensor([3, 0, 1, 2]))
+    assert layer.position_BS is not None
+    first_S = layer.position_BS[1]
+    assert sorted(first_S[first_S >= 0].tolist())[-1:] == kept[0][-1:]
+    layer.reset()
+    assert layer.get_seq_length() == 0
+
+
+def test_wrong_use_is_refused() -> None:
+    model, batch = routed("llava", IMAGES_ONLY["linear"]), prompt("llava", (1,))
+    filled = static(model)
+    make_joint("llava")(**batch, past_key_values=filled, use_cache=True)
+    with pytest.raises(ValueError, match="filled by a dense model"):
+        model(input_ids=torch.tensor([[5]]), past_key_values=filled, use_cache=True)
+    with pytest.raises(ValueError, match="not supported with Static cache"):
+        generated(model, batch, cache_implementation="static", prompt_lookup_num_tokens=3)
+    model.model.language_model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="flash attention has no mask"):
+        model.model.language_model.layers[1].mod.host.narrow(
+            {"past_key_values": static(model)}, torch.zeros(1, 2, 32), None
+        )
