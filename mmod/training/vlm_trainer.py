@@ -25,6 +25,7 @@ from mmod import Routing, auxiliary_loss, is_routed, routed_blocks
 from mmod.adapters import find_hosts
 from mmod.blocks import host_class
 from mmod.data.conversations import Conversations
+from mmod.training.muon import single_precision
 from mmod.training.vlm_build import router_parameters
 from mmod.training.vlm_sampler import LengthSampler
 
@@ -150,9 +151,10 @@ class RoutedTrainer(Trainer):
         from timm.optim import create_optimizer_v2
 
         module: Any = self.model if model is None else model
-        self.optimizer = create_optimizer_v2(
+        optimizer = create_optimizer_v2(
             module, self.optim, lr=self.args.learning_rate, weight_decay=self.args.weight_decay
         )
+        self.optimizer = single_precision(optimizer)
         return self.optimizer
 
     def compute_loss(
