@@ -255,7 +255,7 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
         >>> import tempfile
         >>> found = open_conversations("questions:tiny/test", ConversationsConfig(root=tempfile.mkdtemp()))
         >>> found[0].kind, found[0].messages[1].role, found[0].images[0].size
-        ('present', 'assistant', (32, 32))
+        ('count', 'assistant', (32, 32))
     """
     config = config or ConversationsConfig()
     report = CorruptReport(config.on_corrupt)

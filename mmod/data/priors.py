@@ -48,7 +48,7 @@ def measure_prior(config: QuestionsConfig) -> dict[str, float]:
 
     Example:
         >>> from mmod.data.questions import LEVELS
-        >>> measure_prior(LEVELS["tiny"])["present"] < 0.9
+        >>> measure_prior(LEVELS["tiny"])["count"] < 0.9
         True
     """
     train, test = (_turns(compose_conversations(config, split)) for split in ("train", "test"))

@@ -17,7 +17,7 @@ from mmod.data.digits import SPLITS, encode_png
 from mmod.data.questions import IMAGE, LEVELS, Conversation, QuestionsConfig, compose_conversations
 
 # Raise this whenever the same parameters would give other bytes: an older build is then refused, not mixed.
-FORMAT = 1
+FORMAT = 2
 
 
 def build_questions(root: str | Path, config: QuestionsConfig | None = None, progress: bool = False) -> dict[str, Any]:

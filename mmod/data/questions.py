@@ -17,12 +17,12 @@ import numpy as np
 from mmod.data.digits import SPLITS, SourceDigits, check_fragments, cut_fragment, load_sources, paste, scale_digit
 
 IMAGE = "<image>"
-ONE_IMAGE = ("present", "count", "largest", "beside", "read")
-KINDS = (*ONE_IMAGE, "compare", "text")
-"""Kinds of questions: five about one image, "compare" about two, "text" about none."""
+ONE_IMAGE = ("count", "largest", "beside", "read")
+KINDS = (*ONE_IMAGE, "two", "text")
+"""Kinds of questions: four about one image, "two" about one of two, "text" about none."""
 WORDS = (
-    *("is", "there", "a", "?", "yes", "no", "how", "many", "digits", "are", "which", "digit", "the", "largest", "left"),
-    *("right", "of", ",", "from", "to", "image", "shows", "first", "or", "second", "larger"),
+    *("is", "there", "?", "how", "many", "digits", "are", "which", "digit", "the", "largest", "left", "right", "of"),
+    *(",", "from", "to", "in", "image", "first", "or", "second", "larger"),
 )
 """Every word of questions and answers beside the ten digits."""
 # Least distance of two centres from left to right, in pixels: less would not show which digit comes first.
@@ -62,7 +62,7 @@ class QuestionsConfig:
     contrast: tuple[float, float] = (0.3, 0.6)
     turns: int = 4
     shares: tuple[float, float] = (0.1, 0.05)
-    conversations: dict[str, int] = field(default_factory=lambda: {"train": 16000, "val": 700, "test": 1400})
+    conversations: dict[str, int] = field(default_factory=lambda: {"train": 16000, "val": 1200, "test": 1800})
     shard_size: int = 1000
     seed: int = 0
 
@@ -86,10 +86,10 @@ class QuestionsConfig:
 
 LEVELS: dict[str, QuestionsConfig] = {
     "default": QuestionsConfig(),
-    "tiny": QuestionsConfig(conversations={"train": 256, "val": 70, "test": 70}, shard_size=128),
+    "tiny": QuestionsConfig(conversations={"train": 256, "val": 72, "test": 72}, shard_size=128),
     "hard": QuestionsConfig(
         canvas=64, large=(19, 24), small=(10, 14), step=1, digits=(1, 4), clutter=16, contrast=(0.5, 0.9),
-        conversations={"train": 64000, "val": 1400, "test": 2800},
+        conversations={"train": 64000, "val": 1200, "test": 3000},
     ),
 }  # fmt: skip
 """Named parameter sets: `default` learns in minutes on two cores, `tiny` is for tests, `hard` wants a GPU."""
@@ -152,7 +152,7 @@ def compose_conversations(config: QuestionsConfig, split: str) -> Iterator[Conve
 
     Example:
         >>> next(compose_conversations(LEVELS["tiny"], "test")).turns[0].kind
-        'present'
+        'count'
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; valid: {', '.join(SPLITS)}")
@@ -164,7 +164,7 @@ def compose_conversations(config: QuestionsConfig, split: str) -> Iterator[Conve
             continue
         draw = rng.random()
         if draw < sum(config.shares):
-            yield _single("compare" if draw < config.shares[0] else "text", painter, rng)
+            yield _single("two" if draw < config.shares[0] else "text", painter, rng, config.turns)
             continue
         scene = painter.paint(int(rng.integers(config.digits[0], config.digits[1] + 1)), rng)
         kinds = [kind for kind in ONE_IMAGE if len(scene.classes) >= _NEEDED[kind]]
@@ -172,26 +172,22 @@ def compose_conversations(config: QuestionsConfig, split: str) -> Iterator[Conve
         yield Conversation((scene,), tuple(_ASK[kind](scene, rng) for kind in chosen))
 
 
-def _single(kind: str, painter: _Painter, rng: np.random.Generator) -> Conversation:
-    """Make a conversation of one turn whose kind is given."""
+def _single(kind: str, painter: _Painter, rng: np.random.Generator, turns: int = 1) -> Conversation:
+    """Make a conversation whose kind is given, of one turn unless both images may be asked about."""
     low, high = painter.config.digits
     if kind == "text":
         first, second = (int(value) for value in rng.permutation(10)[:2])
         return Conversation((), (Turn(kind, f"which is larger , {first} or {second} ?", str(max(first, second))),))
-    if kind == "compare":
-        asked, place = int(rng.integers(10)), int(rng.integers(2))
-        shown = painter.paint(int(rng.integers(low, high + 1)), rng, shown=asked)
-        other = painter.paint(int(rng.integers(low, high + 1)), rng, hidden=asked)
-        turn = Turn(kind, f"which image shows a {asked} , the first or the second ?", ("first", "second")[place])
-        return Conversation((other, shown) if place else (shown, other), (turn,))
+    if kind == "two":
+        scenes = tuple(painter.paint(int(rng.integers(max(low, 2), high + 1)), rng) for _ in range(2))
+        return Conversation(scenes, tuple(_ask_two(scenes, int(place)) for place in rng.permutation(2)[:turns]))
     scene = painter.paint(int(rng.integers(max(low, _NEEDED[kind]), high + 1)), rng)
     return Conversation((scene,), (_ASK[kind](scene, rng),))
 
 
-def _ask_present(scene: Scene, rng: np.random.Generator) -> Turn:
-    is_there = bool(rng.integers(2))
-    asked = int(rng.choice([digit for digit in range(10) if (digit in scene.classes) == is_there]))
-    return Turn("present", f"is there a {asked} ?", "yes" if is_there else "no")
+def _ask_two(scenes: tuple[Scene, ...], place: int) -> Turn:
+    question = f"which digit is the largest in the {('first', 'second')[place]} image ?"
+    return Turn("two", question, str(scenes[place].classes[scenes[place].largest]))
 
 
 def _ask_count(scene: Scene, rng: np.random.Generator) -> Turn:
@@ -215,13 +211,12 @@ def _ask_read(scene: Scene, rng: np.random.Generator) -> Turn:
 
 
 _ASK: dict[str, Callable[[Scene, np.random.Generator], Turn]] = {
-    "present": _ask_present,
     "count": _ask_count,
     "largest": _ask_largest,
     "beside": _ask_beside,
     "read": _ask_read,
 }
-_NEEDED = {"present": 1, "count": 1, "largest": 2, "beside": 2, "read": 1}
+_NEEDED = {"count": 1, "largest": 2, "beside": 2, "read": 1}
 
 
 class _Painter:
@@ -233,23 +228,19 @@ class _Painter:
         self.pool = sources.splits[split]
         self.by_class = [self.pool[sources.labels[self.pool] == digit] for digit in range(10)]
 
-    def paint(self, count: int, rng: np.random.Generator, shown: int | None = None, hidden: int | None = None) -> Scene:
+    def paint(self, count: int, rng: np.random.Generator) -> Scene:
         """Draw digits of different classes, apart from each other, one of them the largest.
 
         Args:
             count: How many.
             rng: What decides.
-            shown: A class that must be among them.
-            hidden: One that must not.
         """
         config = self.config
         canvas = np.zeros((config.canvas, config.canvas), np.uint8)
         for source in rng.choice(self.pool, config.clutter):
             digit = scale_digit(self.sources.images[source], config.large, rng)
             paste(canvas, cut_fragment(digit, config.fragment, config.contrast, rng), rng)
-        classes = [int(digit) for digit in rng.permutation(10) if digit not in (shown, hidden)][:count]
-        if shown is not None:
-            classes[int(rng.integers(count))] = shown
+        classes = [int(digit) for digit in rng.permutation(10)[:count]]
         chosen = [int(rng.choice(self.by_class[digit])) for digit in classes]
         digits = [
             scale_digit(self.sources.images[source], config.small if place else config.large, rng)

@@ -97,8 +97,8 @@ def create_word_processor(image_size: int, patch_size: int) -> Any:
 
     Example:
         >>> processor = create_word_processor(image_size=12, patch_size=6)
-        >>> processor.tokenizer.decode(processor(text="is there a 7 ?")["input_ids"])
-        ['is there a 7 ?']
+        >>> processor.tokenizer.decode(processor(text="which digit is left of the 7 ?")["input_ids"])
+        ['which digit is left of the 7 ?']
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast

@@ -25,22 +25,22 @@ def said(*texts: str, roles: tuple[str, str] = ("human", "gpt")) -> list[dict[st
     return [{"from": roles[place % 2], "value": text} for place, text in enumerate(texts)]
 
 
-SOUND: dict[str, Any] = {"id": "0", "image": "a.png", "conversations": said("<image>\nis there a 7 ?", "yes")}
+SOUND: dict[str, Any] = {"id": "0", "image": "a.png", "conversations": said("<image>\nwhich is the 7 ?", "3")}
 FAULTS: dict[str, dict[str, Any]] = {
     "no list": {"id": "1"},
     "nothing is said": {"id": "1", "conversations": []},
     "valid: human": {"id": "1", "conversations": [{"from": "robot", "value": "hi"}]},
-    "is empty": {"id": "1", "conversations": said("is there a 7 ?", " ")},
-    "no answer": {"id": "1", "conversations": said("is there a 7 ?")},
-    "a question must come first": {"id": "1", "conversations": said("yes", "no", roles=("gpt", "human"))},
-    "0 <image> for 1 images": {"id": "1", "image": "a.png", "conversations": said("is there a 7 ?", "yes")},
-    "2 <image> for 1 images": {"id": "1", "image": "a.png", "conversations": said("<image> <image> a ?", "yes")},
-    "1 <image> for 0 images": {"id": "1", "conversations": said("<image> a ?", "yes")},
+    "is empty": {"id": "1", "conversations": said("which is the 7 ?", " ")},
+    "no answer": {"id": "1", "conversations": said("which is the 7 ?")},
+    "a question must come first": {"id": "1", "conversations": said("3", "no", roles=("gpt", "human"))},
+    "0 <image> for 1 images": {"id": "1", "image": "a.png", "conversations": said("which is the 7 ?", "3")},
+    "2 <image> for 1 images": {"id": "1", "image": "a.png", "conversations": said("<image> <image> a ?", "3")},
+    "1 <image> for 0 images": {"id": "1", "conversations": said("<image> a ?", "3")},
     "outside a question": {"id": "1", "image": "a.png", "conversations": said("a ?", "<image>")},
-    "a path or a list": {"id": "1", "image": 7, "conversations": said("<image> a ?", "yes")},
-    "another number of questions": {"id": "1", "kinds": ["a", "b"], "conversations": said("a ?", "yes")},
-    "not of the form": {"id": "1", "conversations": ["is there a 7 ?", "yes"]},
-    "not the first": {"id": "1", "conversations": [*said("a ?", "yes"), {"from": "system", "value": "now"}]},
+    "a path or a list": {"id": "1", "image": 7, "conversations": said("<image> a ?", "3")},
+    "another number of questions": {"id": "1", "kinds": ["a", "b"], "conversations": said("a ?", "3")},
+    "not of the form": {"id": "1", "conversations": ["which is the 7 ?", "3"]},
+    "not the first": {"id": "1", "conversations": [*said("a ?", "3"), {"from": "system", "value": "now"}]},
 }
 
 
@@ -51,10 +51,10 @@ def test_faults_are_named(message: str) -> None:
 
 
 def test_sound_records_pass() -> None:
-    assert check_record(SOUND) == (Message("user", "<image>\nis there a 7 ?"), Message("assistant", "yes"))
-    several = {"image": ["a.png", "b.png"], "conversations": said("<image>\nand <image> ?", "no", "a ?", "yes")}
+    assert check_record(SOUND) == (Message("user", "<image>\nwhich is the 7 ?"), Message("assistant", "3"))
+    several = {"image": ["a.png", "b.png"], "conversations": said("<image>\nand <image> ?", "no", "a ?", "3")}
     assert len(check_record(several)) == 4
-    system = {"conversations": [{"from": "system", "value": "be brief"}, *said("a ?", "yes")]}
+    system = {"conversations": [{"from": "system", "value": "be brief"}, *said("a ?", "3")]}
     assert check_record(system)[0].role == "system"
 
 
@@ -82,7 +82,7 @@ def test_files_are_read_and_faults_counted(folder: Path) -> None:
     lines = folder / "all.jsonl"
     lines.write_text("\n".join(json.dumps(record) for record in [SOUND, SOUND]) + "\n")
     assert len(open_conversations(str(lines))) == 2
-    assert [turn[2] for turn in pickle.loads(pickle.dumps(found)).turns()] == ["yes"]
+    assert [turn[2] for turn in pickle.loads(pickle.dumps(found)).turns()] == ["3"]
 
 
 def test_a_broken_image_always_stops(folder: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_damaged_shard_is_counted_once(tmp_path: Path) -> None:
 TWO = {
     "id": "2",
     "image": ["a.png", "b.png"],
-    "conversations": said("<image> <image> which ?", "first", "sure ?", "no"),
+    "conversations": said("<image> <image> which ?", "first", "sure ?", "5"),
 }
 NONE = {"id": "3", "conversations": said("which is larger , 3 or 7 ?", "7")}
 
@@ -140,7 +140,7 @@ def test_labels_stand_on_answers_alone(talks: list[Talk]) -> None:
     images = (batch["input_ids"] == processor.image_token_id).sum(1)
     assert images.tolist() == [4, 8, 0]
     words = [processor.tokenizer.decode(row[row != IGNORED]) for row in batch["labels"]]
-    assert words == ["yes </s>", "first </s> no </s>", "7 </s>"]
+    assert words == ["3 </s>", "first </s> 5 </s>", "7 </s>"]
     kept = batch["labels"] != IGNORED
     assert torch.equal(batch["labels"][kept], batch["input_ids"][kept])
     assert not kept[batch["attention_mask"] == 0].any()
@@ -158,13 +158,13 @@ def test_prompts_end_where_the_answer_starts(talks: list[Talk]) -> None:
     assert prompts["attention_mask"][:, -1].all()
 
 
-@given(st.lists(st.sampled_from(["yes", "no 7", "first or second"]), min_size=1, max_size=4), st.integers(0, 2))
+@given(st.lists(st.sampled_from(["3", "of 7", "first or second"]), min_size=1, max_size=4), st.integers(0, 2))
 def test_labels_of_random_conversations(answers: list[str], images: int) -> None:
     processor = create_word_processor(image_size=12, patch_size=6)
     messages = []
     for place, text in enumerate(answers):
         messages += [
-            Message("user", ("<image>\n" * images if not place else "") + "is there a 7 ?"),
+            Message("user", ("<image>\n" * images if not place else "") + "which is the 7 ?"),
             Message("assistant", text),
         ]
     talk = Talk("x", tuple(messages), tuple(Image.new("RGB", (12, 12)) for _ in range(images)))

@@ -61,7 +61,7 @@ def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:
     assert not result.reused
     assert result.answers is not None
     assert set(result.answers.right) == set(result.prior)
-    assert sum(result.answers.asked.values()) == 70
+    assert sum(result.answers.asked.values()) == 72
     shares = list(result.answers.kept.values())
     assert shares == pytest.approx([0.5, 0.5])
     kept = [entry for entry in result.history if any(key.startswith("kept/") for key in entry)]
@@ -241,7 +241,7 @@ def test_answers_do_not_depend_on_the_batch(folder: Path) -> None:
     torch.manual_seed(0)
     model, processor = create_vlm(config)
     data, collator = open_conversations("questions:tiny/test", config.data), ChatCollator(processor)
-    results = [answer_questions(model, collator, data, batch_size=size, max_new_tokens=3) for size in (7, 70)]
+    results = [answer_questions(model, collator, data, batch_size=size, max_new_tokens=3) for size in (7, 72)]
     assert results[0] == results[1]
     assert model.training
 
