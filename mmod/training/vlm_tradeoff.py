@@ -103,7 +103,10 @@ class VlmPoint:
         cache_bytes: Keys and values that are held after reading a prompt.
         accuracy: Mean over the kinds of questions that need an image, in percent, mean over seeds.
         accuracy_std: Sample standard deviation over seeds; None for a single one.
+        difference: Accuracy minus the dense model's of the same seed, mean over seeds.
+        difference_std: Its sample standard deviation over seeds; None for a single one.
         right: Percent of right answers of each kind, mean over seeds.
+        right_std: Sample standard deviation of each kind over seeds; None for a single one.
         kept: Share of the tokens that could be skipped which routed layers kept on the questions, mean over layers.
         seeds: Number of seeds.
     """
@@ -119,7 +122,10 @@ class VlmPoint:
     cache_bytes: int
     accuracy: float
     accuracy_std: float | None
+    difference: float
+    difference_std: float | None
     right: dict[str, float]
+    right_std: dict[str, float | None]
     kept: float
     seeds: int
 
@@ -142,17 +148,21 @@ class VlmTradeoffResult:
         """Return the points as a Markdown table, and the language-only prior below them."""
         kinds = list(self.prior)
         head = ["model", "image FLOPs", "FLOPs", "prefill ms", "speed-up", "decode tok/s", "cache bytes"]
-        head += ["right %", "std", *kinds]
+        head += ["right %", "to dense", *kinds]
         rows = []
         for p in self.points:
-            std = "" if p.accuracy_std is None else f"{p.accuracy_std:.2f}"
             cells = [p.name, f"{p.image_share:.3f}", f"{p.flops_share:.3f}", f"{p.prefill_ms:.2f}"]
             cells += [f"{p.prefill_speedup:.2f}", f"{p.decode_per_s:.0f}", f"{p.cache_bytes:,}"]
-            cells += [f"{p.accuracy:.2f}", std, *(f"{p.right[kind]:.1f}" for kind in kinds)]
+            cells += [_spread(p.accuracy, p.accuracy_std), _spread(p.difference, p.difference_std)]
+            cells += [_spread(p.right[kind], p.right_std[kind]) for kind in kinds]
             rows.append(cells)
         prior = [f"{self.prior[kind]:.1f}" for kind in kinds]
-        cells = ["language-only prior", *[""] * 6, f"{mean_over_kinds(self.prior):.2f}", "", *prior]
+        cells = ["language-only prior", *[""] * 6, f"{mean_over_kinds(self.prior):.1f}", "", *prior]
         return markdown_table(head, [*rows, cells])
+
+
+def _spread(value: float, std: float | None) -> str:
+    return f"{value:.1f}" if std is None else f"{value:.1f} ± {std:.1f}"
 
 
 def run_vlm_tradeoff(config: VlmTradeoffConfig, *, progress: bool = True) -> VlmTradeoffResult:
@@ -234,12 +244,15 @@ def _measure(
         times = interleave(reads, seconds=0, rounds=config.timed_rounds, device=device)
         rates = {name: _decode_rate(model, collator, prompts, config, times[name]) for name, model in models.items()}
         held = {name: _cache_bytes(read()) // count for name, read in reads.items()}
+    dense = [result.answers.accuracy for result in results[_DENSE] if result.answers is not None]
     points = []
     for name, job in first.items():
         answers = [result.answers for result in results[name] if result.answers is not None]
         kept = answers[0].kept
         cost = prefill_flops(models[name], text, image, kept if is_routed(models[name]) else None)
         accuracy = [found.accuracy for found in answers]
+        differences = [own - full for own, full in zip(accuracy, dense, strict=True)]
+        right = {kind: [found.right[kind] for found in answers] for kind in answers[0].right}
         points.append(
             VlmPoint(
                 name=name,
@@ -253,7 +266,10 @@ def _measure(
                 cache_bytes=held[name],
                 accuracy=mean(accuracy),
                 accuracy_std=deviation(accuracy),
-                right={kind: mean(found.right[kind] for found in answers) for kind in answers[0].right},
+                difference=mean(differences),
+                difference_std=deviation(differences),
+                right={kind: mean(shares) for kind, shares in right.items()},
+                right_std={kind: deviation(shares) for kind, shares in right.items()},
                 kept=mean(mean(found.kept.values()) if found.kept else 1.0 for found in answers),
                 seeds=len(accuracy),
             )

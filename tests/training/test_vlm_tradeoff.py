@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mmod import Plan
+from mmod.training.config import resolve_routing
+from mmod.training.vlm_config import VlmConfig
 from mmod.training.vlm_tradeoff import VlmTradeoffConfig, run_vlm_tradeoff, vlm_jobs
 from tests.training.vlm_configs import vlm_config
 
@@ -39,6 +42,8 @@ def test_a_study_compares_and_can_be_continued(study: VlmTradeoffConfig, monkeyp
     assert points["p-mod"].image_share == pytest.approx((1 + 0.75 + 0.25 + 2 / 16) / 4)
     assert points["random"].image_share == pytest.approx((2 + 2 * 0.25) / 4)
     assert all(point.seeds == 2 and point.accuracy_std is not None for point in result.points)
+    assert dense.difference == dense.difference_std == 0
+    assert all(point.difference == pytest.approx(point.accuracy - dense.accuracy) for point in result.points)
     # Every image token that a layer skips leaves the keys and values of one token, fp32, out of its cache.
     per_token = 2 * 32 * 4
     skipped = round(4 * 16 * (1 - points["random"].image_share))
@@ -94,4 +99,16 @@ def test_the_shipped_study_is_read_and_says_what_it_is() -> None:
     config = VlmTradeoffConfig(**yaml.safe_load(path.read_text()))
     assert f"tools/tradeoff.py configs/tradeoff/{path.name}" in path.read_text()
     jobs = list(vlm_jobs(dataclasses.replace(config, dense=str(ROOT / config.dense))))
-    assert {"base", "dense", "p-mod", "gamma-mod", "random", "mod"} == {job.name for job in jobs}
+    plans = {job.name: plan_of(job.config) for job in jobs if job.config.routing}
+    assert [job.name for job in jobs] == ["base", "dense", *plans]
+    # The same share of image tokens everywhere, and beside each method the same plan with random tokens.
+    assert all(plan.mean_capacity == pytest.approx(0.53125, abs=0.01) for plan in plans.values())
+    assert plans["distilled"] == plans["a-mod"] == plans["random"]
+    assert plans["p-mod"] == plans["p-mod-random"]
+    assert plans["gamma-mod"] == plans["gamma-mod-random"]
+
+
+def plan_of(config: VlmConfig) -> Plan:
+    assert config.routing is not None
+    fields = config.routing["language"]
+    return resolve_routing({**fields, **({"depth": 8} if "preset" in fields else {})}).plan(8)
