@@ -23,6 +23,8 @@ Tile = tuple[slice, slice, slice]
 # 1.013 and 1.09 to 1.12, with 16 MB 1.03 and 1.07 to 1.08. A GPU is filled by larger pieces only.
 CHUNK_ELEMENTS = 1 << 20
 GPU_CHUNK_ELEMENTS = 1 << 25
+# Queries taken at once where they see earlier keys only: fewer waste less above the diagonal, more keep products large.
+CAUSAL_QUERIES = 128
 
 
 def attention_importance(
@@ -118,9 +120,9 @@ def attention_with_importance(
     )
     if backend is Backend.TRITON:
         return _with_kernels(q_BHNE, k_BHNE, v_BHNE, mask, is_causal, scale, valid_BN)
-    plain = mask is None and valid_BN is None and not is_causal and not dropout
+    plain = mask is None and valid_BN is None and not dropout
     if plain and _shares_probabilities(q_BHNE, k_BHNE, v_BHNE):
-        return _shared_probabilities(q_BHNE, k_BHNE, v_BHNE, scale)
+        return _shared_probabilities(q_BHNE, _keys(q_BHNE, k_BHNE), _keys(q_BHNE, v_BHNE), is_causal, scale)
     out = F.scaled_dot_product_attention(
         q_BHNE, k_BHNE, v_BHNE, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale,
         enable_gqa=is_grouped(q_BHNE, k_BHNE),
@@ -156,14 +158,17 @@ def _mean(total_BN: Tensor, q_BHNE: Tensor, valid_BN: Tensor | None) -> Tensor:
     return total_BN / (q_BHNE.shape[1] * queries)
 
 
-def _tiles(images: int, heads: int, tokens: int, elements: int) -> Iterator[Tile]:
+def _tiles(images: int, heads: int, tokens: int, elements: int, is_causal: bool) -> Iterator[Tile]:
     """Cut rows of probabilities into pieces: whole images where they fit, else heads of one, else queries of one."""
-    steps = [max(1, elements // max(1, size)) for size in (heads * tokens * tokens, tokens * tokens, tokens)]
+    rows = min(tokens, CAUSAL_QUERIES) if is_causal else tokens
+    steps = [max(1, elements // max(1, size)) for size in (heads * rows * tokens, rows * tokens, tokens)]
+    rows = min(rows, steps[2])
     for image in range(0, images, steps[0]):
         for head in range(0, heads, steps[1]):
-            for query in range(0, tokens, steps[2]):
+            for query in range(0, tokens, max(1, rows)):
                 # Slices that end past the end are cut off by indexing.
-                yield slice(image, image + steps[0]), slice(head, head + steps[1]), slice(query, query + steps[2])
+                whole = slice(image, image + steps[0]), slice(head, head + steps[1])
+                yield *whole, slice(query, min(query + rows, tokens))
 
 
 def is_grouped(q: Tensor, k: Tensor) -> bool:
@@ -186,13 +191,14 @@ def _received(
     valid_BN: Tensor | None,
     tile: Tile,
 ) -> Tensor:
-    """Return the attention that keys receive from one piece of the rows, summed (images of the piece, N)."""
+    """Return the attention that keys receive from one piece of the rows, summed (images of the piece, keys seen)."""
     images, heads, queries = tile
-    score = (q_BHNE[images, heads, queries] * scale) @ k_BHNE[images, heads].transpose(-2, -1)
-    score = _masked(score.to(_accumulator(score)), mask, is_causal, tile)
+    keys = slice(queries.stop) if is_causal else slice(None)
+    score = (q_BHNE[images, heads, queries] * scale) @ k_BHNE[images, heads, keys].transpose(-2, -1)
+    score = _masked(score.to(_accumulator(score)), mask, is_causal, (*tile, keys))
     attention = torch.softmax(score, dim=-1)
     if valid_BN is not None:
-        attention = torch.where(valid_BN[images, None, queries, None], attention, 0.0)
+        attention = attention.masked_fill_(~valid_BN[images, None, queries, None], 0.0)
     return attention.sum(dim=(1, 2))
 
 
@@ -208,23 +214,31 @@ def _received_by_tiles(
     images, heads, tokens, _ = q_BHNE.shape
     k_BHNE = _keys(q_BHNE, k_BHNE)
     total_BN = torch.zeros(images, tokens, dtype=_accumulator(q_BHNE), device=q_BHNE.device)
-    for tile in _tiles(images, heads, tokens, chunk_elements):
-        total_BN[tile[0]] += _received(q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, tile)
+    for tile in _tiles(images, heads, tokens, chunk_elements, is_causal):
+        received = _received(q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, tile)
+        total_BN[tile[0], : received.shape[1]] += received
     return total_BN
 
 
-def _masked(score: Tensor, mask: Tensor | None, is_causal: bool, tile: Tile) -> Tensor:
+def _masked(score: Tensor, mask: Tensor | None, is_causal: bool, part: tuple[slice, ...]) -> Tensor:
+    """Hide pairs in the scores of some images, heads, queries and keys; the scores are written over."""
     if is_causal:
-        position = torch.arange(score.shape[-1], device=score.device)
-        score = score.masked_fill(position > position[tile[2], None], -torch.inf)
+        _hide_later(score)
     if mask is None:
         return score
     mask = mask[(None,) * (4 - mask.ndim)]
     # An axis of one entry serves all of the piece's.
-    mask = mask[tuple(part if size > 1 else slice(None) for part, size in zip(tile, mask.shape))]
+    mask = mask[tuple(some if size > 1 else slice(None) for some, size in zip(part, mask.shape))]
     if mask.dtype == torch.bool:
-        return score.masked_fill(~mask, -torch.inf)
+        return score.masked_fill_(~mask, -torch.inf)
     return score + mask
+
+
+def _hide_later(score: Tensor) -> None:
+    """Hide the keys behind each query from it, where the last key is the last query's own."""
+    queries = score.shape[-2]
+    later = torch.ones(queries, queries, dtype=torch.bool, device=score.device).triu(1)
+    score[..., -queries:].masked_fill_(later, -torch.inf)
 
 
 def _shares_probabilities(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -233,39 +247,47 @@ def _shares_probabilities(q: Tensor, k: Tensor, v: Tensor) -> bool:
     Measured on two CPU threads, ViT-S, fp32: at N = 197 it adds 1 to 2 % to a block against 7 % for the second pass,
     at N = 1025 6 to 7 % against 27 %.
     """
-    return q.device.type == "cpu" and q.dtype == torch.float32 and q.shape == k.shape == v.shape and not exporting()
+    alike = q.shape[2:] == k.shape[2:] == v.shape[2:]
+    return q.device.type == "cpu" and q.dtype == torch.float32 and alike and not exporting()
 
 
-def _shared_probabilities(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+def _shared_probabilities(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     keeps_lse = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if torch.compiler.is_compiling():
-        out, total_BN, _ = shared_attention(q, k, v, scale, keeps_lse)
+        out, total_BN, _ = shared_attention(q, k, v, scale, keeps_lse, is_causal)
     elif keeps_lse:
-        out, total_BN, _ = _SharedAttention.apply(q, k, v, scale)
+        out, total_BN, _ = _SharedAttention.apply(q, k, v, scale, is_causal)
     else:
-        out, total_BN, _ = _attend_by_tiles(q, k, v, scale, keeps_lse)
+        out, total_BN, _ = _attend_by_tiles(q, k, v, scale, keeps_lse, is_causal)
     return out, _mean(total_BN.detach(), q, None)
 
 
-def _attend_by_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_by_tiles(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     images, heads, tokens, width = q.shape
     out, total_BN, lse = _empty_shared(q, keeps_lse)
     total_BN.zero_()
     room = torch.empty(min(max(CHUNK_ELEMENTS, tokens), images * heads * tokens * tokens))
-    for tile in _tiles(images, heads, tokens, CHUNK_ELEMENTS):
-        some, whole = q[tile], tile[:2]
+    for tile in _tiles(images, heads, tokens, CHUNK_ELEMENTS, is_causal):
+        seen = tile[2].stop if is_causal else tokens
+        some, whole = q[tile], (*tile[:2], slice(seen))
         rows = some.reshape(-1, some.shape[2], width)
-        attention = room[: rows.shape[0] * rows.shape[1] * tokens].view(*rows.shape[:2], tokens)
-        keys = k[whole].reshape(-1, tokens, width).transpose(1, 2)
+        attention = room[: rows.shape[0] * rows.shape[1] * seen].view(*rows.shape[:2], seen)
+        keys = k[whole].reshape(-1, seen, width).transpose(1, 2)
         torch.baddbmm(attention, rows, keys, beta=0, alpha=scale, out=attention)
+        if is_causal:
+            _hide_later(attention)
         top = attention.amax(dim=-1) if keeps_lse else None
         torch.softmax(attention, dim=-1, out=attention)
         if top is not None:
             # The largest probability of a row is exp(its score - log-sum-exp), and never underflows.
             lse[tile] = (top - attention.amax(dim=-1).log()).view(some.shape[:3])
-        out[tile] = torch.bmm(attention, v[whole].reshape(-1, tokens, width)).view(some.shape)
-        total_BN[tile[0]] += attention.view(some.shape[0], -1, tokens).sum(dim=1)
+        out[tile] = torch.bmm(attention, v[whole].reshape(-1, seen, width)).view(some.shape)
+        total_BN[tile[0], :seen] += attention.view(some.shape[0], -1, seen).sum(dim=1)
     return out, total_BN, lse
 
 
@@ -277,7 +299,9 @@ def _empty_shared(q: Tensor, keeps_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.custom_op("mmod::shared_attention", mutates_args=())
-def shared_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
+def shared_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attend, sum the map's columns, and keep what the gradient needs; the map exists in pieces only.
 
     Args:
@@ -286,28 +310,29 @@ def shared_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: b
         v: Values, of the same shape.
         scale: Factor of the products.
         keeps_lse: A gradient will be asked for.
+        is_causal: A query sees keys up to its own position.
 
     Returns:
         The output (B, H, N, E), column sums over heads and queries (B, N), and each row's log-sum-exp (B, H, N), empty
         without `keeps_lse`. The gradient is that of the output alone.
     """
-    return _attend_by_tiles(q, k, v, scale, keeps_lse)
+    return _attend_by_tiles(q, k, v, scale, keeps_lse, is_causal)
 
 
 @shared_attention.register_fake
-def _(q, k, v, scale, keeps_lse):  # type: ignore[no-untyped-def]
+def _(q, k, v, scale, keeps_lse, is_causal):  # type: ignore[no-untyped-def]
     register_flops()
     return _empty_shared(q, keeps_lse)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, ctx.scale, _ = inputs
+    q, k, v, ctx.scale, _, ctx.is_causal = inputs
     ctx.save_for_backward(q, k, v, output[0], output[2])
 
 
 def _backward(ctx: Any, grad_out: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return (*backward(grad_out, *ctx.saved_tensors, 0.0, False, scale=ctx.scale), None, None)
+    return (*backward(grad_out, *ctx.saved_tensors, 0.0, ctx.is_causal, scale=ctx.scale), None, None, None)
 
 
 shared_attention.register_autograd(_backward, setup_context=_save)
@@ -317,17 +342,17 @@ class _SharedAttention(torch.autograd.Function):
     """The same outside compiled graphs, where torch's FLOP counter sees the products inside it."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        return _attend_by_tiles(q, k, v, scale, True)
+    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return _attend_by_tiles(q, k, v, scale, True, is_causal)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
-        _save(ctx, (*inputs, True), output)
+        _save(ctx, (*inputs[:4], True, inputs[4]), output)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, grad_out, *unused)[:4]
+        return _backward(ctx, grad_out, *unused)[:5]
 
 
 @torch.library.custom_op("mmod::received_attention", mutates_args=())

@@ -42,6 +42,11 @@ class Roles(NamedTuple):
     alone: bool = False
 
     @property
+    def padded(self) -> bool:
+        """Whether a token is padding."""
+        return sum(map(sum, self.sizes)) + sum(self.always) < self.group_BN.numel()
+
+    @property
     def free_BN(self) -> Tensor:
         """True where a token may be skipped (B, N)."""
         return self.group_BN > KEPT

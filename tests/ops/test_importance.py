@@ -190,12 +190,26 @@ def test_graphs_hold_no_map_and_serve_any_batch(kind: str, grad: bool) -> None:
     assert 0 < largest < 2 * 2 * 50 * 50
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("tokens", "heads_of_keys"), [(1, 2), (128, 2), (300, 1)])
+def test_a_causal_map_is_taken_in_pieces_below_the_diagonal(tokens: int, heads_of_keys: int, grad: bool) -> None:
+    q, k, v = (torch.randn(2, heads, tokens, 4).requires_grad_(grad) for heads in (2, heads_of_keys, heads_of_keys))
+    out, importance = attention_with_importance(q, k, v, is_causal=True)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads_of_keys == 1)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(importance, full_map(q.detach(), k.detach(), is_causal=True).mean((1, 2)).float())
+    if grad:
+        for a, b in zip(gradients(out, [q, k, v]), gradients(expected, [q, k, v]), strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_ops_keep_their_promises_to_torch() -> None:
     q, k, v = torch.randn(3, 2, 2, 5, 4).requires_grad_()
     mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
     for keeps_lse in (False, True):
         rows = [x if keeps_lse else x.detach() for x in (q, k, v)]
-        torch.library.opcheck(importance_module.shared_attention, (*rows, 0.5, keeps_lse))
+        torch.library.opcheck(importance_module.shared_attention, (*rows, 0.5, keeps_lse, not keeps_lse))
+        torch.library.opcheck(importance_module.shared_attention, (*rows, 0.5, keeps_lse, keeps_lse))
     arguments = (q.detach(), k.detach(), mask, True, 0.5, mask[:, 0, 0], 7)
     torch.library.opcheck(importance_module.received_attention, arguments)
 
@@ -204,7 +218,7 @@ def test_flops_of_graphs_are_those_of_the_eager_calls() -> None:
     importance_module.register_flops()
     q, k, v = torch.randn(3, 1, 2, 10, 4)
     for op, arguments, products in (
-        (importance_module.shared_attention, (q, k, v, 0.5, False), 2),
+        (importance_module.shared_attention, (q, k, v, 0.5, False, False), 2),
         (importance_module.received_attention, (q, k, None, False, 0.5, None, 7), 1),
     ):
         with FlopCounterMode(display=False) as counter:

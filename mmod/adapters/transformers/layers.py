@@ -73,7 +73,7 @@ class DecoderLayerHost:
     def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
         """Return False where a token is padding (B, N), or None when none is."""
         roles = self.roles(arguments)
-        return None if roles is None else roles.group_BN > PADDING
+        return None if roles is None or not roles.padded else roles.group_BN > PADDING
 
     def protected(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
         """Roles say what is protected."""
