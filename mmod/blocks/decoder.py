@@ -77,9 +77,11 @@ class RoutedDecoderBlock(RoutedBlock):
         scored = host.first_norm(self)(x) if config.normalize == "block" else x
         routing = self.router(scored, self.mod.importance(x, self.training), roles=roles)
         self.mod.record(routing, self.training)
-        z_BKD = gather_rows(x, routing.index_BK)
-        narrowed = host.narrow(arguments, x, routing, compact)
-        host.announce(arguments, x, routing)
+        # A decoded token that every sample keeps is in its place already.
+        moved = None if x.shape[1] == routing.index_BK.shape[1] == 1 and routing.valid_BK is None else routing
+        z_BKD = x if moved is None else gather_rows(x, routing.index_BK)
+        narrowed = host.narrow(arguments, x, moved, compact)
+        host.announce(arguments, x, moved)
         if not routing.index_BK.shape[1]:
             return merge(x, z_BKD, z_BKD, routing)
         if config.gate_on == "update":

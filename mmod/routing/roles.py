@@ -205,6 +205,8 @@ def _first_of(best_BK: Tensor, counts: list[int], tokens: int) -> tuple[Tensor, 
 def _pack(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None]:
     """Return the kept tokens' indices in order, others behind them in slots that are not valid."""
     slots = max(counts, default=0)
+    if all(count == keep_BN.shape[1] for count in counts):
+        return torch.arange(slots, device=keep_BN.device).expand_as(keep_BN), None
     index_BK = torch.sort((~keep_BN).to(torch.uint8), dim=1, stable=True).indices[:, :slots]
     if all(count == slots for count in counts):
         return index_BK, None

@@ -122,7 +122,7 @@ def test_wrong_importance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     right = importance._shared_probabilities
     monkeypatch.setattr(
-        importance, "_shared_probabilities", lambda q, k, v, scale: (right(q, k, v, scale)[0], right(k, q, v, scale)[1])
+        importance, "_shared_probabilities", lambda q, k, *rest: (right(q, k, *rest)[0], right(k, q, *rest)[1])
     )
     with pytest.raises(WrongOutputError, match=r"the scores of blocks\.1"):
         check_reference(model, images)

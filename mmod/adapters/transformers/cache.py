@@ -35,6 +35,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
     Attributes:
         position_BL: Where each slot's token stands among the seen ones (B, L); None before the first.
         valid_BL: False where a slot is empty (B, L); None before the first.
+        counted: Slots at the end whose places are not written down yet.
     """
 
     seen: int
@@ -50,12 +51,12 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         self.valid_BL: Tensor | None = None
         self.kept_B1 = 0
         self.ragged = False
-        self._counted = 0
+        self.counted = 0
 
     def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
         """Say which tokens `update` is about to be given, see `KeptTokens`."""
         self.position_BL, self.valid_BL = self.joined(position_BK, valid_BK)
-        self._counted = 0
+        self.counted = 0
         self.kept_B1 = self.kept_B1 + (position_BK.shape[1] if valid_BK is None else valid_BK.sum(1, keepdim=True))
         self.ragged = self.ragged or valid_BK is not None
         self.seen += tokens
@@ -64,7 +65,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         """Say that `update` is about to be given all tokens of this step, see `KeptTokens`."""
         tokens = x_BND.shape[1]
         self.kept_B1 = self.kept_B1 + tokens
-        self._counted += tokens
+        self.counted += tokens
         self.seen += tokens
 
     def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -77,17 +78,17 @@ class RoutedLayer(KeptTokens, DynamicLayer):
 
     def _write_down(self, like: Tensor) -> None:
         """Turn counted tokens into positions, for as many samples and on the device of `like`."""
-        if not self._counted:
+        if not self.counted:
             return
-        new_L = torch.arange(self.seen - self._counted, self.seen, device=like.device)
+        new_L = torch.arange(self.seen - self.counted, self.seen, device=like.device)
         new_BL = new_L.expand(like.shape[0], -1)
-        self._counted = 0
+        self.counted = 0
         self.position_BL, self.valid_BL = self.joined(new_BL, None)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, H, K, E) of the announced tokens and return all of them (B, H, L, E)."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        told = self._counted + (0 if self.position_BL is None else self.position_BL.shape[1])
+        told = self.counted + (0 if self.position_BL is None else self.position_BL.shape[1])
         if keys.shape[2] != told:
             raise RuntimeError(f"a routed layer's cache was told of {told} tokens and given {keys.shape[2]}")
         if self.sliding_window is not None and not self.record_past and keys.shape[2] >= self.sliding_window:
@@ -145,6 +146,8 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         taken_BL = self.valid_BL & (self.position_BL >= self.seen)
         self.kept_B1 = self.kept_B1 - taken_BL.sum(1, keepdim=True)
         self.valid_BL = self.valid_BL & ~taken_BL
+        # The next mask has no column for what was taken back.
+        self.position_BL = self.position_BL.clamp(max=max(self.seen - 1, 0))
         left_L = self.valid_BL.any(0).int()
         slots = int(left_L.numel() - left_L.flip(0).argmax()) if bool(left_L.any()) else 0
         # Slots of tokens taken back stay, hidden, where another sample's kept token stands behind them.
@@ -156,7 +159,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.seen, self._counted, self.position_BL, self.valid_BL = 0, 0, None, None
+        self.seen, self.counted, self.position_BL, self.valid_BL = 0, 0, None, None
         self.kept_B1, self.ragged = 0, False
 
 

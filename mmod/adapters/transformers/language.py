@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.base import HostModel
 from mmod.adapters.transformers.layers import ROLES, DecoderLayerHost, first_column
+from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.adapters.transformers.saving import DescribedRouting
 from mmod.blocks import ImportanceDecoderBlock, RoutedDecoderBlock, host_class
 from mmod.config import LANGUAGE_OPTIONS, RoutingConfig
@@ -72,7 +73,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> HostMod
     config: Any = text.config
     # Positions of several dimensions, or rotary embeddings of several kinds, cannot be counted among kept tokens.
     plain = host_class(layers[0]).__name__ not in ("Gemma3DecoderLayer", *JOINT_LAYERS)
-    rotary = text.get_submodule("rotary_emb") if plain else None
+    rotary = CompactRotary(text.get_submodule("rotary_emb")) if plain else None
     return HostModel(
         library="transformers",
         names=tuple(f"{name}.{index}" for index in range(len(layers))),
@@ -87,7 +88,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> HostMod
     )
 
 
-def _host_of(layer: nn.Module, rotary: nn.Module | None) -> DecoderLayerHost:
+def _host_of(layer: nn.Module, rotary: CompactRotary | None) -> DecoderLayerHost:
     signature = inspect.signature(host_class(layer).forward).parameters
     names = tuple(n for n, p in signature.items() if p.kind is p.POSITIONAL_OR_KEYWORD)[2:]
     attention: Any = layer.self_attn

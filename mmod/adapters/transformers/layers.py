@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters.transformers.cache import routed_layer
+from mmod.adapters.transformers.cache import RoutedLayer, routed_layer
 from mmod.adapters.transformers.cache_base import KeptTokens
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
+from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.ops import gather_rows
 from mmod.routing import Roles, Routing
 from mmod.routing.roles import PADDING
@@ -32,13 +33,13 @@ class DecoderLayerHost:
         names: The layer's parameters after the tokens, in order.
         index: Which layer of the cache is its own.
         config: The config its attention reads.
-        rotary: What computes rotary embeddings of compact positions; None where positions have several dimensions.
+        rotary: Rotary embeddings of compact positions; None where positions have several dimensions.
     """
 
     names: tuple[str, ...]
     index: int
     config: Any
-    rotary: nn.Module | None = None
+    rotary: CompactRotary | None = None
 
     @property
     def entry(self) -> str:
@@ -141,9 +142,8 @@ class DecoderLayerHost:
             # Gaps between kept positions would be taken for the borders of packed samples.
             narrowed["position_ids"] = None
         if compact and self.rotary is not None:
-            before_B1 = 0 if cache is None else cache.kept_B1
-            position_BK = before_B1 + torch.arange(index_BK.shape[1], device=x_BND.device).expand_as(index_BK)
-            narrowed["position_embeddings"] = self.rotary(x_BND, position_BK)
+            before_B1, seen = (0, 0) if cache is None else (cache.kept_B1, cache.seen)
+            narrowed["position_embeddings"] = self.rotary(x_BND, before_B1, index_BK.shape[1], seen)
         elif routing is not None:
             embeddings = arguments.get("position_embeddings")
             if embeddings is not None:
@@ -181,6 +181,10 @@ class DecoderLayerHost:
         if not ragged and (mask is None or self._is_flash):
             # Without a mask attention is causal, and that is right for kept tokens in their own order too.
             return None
+        if routing is None and isinstance(cache, RoutedLayer) and not self._is_flash:
+            written = _mask_of_all(mask, x_BND, cache)
+            if written is not None:
+                return written
         if cache is None:
             key_BL, valid_BL = query_BK, torch.ones_like(query_BK, dtype=torch.bool) if valid_BK is None else valid_BK
         else:
@@ -226,6 +230,26 @@ def _index(x_BND: Tensor, routing: Routing | None) -> Tensor:
 def _rows(embedding: Tensor, index_BK: Tensor) -> Tensor:
     """Take the rows (B, K, E) of embeddings (1 or B, N, E) that belong to kept tokens."""
     return gather_rows(embedding.expand(len(index_BK), -1, -1), index_BK)
+
+
+def _mask_of_all(mask: Tensor | None, x_BND: Tensor, cache: RoutedLayer) -> Tensor | None:
+    """Return the mask where all tokens of a step run, as in decoding, or None where a sliding window forgets.
+
+    Only slots of earlier, routed steps are looked up; those counted since then are the mask's own last columns.
+    """
+    tokens = x_BND.shape[1]
+    recent, length = cache.counted + tokens, cache.seen + tokens
+    if cache.position_BL is None or cache.valid_BL is None or (mask is not None and mask.shape[-1] != length):
+        return None
+    written = cache.valid_BL[:, None, None, :]
+    if mask is None:
+        own = torch.ones(tokens, recent, dtype=torch.bool, device=x_BND.device).tril(recent - tokens)
+        parts = written.expand(-1, -1, tokens, -1), own.expand(len(x_BND), 1, -1, -1)
+        return torch.cat(parts, dim=-1)
+    mask = mask.expand(len(x_BND), -1, -1, -1)
+    pairs = mask.gather(3, cache.position_BL[:, None, None, :].expand(-1, *mask.shape[1:3], -1))
+    pairs = pairs & written if pairs.dtype == torch.bool else pairs.masked_fill(~written, torch.finfo(pairs.dtype).min)
+    return torch.cat([pairs, mask[..., length - recent :]], dim=-1)
 
 
 def first_column(columns: int, length: Tensor | int) -> Tensor | int:
