@@ -1,8 +1,9 @@
-"""Time models, ops, or a whole suite of both: `python tools/benchmark.py models|ops|suite [--key value]`.
+"""Time models, ops, generation, or a suite: `python tools/benchmark.py models|ops|generation|suite [--key value]`.
 
 `python tools/benchmark.py models --batch_sizes "[1, 8]" --execution "[eager]" --threads 2` times dense, routed and
-freely routed models side by side, `ops` each op on each backend beside its bound and other implementations, and
-`suite --config configs/benchmark/h200.yaml` runs several of both and says which bars are met. `--config FILE` reads
+freely routed models side by side, `ops` each op on each backend beside its bound and other implementations,
+`generation` prefill and decoding of a routed LLaVA beside the dense one, and `suite --config
+configs/benchmark/h200.yaml` runs several of these and says which bars are met. `--config FILE` reads
 the same keys from YAML and `MODE --help` lists them. The table goes to stdout and, with its environment, to
 `benchmark.md` and `benchmark.json` in the folder `out`; the same command goes on where it was killed.
 """
@@ -16,9 +17,11 @@ from jsonargparse import ArgumentParser
 
 from mmod.measuring import (
     BenchmarkConfig,
+    GenerationConfig,
     OpBenchmarkConfig,
     SuiteConfig,
     benchmark,
+    benchmark_generation,
     benchmark_ops,
     benchmark_suite,
 )
@@ -27,13 +30,14 @@ from mmod.training.parse import make_config
 MODES: dict[str, tuple[Any, Any, str]] = {
     "models": (BenchmarkConfig, benchmark, "Time dense, routed and freely routed models side by side."),
     "ops": (OpBenchmarkConfig, benchmark_ops, "Time each op on each backend beside its bound and its rivals."),
+    "generation": (GenerationConfig, benchmark_generation, "Time prefill and decoding of vision-language models."),
     "suite": (SuiteConfig, benchmark_suite, "Run several benchmarks and say which bars are met."),
 }
 
 
 def main(arguments: list[str]) -> None:
     """Benchmark as the command line says and print the table."""
-    parser = ArgumentParser(description="Time models, ops, or a suite of both.", allow_abbrev=False)
+    parser = ArgumentParser(description="Time models, ops, generation, or a suite.", allow_abbrev=False)
     modes = parser.add_subcommands(dest="mode")
     for name, (config, _, purpose) in MODES.items():
         mode = ArgumentParser(description=purpose, allow_abbrev=False)

@@ -4,6 +4,7 @@ from mmod.measuring.benchmark import BenchmarkConfig, benchmark
 from mmod.measuring.flop_report import BlockFlops, FlopReport
 from mmod.measuring.flops import flops
 from mmod.measuring.free import free_routing
+from mmod.measuring.generation import GenerationConfig, GenerationRow, benchmark_generation
 from mmod.measuring.language import PrefillFlops, prefill_flops
 from mmod.measuring.op_benchmark import OpBenchmarkConfig, OpRow, benchmark_ops
 from mmod.measuring.op_cases import OpSize
@@ -19,6 +20,8 @@ __all__ = [
     "BenchmarkRow",
     "BlockFlops",
     "FlopReport",
+    "GenerationConfig",
+    "GenerationRow",
     "OpBenchmarkConfig",
     "OpRow",
     "OpSize",
@@ -27,6 +30,7 @@ __all__ = [
     "Trace",
     "WrongOutputError",
     "benchmark",
+    "benchmark_generation",
     "benchmark_ops",
     "benchmark_suite",
     "check_dense",

@@ -53,13 +53,18 @@ def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
         level_BN = score_levels(router, decisions[name].score_BN)
         count = kept_count(level_BN.shape[1], router.capacity, router.prefix)
         free = level_BN[:, router.prefix :]
-        threshold = _between(free.flatten(), free.shape[0] * (count - router.prefix))
+        threshold = between(free.flatten(), free.shape[0] * (count - router.prefix))
         most = int((free >= threshold).sum(dim=1).max()) + router.prefix
         router.config = router.config.replace(threshold=threshold, max_tokens=max(1, most) if static else None)
 
 
-def _between(level: Tensor, count: int) -> float:
-    """Return a number that about `count` levels reach, in the widest gap nearby."""
+def between(level: Tensor, count: int) -> float:
+    """Return a number that about `count` levels reach, in the widest gap nearby.
+
+    Args:
+        level: Levels, of one dimension.
+        count: How many are to reach it.
+    """
     ranked = level.double().sort(descending=True).values
     slack = int(count * SLACK)
     first, last = max(count - slack, 1), min(count + slack, len(ranked) - 1)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mmod.measuring.benchmark import BenchmarkConfig, benchmark
+from mmod.measuring.generation import GenerationConfig, GenerationRow, benchmark_generation
 from mmod.measuring.op_benchmark import OpBenchmarkConfig, OpRow, benchmark_ops
 from mmod.measuring.report import (
     BenchmarkReport,
@@ -119,6 +120,7 @@ class SuiteConfig:
     Args:
         ops: Benchmarks of ops; `out` names the folder of each within that of the suite.
         models: Benchmarks of models, likewise.
+        generation: Benchmarks of generation, likewise.
         bars: Limits that their rows must keep.
         out: Folder for all results. A suite that was killed goes on in the same folder.
 
@@ -128,15 +130,18 @@ class SuiteConfig:
 
     ops: list[OpBenchmarkConfig] = field(default_factory=list)
     models: list[BenchmarkConfig] = field(default_factory=list)
+    generation: list[GenerationConfig] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     out: str = "runs/benchmark_suite"
 
     def __post_init__(self) -> None:
-        names = [part.out for part in self.ops] + [part.out for part in self.models]
+        every: list[Any] = [*self.ops, *self.models, *self.generation]
+        names = [part.out for part in every]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a suite needs at least one part, each with an out folder of its own, got {names}")
         columns = {part.out: _columns(OpRow) for part in self.ops}
         columns |= {part.out: _columns(BenchmarkRow) for part in self.models}
+        columns |= {part.out: _columns(GenerationRow) for part in self.generation}
         for bar in self.bars:
             for part in bar.parts:
                 if part not in columns:
@@ -170,8 +175,11 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
         rows[part.out] = _run(part, benchmark_ops, folder, progress)
     for model in config.models:
         rows[model.out] = _run(model, benchmark, folder, progress)
+    for each in config.generation:
+        rows[each.out] = _run(each, benchmark_generation, folder, progress)
     judged = [bar.judge([row for part in bar.parts for row in rows[part]]) for bar in config.bars]
-    device = (config.ops or config.models)[0].device
+    parts: list[Any] = [*config.ops, *config.models, *config.generation]
+    device = parts[0].device
     report = BenchmarkReport("bars", plain_options(config), environment(device), judged)
     report.save(folder)
     return report
@@ -202,5 +210,5 @@ def _describe(row: Mapping[str, Any]) -> str:
 
 _ABOUT = (
     "op", "images", "tokens", "kept", "dtype", "path", "router", "select", "context", "capacity", "batch_size",
-    "execution", "step",
+    "execution", "step", "preset", "image_tokens",
 )  # fmt: skip

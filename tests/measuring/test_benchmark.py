@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import mmod
 from mmod.measuring import BenchmarkConfig, WrongOutputError, benchmark, check_dense, check_reference, free_routing
-from mmod.measuring.calibrate import SLACK, _between, match_topk_
+from mmod.measuring.calibrate import SLACK, between, match_topk_
 from mmod.measuring.controls import control
 from mmod.measuring.free import sharing_copy
 from mmod.measuring.latency import Spread, interleave, ratios
@@ -216,7 +216,7 @@ def test_controls_apply_the_same_decisions(tmp_path: Path) -> None:
 )
 def test_a_threshold_lies_between_levels_and_keeps_the_count(level: list[float], share: float) -> None:
     count = round(share * len(level))
-    threshold = _between(torch.tensor(level), count)
+    threshold = between(torch.tensor(level), count)
     assert abs(sum(value >= threshold for value in level) - count) <= int(count * SLACK)
 
 
