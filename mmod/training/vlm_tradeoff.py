@@ -39,6 +39,7 @@ from mmod.training.vlm import MODEL, VlmResult, finetune
 from mmod.training.vlm_build import create_vlm
 from mmod.training.vlm_config import VlmConfig
 from mmod.training.vlm_evaluation import generate, mean_over_kinds
+from mmod.training.vlm_maps import draw_maps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,6 +64,7 @@ class VlmTradeoffConfig:
         part: The part that is routed, `language` or `vision`.
         train_dense: Train the dense model first; False takes it as the config's checkpoint gives it.
         seeds: Number of seeds; everything is repeated for each.
+        maps: Evaluation questions for which kept image tokens are drawn.
         timed_prompts: Prompts that are read at once when time is measured.
         timed_tokens: Tokens that are decoded for each of them.
         timed_rounds: Interleaved rounds of the measurement.
@@ -78,6 +80,7 @@ class VlmTradeoffConfig:
     part: str = "language"
     train_dense: bool = True
     seeds: int = 1
+    maps: int = 4
     timed_prompts: int = 8
     timed_tokens: int = 16
     timed_rounds: int = 5
@@ -135,7 +138,7 @@ class VlmTradeoffResult:
     """The outcome of a study.
 
     Args:
-        folder: The study's folder with `tradeoff.{csv,json,md,png}`.
+        folder: The study's folder with `tradeoff.{csv,json,md,png}` and `maps-*.png`.
         points: Its points.
         prior: Percent of right answers without looking, by kind.
     """
@@ -183,7 +186,14 @@ def run_vlm_tradeoff(config: VlmTradeoffConfig, *, progress: bool = True) -> Vlm
     for job in in_order(work, progress):
         results.setdefault(job.name, []).append(finetune(job.config, progress=progress))
     prior = results[_DENSE][0].prior
-    result = VlmTradeoffResult(config.output, _measure(config, compared(work), results), prior)
+    first = compared(work)
+    models, collator = _trained(first)
+    val = open_conversations(str(first[_DENSE].config.data.val), first[_DENSE].config.data)
+    points = _measure(config, first, results, models, collator, val)
+    if config.maps:
+        talks = [val[index] for index in _with_one_image(val, config.maps)]
+        draw_maps(models, collator, talks, Path(config.output))
+    result = VlmTradeoffResult(config.output, points, prior)
     write_outcome(config, result, _draw, threads=torch.get_num_threads(), cores=os.cpu_count(), prior=prior)
     return result
 
@@ -222,21 +232,28 @@ def _parse(fields: Mapping[str, Any]) -> VlmConfig:
     return train_config(fields, VlmConfig)
 
 
-def _measure(
-    config: VlmTradeoffConfig, first: Mapping[str, Job[VlmConfig]], results: Mapping[str, list[VlmResult]]
-) -> list[VlmPoint]:
+def _trained(first: Mapping[str, Job[VlmConfig]]) -> tuple[dict[str, Any], ChatCollator]:
+    """Load the models of the first seed, and what encodes questions for all of them."""
     models: dict[str, Any] = {}
     for name, job in first.items():
         weights = dataclasses.replace(job.config.model, checkpoint=str(Path(job.config.output) / MODEL), config=None)
         trained = dataclasses.replace(job.config, model=weights, routing=None, lora=None, frozen=[])
         model, processor = create_vlm(trained)
         models[name] = model.to(choose_device()).eval()
-    run = first[_DENSE].config
-    val = open_conversations(str(run.data.val), run.data)
-    collator = ChatCollator(processor, run.data.max_length)
+    return models, ChatCollator(processor, first[_DENSE].config.data.max_length)
+
+
+def _measure(
+    config: VlmTradeoffConfig,
+    first: Mapping[str, Job[VlmConfig]],
+    results: Mapping[str, list[VlmResult]],
+    models: Mapping[str, Any],
+    collator: ChatCollator,
+    val: Conversations,
+) -> list[VlmPoint]:
     prompts = collator.prompts([val[index] for index in _with_one_image(val, config.timed_prompts)])
     count = len(prompts["input_ids"])
-    image = int((prompts["input_ids"] == processor.image_token_id).sum()) // count
+    image = int((prompts["input_ids"] == collator.processor.image_token_id).sum()) // count
     text = int(prompts["attention_mask"].sum()) // count - image
     reads = {name: partial(_read, model, prompts) for name, model in models.items()}
     device = next(iter(models.values())).device

@@ -50,6 +50,7 @@ def test_a_study_compares_and_can_be_continued(study: VlmTradeoffConfig, monkeyp
     assert dense.cache_bytes - points["random"].cache_bytes == skipped * per_token
     folder = Path(result.folder)
     assert (folder / "tradeoff.png").stat().st_size
+    assert sorted(path.name for path in folder.glob("maps-*.png")) == ["maps-p-mod.png", "maps-random.png"]
     rows = list(csv.DictReader((folder / "tradeoff.csv").open()))
     assert [row["name"] for row in rows] == list(points)
     assert float(rows[0]["right/count"]) == dense.right["count"]
