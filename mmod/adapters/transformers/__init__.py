@@ -7,14 +7,16 @@ import functools
 from torch import nn
 
 from mmod.adapters.base import Part
-from mmod.adapters.transformers.language import find_language, language_model
+from mmod.adapters.transformers.language import find_language, is_decoder_layer
 from mmod.adapters.transformers.saving import load
-from mmod.adapters.transformers.vision import find_vision, vision_encoder
+from mmod.adapters.transformers.vision import find_vision, is_encoder_layer
 
 SUPPORTED = (
     "causal language models of the families Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Phi-3, Gemma, Gemma 2 and Gemma 3, "
     "LLaVA, LLaVA-NeXT, LLaVA-OneVision, Qwen2-VL and Qwen2.5-VL with them, and CLIP and SigLIP vision towers"
 )
+# Part of a model -> what tells a layer of it, and what describes the list of layers.
+_PARTS = {"language": (is_decoder_layer, find_language), "vision": (is_encoder_layer, find_vision)}
 
 
 def find_parts(model: nn.Module) -> dict[str, Part]:
@@ -26,13 +28,12 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     Raises:
         ValueError: It has neither part.
     """
+    stacks = [(name, item) for name, item in model.named_modules() if isinstance(item, nn.ModuleList) and len(item)]
     parts: dict[str, Part] = {}
-    language = language_model(model)
-    if language is not None:
-        parts["language"] = functools.partial(find_language, model, *language)
-    vision = vision_encoder(model)
-    if vision is not None:
-        parts["vision"] = functools.partial(find_vision, model, *vision)
+    for part, (is_layer, find) in _PARTS.items():
+        found = next(((name, layers) for name, layers in stacks if is_layer(layers[0])), None)
+        if found is not None:
+            parts[part] = functools.partial(find, model, *found)
     if not parts:
         raise ValueError(f"cannot route {type(model).__name__}: supported are {SUPPORTED}")
     return parts

@@ -39,16 +39,13 @@ JOINT_LAYERS = ("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer")
 PROTECTED = "protected_mask"
 
 
-def language_model(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """Return name and decoder layers of a model, or None where it has none that can be routed.
+def is_decoder_layer(layer: nn.Module) -> bool:
+    """Return whether a layer is one of a language model that can be routed.
 
     Args:
-        model: The model.
+        layer: A layer of any model.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) and host_class(module[0]).__name__ in LAYERS:
-            return name, module
-    return None
+    return host_class(layer).__name__ in LAYERS
 
 
 def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> HostModel:

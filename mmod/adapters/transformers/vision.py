@@ -42,19 +42,15 @@ class EncoderLayerHost(NamedArguments):
         return {**arguments, "attention_mask": hide_empty_slots(None, routing.valid_BK, x_BND.dtype)}
 
 
-def vision_encoder(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """Return name and layers of a model's vision tower, or None where it has none that can be routed.
+def is_encoder_layer(layer: nn.Module) -> bool:
+    """Return whether a layer is one of a vision tower that can be routed.
 
     Args:
-        model: The model.
+        layer: A layer of any model.
     """
-    for name, module in model.named_modules():
-        # A CLIP model's text tower has layers of the same class.
-        if isinstance(module, nn.ModuleList) and len(module) and "text_model" not in name:
-            config = getattr(getattr(module[0], "self_attn", None), "config", None)
-            if host_class(module[0]).__name__ in LAYERS and hasattr(config, "patch_size"):
-                return name, module
-    return None
+    config = getattr(getattr(layer, "self_attn", None), "config", None)
+    # A CLIP model's text tower has layers of the same class.
+    return host_class(layer).__name__ in LAYERS and hasattr(config, "patch_size")
 
 
 def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> HostModel:
