@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,13 @@ def one_of(name: str, value: object, valid: Sequence[str]) -> None:
     """Raise a ValueError that names the value and the valid ones unless `value` is one of `valid`."""
     if value not in valid:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, got {value!r}")
+
+
+def refuse_unknown(kind: str, names: Iterable[str], valid: Sequence[str]) -> None:
+    """Raise a ValueError that names the unknown ones and the valid ones unless all of `names` are among `valid`."""
+    unknown = sorted(set(names) - set(valid))
+    if unknown:
+        raise ValueError(f"unknown {kind} {', '.join(unknown)}; valid ones are {', '.join(valid)}")
 
 
 @dataclass(frozen=True)
@@ -305,8 +312,5 @@ class RoutingConfig:
         Raises:
             ValueError: An unknown key; the message names the valid ones.
         """
-        names = [f.name for f in dataclasses.fields(cls)]
-        unknown = sorted(set(values) - set(names))
-        if unknown:
-            raise ValueError(f"unknown routing option {', '.join(unknown)}; valid ones are {', '.join(names)}")
+        refuse_unknown("routing option", values, [f.name for f in dataclasses.fields(cls)])
         return cls(**values)

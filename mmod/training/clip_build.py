@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmod import route_
+from mmod.config import refuse_unknown
 from mmod.data.pairs import Tokenizer, Transform
 from mmod.training.checkpoint import find_weights
 from mmod.training.clip_config import ClipConfig, ClipModelConfig
@@ -109,9 +110,7 @@ def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> 
     """
     preprocess = PreprocessCfg(**model.visual.preprocess_cfg)
     known = [field.name for field in dataclasses.fields(AugmentationCfg)]
-    unknown = sorted(set(augment or {}) - set(known))
-    if unknown:
-        raise ValueError(f"augment has the unknown key {unknown[0]!r}; valid: {', '.join(known)}")
+    refuse_unknown("field of augment", augment or {}, known)
     evaluation: Transform = image_transform_v2(preprocess, is_train=False)
     training = evaluation
     if augment is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mmod.config import refuse_unknown
 from mmod.data.chat import ChatCollator
 from mmod.data.conversations import open_conversations
 from mmod.data.files import write_atomically
@@ -88,9 +89,7 @@ def training_arguments(config: VlmConfig, progress: bool = True) -> Any:
     from transformers import TrainingArguments
 
     known = [item.name for item in dataclasses.fields(TrainingArguments) if item.init]
-    unknown = sorted(set(config.trainer) - set(known))
-    if unknown:
-        raise ValueError(f"unknown argument of the trainer {', '.join(unknown)}; valid ones are {', '.join(known)}")
+    refuse_unknown("argument of the trainer", config.trainer, known)
     # A copy: what it is given for fsdp and deepspeed, the trainer completes in place.
     given = copy.deepcopy(config.trainer)
     chosen = {"report_to": "none", "disable_tqdm": not progress, "logging_nan_inf_filter": False, **given}

@@ -14,6 +14,7 @@ from mmod import RoutingConfig, is_routed, route_
 from mmod.adapters import find_parts
 from mmod.adapters.transformers.saving import read_routing
 from mmod.blocks import RoutedBlock, model_hooks
+from mmod.config import refuse_unknown
 from mmod.data.questions import IMAGE, WORDS
 from mmod.pretrained import route_again
 from mmod.training.config import resolve_routing
@@ -241,8 +242,5 @@ def _add_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
 
     from peft import LoraConfig, get_peft_model
 
-    known = [item.name for item in fields_of(LoraConfig)]
-    unknown = sorted(set(fields) - set(known))
-    if unknown:
-        raise ValueError(f"unknown option of LoRA {', '.join(unknown)}; valid ones are {', '.join(known)}")
+    refuse_unknown("option of LoRA", fields, [item.name for item in fields_of(LoraConfig)])
     return get_peft_model(model, LoraConfig(**fields))
