@@ -44,10 +44,6 @@ class AnswerResult:
         """Mean over the kinds of questions that need an image, in percent."""
         return mean_over_kinds(self.right)
 
-    def columns(self) -> dict[str, float]:
-        """Return the figures as columns of a table."""
-        return {"accuracy": self.accuracy, **{f"right/{kind}": share for kind, share in self.right.items()}}
-
 
 def mean_over_kinds(figures: Mapping[str, float]) -> float:
     """Return the mean of figures over the kinds of questions that need an image, or over all if none does.

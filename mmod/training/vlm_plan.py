@@ -120,14 +120,14 @@ def plan_run(config: VlmConfig) -> VlmPlan:
     epochs = math.ceil(arguments.num_train_epochs * math.ceil(len(train) / batch))
     blocks = routed_blocks(model) if is_routed(model) else {}
     shares = dict(capacities(model)) if blocks else {}
-    hosts = {name: host for name, host in find_hosts(model).items() if name in (config.routing or ["language"])}
+    hosts = find_hosts(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     flops = prefill_flops(model, tokens - image_tokens, image_tokens, shares or None, protected)
     kept = {row.name: row.kept for row in flops.layers}
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
     held = arguments.train_batch_size * sum(
         _held_bytes(host, patches if name == "vision" else tokens, kept, config.trainer)
-        for name, host in find_hosts(model).items()
+        for name, host in hosts.items()
         # Below the language model, a frozen tower has no backward pass.
         if name == "language" or any(weight.requires_grad for block in host.blocks for weight in block.parameters())
     )
@@ -142,7 +142,7 @@ def plan_run(config: VlmConfig) -> VlmPlan:
         answers=mean(float((entry["labels"] != IGNORED).sum()) for entry in batches),
         flops=flops,
         kept={name: shares[name] if block.router.config.select == "topk" else None for name, block in blocks.items()},
-        depth=sum(len(host.blocks) for host in hosts.values()),
+        depth=sum(len(host.blocks) for name, host in hosts.items() if name in (config.routing or ["language"])),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         router_parameters=sum(parameter.numel() for parameter in router_parameters(model).values()),
         trained=sum(parameter.numel() for parameter in trained),
