@@ -174,6 +174,9 @@ def routed_layer(cache: Any, layer: int) -> RoutedLayer | StaticRoutedLayer:
         ValueError: A kind of cache whose layers cannot hold different tokens, or one that was filled before the model
             was routed.
     """
+    layers = getattr(cache, "layers", ())
+    if layer < len(layers) and isinstance(layers[layer], (RoutedLayer, StaticRoutedLayer)):
+        return layers[layer]
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         raise ValueError(
             f"a routed model caches in a transformers DynamicCache or StaticCache, got {type(cache).__name__}"
@@ -182,8 +185,6 @@ def routed_layer(cache: Any, layer: int) -> RoutedLayer | StaticRoutedLayer:
         while len(cache.layers) <= layer:
             cache.layers.append(cache.layer_class_to_replicate())
     found: Any = cache.layers[layer]
-    if isinstance(found, (RoutedLayer, StaticRoutedLayer)):
-        return found
     routed: RoutedLayer | StaticRoutedLayer
     if type(found) in (DynamicLayer, DynamicSlidingWindowLayer):
         routed = RoutedLayer(getattr(found, "sliding_window", None))

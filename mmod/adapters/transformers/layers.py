@@ -158,7 +158,8 @@ class DecoderLayerHost:
         if cache is None:
             return None
         found = routed_layer(cache, self.index)
-        if self._is_flash and isinstance(found, StaticRoutedLayer):
+        # Asking a config takes transformers longer than all else here does.
+        if isinstance(found, StaticRoutedLayer) and self._is_flash:
             raise ValueError(
                 "flash attention has no mask that hides the empty slots of a static cache: load the model with "
                 "attn_implementation='sdpa', or use the default cache"
