@@ -79,7 +79,7 @@ def importance_loss(routing: Routing, router: Router) -> Tensor:
     if routing.roles is None:
         index_BK, valid_BK, *_ = select_topk(routing.importance_BN, router.capacity, router.prefix)
     else:
-        index_BK, valid_BK = select_within(routing.importance_BN, router.capacity, routing.roles)
+        index_BK, valid_BK, _ = select_within(routing.importance_BN, router.capacity, routing.roles)
     target_BN = Routing(routing.importance_BN, index_BK, valid_BK=valid_BK).keep_BN
     return _cross_entropy(routing.score_BN, target_BN, routing, router)
 

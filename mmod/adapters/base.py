@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmod.blocks import BlockHost, ImportanceBlock, ModelHook, RoutedBlock
 from mmod.config import RoutingConfig
-from mmod.ops import Projection, attend_to_all, keys_and_values
+from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
 from mmod.routing import Router, Routing
 
 
@@ -203,11 +203,11 @@ class NamedArguments:
         drops = block.training and any(getattr(module, "drop_prob", 0) for module in block.modules())
         return self.draws_paths or not drops
 
-    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, row_T: Tensor) -> dict[str, Any]:
+    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, packing: Packing) -> dict[str, Any]:
         """Return the arguments for the packed rows of many images."""
         packed = dict(arguments)
         if "rope" in packed:
-            packed["rope"] = pack_rope(packed["rope"], row_T, x_BND.shape[1], self.rope_prefix)
+            packed["rope"] = pack_rope(packed["rope"], packing.row_T, x_BND.shape[1], self.rope_prefix)
         return packed
 
     def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from mmod.blocks.packed import run_packed
 from mmod.blocks.routed import ImportanceBlock, RoutedBlock, merge
 from mmod.blocks.state import BlockHost
-from mmod.ops import gather_rows
+from mmod.ops import Packing, gather_rows
 from mmod.routing import Roles, Routing
 
 
@@ -37,8 +39,23 @@ class DecoderHost(BlockHost, Protocol):
         """
         ...
 
-    def announce(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> None:
-        """Tell the layer's cache which tokens it is about to be given."""
+    def pack(
+        self, arguments: Mapping[str, Any], x_BND: Tensor, packing: Packing, compact: bool = False
+    ) -> dict[str, Any]:
+        """Return the arguments for kept tokens of all samples in one sequence.
+
+        Args:
+            arguments: The arguments of all tokens.
+            x_BND: All tokens.
+            packing: Where the rows come from.
+            compact: Count rotary positions among kept tokens.
+        """
+        ...
+
+    def announce(
+        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None
+    ) -> None:
+        """Tell the layer's cache which tokens it is about to be given, by sample or packed."""
         ...
 
     def has_room(self, arguments: Mapping[str, Any]) -> bool:
@@ -77,6 +94,10 @@ class RoutedDecoderBlock(RoutedBlock):
         scored = host.first_norm(self)(x) if config.normalize == "block" else x
         routing = self.router(scored, self.mod.importance(x, self.training), roles=roles)
         self.mod.record(routing, self.training)
+        # A gate on the branches has weighed them when their sum is written back.
+        written = routing if config.gate_on == "update" else routing._replace(gate_BK=None)
+        if routing.valid_BK is not None and routing.total and host.packs(self, arguments):
+            return run_packed(x, written, partial(self._run_packed, x=x, arguments=arguments, routing=routing))
         # A decoded token that every sample keeps is in its place already.
         moved = None if x.shape[1] == routing.index_BK.shape[1] == 1 and routing.valid_BK is None else routing
         z_BKD = x if moved is None else gather_rows(x, routing.index_BK)
@@ -84,12 +105,25 @@ class RoutedDecoderBlock(RoutedBlock):
         host.announce(arguments, x, moved)
         if not routing.index_BK.shape[1]:
             return merge(x, z_BKD, z_BKD, routing)
-        if config.gate_on == "update":
-            y_BKD = super(RoutedBlock, self).forward(z_BKD, **narrowed)
-            return merge(x, z_BKD, y_BKD, routing)
-        with weighed_branches(host.branches(self, config.gate_on), routing.gate_BK):
-            y_BKD = super(RoutedBlock, self).forward(z_BKD, **narrowed)
-        return merge(x, z_BKD, y_BKD, routing._replace(gate_BK=None))
+        return merge(x, z_BKD, self._run(z_BKD, narrowed, routing.gate_BK), written)
+
+    def _run_packed(
+        self, z_1TD: Tensor, packing: Packing, x: Tensor, arguments: Mapping[str, Any], routing: Routing
+    ) -> Tensor:
+        host: DecoderHost = self.mod.host  # type: ignore[assignment]
+        packed = host.pack(arguments, x, packing, self.router.config.positions == "compact")
+        host.announce(arguments, x, routing, packing)
+        gate_BK = routing.gate_BK
+        return self._run(z_1TD, packed, None if gate_BK is None else gate_BK.flatten()[packing.slot_T].unsqueeze(0))
+
+    def _run(self, z: Tensor, arguments: Mapping[str, Any], gate: Tensor | None) -> Tensor:
+        """Run the host layer on kept tokens, its branches weighed where that is where the gate is."""
+        host: DecoderHost = self.mod.host  # type: ignore[assignment]
+        gate_on = self.router.config.gate_on
+        if gate_on == "update":
+            return super(RoutedBlock, self).forward(z, **arguments)
+        with weighed_branches(host.branches(self, gate_on), gate):
+            return super(RoutedBlock, self).forward(z, **arguments)
 
 
 class ImportanceDecoderBlock(ImportanceBlock):

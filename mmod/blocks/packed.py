@@ -5,12 +5,11 @@ Axes: B images, N tokens, K slots per image, T packed rows, D channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor
 
-from mmod.ops import attend_within, lerp_rows, pack_rows
+from mmod.ops import Packing, attend_within, lerp_rows, pack_rows
 from mmod.routing import Routing
 
 
@@ -26,19 +25,13 @@ def reweigh_skipped(x_BND: Tensor, routing: Routing) -> Tensor:
     return x_BND * routing.skip_weight_BN.unsqueeze(-1).to(x_BND.dtype)
 
 
-def run_packed(
-    x_BND: Tensor,
-    routing: Routing,
-    block: Callable[..., Tensor],
-    arguments: Callable[[Tensor], Mapping[str, Any]],
-) -> Tensor:
+def run_packed(x_BND: Tensor, routing: Routing, block: Callable[[Tensor, Packing], Tensor]) -> Tensor:
     """Run a block on the kept rows of a batch, packed, and write them back.
 
     Args:
         x_BND: All tokens (B, N, D).
         routing: A decision with a known total of valid slots.
-        block: The host block's forward, from (1, T, D) to (1, T, D).
-        arguments: Returns the block's further arguments for packed rows, given their places in the batch (T).
+        block: The host block's forward, from (1, T, D) to (1, T, D), given where the rows come from.
 
     Returns:
         All tokens after the block (B, N, D).
@@ -53,7 +46,7 @@ def run_packed(
     z_TD = x_BND.flatten(0, 1).index_select(0, packing.row_T)
     seam = attend_within(packing)
     with seam:
-        y_TD = block(z_TD.unsqueeze(0), **arguments(packing.row_T)).squeeze(0)
+        y_TD = block(z_TD.unsqueeze(0), packing).squeeze(0)
     if not seam.calls:
         raise RuntimeError("packed rows need fused attention: this block called no scaled_dot_product_attention")
     gate_T = None if routing.gate_BK is None else routing.gate_BK.flatten()[packing.slot_T]

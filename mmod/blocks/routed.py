@@ -46,7 +46,8 @@ class RoutedBlock(nn.Module):
         routing = self.mod.decide(self.router, x, self.training, arguments)
         to_all = self.router.config.context == "all"
         if routing.valid_BK is not None and routing.total and not to_all and host.packs(self, arguments):
-            return run_packed(x, routing, super().forward, lambda row_T: host.pack(arguments, x, row_T))
+            forward = super().forward
+            return run_packed(x, routing, lambda z_1TD, packing: forward(z_1TD, **host.pack(arguments, x, packing)))
         z_BKD = enter_block(x, routing, getattr(self, host.entry) if host.entry else None)
         if not routing.index_BK.shape[1]:
             y_BKD = z_BKD

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import RoutingConfig
+from mmod.ops import Packing
 from mmod.routing import Router, Routing
 
 
@@ -42,8 +43,8 @@ class BlockHost(Protocol):
         """Return whether the block may run on one sequence of many images whose attention is kept apart."""
         ...
 
-    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, row_T: Tensor) -> dict[str, Any]:
-        """Return the arguments for that one sequence, given the places of its rows among all tokens of the batch."""
+    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, packing: Packing) -> dict[str, Any]:
+        """Return the arguments for that one sequence, given where its rows come from."""
         ...
 
     def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:

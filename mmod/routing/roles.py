@@ -32,6 +32,7 @@ class Roles(NamedTuple):
         always: For each sample the number of tokens that are always kept.
         strict: A capacity that keeps no token of a group is an error.
         alone: Every sample has one token, and a slot for it whether it is kept or not.
+        causal: A token attends to all valid ones up to itself and to no other, whatever mask says so.
     """
 
     group_BN: Tensor
@@ -40,6 +41,7 @@ class Roles(NamedTuple):
     always: tuple[int, ...]
     strict: bool = True
     alone: bool = False
+    causal: bool = False
 
     @property
     def padded(self) -> bool:
@@ -122,7 +124,7 @@ def _used(counts: list[int]) -> int:
     return max((place + 1 for place, count in enumerate(counts) if count), default=0)
 
 
-def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[Tensor, Tensor | None]:
+def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[Tensor, Tensor | None, int]:
     """Keep the highest scores of every group, and all tokens that are always kept.
 
     Ties go to the lowest index and NaN ranks last among the tokens of its group. A group of n tokens keeps
@@ -134,7 +136,8 @@ def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[T
         roles: The roles of the tokens.
 
     Returns:
-        Indices (B, K), ascending among the kept, and which slots are valid (B, K); None means all.
+        Indices (B, K), ascending among the kept; which slots are valid (B, K), None meaning all; and how many are
+        valid in all.
 
     Raises:
         ValueError: The capacity keeps none of a group's tokens, where the roles are strict about it.
@@ -149,7 +152,7 @@ def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[T
     counts = [sum(row) + always for row, always in zip(keeps, roles.always)]
     tokens = score_BN.shape[1]
     if not any(keeps) or all(kept == list(sizes) for kept, sizes in zip(keeps, roles.sizes)):
-        return _pack(roles.group_BN > PADDING, counts)
+        return _slots_of(roles.group_BN > PADDING, counts)
     groups = max(map(len, keeps))
     worst_BN = -score_BN.detach().nan_to_num(nan=-torch.inf, neginf=torch.finfo(score_BN.dtype).min)
     if groups == 1:
@@ -169,7 +172,7 @@ def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[T
         1, order_BN, torch.arange(tokens, device=order_BN.device).expand_as(order_BN)
     )
     chosen_BN = place_BN < last_BN.gather(1, group_BN)
-    return _pack(torch.where(roles.free_BN, chosen_BN, roles.group_BN == KEPT), counts)
+    return _slots_of(torch.where(roles.free_BN, chosen_BN, roles.group_BN == KEPT), counts)
 
 
 def _running(sizes: list[int], groups: int) -> list[int]:
@@ -192,26 +195,26 @@ def _kept_of(size: int, capacity: Fraction, strict: bool) -> int:
     return 1
 
 
-def _first_of(best_BK: Tensor, counts: list[int], tokens: int) -> tuple[Tensor, Tensor | None]:
+def _first_of(best_BK: Tensor, counts: list[int], tokens: int) -> tuple[Tensor, Tensor | None, int]:
     """Sort the first slots of each row, as many as it counts, ascending in front of the others."""
     if min(counts) == best_BK.shape[1]:
-        return torch.sort(best_BK, dim=1).values, None
+        return torch.sort(best_BK, dim=1).values, None, sum(counts)
     count_B1 = torch.tensor(counts, device=best_BK.device).unsqueeze(1)
     valid_BK = torch.arange(best_BK.shape[1], device=best_BK.device) < count_B1
     index_BK = torch.sort(torch.where(valid_BK, best_BK, best_BK + tokens), dim=1).values
-    return torch.where(valid_BK, index_BK, index_BK - tokens), valid_BK
+    return torch.where(valid_BK, index_BK, index_BK - tokens), valid_BK, sum(counts)
 
 
-def _pack(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None]:
+def _slots_of(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None, int]:
     """Return the kept tokens' indices in order, others behind them in slots that are not valid."""
-    slots = max(counts, default=0)
+    slots, total = max(counts, default=0), sum(counts)
     if all(count == keep_BN.shape[1] for count in counts):
-        return torch.arange(slots, device=keep_BN.device).expand_as(keep_BN), None
+        return torch.arange(slots, device=keep_BN.device).expand_as(keep_BN), None, total
     index_BK = torch.sort((~keep_BN).to(torch.uint8), dim=1, stable=True).indices[:, :slots]
     if all(count == slots for count in counts):
-        return index_BK, None
+        return index_BK, None, total
     count_B1 = torch.tensor(counts, device=keep_BN.device).unsqueeze(1)
-    return index_BK, torch.arange(slots, device=keep_BN.device) < count_B1
+    return index_BK, torch.arange(slots, device=keep_BN.device) < count_B1, total
 
 
 class _Linear(nn.Linear):
@@ -308,7 +311,7 @@ class RoleRouter(Router):
             # Drawn by rank among the tokens that may be skipped, so that neither padding nor text moves the draw.
             score_BN = score_BN.gather(1, (roles.free_BN.cumsum(1) - 1).clamp(min=0))
         predicted_BN = None if self.predictor is None else self.predictor(x_BND)
-        index_BK, valid_BK = self._select(score_BN, predicted_BN, roles)
+        index_BK, valid_BK, total = self._select(score_BN, predicted_BN, roles)
         gate, scale = str(self.config.gate), float(self.config.gate_scale or 0)
         gate_BK, skip_weight_BN = None, None
         if gate != "identity":
@@ -323,11 +326,14 @@ class RoleRouter(Router):
             valid_BK,
             skip_weight_BN,
             importance_BN,
-            roles=roles,
-            predicted_BN=predicted_BN,
+            total,
+            roles,
+            predicted_BN,
         )
 
-    def _select(self, score_BN: Tensor, predicted_BN: Tensor | None, roles: Roles) -> tuple[Tensor, Tensor | None]:
+    def _select(
+        self, score_BN: Tensor, predicted_BN: Tensor | None, roles: Roles
+    ) -> tuple[Tensor, Tensor | None, int | None]:
         threshold = self.config.threshold if self.config.select == "threshold" else None
         if not self.training and self.config.inference_threshold is not None:
             threshold = self.config.inference_threshold
@@ -337,5 +343,5 @@ class RoleRouter(Router):
         level_BN = self._level(score_BN.detach(), roles.free_BN)
         keep_BN = (roles.group_BN == KEPT) | (roles.free_BN & (level_BN >= threshold))
         if roles.alone:
-            return torch.zeros_like(keep_BN, dtype=torch.long), keep_BN
-        return _pack(keep_BN, keep_BN.sum(1).tolist())
+            return torch.zeros_like(keep_BN, dtype=torch.long), keep_BN, None
+        return _slots_of(keep_BN, keep_BN.sum(1).tolist())

@@ -36,6 +36,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         position_BL: Where each slot's token stands among the seen ones (B, L); None before the first.
         valid_BL: False where a slot is empty (B, L); None before the first.
         counted: Slots at the end whose places are not written down yet.
+        slot_T: Places among all slots of the announced tokens, which come packed as one sequence; else None.
     """
 
     seen: int
@@ -52,6 +53,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         self.kept_B1 = 0
         self.ragged = False
         self.counted = 0
+        self.slot_T: Tensor | None = None
 
     def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
         """Say which tokens `update` is about to be given, see `KeptTokens`."""
@@ -86,7 +88,15 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         self.position_BL, self.valid_BL = self.joined(new_BL, None)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values (B, H, K, E) of the announced tokens and return all of them (B, H, L, E)."""
+        """Append keys and values (B, H, K, E) of the announced tokens and return all of them (B, H, L, E).
+
+        The first tokens may come as one sequence (1, H, T, E), and are returned as they came.
+        """
+        if self.slot_T is not None:
+            samples = self._by_slot(key_states), self._by_slot(value_states)
+            self.slot_T = None
+            self.update(*samples, *args, **kwargs)
+            return key_states, value_states
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         told = self.counted + (0 if self.position_BL is None else self.position_BL.shape[1])
         if keys.shape[2] != told:
@@ -95,6 +105,14 @@ class RoutedLayer(KeptTokens, DynamicLayer):
             self._write_down(keys)
             self._forget()
         return keys, values
+
+    def _by_slot(self, packed_1HTE: Tensor) -> Tensor:
+        """Give every packed row its slot (B, H, K, E); empty ones hold zeros."""
+        assert self.position_BL is not None
+        assert self.slot_T is not None
+        slots_SHE = packed_1HTE.new_zeros(self.position_BL.numel(), packed_1HTE.shape[1], packed_1HTE.shape[3])
+        slots_SHE = slots_SHE.index_copy(0, self.slot_T, packed_1HTE[0].transpose(0, 1))
+        return slots_SHE.unflatten(0, self.position_BL.shape).transpose(1, 2)
 
     def _forget(self) -> None:
         """Drop leading slots that no later query of any sample sees."""

@@ -171,9 +171,9 @@ class RoleHook(DescribedRouting):
                     f"{PROTECTED} has shape {tuple(protected_BN.shape)}, the tokens have {(samples, tokens)}"
                 )
             free_BN = free_BN & ~protected_BN.bool()
-        roles = assign_roles(
-            free_BN, gated_BN, valid_BN, self.config.frames, self.tokens == "image", self._segments(given, cache)
-        )
+        segment_BN = self._segments(given, cache)
+        roles = assign_roles(free_BN, gated_BN, valid_BN, self.config.frames, self.tokens == "image", segment_BN)
+        roles = roles._replace(causal=segment_BN is None and self._is_causal(given.get("attention_mask"), tokens))
         if begun and any(roles.sizes) and not self._decides_alone(module):
             raise ValueError(
                 "image tokens follow tokens that are cached already, so the best of all image tokens cannot be chosen: "
@@ -204,6 +204,13 @@ class RoleHook(DescribedRouting):
         if "flash" in self.text_config._attn_implementation:
             raise ValueError("flash attention finds packed samples by positions that routing takes out: use sdpa")
         return nn.functional.pad((position_BN.diff(dim=1) != 1).cumsum(1), (1, 0))
+
+    def _is_causal(self, mask: Any, tokens: int) -> bool:
+        """Whether attention within as many tokens hides nothing but padding and tokens to come."""
+        pads_only = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
+        window = getattr(self.text_config, "sliding_window", None)
+        both_ways = getattr(self.text_config, "use_bidirectional_attention", False)
+        return pads_only and not both_ways and (window is None or tokens <= window)
 
     def _decides_alone(self, module: nn.Module) -> bool:
         """Whether a token's fate does not depend on other tokens."""

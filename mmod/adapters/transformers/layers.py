@@ -16,7 +16,7 @@ from mmod.adapters.transformers.cache import RoutedLayer, routed_layer
 from mmod.adapters.transformers.cache_base import KeptTokens
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
 from mmod.adapters.transformers.rotary import CompactRotary
-from mmod.ops import gather_rows
+from mmod.ops import Packing, gather_rows
 from mmod.routing import Roles, Routing
 from mmod.routing.roles import PADDING
 
@@ -81,12 +81,37 @@ class DecoderLayerHost:
         return None
 
     def packs(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
-        """Causal attention has no packed form here."""
-        return False
+        """Rows are packed where they attend to each other alone, as those of a prompt do, and nothing is hidden."""
+        if self.config._attn_implementation != "sdpa" or torch.compiler.is_compiling():
+            return False
+        roles, cache = self.roles(arguments), self._cache(arguments)
+        if roles is None or not (roles.causal or arguments.get("attention_mask") is None):
+            return False
+        return cache is None or (isinstance(cache, RoutedLayer) and not cache.seen)
 
-    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, row_T: Tensor) -> dict[str, Any]:
-        """Never asked for, see `packs`."""
-        raise NotImplementedError("language models run padded rows")
+    def pack(
+        self, arguments: Mapping[str, Any], x_BND: Tensor, packing: Packing, compact: bool = False
+    ) -> dict[str, Any]:
+        """Return the arguments for kept tokens of all samples in one sequence.
+
+        Args:
+            arguments: The arguments of all tokens.
+            x_BND: All tokens.
+            packing: Where the rows come from.
+            compact: Count rotary positions among kept tokens.
+        """
+        packed, tokens = {**arguments, "attention_mask": None}, x_BND.shape[1]
+        if compact and self.rotary is not None:
+            embeddings = self.rotary(x_BND[:1], 0, packing.max_seqlen, 0)
+            packed["position_embeddings"] = tuple(
+                _packed(each, packing.slot_T, packing.max_seqlen) for each in embeddings
+            )
+        elif packed.get("position_embeddings") is not None:
+            embeddings = packed["position_embeddings"]
+            packed["position_embeddings"] = tuple(_packed(each, packing.row_T, tokens) for each in embeddings)
+        if isinstance(packed.get("position_ids"), Tensor):
+            packed["position_ids"] = _packed(packed["position_ids"], packing.row_T, tokens)
+        return packed
 
     def attend_to_all(
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
@@ -112,13 +137,17 @@ class DecoderLayerHost:
         """Return whether the cache gives a layer keys of tokens to come, too, as a static one does."""
         return bool(getattr(arguments.get("past_key_values"), "is_compileable", False))
 
-    def announce(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> None:
-        """Tell the layer's cache which tokens it is about to be given."""
+    def announce(
+        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None
+    ) -> None:
+        """Tell the layer's cache which tokens it is about to be given, by sample or packed."""
         cache = self._cache(arguments)
         if cache is not None and routing is None:
             cache.announce_all(x_BND)
         elif cache is not None and routing is not None:
             cache.announce(cache.seen + routing.index_BK, routing.valid_BK, x_BND.shape[1])
+        if packing is not None and isinstance(cache, RoutedLayer):
+            cache.slot_T = packing.slot_T
 
     def narrow(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, compact: bool = False
@@ -226,6 +255,12 @@ def _index(x_BND: Tensor, routing: Routing | None) -> Tensor:
     if routing is not None:
         return routing.index_BK
     return torch.arange(x_BND.shape[1], device=x_BND.device).expand(len(x_BND), -1)
+
+
+def _packed(rows: Tensor, place_T: Tensor, slots: int) -> Tensor:
+    """Take the rows (1, T, ...) at some places among all slots of a batch, whose samples may share theirs."""
+    place_T = place_T if len(rows) > 1 else place_T % slots
+    return rows.flatten(0, 1).index_select(0, place_T).unsqueeze(0)
 
 
 def _rows(embedding: Tensor, index_BK: Tensor) -> Tensor:

@@ -1,0 +1,116 @@
+"""Kept tokens of a ragged batch run as one sequence while a prompt is read; that must change nothing but time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import mmod
+from mmod.adapters.transformers.cache import RoutedLayer
+from mmod.adapters.transformers.layers import DecoderLayerHost
+from tests.adapters.test_transformers_generation import EVERYTHING, IMAGES_ONLY
+from tests.adapters.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, pad, prompt, words
+
+# What stays padded: a window shorter than the prompt hides more than padding.
+PADDED = ("mistral-window", "gemma3")
+
+
+class Counted:
+    """Count the layers that ran packed, or keep all of them from it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, self.allowed = 0, True
+        packs = DecoderLayerHost.packs
+
+        def counted(host: DecoderLayerHost, block: nn.Module, arguments: dict[str, Any]) -> bool:
+            packed = self.allowed and packs(host, block, arguments)
+            self.calls += packed
+            return packed
+
+        monkeypatch.setattr(DecoderLayerHost, "packs", counted)
+
+
+def both_ways(model: Any, batch: dict[str, Any], counted: Counted) -> list[list[Tensor]]:
+    """Return logits of valid tokens, cached keys and values and gradients, packed and padded."""
+    results, valid = [], batch["attention_mask"].bool()
+    for counted.allowed in (True, False):
+        with torch.no_grad():
+            out = model(**batch, use_cache=True)
+        held = [
+            each.transpose(1, 2)[layer.valid_BL]
+            for layer in out.past_key_values.layers
+            if isinstance(layer, RoutedLayer) and layer.keys is not None
+            for each in (layer.keys, layer.values)
+        ]
+        logits = model(**batch, use_cache=False).logits[valid]
+        parameters = [p for name, p in model.named_parameters() if p.requires_grad and "vision" not in name]
+        gradients = torch.autograd.grad(logits.square().mean(), parameters, allow_unused=True)
+        results.append([out.logits[valid], *held, logits, *(g for g in gradients if g is not None)])
+    return results
+
+
+def check_alike(results: list[list[Tensor]]) -> None:
+    for packed, padded in zip(*results, strict=True):
+        torch.testing.assert_close(packed, padded, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", JOINT)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_packed_equals_padded_in_every_family(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    model = mmod.route_(make_joint(name), language=LINEAR).double()
+    batch = prompt(name, (1, 0, 2), side=side)
+    batch = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+    check_alike(both_ways(model, batch, counted))
+    assert (counted.calls > 0) == (not name.endswith(PADDED))
+
+
+@pytest.mark.parametrize("method", [*IMAGES_ONLY, *EVERYTHING])
+@pytest.mark.parametrize("training", [False, True])
+def test_packed_equals_padded_by_every_method(method: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    config = {**IMAGES_ONLY, **EVERYTHING}[method]
+    model = mmod.route_(make_joint("llava"), language=config).double().train(training)
+    batch = prompt("llava", (2, 0, 1))
+    check_alike(both_ways(model, {**batch, "pixel_values": batch["pixel_values"].double()}, counted))
+    assert counted.calls
+
+
+# Gemma 2 runs eager attention, which stays padded, and gives NaN in fp64 where padding leads, dense or routed.
+@pytest.mark.parametrize("name", [name for name in LANGUAGE if name != "gemma2"])
+def test_packed_equals_padded_without_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    model = mmod.route_(make_language(name), language=EVERYTHING["threshold"]).double()
+    check_alike(both_ways(model, words(3), counted))
+    assert (counted.calls > 0) == (name not in PADDED)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    seed=st.integers(0, 99),
+    threshold=st.floats(0.2, 0.8),
+    side=st.sampled_from(["left", "right"]),
+)
+@settings(max_examples=25, deadline=None)
+def test_packed_equals_padded_at_any_length(lengths: list[int], seed: int, threshold: float, side: str) -> None:
+    model = mmod.route_(make_language("llama"), language=EVERYTHING["threshold"].replace(threshold=threshold)).double()
+    generator = torch.Generator().manual_seed(seed)
+    batch = pad([torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths], side)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        check_alike(both_ways(model, batch, Counted(monkeypatch)))
+
+
+def test_other_masks_stay_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    model = mmod.route_(make_language("llama"), language=EVERYTHING["threshold"])
+    batch = words(2)
+    tokens = batch["input_ids"].shape[1]
+    pairs = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(2, 1, -1, -1).clone()
+    pairs[:, :, :, 5:7] &= torch.eye(tokens, dtype=torch.bool)[:, 5:7]
+    model(input_ids=batch["input_ids"], attention_mask=pairs)
+    assert not counted.calls
