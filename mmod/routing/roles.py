@@ -28,6 +28,8 @@ class Roles(NamedTuple):
         group_BN: -1 for padding, 0 for tokens that are always kept, and the number of the group, from 1 on, for
             tokens that may be skipped; the top-k is taken within each group (B, N).
         gated_BN: True where the gate weighs a kept token's update (B, N).
+        limit_BN: What a sort, lowest first, is to see at most: -inf for tokens that are always kept, inf for those
+            that may be skipped, NaN, which sorts last, for padding (B, N).
         sizes: For each sample the sizes of its groups.
         always: For each sample the number of tokens that are always kept.
         strict: A capacity that keeps no token of a group is an error.
@@ -37,6 +39,7 @@ class Roles(NamedTuple):
 
     group_BN: Tensor
     gated_BN: Tensor
+    limit_BN: Tensor
     sizes: tuple[tuple[int, ...], ...]
     always: tuple[int, ...]
     strict: bool = True
@@ -103,7 +106,8 @@ def assign_roles(
     sizes = tuple(tuple(row[2 : 2 + _used(row[2:])]) for row in rows)
     if isinstance(frames, int) and any(size != frames for row in sizes for size in row):
         raise ValueError(f"frames={frames} does not divide the image tokens of a sample, {[sum(row) for row in sizes]}")
-    return Roles(group_BN, gated_BN & valid_BN, sizes, tuple(row[1] for row in rows), strict)
+    always = tuple(row[1] for row in rows)
+    return Roles(group_BN, gated_BN & valid_BN, _limits(group_BN), sizes, always, strict)
 
 
 def decoded_roles(valid_BN: Tensor) -> Roles:
@@ -117,7 +121,14 @@ def decoded_roles(valid_BN: Tensor) -> Roles:
         [[1], [-1]]
     """
     samples = len(valid_BN)
-    return Roles(valid_BN * 2 - 1, valid_BN, ((1,),) * samples, (0,) * samples, strict=False, alone=True)
+    group_BN = valid_BN * 2 - 1
+    sizes, always = ((1,),) * samples, (0,) * samples
+    return Roles(group_BN, valid_BN, _limits(group_BN), sizes, always, strict=False, alone=True)
+
+
+def _limits(group_BN: Tensor) -> Tensor:
+    limit_BN = torch.full(group_BN.shape, torch.inf, device=group_BN.device)
+    return limit_BN.masked_fill(group_BN == KEPT, -torch.inf).masked_fill(group_BN == PADDING, torch.nan)
 
 
 def _used(counts: list[int]) -> int:
@@ -156,9 +167,7 @@ def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[T
     groups = max(map(len, keeps))
     worst_BN = -score_BN.detach().nan_to_num(nan=-torch.inf, neginf=torch.finfo(score_BN.dtype).min)
     if groups == 1:
-        worst_BN = worst_BN.masked_fill(roles.group_BN == KEPT, -torch.inf)
-        # Padding sorts behind everything, as NaN does.
-        worst_BN = worst_BN.masked_fill(roles.group_BN == PADDING, torch.nan)
+        worst_BN = torch.minimum(worst_BN, roles.limit_BN)
         return _first_of(torch.sort(worst_BN, dim=1, stable=True).indices[:, : max(counts)], counts, tokens)
     order_BN = torch.sort(worst_BN, dim=1, stable=True).indices
     # Sorting by group afterwards, stably, leaves every group sorted by score; padding and kept tokens come first.
@@ -306,7 +315,8 @@ class RoleRouter(Router):
         if roles is None:
             raise ValueError("this router needs the roles of the tokens: run the whole model, not a layer of it")
         # The random score reads a fingerprint off the tokens it draws among: later text must not change the draw.
-        score_BN = self._score(x_BND, importance_BN, roles.free_BN)
+        drawn_BN = roles.free_BN if isinstance(self.score, RandomScore) else None
+        score_BN = self._score(x_BND, importance_BN, drawn_BN)
         if isinstance(self.score, (RandomScore, StrideScore)):
             # Drawn by rank among the tokens that may be skipped, so that neither padding nor text moves the draw.
             score_BN = score_BN.gather(1, (roles.free_BN.cumsum(1) - 1).clamp(min=0))
@@ -314,11 +324,11 @@ class RoleRouter(Router):
         index_BK, valid_BK, total = self._select(score_BN, predicted_BN, roles)
         gate, scale = str(self.config.gate), float(self.config.gate_scale or 0)
         gate_BK, skip_weight_BN = None, None
-        if gate != "identity":
-            gate_BK = apply_gate(score_BN.gather(1, index_BK), gate, scale)
-            gate_BK = torch.where(roles.gated_BN.gather(1, index_BK), gate_BK, 1.0)  # type: ignore[arg-type]
-        if self.config.reweight_skipped:
-            skip_weight_BN = torch.where(roles.free_BN, apply_gate(score_BN, gate, scale), 1.0)  # type: ignore[arg-type]
+        weight_BN = apply_gate(score_BN, gate, scale)
+        if weight_BN is not None:
+            gate_BK = torch.where(roles.gated_BN, weight_BN, 1.0).gather(1, index_BK)
+            if self.config.reweight_skipped:
+                skip_weight_BN = torch.where(roles.free_BN, weight_BN, 1.0)
         return Routing(
             score_BN,
             index_BK,

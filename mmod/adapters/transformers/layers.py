@@ -109,8 +109,7 @@ class DecoderLayerHost:
         elif packed.get("position_embeddings") is not None:
             embeddings = packed["position_embeddings"]
             packed["position_embeddings"] = tuple(_packed(each, packing.row_T, tokens) for each in embeddings)
-        if isinstance(packed.get("position_ids"), Tensor):
-            packed["position_ids"] = _packed(packed["position_ids"], packing.row_T, tokens)
+        packed["position_ids"] = None
         return packed
 
     def attend_to_all(
@@ -164,12 +163,10 @@ class DecoderLayerHost:
         whole = routing is None and (cache is None or not cache.ragged) and not compact
         if whole and arguments.get("attention_mask") is None:
             return narrowed
-        index_BK = _index(x_BND, routing)
-        narrowed["attention_mask"] = self._mask(arguments.get("attention_mask"), x_BND, index_BK, routing, cache)
-        if self._is_flash:
+        index_BK, flash = _index(x_BND, routing), self._is_flash
+        narrowed["attention_mask"] = self._mask(arguments.get("attention_mask"), x_BND, index_BK, routing, cache, flash)
+        if flash:
             self._check_flash(arguments, (0 if cache is None else int(cache.seen)) + x_BND.shape[1])
-            # Gaps between kept positions would be taken for the borders of packed samples.
-            narrowed["position_ids"] = None
         if compact and self.rotary is not None:
             before_B1, seen = (0, 0) if cache is None else (cache.kept_B1, cache.seen)
             narrowed["position_embeddings"] = self.rotary(x_BND, before_B1, index_BK.shape[1], seen)
@@ -177,9 +174,8 @@ class DecoderLayerHost:
             embeddings = arguments.get("position_embeddings")
             if embeddings is not None:
                 narrowed["position_embeddings"] = tuple(_rows(each, index_BK) for each in embeddings)
-        if routing is not None and isinstance(narrowed.get("position_ids"), Tensor):
-            position_BN = narrowed["position_ids"].expand(len(index_BK), -1)
-            narrowed["position_ids"] = position_BN.gather(1, index_BK)
+        # Attention reads them for one thing only: gaps between positions as the borders of packed samples.
+        narrowed["position_ids"] = None
         return narrowed
 
     def _cache(self, arguments: Mapping[str, Any]) -> KeptTokens | None:
@@ -196,22 +192,28 @@ class DecoderLayerHost:
         return found
 
     def _mask(
-        self, mask: Any, x_BND: Tensor, index_BK: Tensor, routing: Routing | None, cache: KeptTokens | None
+        self,
+        mask: Any,
+        x_BND: Tensor,
+        index_BK: Tensor,
+        routing: Routing | None,
+        cache: KeptTokens | None,
+        flash: bool,
     ) -> Tensor | None:
         """Return the mask between the kept tokens and what the layer's cache will hold."""
         seen = 0 if cache is None else cache.seen
         valid_BK = None if routing is None else routing.valid_BK
         ragged = valid_BK is not None or (cache is not None and cache.ragged)
         query_BK = seen + index_BK
-        if self.config._attn_implementation not in ("sdpa", "eager") and not self._is_flash:
+        if not flash and self.config._attn_implementation not in ("sdpa", "eager"):
             raise ValueError(
                 f"attention {self.config._attn_implementation!r} has no mask that can be narrowed to kept tokens; "
                 "load the model with attn_implementation 'sdpa', 'eager' or 'flash_attention_2'"
             )
-        if not ragged and (mask is None or self._is_flash):
+        if not ragged and (mask is None or flash):
             # Without a mask attention is causal, and that is right for kept tokens in their own order too.
             return None
-        if routing is None and isinstance(cache, RoutedLayer) and not self._is_flash:
+        if routing is None and isinstance(cache, RoutedLayer) and not flash:
             written = _mask_of_all(mask, x_BND, cache)
             if written is not None:
                 return written
@@ -219,7 +221,7 @@ class DecoderLayerHost:
             key_BL, valid_BL = query_BK, torch.ones_like(query_BK, dtype=torch.bool) if valid_BK is None else valid_BK
         else:
             key_BL, valid_BL = cache.joined(query_BK, valid_BK)
-        if self._is_flash:
+        if flash:
             return valid_BL
         if mask is None:
             pairs = (key_BL.unsqueeze(1) <= query_BK.unsqueeze(2)).unsqueeze(1)
@@ -265,7 +267,9 @@ def _packed(rows: Tensor, place_T: Tensor, slots: int) -> Tensor:
 
 def _rows(embedding: Tensor, index_BK: Tensor) -> Tensor:
     """Take the rows (B, K, E) of embeddings (1 or B, N, E) that belong to kept tokens."""
-    return gather_rows(embedding.expand(len(index_BK), -1, -1), index_BK)
+    if len(embedding) > 1:
+        return gather_rows(embedding, index_BK)
+    return embedding[0].index_select(0, index_BK.flatten()).unflatten(0, index_BK.shape)
 
 
 def _mask_of_all(mask: Tensor | None, x_BND: Tensor, cache: RoutedLayer) -> Tensor | None:
