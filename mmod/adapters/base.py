@@ -203,7 +203,7 @@ class NamedArguments:
         drops = block.training and any(getattr(module, "drop_prob", 0) for module in block.modules())
         return self.draws_paths or not drops
 
-    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, packing: Packing) -> dict[str, Any]:
+    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
         """Return the arguments for the packed rows of many images."""
         packed = dict(arguments)
         if "rope" in packed:

@@ -28,34 +28,34 @@ class DecoderHost(BlockHost, Protocol):
 
     def narrow(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, compact: bool = False
-    ) -> dict[str, Any]:
-        """Return the arguments for the kept tokens, or for all of them where there is no decision.
+    ) -> Mapping[str, Any]:
+        """Return the arguments for the kept tokens, and tell the layer's cache which tokens it is about to be given.
 
         Args:
             arguments: The arguments of all tokens.
             x_BND: All tokens.
-            routing: The decision.
+            routing: The decision; None keeps all of them.
             compact: Count rotary positions among kept tokens.
         """
         ...
 
     def pack(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, packing: Packing, compact: bool = False
+        self,
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        routing: Routing,
+        packing: Packing,
+        compact: bool = False,
     ) -> dict[str, Any]:
-        """Return the arguments for kept tokens of all samples in one sequence.
+        """Return the arguments for kept tokens of all samples in one sequence, and tell the layer's cache of them.
 
         Args:
             arguments: The arguments of all tokens.
             x_BND: All tokens.
+            routing: The decision.
             packing: Where the rows come from.
             compact: Count rotary positions among kept tokens.
         """
-        ...
-
-    def announce(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None
-    ) -> None:
-        """Tell the layer's cache which tokens it is about to be given, by sample or packed."""
         ...
 
     def has_room(self, arguments: Mapping[str, Any]) -> bool:
@@ -88,9 +88,7 @@ class RoutedDecoderBlock(RoutedBlock):
         config = self.router.config
         compact = config.positions == "compact"
         if roles is None:
-            narrowed = host.narrow(arguments, x, None, compact)
-            host.announce(arguments, x, None)
-            return super(RoutedBlock, self).forward(x, **narrowed)
+            return super(RoutedBlock, self).forward(x, **host.narrow(arguments, x, None, compact))
         scored = host.first_norm(self)(x) if config.normalize == "block" else x
         routing = self.router(scored, self.mod.importance(x, self.training), roles=roles)
         self.mod.record(routing, self.training)
@@ -102,7 +100,6 @@ class RoutedDecoderBlock(RoutedBlock):
         moved = None if x.shape[1] == routing.index_BK.shape[1] == 1 and routing.valid_BK is None else routing
         z_BKD = x if moved is None else gather_rows(x, routing.index_BK)
         narrowed = host.narrow(arguments, x, moved, compact)
-        host.announce(arguments, x, moved)
         if not routing.index_BK.shape[1]:
             return merge(x, z_BKD, z_BKD, routing)
         return merge(x, z_BKD, self._run(z_BKD, narrowed, routing.gate_BK), written)
@@ -111,8 +108,7 @@ class RoutedDecoderBlock(RoutedBlock):
         self, z_1TD: Tensor, packing: Packing, x: Tensor, arguments: Mapping[str, Any], routing: Routing
     ) -> Tensor:
         host: DecoderHost = self.mod.host  # type: ignore[assignment]
-        packed = host.pack(arguments, x, packing, self.router.config.positions == "compact")
-        host.announce(arguments, x, routing, packing)
+        packed = host.pack(arguments, x, routing, packing, self.router.config.positions == "compact")
         gate_BK = routing.gate_BK
         return self._run(z_1TD, packed, None if gate_BK is None else gate_BK.flatten()[packing.slot_T].unsqueeze(0))
 
@@ -138,13 +134,11 @@ class ImportanceDecoderBlock(ImportanceBlock):
             kwargs: The same by name.
         """
         host: DecoderHost = self.mod.host
-        arguments = host.bind(args, kwargs)
+        arguments: Mapping[str, Any] = host.bind(args, kwargs)
         roles = host.roles(arguments)
         if host.has_room(arguments):
             # Importance is that of the tokens seen: a cache of kept tokens, here of all, gives no others.
-            narrowed = host.narrow(arguments, x, None)
-            host.announce(arguments, x, None)
-            arguments = narrowed
+            arguments = host.narrow(arguments, x, None)
         if roles is None:
             # Every token runs in the layers that would read it, and a decoded token's map is no square.
             return super(ImportanceBlock, self).forward(x, **arguments)

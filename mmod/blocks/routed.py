@@ -6,6 +6,7 @@ Axes: B images, N tokens, K slots per image, D channels.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,8 +47,8 @@ class RoutedBlock(nn.Module):
         routing = self.mod.decide(self.router, x, self.training, arguments)
         to_all = self.router.config.context == "all"
         if routing.valid_BK is not None and routing.total and not to_all and host.packs(self, arguments):
-            forward = super().forward
-            return run_packed(x, routing, lambda z_1TD, packing: forward(z_1TD, **host.pack(arguments, x, packing)))
+            forward, pack = super().forward, partial(host.pack, arguments, x, routing)
+            return run_packed(x, routing, lambda z_1TD, packing: forward(z_1TD, **pack(packing)))
         z_BKD = enter_block(x, routing, getattr(self, host.entry) if host.entry else None)
         if not routing.index_BK.shape[1]:
             y_BKD = z_BKD

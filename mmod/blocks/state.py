@@ -43,11 +43,13 @@ class BlockHost(Protocol):
         """Return whether the block may run on one sequence of many images whose attention is kept apart."""
         ...
 
-    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, packing: Packing) -> dict[str, Any]:
+    def pack(
+        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing
+    ) -> Mapping[str, Any]:
         """Return the arguments for that one sequence, given where its rows come from."""
         ...
 
-    def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
+    def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
         """Return the arguments for the kept tokens alone."""
         ...
 

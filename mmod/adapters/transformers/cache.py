@@ -55,8 +55,16 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         self.counted = 0
         self.slot_T: Tensor | None = None
 
-    def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
-        """Say which tokens `update` is about to be given, see `KeptTokens`."""
+    def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int, slot_T: Tensor | None = None) -> None:
+        """Say which tokens `update` is about to be given, see `KeptTokens`.
+
+        Args:
+            position_BK: As there.
+            valid_BK: As there.
+            tokens: As there.
+            slot_T: Where `update` is given the first tokens packed as one sequence: their places among all slots.
+        """
+        self.slot_T = slot_T
         self.position_BL, self.valid_BL = self.joined(position_BK, valid_BK)
         self.counted = 0
         self.kept_B1 = self.kept_B1 + (position_BK.shape[1] if valid_BK is None else valid_BK.sum(1, keepdim=True))

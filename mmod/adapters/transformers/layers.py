@@ -55,7 +55,7 @@ class DecoderLayerHost:
         """Return the arguments by name; those the layer only hands on stay with them."""
         if len(args) > len(self.names):
             raise TypeError(f"a routed layer got {len(args)} arguments after the tokens, it takes {self.names}")
-        return {**dict(zip(self.names, args)), **kwargs}
+        return {**dict(zip(self.names, args)), **kwargs} if args else dict(kwargs)
 
     def roles(self, arguments: Mapping[str, Any]) -> Roles | None:
         """Return the roles of the tokens, or None when all of them run.
@@ -90,27 +90,32 @@ class DecoderLayerHost:
         return cache is None or (isinstance(cache, RoutedLayer) and not cache.seen)
 
     def pack(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, packing: Packing, compact: bool = False
+        self,
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        routing: Routing,
+        packing: Packing,
+        compact: bool = False,
     ) -> dict[str, Any]:
-        """Return the arguments for kept tokens of all samples in one sequence.
+        """Return the arguments for kept tokens of all samples in one sequence, and tell the layer's cache of them.
 
         Args:
             arguments: The arguments of all tokens.
             x_BND: All tokens.
+            routing: The decision.
             packing: Where the rows come from.
             compact: Count rotary positions among kept tokens.
         """
-        packed, tokens = {**arguments, "attention_mask": None}, x_BND.shape[1]
+        embeddings, place_T, slots = arguments.get("position_embeddings"), packing.row_T, x_BND.shape[1]
         if compact and self.rotary is not None:
             embeddings = self.rotary(x_BND[:1], 0, packing.max_seqlen, 0)
-            packed["position_embeddings"] = tuple(
-                _packed(each, packing.slot_T, packing.max_seqlen) for each in embeddings
-            )
-        elif packed.get("position_embeddings") is not None:
-            embeddings = packed["position_embeddings"]
-            packed["position_embeddings"] = tuple(_packed(each, packing.row_T, tokens) for each in embeddings)
-        packed["position_ids"] = None
-        return packed
+            place_T, slots = packing.slot_T, packing.max_seqlen
+        if embeddings is not None:
+            embeddings = tuple(_packed(each, place_T, slots) for each in embeddings)
+        cache = self._cache(arguments)
+        if isinstance(cache, RoutedLayer):
+            cache.announce(routing.index_BK, routing.valid_BK, x_BND.shape[1], packing.slot_T)
+        return {**arguments, "attention_mask": None, "position_ids": None, "position_embeddings": embeddings}
 
     def attend_to_all(
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
@@ -136,33 +141,37 @@ class DecoderLayerHost:
         """Return whether the cache gives a layer keys of tokens to come, too, as a static one does."""
         return bool(getattr(arguments.get("past_key_values"), "is_compileable", False))
 
-    def announce(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None
-    ) -> None:
-        """Tell the layer's cache which tokens it is about to be given, by sample or packed."""
-        cache = self._cache(arguments)
-        if cache is not None and routing is None:
-            cache.announce_all(x_BND)
-        elif cache is not None and routing is not None:
-            cache.announce(cache.seen + routing.index_BK, routing.valid_BK, x_BND.shape[1])
-        if packing is not None and isinstance(cache, RoutedLayer):
-            cache.slot_T = packing.slot_T
-
     def narrow(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, compact: bool = False
-    ) -> dict[str, Any]:
-        """Return the arguments for the kept tokens, or for all where there is no decision.
+    ) -> Mapping[str, Any]:
+        """Return the arguments for the kept tokens, and tell the layer's cache which tokens it is about to be given.
 
         Args:
             arguments: The arguments of all tokens.
             x_BND: All tokens.
-            routing: The decision.
+            routing: The decision; None keeps all of them.
             compact: Count rotary positions among kept tokens.
         """
-        narrowed, cache = dict(arguments), self._cache(arguments)
-        whole = routing is None and (cache is None or not cache.ragged) and not compact
-        if whole and arguments.get("attention_mask") is None:
-            return narrowed
+        cache = self._cache(arguments)
+        if routing is not None or compact or arguments.get("attention_mask") is not None:
+            arguments = self._narrowed(arguments, x_BND, routing, compact, cache)
+        elif cache is not None and cache.ragged:
+            arguments = self._narrowed(arguments, x_BND, None, False, cache)
+        if cache is not None and routing is None:
+            cache.announce_all(x_BND)
+        elif cache is not None and routing is not None:
+            cache.announce(cache.seen + routing.index_BK, routing.valid_BK, x_BND.shape[1])
+        return arguments
+
+    def _narrowed(
+        self,
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        routing: Routing | None,
+        compact: bool,
+        cache: KeptTokens | None,
+    ) -> dict[str, Any]:
+        narrowed = dict(arguments)
         index_BK, flash = _index(x_BND, routing), self._is_flash
         narrowed["attention_mask"] = self._mask(arguments.get("attention_mask"), x_BND, index_BK, routing, cache, flash)
         if flash:
