@@ -12,7 +12,7 @@ import torch
 
 from mmod.measuring.generation_models import GenerationModels
 from mmod.measuring.latency import Spread, interleave, ratios
-from mmod.measuring.report import BenchmarkReport, Journal, Row, environment, plain_options, spread_cell
+from mmod.measuring.report import BenchmarkReport, Journal, Row, environment, number_cell, plain_options, spread_cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class GenerationConfig:
         layers: Decoder layers.
         vocabulary: Tokens the model knows.
         attention: transformers' attention implementation.
+        train: Time a training step on the same prompts, too.
         seconds: Each run goes on for at least this long,
         rounds: and for at least this many rounds, in which each model is called once.
         threads: CPU threads; None leaves torch's choice.
@@ -54,6 +55,7 @@ class GenerationConfig:
     layers: int = 8
     vocabulary: int = 1000
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    train: bool = False
     seconds: float = 30.0
     rounds: int = 5
     threads: int | None = None
@@ -91,12 +93,14 @@ class GenerationRow(Row):
         dense_step_ms: Milliseconds in which the dense model decodes a token with that many cached in every layer.
         step_ms: Milliseconds in which this model does.
         decode: The first over the second: decoding speed against dense at equal cache length.
+        train: Time of the dense model's training step over that of this one's; None where it was not asked for.
+        train_flop_speedup: FLOPs of the former over those of the latter: in training others may be kept.
     """
 
     HEADER = (
         "image tokens", "batch", "preset", "dense prefill ms", "prefill ms", "speed-up", "FLOP speed-up",
         "speed-up / FLOP speed-up", "cached per layer", "cache share", "dense tokens/s", "tokens/s",
-        "decoding / dense speed",
+        "decoding / dense speed", "training speed-up", "training speed-up / FLOP speed-up",
     )  # fmt: skip
 
     preset: str
@@ -112,15 +116,22 @@ class GenerationRow(Row):
     dense_step_ms: Spread
     step_ms: Spread
     decode: Spread
+    train: Spread | None = None
+    train_flop_speedup: float | None = None
 
     @property
     def of_flops(self) -> float:
         """Measured speed-up as a share of what FLOPs promise."""
         return self.speedup.median / self.flop_speedup
 
+    @property
+    def train_of_flops(self) -> float | None:
+        """The same of a training step."""
+        return None if self.train is None else self.train.median / (self.train_flop_speedup or 1.0)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain JSON values, with the ratio that follows from them."""
-        return {**super().to_dict(), "of_flops": self.of_flops}
+        """Return the row as plain JSON values, with the ratios that follow from them."""
+        return {**super().to_dict(), "of_flops": self.of_flops, "train_of_flops": self.train_of_flops}
 
     def cells(self) -> tuple[str, ...]:
         """Return the line as text."""
@@ -129,7 +140,8 @@ class GenerationRow(Row):
             str(self.image_tokens), str(self.batch_size), self.preset, f"{self.dense_ms.median:.1f}",
             f"{self.routed_ms.median:.1f}", spread_cell(self.speedup), f"{self.flop_speedup:.3f}",
             f"{self.of_flops:.3f}", f"{self.slots:.1f}", f"{self.cache_share:.4f}", f"{dense_rate:.1f}",
-            f"{rate:.1f}", spread_cell(self.decode),
+            f"{rate:.1f}", spread_cell(self.decode), spread_cell(self.train),
+            number_cell(self.train_of_flops),
         )  # fmt: skip
 
 
@@ -178,6 +190,7 @@ def _run(config: GenerationConfig, image_tokens: int, batch_size: int) -> list[G
         interleave, seconds=config.seconds, rounds=config.rounds, device=torch.device(config.device), seed=config.seed
     )
     prefill = time({name: functools.partial(models.prefill, name) for name in (None, *config.presets)})
+    train = time({name: functools.partial(models.train_step, name) for name in prefill}) if config.train else None
     rows = []
     for name in config.presets:
         found = models.cached(name)
@@ -188,6 +201,8 @@ def _run(config: GenerationConfig, image_tokens: int, batch_size: int) -> list[G
             Spread.of(prefill[None]), Spread.of(prefill[name]), ratios(prefill[None], prefill[name]),
             found.flop_speedup, found.slots, found.share,
             Spread.of(steps[True]), Spread.of(steps[False]), ratios(steps[True], steps[False]),
+            None if train is None else ratios(train[None], train[name]),
+            None if train is None else models.train_flop_speedup(name),
         )  # fmt: skip
         rows.append(row)
     return rows

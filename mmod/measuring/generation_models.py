@@ -5,7 +5,7 @@ Axes: B prompts, N tokens, P image tokens, D channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -115,6 +115,27 @@ class GenerationModels:
         """Read the prompts with one of the models, into an empty cache."""
         return self._call(self.models[name])
 
+    @torch.enable_grad()
+    def train_step(self, name: str | None) -> None:
+        """Go forward and backward with one of the models, from the loss of the last token."""
+        model = self.models[name].train()
+        logits = self._call(model, use_cache=False).logits
+        logits.float().square().mean().backward()
+        model.zero_grad(set_to_none=True)
+        model.eval()
+
+    def train_flop_speedup(self, name: str) -> float:
+        """Return the FLOPs of the dense model's training step over those of a routed one, which may keep other tokens.
+
+        Args:
+            name: The routed model.
+        """
+        model = self.models[name]
+        with trace(model.train()) as decisions:
+            self._call(model, use_cache=False)
+        model.eval()
+        return self._flop_speedup(model, decisions)
+
     def decoder(self, name: str, dense: bool) -> Callable[[], Any]:
         """Return what decodes a token of every prompt whenever it is called.
 
@@ -139,15 +160,18 @@ class GenerationModels:
         with trace(self.models[name]) as decisions:
             cache = self.prefill(name).past_key_values
         tokens, layers = self.ids_BN.shape[1], self.config.layers
-        kept = {block: _share(routing) for block, routing in decisions.items()}
-        report = prefill_flops(self.models[name], self.config.text_tokens, self.image_tokens, kept)
         slots = [tokens] * layers
         for block, routing in decisions.items():
             slots[int(block.rpartition(".")[2])] = routing.index_BK.shape[1]
         held, whole = _bytes(cache), _bytes(self.prefill(None).past_key_values)
         if held * tokens * layers != whole * sum(slots):
             raise WrongOutputError(f"{name} caches {held} bytes, {sum(slots)} of {tokens * layers} slots of {whole}")
-        return Cached(sum(slots) / layers, held / whole, report.dense / report.routed)
+        return Cached(sum(slots) / layers, held / whole, self._flop_speedup(self.models[name], decisions))
+
+    def _flop_speedup(self, model: nn.Module, decisions: Mapping[str, Any]) -> float:
+        kept = {block: _share(routing) for block, routing in decisions.items()}
+        report = prefill_flops(model, self.config.text_tokens, self.image_tokens, kept)
+        return report.dense / report.routed
 
     @torch.no_grad()
     def check(self) -> None:
@@ -162,8 +186,13 @@ class GenerationModels:
             plain = preset_config(name, self.config.layers)
             changes: dict[str, Any] = {"gate": "identity", "select": "topk", "reweight_skipped": False}
             changes |= {"inference_threshold": None, "capacity": 1.0}
-            full = self._call(route_(self._make(), language=_changed(plain, changes))).logits
-            check_close(f"{name} at capacity 1 and gate 1 against dense", full, dense, TOLERANCE)
+            whole = route_(self._make(), language=_changed(plain, changes))
+            what = f"{name} at capacity 1 and gate 1 against dense"
+            check_close(what, self._call(whole).logits, dense, TOLERANCE)
+            if self.config.train:
+                pairs = zip(self._gradients(whole), self._gradients(self.models[None]), strict=True)
+                for own, expected in pairs:
+                    check_close(f"gradients of {what}", own, expected, TOLERANCE)
             model = self.models[name]
             if plain.router == "attention":
                 # Importance counts the attention of the word, too; the cache is the same whatever chooses.
@@ -172,6 +201,13 @@ class GenerationModels:
             step = model(input_ids=self.words_B1, past_key_values=cache, use_cache=True).logits
             once = self._call(model, self.words_B1, use_cache=False).logits
             check_close(f"{name}, prefill and decoding against one pass", step, once, TOLERANCE)
+
+    @torch.enable_grad()
+    def _gradients(self, model: nn.Module) -> list[Tensor]:
+        """Return the gradients of the layers' own parameters."""
+        named = [(n, p) for n, p in model.named_parameters() if ".language_model.layers." in n and ".router." not in n]
+        loss = self._call(model, use_cache=False).logits.square().mean()
+        return list(torch.autograd.grad(loss, [parameter for _, parameter in named]))
 
     def to(self, dtype: torch.dtype) -> None:
         """Change the type of weights and features."""

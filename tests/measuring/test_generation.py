@@ -22,20 +22,23 @@ TINY: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_passes_and_caches_what_it_keeps(name: str) -> None:
-    models = GenerationModels(GenerationConfig(presets=[name], **TINY), 24, 2)
+    models = GenerationModels(GenerationConfig(presets=[name], **TINY, train=True), 24, 2)
     models.check()
     with torch.no_grad():
         found = models.cached(name)
+        assert models.train_flop_speedup(name) > 1
     assert found.share == pytest.approx(found.slots / 32)
     assert 0 < found.share < 1 < found.flop_speedup
 
 
 def test_a_report_names_every_cell(tmp_path: Path) -> None:
-    config = GenerationConfig(presets=["p-mod", "a-mod"], **{**TINY, "batch_sizes": [1, 2]}, out=str(tmp_path))
+    sizes = {**TINY, "batch_sizes": [1, 2]}
+    config = GenerationConfig(presets=["p-mod", "a-mod"], **sizes, train=True, out=str(tmp_path))
     report = benchmark_generation(config, progress=False)
     rows = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
     assert [(row["batch_size"], row["preset"]) for row in rows] == [(b, p) for b in (1, 2) for p in config.presets]
     assert all(row["of_flops"] == row["speedup"]["median"] / row["flop_speedup"] for row in rows)
+    assert all(row["train_of_flops"] == row["train"]["median"] / row["train_flop_speedup"] for row in rows)
     assert report.markdown() == (tmp_path / "benchmark.md").read_text()
     bar = Bar(name="prefill", parts=["a"], column="of_flops", at_least=0.0, where={"preset": ["p-mod"]})
     assert bar.judge(rows).rows == 2
