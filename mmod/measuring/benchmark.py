@@ -6,16 +6,16 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from mmod.config import RoutingConfig
+from mmod.measuring.journal import run_all
 from mmod.measuring.latency import Spread, interleave, ratios
 from mmod.measuring.memory import peak_bytes
-from mmod.measuring.report import BenchmarkReport, BenchmarkRow, Journal, environment, plain_options
+from mmod.measuring.report import BenchmarkReport, BenchmarkRow
 from mmod.measuring.steps import Step
 from mmod.measuring.variants import DENSE, Variant, Variants
 
@@ -118,29 +118,18 @@ def benchmark(config: BenchmarkConfig, progress: bool = True) -> BenchmarkReport
         ValueError: The output folder holds an unfinished benchmark with other options or of another machine.
         WrongOutputError: A path computes something wrong; nothing is timed then.
     """
-    from tqdm import tqdm
-
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    options = plain_options(config)
-    journal = Journal(Path(config.out), options, environment(config.device))
-    runs = list(itertools.product(config.batch_sizes, config.execution, config.step))
-    missing = [run for run in runs if str(run) not in journal.runs]
-    with tqdm(total=len(runs) + 1, initial=len(runs) - len(missing), disable=not progress, unit="run") as bar:
-        if missing:
-            bar.set_description("checking outputs")
-            bench = _Bench(config)
-        bar.update()
-        for run in missing:
-            bar.set_description("batch {}, {} {}".format(*run))
-            journal.add(str(run), bench.run(*run))
-            bar.update()
-    rows = [BenchmarkRow.from_dict(row) for run in runs for row in journal.runs[str(run)]]
+    checked = functools.cache(functools.partial(_Bench, config))
+    runs: dict[str, Callable[[], list[BenchmarkRow]]] = {
+        "batch {}, {} {}".format(*run): functools.partial(_run, checked, *run)
+        for run in itertools.product(config.batch_sizes, config.execution, config.step)
+    }
     size = f" at {config.image_size} px" if config.image_size else ""
-    report = BenchmarkReport(f"{config.model}{size}, {config.dtype}", options, environment(config.device), rows)
-    report.save(Path(config.out))
-    journal.close()
-    return report
+    return run_all(config, f"{config.model}{size}, {config.dtype}", BenchmarkRow, runs, progress)
+
+
+def _run(checked: Callable[[], _Bench], batch_size: int, execution: str, step: str) -> list[BenchmarkRow]:
+    """Time all models, which are made and checked at the first run."""
+    return checked().run(batch_size, execution, step)
 
 
 class _Bench:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from mmod.measuring.generation_models import GenerationModels
+from mmod.measuring.journal import run_all
 from mmod.measuring.latency import Spread, interleave, ratios
-from mmod.measuring.report import BenchmarkReport, Journal, Row, environment, number_cell, plain_options, spread_cell
+from mmod.measuring.report import BenchmarkReport, Row, number_cell, spread_cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,25 +160,12 @@ def benchmark_generation(config: GenerationConfig, progress: bool = True) -> Ben
         ValueError: The output folder holds an unfinished benchmark with other options or of another machine.
         WrongOutputError: A path computes something wrong, or caches other bytes than it should; it is not timed then.
     """
-    from tqdm import tqdm
-
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    options = plain_options(config)
-    journal = Journal(Path(config.out), options, environment(config.device))
-    runs = list(itertools.product(config.image_tokens, config.batch_sizes))
-    missing = [run for run in runs if str(run) not in journal.runs]
-    with tqdm(total=len(runs), initial=len(runs) - len(missing), disable=not progress, unit="run") as bar:
-        for run in missing:
-            bar.set_description("{} image tokens, batch {}".format(*run))
-            journal.add(str(run), _run(config, *run))
-            bar.update()
-    rows = [GenerationRow.from_dict(row) for run in runs for row in journal.runs[str(run)]]
+    runs = {
+        f"{tokens} image tokens, batch {batch}": functools.partial(_run, config, tokens, batch)
+        for tokens, batch in itertools.product(config.image_tokens, config.batch_sizes)
+    }
     title = f"LLaVA, {config.layers} layers of width {config.hidden}, {config.attention}, {config.dtype}"
-    report = BenchmarkReport(title, options, environment(config.device), rows)
-    report.save(Path(config.out))
-    journal.close()
-    return report
+    return run_all(config, title, GenerationRow, runs, progress)
 
 
 @torch.no_grad()

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mmod.measuring.bounds import Controls, cache_flush
+from mmod.measuring.journal import run_all
 from mmod.measuring.latency import Spread, interleave, ratios
 from mmod.measuring.memory import peak_bytes
 from mmod.measuring.op_cases import CASES, OpCase, OpSize, make_case
 from mmod.measuring.op_cases.base import Result
-from mmod.measuring.report import BenchmarkReport, Journal, Row, environment, plain_options, spread_cell
+from mmod.measuring.report import BenchmarkReport, Row, spread_cell
 from mmod.measuring.verify import PLAIN_TOLERANCE, check_close, check_error_rule
 from mmod.ops import use
 
@@ -148,30 +149,14 @@ def benchmark_ops(config: OpBenchmarkConfig, progress: bool = True) -> Benchmark
         ValueError: The output folder holds an unfinished benchmark with other options or of another machine.
         WrongOutputError: An implementation computes something wrong; it is not timed then.
     """
-    from tqdm import tqdm
-
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    options = plain_options(config)
-    journal = Journal(Path(config.out), options, environment(config.device))
     runs = {
-        f"{op}, {size}, {dtype}, {step}": (op, size, dtype, step)
+        f"{op}, {size}, {dtype}, {step}": partial(_run, config, op, size, dtype, step)
         for op, size, dtype, step in itertools.product(config.ops, config.sizes, config.dtypes, config.step)
     }
-    missing = {name: run for name, run in runs.items() if name not in journal.runs}
-    with tqdm(total=len(runs), initial=len(runs) - len(missing), disable=not progress, unit="run") as bar:
-        for name, run in missing.items():
-            bar.set_description(f"{run[0]}, {run[2]}, {run[3]}")
-            journal.add(name, _run(config, *run))
-            bar.update()
-    rows = [OpRow.from_dict(row) for name in runs for row in journal.runs[name]]
-    report = BenchmarkReport("ops", options, environment(config.device), rows, _reasons(rows))
-    report.save(Path(config.out))
-    journal.close()
-    return report
+    return run_all(config, "ops", OpRow, runs, progress, _reasons)
 
 
-def _reasons(rows: list[OpRow]) -> list[str]:
+def _reasons(rows: Sequence[OpRow]) -> list[str]:
     """Return a sentence for each reason why backends were left out."""
     ops: dict[str, list[str]] = {}
     for row in rows:

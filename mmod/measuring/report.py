@@ -186,58 +186,14 @@ class BenchmarkReport:
         (folder / f"{NAME}.json").write_text(json.dumps(plain, indent=2) + "\n")
 
 
-class Journal:
-    """The runs of a benchmark that is not finished, a line each, so that a killed benchmark goes on where it was.
+def check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless results were begun with these options in this environment.
 
     Args:
-        folder: Where the results will be; nothing is written before the first run is added.
-        config: The options, see `plain_options`.
-        environment: See `environment`.
-
-    Attributes:
-        runs: The rows of every finished run, as plain values.
-
-    Raises:
-        FileExistsError: The folder holds a finished benchmark.
-        ValueError: The folder holds one that was begun with other options or in another environment.
+        path: The file that holds them.
+        found: Its `config` and `environment`.
+        wanted: The same of now.
     """
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-        refuse_to_overwrite(folder)
-        self.runs: dict[str, list[dict[str, Any]]] = {}
-        self._path = folder / UNFINISHED
-        self._head = {"config": config, "environment": environment}
-        if not self._path.exists():
-            return
-        lines = self._path.read_text().splitlines(keepends=True)
-        whole = [json.loads(line) for line in lines if line.endswith("\n")]
-        if whole:
-            _check_same(self._path, whole[0], self._head)
-        self.runs = {entry["run"]: entry["rows"] for entry in whole[1:]}
-        if len(whole) < len(lines):
-            self._path.write_text("".join(line for line in lines if line.endswith("\n")))
-
-    def add(self, run: str, rows: Sequence[Row]) -> None:
-        """Keep the rows of a finished run.
-
-        Args:
-            run: Its name.
-            rows: Its rows.
-        """
-        self.runs[run] = [row.to_dict() for row in rows]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            if not file.tell():
-                file.write(json.dumps(self._head) + "\n")
-            file.write(json.dumps({"run": run, "rows": self.runs[run]}) + "\n")
-
-    def close(self) -> None:
-        """Remove the file, once the results are saved."""
-        self._path.unlink(missing_ok=True)
-
-
-def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise unless results were begun with these options in this environment."""
     pairs = [
         f"{name} ({found[part].get(name)!r}, now {wanted[part].get(name)!r})"
         for part in wanted
@@ -344,6 +300,6 @@ def finished_rows(
     if not path.exists():
         return None
     found = json.loads(path.read_text())
-    _check_same(path, found, {"config": config, "environment": environment})
+    check_same(path, found, {"config": config, "environment": environment})
     rows: list[dict[str, Any]] = found["rows"]
     return rows
