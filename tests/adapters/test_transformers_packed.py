@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.layers import DecoderLayerHost
+from mmod.adapters.transformers.vision import EncoderLayerHost
 from tests.adapters.test_transformers_generation import EVERYTHING, IMAGES_ONLY
 from tests.adapters.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, pad, prompt, words
 
@@ -23,16 +24,16 @@ PADDED = ("mistral-window", "gemma3")
 class Counted:
     """Count the layers that ran packed, or keep all of them from it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, host: type = DecoderLayerHost) -> None:
         self.calls, self.allowed = 0, True
-        packs = DecoderLayerHost.packs
+        packs = host.packs
 
-        def counted(host: DecoderLayerHost, block: nn.Module, arguments: dict[str, Any]) -> bool:
+        def counted(host: Any, block: nn.Module, arguments: dict[str, Any]) -> bool:
             packed = self.allowed and packs(host, block, arguments)
             self.calls += packed
             return packed
 
-        monkeypatch.setattr(DecoderLayerHost, "packs", counted)
+        monkeypatch.setattr(host, "packs", counted)
 
 
 def both_ways(model: Any, batch: dict[str, Any], counted: Counted) -> list[list[Tensor]]:
@@ -103,6 +104,23 @@ def test_packed_equals_padded_at_any_length(lengths: list[int], seed: int, thres
     batch = pad([torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths], side)
     with pytest.MonkeyPatch.context() as monkeypatch:
         check_alike(both_ways(model, batch, Counted(monkeypatch)))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llava", "llava-onevision"])
+def test_images_of_a_tower_run_packed(name: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = mmod.RoutingConfig(router="linear", select="threshold", gate="sigmoid", init_std=0.3, blocks=(1, 2))
+    model = mmod.route_(make_joint(name, attention=attention), vision=config).double()
+    batch = prompt(name, (3,))
+    batch["pixel_values"] = batch["pixel_values"].double()
+    counted, results = Counted(monkeypatch, EncoderLayerHost), []
+    for counted.allowed in (True, False):
+        logits = model(**batch, use_cache=False).logits
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(logits.square().mean(), parameters, allow_unused=True)
+        results.append([logits, *(g for g in gradients if g is not None)])
+    check_alike(results)
+    assert (counted.calls > 0) == (attention == "sdpa")
 
 
 def test_other_masks_stay_padded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,9 @@ class EncoderLayerHost(NamedArguments):
         return None
 
     def packs(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
-        """Images are padded to the most kept tokens instead."""
-        return False
+        """Other implementations of attention know no borders between images."""
+        attention: Any = block.get_submodule("self_attn")
+        return bool(attention.config._attn_implementation == "sdpa")
 
     def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
         """Hide empty slots."""
