@@ -26,6 +26,10 @@ class DecoderHost(BlockHost, Protocol):
         """Return the roles of the tokens, or None when all of them run."""
         ...
 
+    def takes_all(self, arguments: Mapping[str, Any], x_BND: Tensor) -> bool:
+        """Return whether the arguments already are those of all tokens; the layer's cache is told of them then."""
+        ...
+
     def narrow(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, compact: bool = False
     ) -> Mapping[str, Any]:
@@ -83,10 +87,13 @@ class RoutedDecoderBlock(RoutedBlock):
             kwargs: The same by name.
         """
         host: DecoderHost = self.mod.host  # type: ignore[assignment]
-        arguments = host.bind(args, kwargs)
-        roles = host.roles(arguments)
         config = self.router.config
         compact = config.positions == "compact"
+        # The way of decoding, where calls of small functions decide.
+        if not args and not compact and host.takes_all(kwargs, x):
+            return super(RoutedBlock, self).forward(x, **kwargs)
+        arguments = host.bind(args, kwargs)
+        roles = host.roles(arguments)
         if roles is None:
             return super(RoutedBlock, self).forward(x, **host.narrow(arguments, x, None, compact))
         scored = host.first_norm(self)(x) if config.normalize == "block" else x

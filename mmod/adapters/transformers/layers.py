@@ -141,6 +141,20 @@ class DecoderLayerHost:
         """Return whether the cache gives a layer keys of tokens to come, too, as a static one does."""
         return bool(getattr(arguments.get("past_key_values"), "is_compileable", False))
 
+    def takes_all(self, arguments: Mapping[str, Any], x_BND: Tensor) -> bool:
+        """Return whether all tokens run and none is hidden; a layer's cache of filled slots is told of them then."""
+        if arguments.get(ROLES, _UNKNOWN) is not None or arguments.get("attention_mask") is not None:
+            return False
+        cache = arguments.get("past_key_values")
+        if cache is None:
+            return True
+        layers = getattr(cache, "layers", ())
+        layer = layers[self.index] if self.index < len(layers) else None
+        if type(layer) is not RoutedLayer or layer.ragged:
+            return False
+        layer.announce_all(x_BND)
+        return True
+
     def narrow(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, compact: bool = False
     ) -> Mapping[str, Any]:
