@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import HostModel
-from mmod.adapters.transformers.layers import ROLES, DecoderLayerHost, first_column
+from mmod.adapters.transformers.layers import ROLES, DecoderLayerHost
+from mmod.adapters.transformers.masks import first_column
 from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.adapters.transformers.saving import DescribedRouting
 from mmod.blocks import ImportanceDecoderBlock, RoutedDecoderBlock, host_class

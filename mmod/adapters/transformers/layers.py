@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mmod.adapters.transformers.cache import RoutedLayer, routed_layer
 from mmod.adapters.transformers.cache_base import KeptTokens
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
+from mmod.adapters.transformers.masks import mask_of_kept
 from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.ops import Packing, gather_rows
 from mmod.routing import Roles, Routing
@@ -186,8 +187,15 @@ class DecoderLayerHost:
         cache: KeptTokens | None,
     ) -> dict[str, Any]:
         narrowed = dict(arguments)
-        index_BK, flash = _index(x_BND, routing), self._is_flash
-        narrowed["attention_mask"] = self._mask(arguments.get("attention_mask"), x_BND, index_BK, routing, cache, flash)
+        index_BK, attention = _index(x_BND, routing), self.config._attn_implementation
+        flash = "flash" in attention
+        if not flash and attention not in ("sdpa", "eager"):
+            raise ValueError(
+                f"attention {attention!r} has no mask that can be narrowed to kept tokens; load the model with "
+                "attn_implementation 'sdpa', 'eager' or 'flash_attention_2'"
+            )
+        mask = arguments.get("attention_mask")
+        narrowed["attention_mask"] = mask_of_kept(mask, x_BND, index_BK, routing, cache, flash)
         if flash:
             self._check_flash(arguments, (0 if cache is None else int(cache.seen)) + x_BND.shape[1])
         if compact and self.rotary is not None:
@@ -213,53 +221,6 @@ class DecoderLayerHost:
                 "attn_implementation='sdpa', or use the default cache"
             )
         return found
-
-    def _mask(
-        self,
-        mask: Any,
-        x_BND: Tensor,
-        index_BK: Tensor,
-        routing: Routing | None,
-        cache: KeptTokens | None,
-        flash: bool,
-    ) -> Tensor | None:
-        """Return the mask between the kept tokens and what the layer's cache will hold."""
-        seen = 0 if cache is None else cache.seen
-        valid_BK = None if routing is None else routing.valid_BK
-        ragged = valid_BK is not None or (cache is not None and cache.ragged)
-        query_BK = seen + index_BK
-        if not flash and self.config._attn_implementation not in ("sdpa", "eager"):
-            raise ValueError(
-                f"attention {self.config._attn_implementation!r} has no mask that can be narrowed to kept tokens; "
-                "load the model with attn_implementation 'sdpa', 'eager' or 'flash_attention_2'"
-            )
-        if not ragged and (mask is None or flash):
-            # Without a mask attention is causal, and that is right for kept tokens in their own order too.
-            return None
-        if routing is None and isinstance(cache, RoutedLayer) and not flash:
-            written = _mask_of_all(mask, x_BND, cache)
-            if written is not None:
-                return written
-        if cache is None:
-            key_BL, valid_BL = query_BK, torch.ones_like(query_BK, dtype=torch.bool) if valid_BK is None else valid_BK
-        else:
-            key_BL, valid_BL = cache.joined(query_BK, valid_BK)
-        if flash:
-            return valid_BL
-        if mask is None:
-            pairs = (key_BL.unsqueeze(1) <= query_BK.unsqueeze(2)).unsqueeze(1)
-        else:
-            pairs = _narrow_mask(mask, index_BK, key_BL, seen + x_BND.shape[1])
-        hidden = ~valid_BL[:, None, None, :]
-        if valid_BK is not None:
-            # A softmax over nothing is NaN: the query of an empty slot, which nobody reads, sees every key.
-            unread = ~valid_BK[:, None, :, None]
-            if pairs.dtype == torch.bool:
-                return (pairs & ~hidden) | unread
-            return pairs.masked_fill(hidden, torch.finfo(pairs.dtype).min).masked_fill(unread, 0.0)
-        if pairs.dtype == torch.bool:
-            return pairs & ~hidden
-        return pairs.masked_fill(hidden, torch.finfo(pairs.dtype).min)
 
     @property
     def _is_flash(self) -> bool:
@@ -293,50 +254,3 @@ def _rows(embedding: Tensor, index_BK: Tensor) -> Tensor:
     if len(embedding) > 1:
         return gather_rows(embedding, index_BK)
     return embedding[0].index_select(0, index_BK.flatten()).unflatten(0, index_BK.shape)
-
-
-def _mask_of_all(mask: Tensor | None, x_BND: Tensor, cache: RoutedLayer) -> Tensor | None:
-    """Return the mask where all tokens of a step run, as in decoding, or None where a sliding window forgets.
-
-    Only slots of earlier, routed steps are looked up; those counted since then are the mask's own last columns.
-    """
-    tokens = x_BND.shape[1]
-    recent, length = cache.counted + tokens, cache.seen + tokens
-    if cache.position_BL is None or cache.valid_BL is None or (mask is not None and mask.shape[-1] != length):
-        return None
-    written = cache.valid_BL[:, None, None, :]
-    if mask is None:
-        own = torch.ones(tokens, recent, dtype=torch.bool, device=x_BND.device).tril(recent - tokens)
-        parts = written.expand(-1, -1, tokens, -1), own.expand(len(x_BND), 1, -1, -1)
-        return torch.cat(parts, dim=-1)
-    mask = mask.expand(len(x_BND), -1, -1, -1)
-    pairs = mask.gather(3, cache.position_BL[:, None, None, :].expand(-1, *mask.shape[1:3], -1))
-    pairs = pairs & written if pairs.dtype == torch.bool else pairs.masked_fill(~written, torch.finfo(pairs.dtype).min)
-    return torch.cat([pairs, mask[..., length - recent :]], dim=-1)
-
-
-def first_column(columns: int, length: Tensor | int) -> Tensor | int:
-    """Return the position that the first column of an attention mask belongs to.
-
-    With a sliding window it is one in mid-sequence; in a static cache further columns wait for tokens to come.
-
-    Args:
-        columns: Their number.
-        length: Tokens seen, those of this step included.
-    """
-    return (length - columns).clamp(min=0) if isinstance(length, Tensor) else max(length - columns, 0)
-
-
-def _narrow_mask(mask: Tensor, index_BK: Tensor, key_BL: Tensor, length: Tensor | int) -> Tensor:
-    """Take the rows and columns of a mask (1 or B, H, N, columns) that belong to kept queries and cached keys."""
-    if mask.ndim != 4:
-        raise ValueError(f"expected an attention mask of 4 dimensions in a layer, got shape {tuple(mask.shape)}")
-    samples, heads, columns = len(index_BK), mask.shape[1], mask.shape[3]
-    mask = mask.expand(samples, -1, -1, -1)
-    mask = mask.gather(2, index_BK[:, None, :, None].expand(-1, heads, -1, columns))
-    column_BL = key_BL - first_column(columns, length)
-    pairs = mask.gather(3, column_BL.clamp(min=0)[:, None, None, :].expand(-1, heads, index_BK.shape[1], -1))
-    outside = (column_BL < 0)[:, None, None, :]
-    if pairs.dtype == torch.bool:
-        return pairs & ~outside
-    return pairs.masked_fill(outside, torch.finfo(pairs.dtype).min)
