@@ -39,7 +39,7 @@ from mmod.training.vlm import MODEL, VlmResult, finetune
 from mmod.training.vlm_build import create_vlm
 from mmod.training.vlm_config import VlmConfig
 from mmod.training.vlm_evaluation import generate, mean_over_kinds
-from mmod.training.vlm_maps import draw_maps
+from mmod.training.vlm_pictures import draw_answers, draw_maps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -138,7 +138,7 @@ class VlmTradeoffResult:
     """The outcome of a study.
 
     Args:
-        folder: The study's folder with `tradeoff.{csv,json,md,png}` and `maps-*.png`.
+        folder: The study's folder with `tradeoff.{csv,json,md,png}`, `answers.png` and `maps-*.png`.
         points: Its points.
         prior: Percent of right answers without looking, by kind.
     """
@@ -195,6 +195,9 @@ def run_vlm_tradeoff(config: VlmTradeoffConfig, *, progress: bool = True) -> Vlm
         draw_maps(models, collator, talks, Path(config.output))
     result = VlmTradeoffResult(config.output, points, prior)
     write_outcome(config, result, _draw, threads=torch.get_num_threads(), cores=os.cpu_count(), prior=prior)
+    right = {point.name: {"all": point.accuracy, **point.right} for point in points}
+    figure = draw_answers(right, {point.name: point.flops_share for point in points})
+    figure.savefig(Path(config.output) / "answers.png", dpi=150)
     return result
 
 
