@@ -50,6 +50,7 @@ def test_a_study_compares_and_can_be_continued(study: VlmTradeoffConfig, monkeyp
     assert dense.cache_bytes - points["random"].cache_bytes == skipped * per_token
     folder = Path(result.folder)
     assert (folder / "tradeoff.png").stat().st_size
+    assert (folder / "answers.png").stat().st_size
     assert sorted(path.name for path in folder.glob("maps-*.png")) == ["maps-p-mod.png", "maps-random.png"]
     rows = list(csv.DictReader((folder / "tradeoff.csv").open()))
     assert [row["name"] for row in rows] == list(points)
@@ -95,14 +96,21 @@ def test_wrong_studies_are_named(study: VlmTradeoffConfig) -> None:
         list(vlm_jobs(dataclasses.replace(study, changes={"data": {"val": None}})))
 
 
-def test_the_shipped_study_is_read_and_says_what_it_is() -> None:
-    path = ROOT / "configs" / "tradeoff" / "vlm.yaml"
+def shipped(name: str) -> dict[str, VlmConfig]:
+    path = ROOT / "configs" / "tradeoff" / name
     config = VlmTradeoffConfig(**yaml.safe_load(path.read_text()))
-    assert f"tools/tradeoff.py configs/tradeoff/{path.name}" in path.read_text()
-    jobs = list(vlm_jobs(dataclasses.replace(config, dense=str(ROOT / config.dense))))
-    plans = {job.name: plan_of(job.config) for job in jobs if job.config.routing}
-    assert [job.name for job in jobs] == ["base", "dense", *plans]
-    # The same share of image tokens everywhere, and beside each method the same plan with random tokens.
+    assert f"tools/tradeoff.py configs/tradeoff/{name}" in path.read_text()
+    return {
+        job.name: job.config for job in vlm_jobs(dataclasses.replace(config, dense=str(ROOT / config.dense), seeds=1))
+    }
+
+
+def test_shipped_studies_are_read_and_say_what_they_are() -> None:
+    small, full = shipped("vlm.yaml"), shipped("vlm-controls.yaml")
+    assert list(small)[:2] == list(full)[:2] == ["base", "dense"]
+    assert all((full[name].routing, full[name].trainer) == (c.routing, c.trainer) for name, c in small.items())
+    plans = {name: plan_of(config) for name, config in full.items() if config.routing}
+    # The same share of image tokens everywhere, and for each method the same plan with random tokens.
     assert all(plan.mean_capacity == pytest.approx(0.53125, abs=0.01) for plan in plans.values())
     assert plans["distilled"] == plans["a-mod"] == plans["random"]
     assert plans["p-mod"] == plans["p-mod-random"]
