@@ -344,3 +344,14 @@ def test_attention_with_a_mask_of_keys_alone(images: tuple[int, ...], monkeypatc
         real = batch["attention_mask"].bool()
         torch.testing.assert_close(model(**batch).logits[real], expected[real], atol=1e-5, rtol=1e-4)
     assert torch.equal(generate(model, batch), ids)
+
+
+@torch.no_grad()
+def test_flash_attention_is_refused_beyond_its_window() -> None:
+    model = mmod.route_(make_language("mistral-window"), language=EVERYTHING["threshold"])
+    words = torch.randint(3, IMAGE, (1, 10))
+    cache = model(input_ids=words[:, :9]).past_key_values
+    model.config._attn_implementation = "flash_attention_2"
+    for options in ({"input_ids": words}, {"input_ids": words[:, 9:], "past_key_values": cache}):
+        with pytest.raises(ValueError, match="sliding window of 9 among kept tokens .* this sequence has 10"):
+            model(**options)

@@ -115,6 +115,7 @@ class RoleHook(DescribedRouting):
         self.tokens = config.tokens or ("image" if entry is not text else "all")
         self.config = config
         self.text_config: Any = text.config
+        self.window: int | None = getattr(text.config, "sliding_window", None)
         self.names = tuple(inspect.signature(type(entry).forward).parameters)[1:]
         if self.tokens == "image" and not self.image_ids:
             raise ValueError(
@@ -154,6 +155,7 @@ class RoleHook(DescribedRouting):
         # A static cache says so with a tensor, which the host is not to wait for while text is decoded.
         length: Tensor | int = 0 if cache is None else cache.get_seq_length()
         samples, tokens = source.shape[:2]
+        self._check_window(length, tokens)
         decodes = tokens == 1 and (isinstance(length, Tensor) or length > 0)
         if self.tokens == "image" and decodes:
             return None
@@ -209,9 +211,17 @@ class RoleHook(DescribedRouting):
     def _is_causal(self, mask: Any, tokens: int) -> bool:
         """Whether attention within as many tokens hides nothing but padding and tokens to come."""
         pads_only = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
-        window = getattr(self.text_config, "sliding_window", None)
         both_ways = getattr(self.text_config, "use_bidirectional_attention", False)
-        return pads_only and not both_ways and (window is None or tokens <= window)
+        return pads_only and not both_ways and (self.window is None or tokens <= self.window)
+
+    def _check_window(self, length: Tensor | int, tokens: int) -> None:
+        if self.window is None or "flash" not in self.text_config._attn_implementation:
+            return
+        if int(length) + tokens > self.window:
+            raise ValueError(
+                f"flash attention measures its sliding window of {self.window} among kept tokens instead of positions, "
+                f"and this sequence has {int(length) + tokens}: load the model with attn_implementation='sdpa'"
+            )
 
     def _decides_alone(self, module: nn.Module) -> bool:
         """Whether a token's fate does not depend on other tokens."""

@@ -167,11 +167,11 @@ class DecoderLayerHost:
             routing: The decision; None keeps all of them.
             compact: Count rotary positions among kept tokens.
         """
-        cache = self._cache(arguments)
-        if routing is not None or compact or arguments.get("attention_mask") is not None:
+        cache, mask = self._cache(arguments), arguments.get("attention_mask")
+        if routing is not None or mask is not None or (cache is not None and cache.ragged):
             arguments = self._narrowed(arguments, x_BND, routing, compact, cache)
-        elif cache is not None and cache.ragged:
-            arguments = self._narrowed(arguments, x_BND, None, False, cache)
+        elif compact:
+            arguments = {**arguments, **self._counted_anew(x_BND, x_BND.shape[1], cache)}
         if cache is not None and routing is None:
             cache.announce_all(x_BND)
         elif cache is not None and routing is not None:
@@ -186,28 +186,31 @@ class DecoderLayerHost:
         compact: bool,
         cache: KeptTokens | None,
     ) -> dict[str, Any]:
-        narrowed = dict(arguments)
-        index_BK, attention = _index(x_BND, routing), self.config._attn_implementation
+        narrowed, attention = dict(arguments), self.config._attn_implementation
         flash = "flash" in attention
         if not flash and attention not in ("sdpa", "eager"):
             raise ValueError(
                 f"attention {attention!r} has no mask that can be narrowed to kept tokens; load the model with "
                 "attn_implementation 'sdpa', 'eager' or 'flash_attention_2'"
             )
-        mask = arguments.get("attention_mask")
-        narrowed["attention_mask"] = mask_of_kept(mask, x_BND, index_BK, routing, cache, flash)
-        if flash:
-            self._check_flash(arguments, (0 if cache is None else int(cache.seen)) + x_BND.shape[1])
-        if compact and self.rotary is not None:
-            before_B1, seen = (0, 0) if cache is None else (cache.kept_B1, cache.seen)
-            narrowed["position_embeddings"] = self.rotary(x_BND, before_B1, index_BK.shape[1], seen)
-        elif routing is not None:
-            embeddings = arguments.get("position_embeddings")
-            if embeddings is not None:
-                narrowed["position_embeddings"] = tuple(_rows(each, index_BK) for each in embeddings)
+        if flash and arguments.get("cu_seq_lens_q") is not None:
+            raise ValueError("packed samples with flash attention cannot be routed: use sdpa, or pad")
+        narrowed["attention_mask"] = mask_of_kept(arguments.get("attention_mask"), x_BND, routing, cache, flash)
+        embeddings = arguments.get("position_embeddings")
+        if compact:
+            slots = x_BND.shape[1] if routing is None else routing.index_BK.shape[1]
+            narrowed.update(self._counted_anew(x_BND, slots, cache))
+        elif routing is not None and embeddings is not None:
+            narrowed["position_embeddings"] = tuple(_rows(each, routing.index_BK) for each in embeddings)
         # Attention reads them for one thing only: gaps between positions as the borders of packed samples.
         narrowed["position_ids"] = None
         return narrowed
+
+    def _counted_anew(self, x_BND: Tensor, slots: int, cache: KeptTokens | None) -> dict[str, Any]:
+        """Return what tells a layer its tokens' positions, counted among kept ones."""
+        assert self.rotary is not None
+        before_B1, seen = (0, 0) if cache is None else (cache.kept_B1, cache.seen)
+        return {"position_embeddings": self.rotary(x_BND, before_B1, slots, seen), "position_ids": None}
 
     def _cache(self, arguments: Mapping[str, Any]) -> KeptTokens | None:
         cache = arguments.get("past_key_values")
@@ -225,22 +228,6 @@ class DecoderLayerHost:
     @property
     def _is_flash(self) -> bool:
         return "flash" in self.config._attn_implementation
-
-    def _check_flash(self, arguments: Mapping[str, Any], length: int) -> None:
-        if arguments.get("cu_seq_lens_q") is not None:
-            raise ValueError("packed samples with flash attention cannot be routed: use sdpa, or pad")
-        window = getattr(self.config, "sliding_window", None)
-        if window is not None and length > window:
-            raise ValueError(
-                f"flash attention measures its sliding window of {window} among kept tokens instead of positions, and "
-                f"this sequence has {length}: load the model with attn_implementation='sdpa'"
-            )
-
-
-def _index(x_BND: Tensor, routing: Routing | None) -> Tensor:
-    if routing is not None:
-        return routing.index_BK
-    return torch.arange(x_BND.shape[1], device=x_BND.device).expand(len(x_BND), -1)
 
 
 def _packed(rows: Tensor, place_T: Tensor, slots: int) -> Tensor:

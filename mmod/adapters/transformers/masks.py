@@ -6,6 +6,7 @@ Axes: B samples, H heads, N tokens, K slots per sample, L slots in a layer's cac
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.adapters.transformers.cache import RoutedLayer
@@ -16,7 +17,6 @@ from mmod.routing import Routing
 def mask_of_kept(
     mask: Tensor | None,
     x_BND: Tensor,
-    index_BK: Tensor,
     routing: Routing | None,
     cache: KeptTokens | None,
     flash: bool,
@@ -26,7 +26,6 @@ def mask_of_kept(
     Args:
         mask: The mask of all tokens, bool or a bias (1 or B, H, N, columns); None where attention is causal.
         x_BND: All tokens.
-        index_BK: The kept ones.
         routing: The decision; None keeps all tokens.
         cache: The layer's cache, before the kept tokens are in it.
         flash: Attention takes the validity of keys for a mask, as flash attention does.
@@ -44,6 +43,10 @@ def mask_of_kept(
         written = _mask_of_all(mask, x_BND, cache)
         if written is not None:
             return written
+    if routing is None:
+        index_BK = torch.arange(x_BND.shape[1], device=x_BND.device).expand(len(x_BND), -1)
+    else:
+        index_BK = routing.index_BK
     query_BK = seen + index_BK
     if cache is None:
         key_BL, valid_BL = query_BK, torch.ones_like(query_BK, dtype=torch.bool) if valid_BK is None else valid_BK
@@ -91,6 +94,8 @@ def _mask_of_all(mask: Tensor | None, x_BND: Tensor, cache: RoutedLayer) -> Tens
     if cache.position_BL is None or cache.valid_BL is None or (mask is not None and mask.shape[-1] != length):
         return None
     written = cache.valid_BL[:, None, None, :]
+    if mask is None and tokens == 1:
+        return F.pad(written, (0, recent), value=True)
     if mask is None:
         own = torch.ones(tokens, recent, dtype=torch.bool, device=x_BND.device).tril(recent - tokens)
         parts = written.expand(-1, -1, tokens, -1), own.expand(len(x_BND), 1, -1, -1)
