@@ -353,5 +353,5 @@ def test_flash_attention_is_refused_beyond_its_window() -> None:
     cache = model(input_ids=words[:, :9]).past_key_values
     model.config._attn_implementation = "flash_attention_2"
     for options in ({"input_ids": words}, {"input_ids": words[:, 9:], "past_key_values": cache}):
-        with pytest.raises(ValueError, match="sliding window of 9 among kept tokens .* this sequence has 10"):
+        with pytest.raises(ValueError, match=r"sliding window of 9 among kept tokens .* this sequence has 10"):
             model(**options)
