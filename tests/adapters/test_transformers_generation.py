@@ -329,18 +329,23 @@ def _like_flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Te
     return out.transpose(1, 2).contiguous(), None
 
 
-@pytest.mark.parametrize("images", [(1,), (1, 0, 2)])
-def test_attention_with_a_mask_of_keys_alone(images: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def flash_like(monkeypatch: pytest.MonkeyPatch) -> str:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "like_flash", _like_flash)
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "like_flash", flash_attention_mask)
+    return "like_flash"
+
+
+@pytest.mark.parametrize("images", [(1,), (1, 0, 2)])
+def test_attention_with_a_mask_of_keys_alone(images: tuple[int, ...], flash_like: str) -> None:
     config = mmod.RoutingConfig(router="linear", capacity=0.5, blocks="all", init_std=0.2)
     model, batch = routed("llava", config), prompt("llava", images)
     with torch.no_grad():
         expected, ids = model(**batch).logits, generate(model, batch)
-        model.model.language_model.config._attn_implementation = "like_flash"
+        model.model.language_model.config._attn_implementation = flash_like
         real = batch["attention_mask"].bool()
         torch.testing.assert_close(model(**batch).logits[real], expected[real], atol=1e-5, rtol=1e-4)
     assert torch.equal(generate(model, batch), ids)
@@ -355,3 +360,12 @@ def test_flash_attention_is_refused_beyond_its_window() -> None:
     for options in ({"input_ids": words}, {"input_ids": words[:, 9:], "past_key_values": cache}):
         with pytest.raises(ValueError, match=r"sliding window of 9 among kept tokens .* this sequence has 10"):
             model(**options)
+
+
+@torch.no_grad()
+def test_flash_attention_slides_over_tokens_that_all_run(flash_like: str) -> None:
+    model = routed("llava-mistral-window", IMAGES_ONLY["linear"])
+    words = torch.randint(3, IMAGE, (1, 12))
+    cache = model(input_ids=words).past_key_values
+    model.model.language_model.config._attn_implementation = flash_like
+    assert model(input_ids=words[:, :1], past_key_values=cache).past_key_values.get_seq_length() == 13

@@ -90,7 +90,8 @@ def _host_of(layer: nn.Module, rotary: CompactRotary | None) -> DecoderLayerHost
     signature = inspect.signature(host_class(layer).forward).parameters
     names = tuple(n for n, p in signature.items() if p.kind is p.POSITIONAL_OR_KEYWORD)[2:]
     attention: Any = layer.self_attn
-    return DecoderLayerHost(names, index=int(attention.layer_idx), config=attention.config, rotary=rotary)
+    window = getattr(attention.config, "sliding_window", None)
+    return DecoderLayerHost(names, int(attention.layer_idx), attention.config, rotary, window)
 
 
 class RoleHook(DescribedRouting):
@@ -155,7 +156,6 @@ class RoleHook(DescribedRouting):
         # A static cache says so with a tensor, which the host is not to wait for while text is decoded.
         length: Tensor | int = 0 if cache is None else cache.get_seq_length()
         samples, tokens = source.shape[:2]
-        self._check_window(length, tokens)
         decodes = tokens == 1 and (isinstance(length, Tensor) or length > 0)
         if self.tokens == "image" and decodes:
             return None
@@ -213,15 +213,6 @@ class RoleHook(DescribedRouting):
         pads_only = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
         both_ways = getattr(self.text_config, "use_bidirectional_attention", False)
         return pads_only and not both_ways and (self.window is None or tokens <= self.window)
-
-    def _check_window(self, length: Tensor | int, tokens: int) -> None:
-        if self.window is None or "flash" not in self.text_config._attn_implementation:
-            return
-        if int(length) + tokens > self.window:
-            raise ValueError(
-                f"flash attention measures its sliding window of {self.window} among kept tokens instead of positions, "
-                f"and this sequence has {int(length) + tokens}: load the model with attn_implementation='sdpa'"
-            )
 
     def _decides_alone(self, module: nn.Module) -> bool:
         """Whether a token's fate does not depend on other tokens."""

@@ -35,12 +35,14 @@ class DecoderLayerHost:
         index: Which layer of the cache is its own.
         config: The config its attention reads.
         rotary: Rotary embeddings of compact positions; None where positions have several dimensions.
+        window: Tokens that a query sees where the model's layers slide, or None.
     """
 
     names: tuple[str, ...]
     index: int
     config: Any
     rotary: CompactRotary | None = None
+    window: int | None = None
 
     @property
     def entry(self) -> str:
@@ -108,9 +110,9 @@ class DecoderLayerHost:
             compact: Count rotary positions among kept tokens.
         """
         embeddings, place_T, slots = arguments.get("position_embeddings"), packing.row_T, x_BND.shape[1]
-        if compact and self.rotary is not None:
-            embeddings = self.rotary(x_BND[:1], 0, packing.max_seqlen, 0)
+        if compact:
             place_T, slots = packing.slot_T, packing.max_seqlen
+            embeddings = self._counted_anew(x_BND[:1], slots, None)["position_embeddings"]
         if embeddings is not None:
             embeddings = tuple(_packed(each, place_T, slots) for each in embeddings)
         cache = self._cache(arguments)
@@ -144,7 +146,8 @@ class DecoderLayerHost:
 
     def takes_all(self, arguments: Mapping[str, Any], x_BND: Tensor) -> bool:
         """Return whether all tokens run and none is hidden; a layer's cache of filled slots is told of them then."""
-        if arguments.get(ROLES, _UNKNOWN) is not None or arguments.get("attention_mask") is not None:
+        hides = self.window is not None or arguments.get("attention_mask") is not None
+        if hides or arguments.get(ROLES, _UNKNOWN) is not None:
             return False
         cache = arguments.get("past_key_values")
         if cache is None:
@@ -168,6 +171,9 @@ class DecoderLayerHost:
             compact: Count rotary positions among kept tokens.
         """
         cache, mask = self._cache(arguments), arguments.get("attention_mask")
+        if self.window is not None and self._is_flash:
+            whole = routing is None and not compact and mask is None
+            self._check_window(self.window, x_BND.shape[1], cache, whole)
         if routing is not None or mask is not None or (cache is not None and cache.ragged):
             arguments = self._narrowed(arguments, x_BND, routing, compact, cache)
         elif compact:
@@ -205,6 +211,17 @@ class DecoderLayerHost:
         # Attention reads them for one thing only: gaps between positions as the borders of packed samples.
         narrowed["position_ids"] = None
         return narrowed
+
+    def _check_window(self, window: int, tokens: int, cache: KeptTokens | None, whole: bool) -> None:
+        """Refuse to look past a sliding window where a token is missing, now or in the cache."""
+        if cache is not None:
+            tokens += int(cache.seen)
+            whole = whole and not cache.ragged and bool(torch.as_tensor(cache.kept_B1 == cache.seen).all())
+        if tokens > window and not whole:
+            raise ValueError(
+                f"flash attention measures its sliding window of {window} among kept tokens instead of positions, and "
+                f"this sequence has {tokens}: load the model with attn_implementation='sdpa'"
+            )
 
     def _counted_anew(self, x_BND: Tensor, slots: int, cache: KeptTokens | None) -> dict[str, Any]:
         """Return what tells a layer its tokens' positions, counted among kept ones."""
