@@ -66,8 +66,8 @@ def run_all(
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    options, folder = plain_options(config), Path(config.out)
-    journal = Journal(folder, options, environment(config.device))
+    options, folder, machine = plain_options(config), Path(config.out), environment(config.device)
+    journal = Journal(folder, options, machine)
     missing = [name for name in runs if name not in journal.runs]
     with tqdm(total=len(runs), initial=len(runs) - len(missing), disable=not progress, unit="run") as bar:
         for name in missing:
@@ -75,7 +75,7 @@ def run_all(
             journal.add(name, runs[name]())
             bar.update()
     rows = [row.from_dict(values) for name in runs for values in journal.runs[name]]
-    report = BenchmarkReport(title, options, environment(config.device), rows, notes(rows) if notes else ())
+    report = BenchmarkReport(title, options, machine, rows, notes(rows) if notes else ())
     report.save(folder)
     journal.close()
     return report

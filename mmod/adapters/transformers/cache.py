@@ -186,7 +186,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         """Forget everything."""
         super().reset()
         self.seen, self.counted, self.position_BL, self.valid_BL = 0, 0, None, None
-        self.kept_B1, self.ragged = 0, False
+        self.kept_B1, self.ragged, self.slot_T = 0, False, None
 
 
 def routed_layer(cache: Any, layer: int) -> RoutedLayer | StaticRoutedLayer:
