@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 import torch
 
+from mmod.config import one_of
 from mmod.measuring.generation_models import GenerationModels
 from mmod.measuring.journal import run_all
 from mmod.measuring.latency import Spread, interleave, ratios
 from mmod.measuring.report import BenchmarkReport, Row, number_cell, spread_cell
+from mmod.planning.presets import PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class GenerationConfig:
             goes on in the same folder.
 
     Raises:
-        ValueError: Nothing to time, or a width that heads of 64 channels do not divide.
+        ValueError: Nothing to time, an unknown preset, or a width that heads of 64 channels do not divide.
     """
 
     presets: list[str] = field(default_factory=lambda: ["p-mod", "gamma-mod", "a-mod"])
@@ -69,6 +71,8 @@ class GenerationConfig:
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
                 raise ValueError(f"{name} must name at least one value, and each once, got {values}")
+        for name in self.presets:
+            one_of("preset", name, PRESETS)
         if min(*self.image_tokens, *self.batch_sizes, self.text_tokens) < 1:
             raise ValueError("image_tokens, text_tokens and batch_sizes must be positive")
         if self.hidden < 64 or self.hidden % 64:

@@ -64,7 +64,7 @@ class VlmTradeoffConfig:
         part: The part that is routed, `language` or `vision`.
         train_dense: Train the dense model first; False takes it as the config's checkpoint gives it.
         seeds: Number of seeds; everything is repeated for each.
-        maps: Evaluation questions for which kept image tokens are drawn.
+        maps: Evaluation questions for which kept image tokens are drawn; 0 draws none.
         timed_prompts: Prompts that are read at once when time is measured.
         timed_tokens: Tokens that are decoded for each of them.
         timed_rounds: Interleaved rounds of the measurement.
@@ -88,6 +88,8 @@ class VlmTradeoffConfig:
 
     def __post_init__(self) -> None:
         check_study(self, ("seeds", "timed_prompts", "timed_tokens", "timed_rounds"))
+        if self.maps < 0:
+            raise ValueError(f"maps must not be negative, got {self.maps}")
 
 
 @dataclass(frozen=True)

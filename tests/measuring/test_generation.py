@@ -62,7 +62,12 @@ def test_a_wrong_path_is_never_timed(
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"presets": []}, "at least one"), ({"hidden": 100}, "multiple of 64"), ({"text_tokens": 0}, "positive")],
+    [
+        ({"presets": []}, "at least one"),
+        ({"presets": ["nope"]}, "preset must be one of 'mod', .* got 'nope'"),
+        ({"hidden": 100}, "multiple of 64"),
+        ({"text_tokens": 0}, "positive"),
+    ],
 )
 def test_wrong_use_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -92,6 +92,8 @@ def test_wrong_studies_are_named(study: VlmTradeoffConfig) -> None:
         dataclasses.replace(study, changes={"seed": 3})
     with pytest.raises(ValueError, match="timed_rounds"):
         dataclasses.replace(study, timed_rounds=0)
+    with pytest.raises(ValueError, match="maps must not be negative, got -1"):
+        dataclasses.replace(study, maps=-1)
     with pytest.raises(ValueError, match=r"no data\.val"):
         list(vlm_jobs(dataclasses.replace(study, changes={"data": {"val": None}})))
 
