@@ -1,12 +1,17 @@
 """Mixture-of-Depths for vision transformers: each routed block computes only the tokens that need it."""
 
-from mmod.config import Plan, RoutingConfig
-from mmod.convert import capacities, is_routed, route_, routed_blocks, routing_config, set_capacity, unroute_
-from mmod.measuring import FlopReport, Trace, flops, prefill_flops, trace
-from mmod.objectives import auxiliary_loss
-from mmod.planning import attention_ranks, preset
-from mmod.pretrained import load_pretrained, save_pretrained
-from mmod.routing import Routing
+from typing import TYPE_CHECKING
+
+from mmod.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from mmod.config import Plan, RoutingConfig
+    from mmod.convert import capacities, is_routed, route_, routed_blocks, routing_config, set_capacity, unroute_
+    from mmod.measuring import FlopReport, Trace, flops, prefill_flops, trace
+    from mmod.objectives import auxiliary_loss
+    from mmod.planning import attention_ranks, preset
+    from mmod.pretrained import load_pretrained, save_pretrained
+    from mmod.routing import Routing
 
 __all__ = [
     "FlopReport",
@@ -30,3 +35,25 @@ __all__ = [
     "trace",
     "unroute_",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "config": ("Plan", "RoutingConfig"),
+        "convert": (
+            "capacities",
+            "is_routed",
+            "route_",
+            "routed_blocks",
+            "routing_config",
+            "set_capacity",
+            "unroute_",
+        ),
+        "measuring": ("FlopReport", "Trace", "flops", "prefill_flops", "trace"),
+        "objectives": ("auxiliary_loss",),
+        "ops": (),
+        "planning": ("attention_ranks", "preset"),
+        "pretrained": ("load_pretrained", "save_pretrained"),
+        "routing": ("Routing",),
+    },
+)

@@ -18,6 +18,7 @@ import mmod
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mmod"
 LADDER = [
+    "lazy",
     "config",
     "ops",
     "routing",
@@ -40,7 +41,7 @@ MODULES = sorted(
 FACE = LADDER.index("measuring")
 # They bring routed models into a host library's own factory. Only programs import them, at the foot of the ladder.
 REGISTRIES = {PACKAGE / "adapters" / "timm_models", PACKAGE / "adapters" / "open_clip_models"}
-HEAVY = ("timm", "triton", "open_clip", "transformers", "matplotlib", "webdataset", "sklearn", "torchvision")
+HEAVY = ("torch", "timm", "triton", "open_clip", "transformers", "matplotlib", "webdataset", "sklearn", "torchvision")
 
 
 def imported_rungs(path: Path) -> set[str]:
@@ -169,6 +170,14 @@ def test_tools_say_which_extra_to_install(package: str, command: list[str]) -> N
     assert done.returncode == 1
     assert f"error: this needs the package {package}, which is not installed: pip install" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("tool", ["tools/train.py", "tools/train_clip.py", "tools/finetune_vlm.py"])
+def test_help_needs_no_torch(tool: str) -> None:
+    command = [sys.executable, "-c", MISSING, "torch", tool, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "--output OUTPUT" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ DRY = "--dry-run"
 
 def main(arguments: list[str]) -> None:
     """Fine-tune as the command line says and print what came out, or what it would cost."""
+    config = parse_config([word for word in arguments if word != DRY], VlmConfig)
+    # A command line that asks for help only is answered without torch.
     with extra("vlm"):
         from mmod.training.vlm import finetune
         from mmod.training.vlm_plan import plan_run
-    config = parse_config([word for word in arguments if word != DRY], VlmConfig)
     print(plan_run(config) if DRY in arguments else finetune(config))
 
 

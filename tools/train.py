@@ -8,16 +8,24 @@ Under `torchrun --nproc-per-node N tools/train.py CONFIG` several processes trai
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from mmod.training import FitResult, fit, parse_config
+from mmod.training.parse import parse_config
+
+if TYPE_CHECKING:
+    from mmod.training import EvalResult, FitResult
 
 
 def main(arguments: list[str]) -> None:
     """Train as the command line says and print what came out."""
-    print(summary(fit(parse_config(arguments))))
+    config = parse_config(arguments)
+    # A command line that asks for help only is answered without torch.
+    from mmod.training import fit
+
+    print(summary(fit(config)))
 
 
-def summary(result: FitResult) -> str:
+def summary(result: FitResult[EvalResult]) -> str:
     """Return the outcome in a few lines."""
     state = "had finished before" if result.reused else "finished"
     lines = [f"{result.folder}: {state} after {result.epochs} epochs, {result.steps} steps"]

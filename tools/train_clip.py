@@ -10,19 +10,22 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from mmod.training import FitResult, parse_config
 from mmod.training.clip_config import ClipConfig
 from mmod.training.extras import extra
+from mmod.training.parse import parse_config
 
 if TYPE_CHECKING:
+    from mmod.training import FitResult
     from mmod.training.clip_evaluation import ClipResult
 
 
 def main(arguments: list[str]) -> None:
     """Train as the command line says and print what came out."""
+    config = parse_config(arguments, ClipConfig)
+    # A command line that asks for help only is answered without torch.
     with extra("clip"):
         from mmod.training.clip import fit_clip
-    print(summary(fit_clip(parse_config(arguments, ClipConfig))))
+    print(summary(fit_clip(config)))
 
 
 def summary(result: FitResult[ClipResult]) -> str:

@@ -8,7 +8,7 @@ order of an epoch is one permutation, and every sample's augmentation has its ow
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,115 +16,14 @@ import torch
 from torch import Tensor
 
 from mmod.data.build import find_level
-from mmod.data.corrupt import CorruptReport, OnCorrupt
+from mmod.data.config import DataConfig
+from mmod.data.corrupt import CorruptReport
 from mmod.data.digits import LEVELS, build_digits
 from mmod.data.sources import ImageSource
 from mmod.data.stream import ImageReader, MemoryReader, SampleStream
 
 # Mean and standard deviation of the grey values of cluttered digits, near enough for every level.
 _DIGITS_MEAN, _DIGITS_STD = 0.094, 0.22
-
-
-@dataclass
-class AugmentConfig:
-    """Training augmentation: the arguments of `timm.data.create_transform` that matter for images.
-
-    Args:
-        train_crop_mode: "rrc" (random resized crop), "rkrc" or "rkrr".
-        scale: Area of the crop, as a share of the image; timm's default when None.
-        ratio: Aspect ratio of the crop; timm's default when None.
-        hflip: Probability of a horizontal flip.
-        vflip: Probability of a vertical flip.
-        color_jitter: Strength of the colour jitter; unused when `auto_augment` replaces it.
-        color_jitter_prob: Probability of the colour jitter; always when None.
-        grayscale_prob: Probability of a greyscale image.
-        gaussian_blur_prob: Probability of a blur.
-        auto_augment: A policy as "rand-m9-mstd0.5-inc1" or "3a"; none when None.
-        interpolation: Interpolation of the crop: "bilinear", "bicubic", "random", ...
-        re_prob: Probability of random erasing.
-        re_mode: Fill of the erased area: "const", "rand" or "pixel".
-        re_count: Number of erased areas.
-    """
-
-    train_crop_mode: str = "rrc"
-    scale: tuple[float, float] | None = None
-    ratio: tuple[float, float] | None = None
-    hflip: float = 0.5
-    vflip: float = 0.0
-    color_jitter: float = 0.4
-    color_jitter_prob: float | None = None
-    grayscale_prob: float = 0.0
-    gaussian_blur_prob: float = 0.0
-    auto_augment: str | None = None
-    interpolation: str = "random"
-    re_prob: float = 0.0
-    re_mode: str = "const"
-    re_count: int = 1
-
-
-@dataclass
-class DataConfig:
-    """What to read and how.
-
-    Args:
-        source: "digits" or "digits:LEVEL" (the embedded set, built into `root` when it is not there);
-            "shards:PATTERN" (webdataset shards; `{split}` in the pattern stands for the split); or a
-            name for `timm.data.create_dataset`: "folder", "torch/...", "hfds/...".
-        root: Folder of the data. For digits it defaults to `runs/data/cluttered-digits-LEVEL`; for remote shards it is
-            where copies of them are kept.
-        train_split: Split to train on.
-        val_split: Split to evaluate on.
-        image_size: Side of an image, in pixels.
-        channels: 1 (grey) or 3 (RGB).
-        mean: Mean of each channel; by default the digits' own, ImageNet's for 3 channels, 0.5 for 1.
-        std: Standard deviation of each channel, as `mean`.
-        batch_size: Images in a batch of one process.
-        workers: Worker processes; 0 reads in the training process.
-        augment: Augmentation of training images; None resizes and crops them as for evaluation.
-        crop_pct: Share of the resized image that the evaluation crop keeps. Digits are never resized.
-        interpolation: Interpolation of the evaluation resize.
-        on_corrupt: "raise" stops at an image or shard that cannot be read. "skip" counts it in the stream's
-            report: a training batch gets the next readable sample in its place, evaluation goes on without it.
-        in_memory: Decode everything once and keep it as uint8; None does so for digits without augmentation.
-        pin_memory: Return batches in pinned memory (for a GPU).
-        options: Further arguments of `timm.data.create_dataset`, as `class_map`.
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
-
-    source: str = "digits"
-    root: str | None = None
-    train_split: str = "train"
-    val_split: str = "val"
-    image_size: int = 32
-    channels: int = 1
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    batch_size: int = 64
-    workers: int = 0
-    augment: AugmentConfig | None = None
-    crop_pct: float = 0.875
-    interpolation: str = "bicubic"
-    on_corrupt: OnCorrupt = "raise"
-    in_memory: bool | None = None
-    pin_memory: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.channels not in (1, 3):
-            raise ValueError(f"channels={self.channels} is unknown; valid: 1 (grey), 3 (RGB)")
-        for name, low in (("image_size", 1), ("batch_size", 1), ("workers", 0)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)} must be >= {low}")
-        if not 0 < self.crop_pct <= 1:
-            raise ValueError(f"crop_pct={self.crop_pct} must lie in (0, 1]")
-        for name in ("mean", "std"):
-            values = getattr(self, name)
-            if values is not None and len(values) != self.channels:
-                raise ValueError(f"{name}={values} must have channels={self.channels} values")
-        if self.in_memory and self.augment is not None:
-            raise ValueError("in_memory=True keeps images as evaluated; it cannot be combined with augment")
 
 
 class BatchStream(Protocol):

@@ -9,14 +9,14 @@ are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from mmod.data.build import find_level
-from mmod.data.corrupt import CorruptReport, OnCorrupt
+from mmod.data.config import PairsConfig
+from mmod.data.corrupt import CorruptReport
 from mmod.data.loader import BatchStream
 from mmod.data.resampled import ResampledStream
 from mmod.data.scenes import LEVELS, build_scenes
@@ -25,54 +25,6 @@ from mmod.data.stream import ImageReader, SampleStream
 
 Transform = Callable[..., Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
-
-
-@dataclass
-class PairsConfig:
-    """Which pairs to read and how.
-
-    Args:
-        train: Shards to train on: paths or URLs with brace ranges (`{00000..00127}.tar`), globs (local paths only) or
-            `pipe:` commands, one or a list; or `scenes:LEVEL/SPLIT`, the embedded set, built where it is not there.
-        val: Pairs to evaluate on, given alike; read by number, so remote shards are copied to `root`.
-        root: Folder for copies of remote shards, or of the embedded set (`runs/data/captioned-scenes-LEVEL` by
-            default).
-        sampling: "exact" reads every training sample once an epoch, in an order of its own (remote shards are copied to
-            `root` first). "resampled" draws shards with replacement and reads them where they are, without copying.
-        samples: Training samples of one epoch over all processes; needed when resampled.
-        shuffle: Samples held in memory by each worker for shuffling when resampled; an exact order needs none.
-        batch_size: Pairs in a batch of one process.
-        workers: Worker processes; 0 reads in the training process.
-        on_corrupt: "raise" stops at a shard, image or caption that cannot be read. "skip" counts it for its shard: a
-            training batch gets another sample in its place, evaluation goes on without it.
-        pin_memory: Return batches in pinned memory (for a GPU).
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
-
-    train: str | list[str] = "scenes:default/train"
-    val: str | list[str] = "scenes:default/val"
-    root: str | None = None
-    sampling: Literal["exact", "resampled"] = "exact"
-    samples: int | None = None
-    shuffle: int = 5000
-    batch_size: int = 64
-    workers: int = 0
-    on_corrupt: OnCorrupt = "raise"
-    pin_memory: bool = False
-
-    def __post_init__(self) -> None:
-        for name, low in (("batch_size", 1), ("workers", 0), ("shuffle", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)} must be >= {low}")
-        if self.sampling not in ("exact", "resampled"):
-            raise ValueError(f"sampling={self.sampling!r} is unknown; valid: 'exact', 'resampled'")
-        if (self.samples is not None) != (self.sampling == "resampled"):
-            raise ValueError(
-                f"samples={self.samples} with sampling={self.sampling!r}: a resampled epoch needs a number of samples, "
-                "an exact one has that of its shards"
-            )
 
 
 def create_train_pairs(

@@ -1,21 +1,26 @@
 """Training: one loop, tasks as objects."""
 
-from mmod.training.classification import fit
-from mmod.training.config import (
-    CapacityScheduleConfig,
-    DistillConfig,
-    EmaConfig,
-    LossConfig,
-    MixupConfig,
-    ModelConfig,
-    OptimConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
-from mmod.training.evaluation import EvalResult, evaluate
-from mmod.training.parse import load_config, parse_config, train_config
-from mmod.training.run import FitResult
-from mmod.training.task import ClassificationTask
+from typing import TYPE_CHECKING
+
+from mmod.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from mmod.training.classification import fit
+    from mmod.training.config import (
+        CapacityScheduleConfig,
+        DistillConfig,
+        EmaConfig,
+        LossConfig,
+        MixupConfig,
+        ModelConfig,
+        OptimConfig,
+        ScheduleConfig,
+        TrainConfig,
+    )
+    from mmod.training.evaluation import EvalResult, evaluate
+    from mmod.training.parse import load_config, parse_config, train_config
+    from mmod.training.run import FitResult
+    from mmod.training.task import ClassificationTask
 
 __all__ = [
     "CapacityScheduleConfig",
@@ -36,3 +41,25 @@ __all__ = [
     "parse_config",
     "train_config",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "classification": ("fit",),
+        "config": (
+            "CapacityScheduleConfig",
+            "DistillConfig",
+            "EmaConfig",
+            "LossConfig",
+            "MixupConfig",
+            "ModelConfig",
+            "OptimConfig",
+            "ScheduleConfig",
+            "TrainConfig",
+        ),
+        "evaluation": ("EvalResult", "evaluate"),
+        "parse": ("load_config", "parse_config", "train_config"),
+        "run": ("FitResult",),
+        "task": ("ClassificationTask",),
+    },
+)

@@ -17,7 +17,7 @@ from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
 from mmod import route_
-from mmod.data.loader import DataConfig
+from mmod.data.config import DataConfig
 from mmod.training.checkpoint import read_weights
 from mmod.training.config import LossConfig, MixupConfig, ModelConfig, RunConfig, TrainConfig
 

@@ -40,7 +40,7 @@ def fit(config: TrainConfig, *, streams: Streams | None = None, progress: bool =
 
     Example:
         >>> import tempfile
-        >>> from mmod.data.loader import DataConfig
+        >>> from mmod.data.config import DataConfig
         >>> from mmod.training import ModelConfig
         >>> folder = tempfile.mkdtemp()
         >>> args = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}

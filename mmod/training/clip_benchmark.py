@@ -12,7 +12,8 @@ from typing import Any
 import open_clip
 from tqdm import tqdm
 
-from mmod.data.pairs import PairsConfig, create_train_pairs
+from mmod.data.config import PairsConfig
+from mmod.data.pairs import create_train_pairs
 from mmod.data.shards import expand_pattern
 from mmod.training.open_clip_program import readable_shards
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mmod import RoutingConfig
-from mmod.data.pairs import PairsConfig
+from mmod.config import RoutingConfig
+from mmod.data.config import PairsConfig
 from mmod.training.config import RunConfig, resolve_routing
 
 __all__ = ["ClipConfig", "ClipDistillConfig", "ClipModelConfig", "RoutingParts"]

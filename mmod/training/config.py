@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mmod import RoutingConfig, preset
-from mmod.data.loader import DataConfig
+from mmod.config import RoutingConfig
+from mmod.data.config import DataConfig
+from mmod.planning.presets import preset
 
 __all__ = [
     "CapacityScheduleConfig",

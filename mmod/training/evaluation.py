@@ -87,7 +87,8 @@ def evaluate(
 
     Example:
         >>> import tempfile, timm
-        >>> from mmod.data.loader import DataConfig, create_eval_stream
+        >>> from mmod.data.config import DataConfig
+        >>> from mmod.data.loader import create_eval_stream
         >>> stream = create_eval_stream(DataConfig("digits:tiny", root=tempfile.mkdtemp()))
         >>> model = timm.create_model("test_vit", img_size=32, in_chans=1, num_classes=10)
         >>> evaluate(model, stream).samples

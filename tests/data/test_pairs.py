@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptDataError
-from mmod.data.pairs import PairsConfig, create_eval_pairs, create_train_pairs
+from mmod.data.pairs import create_eval_pairs, create_train_pairs
 from tests.data.pair_files import pair, png, tokenizer, transform, write_pairs, write_tar
 
 

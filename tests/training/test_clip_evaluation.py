@@ -14,7 +14,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import mmod
-from mmod.data.pairs import PairsConfig, create_eval_pairs
+from mmod.data.config import PairsConfig
+from mmod.data.pairs import create_eval_pairs
 from mmod.training.clip_evaluation import evaluate_clip, rank_matches
 from tests.training.clip_worker import MODEL
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mmod.data.config import DataConfig
 from mmod.data.corrupt import CorruptReport
-from mmod.data.loader import DataConfig
 from mmod.training import (
     DistillConfig,
     EmaConfig,

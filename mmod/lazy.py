@@ -1,0 +1,45 @@
+"""Packages whose names are imported when they are first used, so that a command line is read without torch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["lazy_names"]
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Make the `__getattr__` and `__dir__` of a package whose names live in its modules.
+
+    Args:
+        package: Name of the package.
+        homes: Each of its modules, named within it, to the names that the package takes from there.
+
+    Returns:
+        The two functions. The first imports a name's module, or a module named in `homes` itself.
+
+    Example:
+        >>> get, _ = lazy_names("mmod", {"config": ("Plan",)})
+        >>> get("Plan").__name__
+        'Plan'
+    """
+    home_of = {name: module for module, names in homes.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name in home_of:
+            value = getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
+            # A name that was found once is an attribute like any other.
+            setattr(sys.modules[package], name, value)
+            return value
+        if name in homes:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *home_of})
+
+    return get, names
