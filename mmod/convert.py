@@ -24,7 +24,7 @@ from mmod.blocks import (
     model_hooks,
 )
 from mmod.config import Plan, RoutingConfig, rational
-from mmod.routing import Router
+from mmod.routing import Router, share_score, unshare_score
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -76,7 +76,8 @@ def route_(model: Model, config: RoutingConfig | None = None, **parts: RoutingCo
             else:
                 make_important(block, state, host.mixins[1])
         if configs[name].shared:
-            _share_score(model, host, [router for _, router, _ in conversions[name] if router is not None])
+            owner = model.get_submodule(".".join(host.names[0].split(".")[:-2]))
+            share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
         for module, mixin, shared in host.around:
             convert(module, mixin, shared)
     for module, hook in hooks:
@@ -84,17 +85,6 @@ def route_(model: Model, config: RoutingConfig | None = None, **parts: RoutingCo
     model.routing_configs = {**vars(model).get("routing_configs", {}), **configs}  # type: ignore[assignment]
     _describe(model)
     return model
-
-
-def _share_score(model: nn.Module, host: HostModel, routers: Sequence[Router]) -> None:
-    """Let routers score with the first one's weight, which moves to the module that holds the blocks."""
-    owner = model.get_submodule(".".join(host.names[0].split(".")[:-2]))
-    score = routers[0].score
-    owner.router_score = score  # type: ignore[assignment]
-    for router in routers:
-        # Past the module's registries: the weight is stored once, and sharded with its owner.
-        del router._modules["score"]
-        router.__dict__["score"] = score
 
 
 def _describe(model: nn.Module) -> None:
@@ -210,8 +200,7 @@ def unroute_(model: Model) -> Model:
     for module in model.modules():
         if "routing_configs" in vars(module):
             del module.routing_configs
-        if "router_score" in module._modules:
-            del module.router_score
+        unshare_score(module)
     return model
 
 

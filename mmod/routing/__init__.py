@@ -5,6 +5,7 @@ from mmod.ops.select import kept_count, select_threshold, select_topk
 from mmod.routing.roles import Predictor, RoleRouter, Roles, assign_roles, decoded_roles, select_within
 from mmod.routing.router import Router, Routing
 from mmod.routing.score import FunctionScore, LinearScore, NormScore, RandomScore, StrideScore
+from mmod.routing.shared import SharedScore, share_score, unshare_score
 
 __all__ = [
     "FunctionScore",
@@ -16,6 +17,7 @@ __all__ = [
     "Roles",
     "Router",
     "Routing",
+    "SharedScore",
     "StrideScore",
     "apply_gate",
     "assign_roles",
@@ -24,4 +26,6 @@ __all__ = [
     "select_threshold",
     "select_topk",
     "select_within",
+    "share_score",
+    "unshare_score",
 ]

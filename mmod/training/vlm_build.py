@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod import RoutingConfig, is_routed, route_
+from mmod import RoutingConfig, is_routed, route_, routed_blocks
 from mmod.adapters import find_parts
 from mmod.adapters.transformers.saving import read_routing
 from mmod.blocks import RoutedBlock, model_hooks
 from mmod.config import refuse_unknown
 from mmod.data.questions import IMAGE, WORDS
 from mmod.pretrained import route_again
+from mmod.routing import SharedScore
 from mmod.training.config import resolve_routing
 from mmod.training.vlm_config import WITHOUT_WEIGHTS, VlmConfig, VlmModelConfig
 
-__all__ = ["create_processor", "create_vlm", "create_word_processor", "router_parameters"]
+__all__ = ["check_routers_learn", "create_processor", "create_vlm", "create_word_processor", "router_parameters"]
 
 _ROLES = ("<user>", "<assistant>")
 _TEMPLATE = (
@@ -49,8 +50,8 @@ def create_vlm(config: VlmConfig, on_meta: bool = False) -> tuple[Any, Any]:
         The model, in training mode, and the processor.
 
     Raises:
-        ValueError: If the model is routed already, has no such part, an option of LoRA is unknown, or text is to be
-            protected that no layer could skip.
+        ValueError: If the model is routed already, has no such part, an option of LoRA is unknown, text is to be
+            protected that no layer could skip, or routers would not learn.
     """
     processor = create_processor(config.model)
     model = _create_model(config, processor, on_meta)
@@ -64,6 +65,7 @@ def create_vlm(config: VlmConfig, on_meta: bool = False) -> tuple[Any, Any]:
         model = _add_adapters(model, config.lora)
     for parameter in router_parameters(model).values():
         parameter.requires_grad_(True)
+    check_routers_learn(model)
     return model.train(), processor
 
 
@@ -157,15 +159,41 @@ def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     Args:
         model: Any model.
     """
-    wanted = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, RoutedBlock)
-        for part in (module.router, module.router.score)
-        if isinstance(part, nn.Module)
-        for parameter in part.parameters()
+    routers = [module.router for module in model.modules() if isinstance(module, RoutedBlock)]
+    shared = [router.score.held for router in routers if isinstance(router.score, SharedScore)]
+    wanted = {id(parameter) for part in (*routers, *shared) for parameter in part.parameters()}
+    # peft keeps what it has copied to train as it was.
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) in wanted and ".original_module." not in name
     }
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in wanted}
+
+
+def check_routers_learn(model: nn.Module) -> None:
+    """Refuse to train a model whose routers would stay as they were drawn.
+
+    Args:
+        model: Any model.
+
+    Raises:
+        ValueError: All weights of its routers are frozen, or nothing sends a score a gradient.
+    """
+    weights = router_parameters(model)
+    if weights and not any(weight.requires_grad for weight in weights.values()):
+        raise ValueError(
+            f"the routers would not learn: all of their {len(weights)} weights are frozen (as {next(iter(weights))}). "
+            "Call requires_grad_(True) on them, or, with peft, name them in modules_to_save=['router']"
+        )
+    for name, block in routed_blocks(model).items() if is_routed(model) else ():
+        config = block.router.config
+        # A network that predicts what is kept takes the loss in the score's place.
+        losses = set(config.losses) - ({"membership"} if config.predictor else set())
+        if config.learns and config.gate == "identity" and not losses:
+            raise ValueError(
+                f"the router of {name} would not learn: gate 'identity' sends its score no gradient and no loss does. "
+                "Set another gate, or losses such as {'membership': 0.01}"
+            )
 
 
 def _create_model(config: VlmConfig, processor: Any, on_meta: bool) -> Any:

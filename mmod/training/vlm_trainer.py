@@ -26,7 +26,7 @@ from mmod.adapters import find_hosts
 from mmod.blocks import host_class
 from mmod.data.conversations import Conversations
 from mmod.training.muon import single_precision
-from mmod.training.vlm_build import router_parameters
+from mmod.training.vlm_build import check_routers_learn, router_parameters
 from mmod.training.vlm_sampler import LengthSampler
 
 __all__ = ["RoutedTrainer", "RoutingWatch", "last_checkpoint", "watch_routing"]
@@ -124,12 +124,14 @@ class RoutedTrainer(Trainer):
         options: Arguments of `transformers.Trainer`.
 
     Raises:
-        ValueError: If several GPUs would share one process, or fsdp is asked for and cannot split the model.
+        ValueError: If several GPUs would share one process, fsdp is asked for and cannot split the model, or routers
+            would not learn.
     """
 
     def __init__(self, watch: RoutingWatch, optim: str | None = None, **options: Any) -> None:
         _see_no_folder_as_datasets()
         arguments, model = options["args"], options["model"]
+        check_routers_learn(model)
         if arguments.fsdp:
             names = arguments.fsdp_plugin_args.get("transformer_cls_names_to_wrap")
             arguments.fsdp_plugin_args["transformer_cls_names_to_wrap"] = ",".join(_layer_classes(model, names))

@@ -12,7 +12,8 @@ import torch
 import mmod
 from mmod.adapters.transformers import load
 from mmod.convert import routing_configs
-from tests.adapters.vlm_zoo import IMAGE, LINEAR, make_joint, make_language, prompt
+from mmod.training.vlm_build import router_parameters
+from tests.adapters.vlm_zoo import IMAGE, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
 
 
 def test_copies_route_alike() -> None:
@@ -42,7 +43,7 @@ def test_saved_models_load_by_one_call(name: str, shard: str, tmp_path: Path) ->
     assert mmod.capacities(again) == mmod.capacities(model)
     assert routing_configs(again) == routing_configs(model)
     assert list(again.state_dict()) == list(model.state_dict())
-    assert sum("router_score" in key for key in again.state_dict()) == 1
+    assert sum("shared_router" in key for key in again.state_dict()) == 1
     batch = prompt(name, (1, 2))
     with torch.no_grad():
         assert torch.equal(again(**batch).logits, model(**batch).logits)
@@ -99,6 +100,67 @@ def test_lora_before_or_after_routing(first: str, tmp_path: Path) -> None:
             torch.testing.assert_close(again(**batch).logits, expected)
     with torch.no_grad():
         torch.testing.assert_close(wrapped.merge_and_unload()(**batch).logits, expected, atol=1e-5, rtol=1e-4)
+
+
+UNDER_PEFT = {
+    "p-mod": mmod.preset("p-mod", blocks=(1, 2), capacity=0.5, init_std=0.2),
+    "gamma-mod": mmod.preset("gamma-mod", depth=5, blocks=(1, 2), positions="original", init_std=0.2),
+    "predictor": mmod.preset(
+        "mod", capacity=0.5, inference_threshold=0.5, losses={"membership": 0.01}, predictor=True, init_std=0.2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "llava", "qwen2.5-vl"])
+@pytest.mark.parametrize("method", UNDER_PEFT)
+def test_peft_trains_saves_and_merges_every_router(method: str, name: str, tmp_path: Path) -> None:
+    import peft
+
+    config, make = UNDER_PEFT[method], make_language if name in LANGUAGE else make_joint
+    if name in LANGUAGE and method == "p-mod":
+        config = config.replace(tokens="all", inference_threshold=0.5)
+    batch = words() if name in LANGUAGE else prompt(name, (1, 2))
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["router"])
+    model = peft.get_peft_model(mmod.route_(make(name), language=config), options).train()
+    before = {key: value.clone() for key, value in router_parameters(model).items()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    labels = batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, -100)
+    for _ in range(3):
+        loss = model(**batch, labels=labels).loss
+        loss = loss + mmod.auxiliary_loss(model) if config.losses else loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    trained = router_parameters(model)
+    assert len(trained) == {"p-mod": 4, "gamma-mod": 1, "predictor": 12}[method]
+    assert all(p.requires_grad and not torch.equal(p, before[key]) for key, p in trained.items())
+    model.eval().save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(mmod.route_(make(name), language=config), tmp_path).eval()
+    with torch.no_grad():
+        expected = model(**batch).logits
+        torch.testing.assert_close(again(**batch).logits, expected)
+        with model.disable_adapter():
+            assert not torch.allclose(model(**batch).logits, expected)
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(merged(**batch).logits, expected, atol=1e-5, rtol=1e-4)
+    assert router_parameters(merged).keys() == router_parameters(mmod.route_(make(name), language=config)).keys()
+
+
+def test_a_shared_score_follows_copies_and_is_read_by_its_former_name() -> None:
+    model, config = make_joint("llava"), LINEAR.replace(shared=True)
+    twin = copy.deepcopy(mmod.route_(model, language=config))
+    (owner,) = {block.router.score.held for block in mmod.routed_blocks(twin).values()}
+    assert owner is twin.model.language_model.shared_router
+    # As it was called in state dicts of version 0.1.0.
+    former = {key.replace("shared_router", "router_score"): value for key, value in model.state_dict().items()}
+    assert "model.language_model.router_score.weight" in former
+    owner.weight.data.zero_()
+    twin.load_state_dict(former)
+    assert torch.equal(owner.weight, model.model.language_model.shared_router.weight)
+    dense = list(make_joint("llava").state_dict())
+    assert list(mmod.unroute_(model).state_dict()) == dense
+    with pytest.raises(RuntimeError, match="router_score"):
+        model.load_state_dict(former)
 
 
 def test_routed_layers_stay_whole_when_a_model_is_split() -> None:

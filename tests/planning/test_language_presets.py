@@ -17,7 +17,7 @@ def test_gamma_mod_shares_one_score_and_sums_its_losses() -> None:
     mmod.route_(model, language=config).train()
     blocks = list(mmod.routed_blocks(model).values())
     assert [block.self_attn.layer_idx for block in blocks] == [3, 4, 5]
-    assert len({id(block.router.score) for block in blocks}) == 1
+    assert len({id(block.router.score.held) for block in blocks}) == 1
     assert sum("router" in name for name, _ in model.named_parameters()) == 1
     batch = prompt("llava", (1,))
     ids = batch["input_ids"]
@@ -37,7 +37,7 @@ def test_gamma_mod_shares_one_score_and_sums_its_losses() -> None:
 @torch.no_grad()
 def test_gamma_mod_keeps_above_its_threshold_in_evaluation() -> None:
     model = mmod.route_(make_joint("llava", num_hidden_layers=7), language=mmod.preset("gamma-mod", depth=7))
-    model.model.language_model.router_score.weight.mul_(100)
+    model.model.language_model.shared_router.weight.mul_(100)
     with mmod.trace(model) as decisions:
         model(**prompt("llava", (1,)))
     assert len(decisions) == 3

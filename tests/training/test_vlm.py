@@ -28,7 +28,7 @@ from mmod.training.vlm_config import VlmConfig, VlmModelConfig
 from mmod.training.vlm_evaluation import answer_questions, mean_over_kinds
 from mmod.training.vlm_plan import plan_run
 from mmod.training.vlm_sampler import LengthSampler
-from mmod.training.vlm_trainer import last_checkpoint, watch_routing
+from mmod.training.vlm_trainer import RoutedTrainer, last_checkpoint, watch_routing
 from tests.training.fsdp_worker import RUNS, run_config
 from tests.training.vlm_configs import MODEL, vlm_config
 
@@ -140,6 +140,18 @@ def test_adapters_and_routers_train_and_the_rest_stays(folder: Path) -> None:
     assert changed == {name for name in start if "router" in name and "layers.3" not in name}
     query = "model.language_model.layers.0.self_attn.q_proj"
     assert not torch.equal(after[f"{query}.weight"], start[f"{query}.base_layer.weight"])
+
+
+def test_routers_that_would_not_learn_are_refused_before_training(folder: Path) -> None:
+    routing = {"language": {"router": "linear", "gate": "identity", "blocks": [1, 2]}}
+    with pytest.raises(ValueError, match=r"router of model.language_model.layers.1 would not learn: gate 'identity'"):
+        create_vlm(vlm_config(folder, routing=routing))
+    create_vlm(vlm_config(folder, routing={"language": {**routing["language"], "losses": {"capacity": 0.1}}}))
+    model, _ = create_vlm(vlm_config(folder, routing=GAMMA))
+    model.model.language_model.shared_router.requires_grad_(False)
+    arguments = training_arguments(vlm_config(folder), False)
+    with watch_routing(model) as watch, pytest.raises(ValueError, match="all of their 1 weights are frozen"):
+        RoutedTrainer(watch, model=model, args=arguments)
 
 
 @pytest.mark.parametrize(

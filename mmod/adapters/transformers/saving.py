@@ -10,6 +10,7 @@ from torch import nn
 
 from mmod.blocks import ModelHook, host_class, is_converted
 from mmod.config import RoutingConfig
+from mmod.routing.shared import KEY_MAPPING
 
 FORMAT_VERSION = 1
 KEY = "mmod"
@@ -112,6 +113,7 @@ def load(folder: str | Path, route: Route, **options: Any) -> nn.Module:
 
     # Named like the dense class, by which checkpoints, devices and recorded outputs know it.
     routed = type(dense.__name__, (dense,), {"__init__": build, "__module__": dense.__module__})
-    model: nn.Module = routed.from_pretrained(folder, **options)  # type: ignore[attr-defined]
+    mapping = {**KEY_MAPPING, **options.pop("key_mapping", {})}
+    model: nn.Module = routed.from_pretrained(folder, key_mapping=mapping, **options)  # type: ignore[attr-defined]
     model.__class__ = dense
     return model

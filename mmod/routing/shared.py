@@ -1,0 +1,80 @@
+"""One score for all routed layers of a model: stored once, by the module that holds the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmod.routing.router import Router
+
+# Ends like the name of a layer's own router, so that what reaches those by name, as peft does, reaches it too.
+NAME = "shared_router"
+_FORMER_NAME = "router_score"
+
+
+class SharedScore(nn.Module):
+    """Score tokens with the score that another module holds, whatever has been wrapped around it since.
+
+    Args:
+        owner: The module that holds it.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        # Past the module's registries: the weight is stored once, and sharded with its owner.
+        self._owner = (owner,)
+
+    @property
+    def held(self) -> nn.Module:
+        """The score itself, or what has been put around it."""
+        return self._owner[0].get_submodule(NAME)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """Return the scores (B, N) of tokens (B, N, D), on their device."""
+        score_BN: Tensor = self.held(x_BND)
+        return score_BN.to(x_BND.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedScore:
+        """Refer to the owner's copy in a copy of the whole model, and to the owner itself in a copy of one router."""
+        (owner,) = self._owner
+        return SharedScore(memo.get(id(owner), owner)).train(self.training)
+
+
+def share_score(owner: nn.Module, routers: Sequence[Router]) -> None:
+    """Let routers score with the first one's weight, which moves to `owner`.
+
+    Args:
+        owner: The module that holds the routed layers.
+        routers: Their routers.
+    """
+    owner.add_module(NAME, routers[0].score)
+    owner.register_load_state_dict_pre_hook(_rename)
+    for router in routers:
+        router.score = SharedScore(owner)
+
+
+def unshare_score(owner: nn.Module) -> None:
+    """Take back what `share_score` did to a module, if it did.
+
+    Args:
+        owner: Any module.
+    """
+    if NAME not in owner._modules:
+        return
+    delattr(owner, NAME)
+    for key, hook in list(owner._load_state_dict_pre_hooks.items()):
+        if getattr(hook, "hook", hook) is _rename:
+            del owner._load_state_dict_pre_hooks[key]
+
+
+def _rename(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Read a state dict that holds the score under its former name."""
+    former = f"{prefix}{_FORMER_NAME}."
+    for key in [key for key in state_dict if key.startswith(former)]:
+        state_dict[f"{prefix}{NAME}.{key.removeprefix(former)}"] = state_dict.pop(key)
+
+
+# How transformers is told the same.
+KEY_MAPPING = {rf"{_FORMER_NAME}\.": f"{NAME}."}
