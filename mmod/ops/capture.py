@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmod.ops.importance import attention_with_importance, importance_of_map
 from mmod.ops.seam import AttentionCall, AttentionSeam
+from mmod.ops.views import views_of_scores
 
 _SOFTMAX = (torch.softmax, torch.Tensor.softmax, F.softmax)
 
@@ -22,6 +23,7 @@ class capture_importance(AttentionSeam):
 
     Args:
         valid_BN: False where a token is padding (B, N), or None.
+        per_viewer: Count the queries that can see a token, not all, see `attention_importance`.
 
     Attributes:
         importance_BN: Mean importance over the attention calls seen (B, N); None as long as there was none.
@@ -34,22 +36,24 @@ class capture_importance(AttentionSeam):
         tensor([[0.5000, 0.5000]])
     """
 
-    def __init__(self, valid_BN: Tensor | None = None) -> None:
+    def __init__(self, valid_BN: Tensor | None = None, per_viewer: bool = False) -> None:
         super().__init__()
         self.valid_BN = valid_BN
+        self.per_viewer = per_viewer
         self.calls = 0
         self.importance_BN: Tensor | None = None
 
-    def watch(self, func: Callable[..., Any], result: Any) -> None:
+    def watch(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
         """Read attention that a host writes out at its softmax."""
         if func in _SOFTMAX and result.ndim == 4 and result.shape[-1] == result.shape[-2]:
-            self._add(importance_of_map(result, self.valid_BN))
+            views = views_of_scores(args[0], self.valid_BN) if self.per_viewer else None
+            self._add(importance_of_map(result, self.valid_BN, views))
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend, and take importance on the way."""
         out, importance_BN = attention_with_importance(
             call.query, call.key, call.value, call.attn_mask, dropout=call.dropout_p, is_causal=call.is_causal,
-            scale=call.scale, valid_BN=self.valid_BN,
+            scale=call.scale, valid_BN=self.valid_BN, per_viewer=self.per_viewer,
         )  # fmt: skip
         self._add(importance_BN)
         return out

@@ -55,7 +55,7 @@ class AttentionSeam(TorchFunctionMode):
         if replacement is not None:
             return replacement(*args, **kwargs)
         result = func(*args, **kwargs)
-        self.watch(func, result)
+        self.watch(func, args, result)
         return result
 
     def divert(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -73,5 +73,5 @@ class AttentionSeam(TorchFunctionMode):
         """Take the place of a call of `scaled_dot_product_attention`."""
         raise NotImplementedError
 
-    def watch(self, func: Callable[..., Any], result: Any) -> None:
-        """See the result of any other call."""
+    def watch(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+        """See any other call, with its positional arguments and its result."""

@@ -225,7 +225,7 @@ class _Ranks(AttentionSeam):
         self._take(query.shape[0], query.shape[1], one)
         return call.run()
 
-    def watch(self, func: Callable[..., Any], result: Any) -> None:
+    def watch(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
         """Take ranks of a map that a host writes out."""
         if func in (torch.softmax, torch.Tensor.softmax, F.softmax) and result.ndim == 4:
             self._take(result.shape[0], result.shape[1], lambda sample, head: result[sample, head].float())

@@ -120,9 +120,9 @@ def test_wrong_importance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_reference(model, images)
     from mmod.ops import importance
 
-    right = importance._shared_probabilities
+    right = importance.attend_and_sum
     monkeypatch.setattr(
-        importance, "_shared_probabilities", lambda q, k, *rest: (right(q, k, *rest)[0], right(k, q, *rest)[1])
+        importance, "attend_and_sum", lambda q, k, *rest: (right(q, k, *rest)[0], right(k, q, *rest)[1])
     )
     with pytest.raises(WrongOutputError, match=r"the scores of blocks\.1"):
         check_reference(model, images)

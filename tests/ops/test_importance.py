@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmod.measuring.memory import ActivationMemory
-from mmod.ops import attention_importance, attention_with_importance, capture_importance, use
+from mmod.ops import attention_importance, attention_with_importance, capture_importance, shared_map, tiles, use
 from mmod.ops import importance as importance_module
 from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, gradients, poisoned
 
@@ -84,7 +84,7 @@ def test_output_is_that_of_fused_attention_with_its_gradient(dtype: torch.dtype,
 @pytest.mark.parametrize("elements", [1, 40, 200, 700, 1 << 20])
 def test_pieces_of_any_size_give_the_same(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 17, 3, 2, 16).permute(2, 0, 3, 1, 4).requires_grad_().unbind(0)
-    monkeypatch.setattr(importance_module, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(tiles, "CHUNK_ELEMENTS", elements)
     with poisoned():
         out, importance = attention_with_importance(q, k, v)
         with torch.no_grad():
@@ -208,18 +208,18 @@ def test_ops_keep_their_promises_to_torch() -> None:
     mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
     for keeps_lse in (False, True):
         rows = [x if keeps_lse else x.detach() for x in (q, k, v)]
-        torch.library.opcheck(importance_module.shared_attention, (*rows, 0.5, keeps_lse, not keeps_lse))
-        torch.library.opcheck(importance_module.shared_attention, (*rows, 0.5, keeps_lse, keeps_lse))
-    arguments = (q.detach(), k.detach(), mask, True, 0.5, mask[:, 0, 0], 7)
+        torch.library.opcheck(shared_map.shared_attention, (*rows, 0.5, keeps_lse, not keeps_lse, None))
+        torch.library.opcheck(shared_map.shared_attention, (*rows, 0.5, keeps_lse, keeps_lse, torch.arange(5.0)))
+    arguments = (q.detach(), k.detach(), mask, True, 0.5, mask[:, 0, 0], None, None, 7)
     torch.library.opcheck(importance_module.received_attention, arguments)
 
 
 def test_flops_of_graphs_are_those_of_the_eager_calls() -> None:
-    importance_module.register_flops()
+    shared_map.register_flops()
     q, k, v = torch.randn(3, 1, 2, 10, 4)
     for op, arguments, products in (
-        (importance_module.shared_attention, (q, k, v, 0.5, False, False), 2),
-        (importance_module.received_attention, (q, k, None, False, 0.5, None, 7), 1),
+        (shared_map.shared_attention, (q, k, v, 0.5, False, False, None), 2),
+        (importance_module.received_attention, (q, k, None, False, 0.5, None, None, None, 7), 1),
     ):
         with FlopCounterMode(display=False) as counter:
             op(*arguments)
