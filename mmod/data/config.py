@@ -10,6 +10,14 @@ from typing import Any, Literal
 
 from mmod.data.corrupt import OnCorrupt
 
+FOLDERS = ("folder", "", "torch/folder", "torch/image_folder")
+"""Names of folders of images with one folder per class."""
+_TORCHVISION = (
+    *("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "inaturalist", "inat", "places365"),
+    *("imagenet", "image_folder", "folder"),
+)
+_STREAMS = ("hfids", "tfds", "wds")
+
 
 @dataclass
 class AugmentConfig:
@@ -98,6 +106,8 @@ class DataConfig:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.source.partition(":")[0] not in ("digits", "shards"):
+            check_name(self.source)
         if self.channels not in (1, 3):
             raise ValueError(f"channels={self.channels} is unknown; valid: 1 (grey), 3 (RGB)")
         for name, low in (("image_size", 1), ("batch_size", 1), ("workers", 0)):
@@ -111,6 +121,33 @@ class DataConfig:
                 raise ValueError(f"{name}={values} must have channels={self.channels} values")
         if self.in_memory and self.augment is not None:
             raise ValueError("in_memory=True keeps images as evaluated; it cannot be combined with augment")
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that timm knows no data set by; it would read the folder of images in `root` for it.
+
+    Args:
+        name: Name for `timm.data.create_dataset`.
+
+    Raises:
+        ValueError: If the name is unknown, or of a stream without numbered samples.
+
+    Example:
+        >>> check_name("hfds/user/flowers")
+    """
+    kind, _, rest = name.partition("/")
+    kind = kind.lower()
+    if kind in _STREAMS and rest:
+        raise ValueError(
+            f"source {name!r} is a stream: its samples have no numbers, so that it cannot be resumed exactly; "
+            "for webdataset shards use 'shards:PATTERN'"
+        )
+    is_torchvision = kind == "torch" and rest.lower() in _TORCHVISION
+    if name not in FOLDERS and not is_torchvision and not (kind == "hfds" and rest):
+        raise ValueError(
+            f"source {name!r} is unknown; valid: digits, digits:LEVEL, shards:PATTERN, folder, hfds/NAME, and "
+            f"torch/NAME with one of {', '.join(_TORCHVISION)}"
+        )
 
 
 @dataclass

@@ -19,10 +19,10 @@ from PIL import Image
 from mmod.config import one_of
 from mmod.data.build import find_level
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, OnCorrupt
+from mmod.data.images import IMAGE_EXTENSIONS, decode_image
 from mmod.data.question_files import build_questions
 from mmod.data.questions import IMAGE, LEVELS
-from mmod.data.shards import IMAGE_EXTENSIONS, expand_pattern, group_members, read_at, shard_members
-from mmod.data.sources import decode_image
+from mmod.data.shards import expand_pattern, group_members, read_at, shard_members
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 EMBEDDED = "questions:"

@@ -29,7 +29,7 @@ from mmod.data.conversion import (
 )
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.files import open_shard, write_atomically
-from mmod.data.sources import decode_image
+from mmod.data.images import decode_image
 
 CHECKED = "conversations.json"
 _FREE = ("threads", "output", "on_fault")

@@ -155,7 +155,7 @@ def _create_source(config: DataConfig, split: str, report: CorruptReport) -> Ima
                 f"source={config.source!r} must contain '{{split}}', which stands for train_split or val_split"
             )
         return ShardSource(rest.replace("{split}", split), report, cache=config.root, progress=True)
-    return TimmSource(config.source, config.root, split, config.options)
+    return TimmSource(config.source, config.root, split, config.options, config.train_split)
 
 
 def _is_digits(config: DataConfig) -> bool:

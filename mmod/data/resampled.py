@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
+from mmod.data.images import decode_image
 from mmod.data.shards import CAPTION, choose_members, group_members
-from mmod.data.sources import decode_image
 from mmod.data.stream import Batch, checked, kept_random_state, seed_all, unchanged
 
 # Faults within one batch after which nothing good is to be expected of the shards.

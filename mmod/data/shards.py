@@ -22,9 +22,9 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.corrupt import CorruptReport, Fault
-from mmod.data.sources import UnreadableSampleError, decode_image
+from mmod.data.images import IMAGE_EXTENSIONS, decode_image
+from mmod.data.sources import UnreadableSampleError
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff", "gif")
 Member = TypeVar("Member")
 _BLOCK = tarfile.BLOCKSIZE
 _URL = re.compile(r"^(pipe:|[a-z][a-z0-9+.-]*://)", re.IGNORECASE)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any, Protocol
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from mmod.data.corrupt import Fault
 
@@ -43,26 +42,3 @@ class ImageSource(Protocol):
             UnreadableSampleError: If the image or what belongs to it cannot be read.
         """
         ...
-
-
-def decode_image(data: bytes, mode: str) -> Image.Image:
-    """Decode an image completely.
-
-    Args:
-        data: The encoded file.
-        mode: PIL mode to convert to.
-
-    Returns:
-        The image.
-
-    Raises:
-        ValueError: If the bytes are no image that can be read to its end.
-    """
-    try:
-        return Image.open(io.BytesIO(data)).convert(mode)
-    except UnidentifiedImageError as error:
-        # Its own message names an address in memory, by which one fault met twice would count as two.
-        raise ValueError(f"image of {len(data)} bytes cannot be decoded: of no format that Pillow knows") from error
-    except Exception as error:
-        # Pillow's decoders raise OSError, SyntaxError, struct.error and others on damaged files.
-        raise ValueError(f"image of {len(data)} bytes cannot be decoded: {error}") from error

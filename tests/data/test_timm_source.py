@@ -39,7 +39,7 @@ def test_a_missing_split_is_an_error_not_the_whole_root(root):
 
 
 def test_splits_with_different_classes_are_an_error_without_a_class_map(root):
-    with pytest.raises(ValueError, match=r"different class folders.*: b only in one"):
+    with pytest.raises(ValueError, match=r"images of different classes.*: b only in one"):
         TimmSource("folder", str(root), "odd")
     source = TimmSource("folder", str(root), "odd", {"class_map": {"a": 0, "b": 1, "c": 2}})
     assert [source.read(index, "RGB")[1] for index in range(2)] == [0, 2]
@@ -72,3 +72,50 @@ def test_torchvision_sets_are_read_by_their_own_names(tmp_path):
 def test_streams_without_numbered_samples_are_refused(name):
     with pytest.raises(ValueError, match=rf"'{name}' is a stream.*shards:PATTERN"):
         TimmSource(name, "", "train")
+
+
+@pytest.mark.parametrize("name", ["folder", "torch/image_folder"])
+@pytest.mark.parametrize("emptied", ["train", "val"])
+def test_a_class_folder_without_images_would_shift_labels(tmp_path, name, emptied):
+    for split in ("train", "val"):
+        for label in "abc":
+            (tmp_path / split / label).mkdir(parents=True)
+            if (split, label) != (emptied, "b"):
+                Image.new("RGB", (8, 8)).save(tmp_path / split / label / "0.png")
+    (tmp_path / emptied / "b" / "note.txt").write_text("no image")
+    # torchvision itself refuses such a folder.
+    message = "only in one of them" if name == "folder" else "no valid file for the classes b"
+    config = DataConfig(name, str(tmp_path), channels=3)
+    with pytest.raises(ValueError, match=message):
+        create_eval_stream(config)
+
+
+def test_classes_are_compared_with_those_of_the_training_split_that_is_named(root):
+    TimmSource("folder", str(root), "val")
+    with pytest.raises(ValueError, match=r"validation and .*odd have images of different classes"):
+        create_eval_stream(DataConfig("folder", str(root), train_split="odd"))
+
+
+@pytest.mark.parametrize(
+    "name", ["fodler", "Folders", "digit", "shard:x.tar", "folder:x", "torch/cifar", "torch/", "torch", "hfds/", "tfds"]
+)
+def test_unknown_sources_are_refused_before_anything_is_read(root, name):
+    for make in (lambda: DataConfig(name, str(root)), lambda: TimmSource(name, str(root), "train")):
+        with pytest.raises(ValueError, match=rf"source '{name}' is unknown; valid: digits, .*folder, .*cifar10"):
+            make()
+
+
+@pytest.mark.parametrize("name", ["folder", "torch/cifar10", "torch/folder", "TORCH/MNIST", "hfds/user/set", "digits"])
+def test_known_sources_stay_possible(name):
+    assert DataConfig(name).source == name
+
+
+def test_a_torchvision_folder_never_falls_back_on_its_root(root):
+    with pytest.raises(ValueError, match=r"has no folder for the split 'test'"):
+        TimmSource("torch/image_folder", str(root), "test")
+
+
+def test_a_folder_without_any_image_is_an_error(tmp_path):
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    with pytest.raises(ValueError, match="source 'folder' cannot be read: Found 0 images"):
+        TimmSource("folder", str(tmp_path), "train")
