@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmod.data.conversations import Message, Protected, Talk
+from mmod.data.conversations import Protected, Talk
 from mmod.data.questions import IMAGE
+from mmod.data.records import Message
 
 IGNORED = -100
 """Label of a token that no loss is taken of."""

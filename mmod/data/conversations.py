@@ -1,8 +1,7 @@
 """Image conversations in LLaVA's format: read from JSON files or webdataset shards, checked before the first step.
 
-A record has an `id`, an `image` (a path, a list of several, or none), and `conversations`: what "human" and "gpt" say
-in turn, with `<image>` where each image stands. Every record is checked when a source is opened; images are decoded
-when a conversation is read.
+When a source is opened, every record is checked and every image file found; images are decoded when a conversation is
+read.
 """
 
 from __future__ import annotations
@@ -19,27 +18,17 @@ from PIL import Image
 from mmod.config import one_of
 from mmod.data.build import find_level
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, OnCorrupt
+from mmod.data.files import parse_json
+from mmod.data.image_files import ImageFiles, read_image
 from mmod.data.images import IMAGE_EXTENSIONS, decode_image
 from mmod.data.question_files import build_questions
 from mmod.data.questions import IMAGE, LEVELS
+from mmod.data.records import Message, check_record, image_names, read_records
 from mmod.data.shards import expand_pattern, group_members, read_at, shard_members
 
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 EMBEDDED = "questions:"
 Protected = Literal["question", "conversation"]
 """Which text is protected in training: all but the answers, or all."""
-
-
-class Message(NamedTuple):
-    """What one side says.
-
-    Attributes:
-        role: "system", "user" or "assistant".
-        text: Its words, with `<image>` where an image stands.
-    """
-
-    role: str
-    text: str
 
 
 class Talk(NamedTuple):
@@ -77,6 +66,7 @@ class ConversationsConfig:
             or glob (`.tar`), or `questions:LEVEL/SPLIT`, the embedded set, built where it is not there.
         val: Conversations to evaluate on, given alike; their last questions are asked. None for no evaluation.
         images: Folder that the image paths of a JSON file are relative to; by default the one the file lies in.
+        follow_links: Also read image files outside of that folder to which symbolic links in it lead.
         root: Folder of the embedded set (`runs/data/cluttered-questions-LEVEL` by default).
         max_length: Longest sequence in tokens, image tokens included; what a conversation says beyond is cut off. None
             for no limit.
@@ -84,8 +74,8 @@ class ConversationsConfig:
         protected: Masked routing learning: text that no routed layer may skip in training. "question" is all text but
             the answers, what the template writes around it included; "conversation" is all text; None lets the router
             choose among the whole sequence. It needs a language model routed with `tokens: all`.
-        on_corrupt: "raise" stops at a record or shard with a fault when the source is opened; "skip" counts it and goes
-            on without. An image that cannot be decoded later always stops.
+        on_corrupt: "raise" stops at a record or shard with a fault, or a missing image file, when the source is opened;
+            "skip" counts it and goes on without. An image that cannot be decoded later always stops.
 
     Raises:
         ValueError: If a value is out of range.
@@ -94,6 +84,7 @@ class ConversationsConfig:
     train: str = "questions:default/train"
     val: str | None = "questions:default/val"
     images: str | None = None
+    follow_links: bool = False
     root: str | None = None
     max_length: int | None = None
     packed: bool = False
@@ -107,78 +98,6 @@ class ConversationsConfig:
             one_of("protected", self.protected, get_args(Protected))
         if self.on_corrupt not in ("raise", "skip"):
             raise ValueError(f"on_corrupt={self.on_corrupt!r} is unknown; valid: 'raise', 'skip'")
-
-
-def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
-    """Check a record in LLaVA's format.
-
-    Args:
-        record: The JSON value.
-        images: How many images it has, where the record itself does not say.
-
-    Returns:
-        What is said, by chat templates' names of the roles.
-
-    Raises:
-        ValueError: If it has no conversation, an unknown role, roles out of turn, an empty or endless message, or
-            another number of `<image>` than of images.
-
-    Example:
-        >>> said = [{"from": "human", "value": "<image>\\nWhat?"}, {"from": "gpt", "value": "A cat."}]
-        >>> check_record({"id": "1", "image": "1.jpg", "conversations": said})[0].role
-        'user'
-    """
-    if not isinstance(record, Mapping) or not isinstance(record.get("conversations"), list):
-        raise ValueError("no list of conversations")
-    messages = []
-    for place, said in enumerate(record["conversations"]):
-        if not isinstance(said, Mapping) or not isinstance(said.get("value"), str):
-            raise ValueError(f"message {place} is not of the form {{from, value}}")
-        if said.get("from") not in ROLES:
-            raise ValueError(f"message {place} is from {said.get('from')!r}; valid: {', '.join(ROLES)}")
-        if not said["value"].strip():
-            raise ValueError(f"message {place} is empty")
-        messages.append(Message(ROLES[said["from"]], said["value"]))
-    _check_turns(messages)
-    counted = sum(message.text.count(IMAGE) for message in messages)
-    expected = len(image_names(record)) if images is None else images
-    if counted != expected:
-        raise ValueError(f"{counted} {IMAGE} for {expected} images")
-    if any(IMAGE in message.text for message in messages if message.role != "user"):
-        raise ValueError(f"{IMAGE} outside a question")
-    kinds = record.get("kinds", [])
-    if kinds and len(kinds) != sum(message.role == "user" for message in messages):
-        raise ValueError(f"{len(kinds)} kinds for another number of questions")
-    return tuple(messages)
-
-
-def _check_turns(messages: list[Message]) -> None:
-    spoken = [message.role for message in messages if message.role != "system"]
-    if not spoken:
-        raise ValueError("nothing is said")
-    if any(message.role == "system" for message in messages[1:]):
-        raise ValueError("a system message that is not the first")
-    for place, role in enumerate(spoken):
-        if role != ("user", "assistant")[place % 2]:
-            raise ValueError(f"turn {place} is the {role}'s: a question must come first and an answer after each")
-    if spoken[-1] != "assistant":
-        raise ValueError("the last question has no answer")
-
-
-def image_names(record: Mapping[str, Any]) -> list[str]:
-    """Return the image paths that a record names.
-
-    Args:
-        record: A record in LLaVA's format.
-
-    Raises:
-        ValueError: If `image` is neither a path nor a list of paths.
-    """
-    names = record.get("image") or []
-    names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"`image` must be a path or a list of paths, got {names!r}")
-    return names
 
 
 class Conversations:
@@ -236,7 +155,7 @@ class Conversations:
 
 
 def open_conversations(source: str, config: ConversationsConfig | None = None, progress: bool = False) -> Conversations:
-    """Open a source and check every record of it.
+    """Open a source, check every record of it and find every image file.
 
     Args:
         source: What `ConversationsConfig.train` may be.
@@ -249,7 +168,8 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
     Raises:
         FileNotFoundError: If a file is not there.
         ValueError: If the source is of no known kind or holds no conversation.
-        CorruptDataError: If a record or shard has a fault, unless `config.on_corrupt` is "skip".
+        CorruptDataError: If a record or shard has a fault, or an image file is missing, unless `config.on_corrupt` is
+            "skip".
 
     Example:
         >>> import tempfile
@@ -264,7 +184,8 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
     if source.endswith(".tar"):
         rows = _read_shards(source, report, progress)
     elif source.endswith((".json", ".jsonl")):
-        rows = _read_file(Path(source), Path(config.images or Path(source).parent), report)
+        files = ImageFiles(config.images or Path(source).parent, config.follow_links)
+        rows = _read_file(Path(source), files, report, progress)
     else:
         raise ValueError(f"{source!r} must end in .json, .jsonl or .tar, or be {EMBEDDED}LEVEL/SPLIT")
     return Conversations(rows, report)
@@ -280,33 +201,17 @@ def _build_embedded(source: str, root: str | None, progress: bool) -> str:
     return f"{folder}/{split}-*.tar"
 
 
-def read_records(path: Path) -> list[Any]:
-    """Read the records of a `.json` file, which holds a list, or of a `.jsonl` file, which holds one a line.
+def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, Any]]:
+    from tqdm import tqdm
 
-    Args:
-        path: The file.
-
-    Raises:
-        FileNotFoundError: If it is not there.
-        ValueError: If it is no JSON, or no list.
-    """
-    if path.suffix == ".jsonl":
-        with open(path, encoding="utf-8") as file:
-            return [json.loads(line) for line in file if line.strip()]
-    records = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(records, list):
-        raise ValueError(f"{path} holds no list of conversations")
-    return records
-
-
-def _read_file(path: Path, folder: Path, report: CorruptReport) -> Iterator[dict[str, Any]]:
-    for place, record in enumerate(read_records(path)):
+    for place, record in enumerate(tqdm(read_records(path), "check", unit="record", disable=not progress)):
         try:
             messages = check_record(record)
+            images = [files.locate(name) for name in image_names(record)]
         except ValueError as error:
             report.add([Fault(str(path), str(place), str(error))])
             continue
-        yield _row(record, messages, [str(folder / name) for name in image_names(record)], place)
+        yield _row(record, messages, images, place)
 
 
 def _read_shards(pattern: str, report: CorruptReport, progress: bool) -> Iterator[dict[str, Any]]:
@@ -339,7 +244,7 @@ def _shard_row(
     texts = members.get("json", [])
     if len(texts) != 1:
         raise ValueError(f"needs one .json member, has {len(texts)}")
-    record = json.loads(read(texts[0].offset_data, texts[0].size))
+    record = parse_json(read(texts[0].offset_data, texts[0].size), "the .json member")
     images = {name: found for name, found in members.items() if name.rsplit(".", 1)[-1] in IMAGE_EXTENSIONS}
     if any(len(found) != 1 for found in images.values()):
         raise ValueError("two images of one name")
@@ -351,14 +256,14 @@ def _shard_row(
 
 def _row(record: Mapping[str, Any], messages: tuple[Message, ...], images: list[Any], place: object) -> dict[str, Any]:
     key = str(record.get("id", place))
-    return {"key": key, "messages": messages, "images": images, "kinds": record.get("kinds", [])}
+    return {"key": key, "messages": messages, "images": images, "kinds": record.get("kinds") or []}
 
 
 def _open_image(place: str | list[Any], key: str) -> Image.Image:
     name = place if isinstance(place, str) else str(place[0])
     try:
         if isinstance(place, str):
-            return decode_image(Path(place).read_bytes(), "RGB")
+            return decode_image(read_image(place), "RGB")
         with open(name, "rb") as file:
             return decode_image(read_at(file, place[1], place[2]), "RGB")
     except (OSError, ValueError) as error:

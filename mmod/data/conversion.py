@@ -46,7 +46,9 @@ def claim(config: Any, free: Sequence[str] = ("threads", "output")) -> Path:
         settings.pop(name)
     kept = folder / SETTINGS
     if kept.exists():
-        old = json.loads(kept.read_text())
+        # A conversion that was begun before a field existed has its default.
+        defaults = {field.name: field.default for field in dataclasses.fields(config) if field.name in settings}
+        old = {**defaults, **json.loads(kept.read_text())}
         differing = sorted(key for key in {*old, *settings} if old.get(key) != settings.get(key))
         if differing:
             changes = "; ".join(f"{key}: {old.get(key)!r} there, {settings.get(key)!r} now" for key in differing)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmod.data.conversations import check_record, image_names, read_records
 from mmod.data.conversion import (
     DROPPED,
     claim,
@@ -29,7 +28,9 @@ from mmod.data.conversion import (
 )
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.files import open_shard, write_atomically
-from mmod.data.images import decode_image
+from mmod.data.image_files import ImageFileError, ImageFiles
+from mmod.data.images import convert_image, file_extension, open_image
+from mmod.data.records import check_record, image_names, read_records
 
 CHECKED = "conversations.json"
 _FREE = ("threads", "output", "on_fault")
@@ -43,6 +44,7 @@ class ConvertConversationsConfig:
         source: The records: a `.json` list or a `.jsonl` file in LLaVA's format.
         output: Folder of the checked set.
         images: Folder that image paths are relative to; by default the one the source lies in.
+        follow_links: Also take images outside of that folder to which symbolic links in it lead.
         on_fault: "raise" checks everything, writes the report, and then stops if a record has a fault, without a
             checked set. "drop" leaves such records out; it takes over what "raise" has checked.
         shards: Also write webdataset shards with the images inside.
@@ -57,6 +59,7 @@ class ConvertConversationsConfig:
     source: str
     output: str
     images: str | None = None
+    follow_links: bool = False
     on_fault: str = "raise"
     shards: bool = False
     shard_size: int = 5000
@@ -71,11 +74,6 @@ class ConvertConversationsConfig:
         for name in ("shard_size", "min_size", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
-
-    @property
-    def folder(self) -> Path:
-        """The folder of images."""
-        return Path(self.images or Path(self.source).parent)
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class ConversationsReport:
 
 
 class _Outcome(NamedTuple):
-    images: list[bytes]
+    images: dict[str, bytes]
     reason: str = ""
     details: str = ""
 
@@ -140,12 +138,13 @@ def convert_conversations(config: ConvertConversationsConfig, progress: bool = T
     if not records:
         raise ValueError(f"{config.source!r} holds no record")
     folder = claim(config, _FREE)
+    files = ImageFiles(config.images or Path(config.source).parent, config.follow_links)
     with (
         ThreadPoolExecutor(config.threads) as pool,
         tqdm(total=len(records), unit="record", disable=not progress) as bar,
     ):
         for number, part in unfinished(folder, records, len(records), config.shard_size, bar):
-            _check_part(folder, number, part, config, pool, bar)
+            _check_part(folder, number, part, config, files, pool, bar)
     report = _gather(folder, records, config)
     if report.dropped and config.on_fault == "raise":
         raise CorruptDataError(f"{report}\n{folder / DROPPED} names them; on_fault='drop' goes on without")
@@ -153,18 +152,25 @@ def convert_conversations(config: ConvertConversationsConfig, progress: bool = T
 
 
 def _check_part(
-    folder: Path, number: int, records: Iterator[Any], config: ConvertConversationsConfig, pool: Executor, bar: Any
+    folder: Path,
+    number: int,
+    records: Iterator[Any],
+    config: ConvertConversationsConfig,
+    files: ImageFiles,
+    pool: Executor,
+    bar: Any,
 ) -> None:
     """Check a run of records and write its shard, hidden until the set is known to be sound."""
     dropped: list[tuple[int, str, str]] = []
 
     def sound() -> Iterator[dict[str, Any]]:
-        outcomes = converted(records, lambda record: _check(record, config), pool, 16 * config.threads)
+        outcomes = converted(records, lambda record: _check(record, config, files), pool, 16 * config.threads)
         for place, (record, outcome) in enumerate(outcomes):
             if outcome.reason:
                 dropped.append((number * config.shard_size + place, outcome.reason, outcome.details))
             else:
-                yield _members(f"{number:05d}{place:05d}", record, outcome.images)
+                key = f"{number:05d}{place:05d}"
+                yield {"__key__": key, "json": json.dumps(record).encode(), **outcome.images}
             bar.update()
 
     if config.shards:
@@ -177,35 +183,26 @@ def _check_part(
     finish_part(folder, number, {"dropped": dropped})
 
 
-def _check(record: Any, config: ConvertConversationsConfig) -> _Outcome:
-    """Check a record and open its images."""
+def _check(record: Any, config: ConvertConversationsConfig, files: ImageFiles) -> _Outcome:
+    """Check a record and open its images, which are named by what they are and not by what their files are called."""
     try:
-        names = image_names(record) if isinstance(record, dict) else []
         check_record(record)
     except ValueError as error:
-        return _Outcome([], "unsound record", str(error))
-    images = []
-    for name in names:
-        path = config.folder / name
+        return _Outcome({}, "unsound record", str(error))
+    images = {}
+    for place, name in enumerate(image_names(record)):
         try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            return _Outcome([], "image not found", str(path))
-        except OSError as error:
-            return _Outcome([], "image cannot be read", str(error))
-        try:
-            size = decode_image(data, "RGB").size
+            data = files.read(name)
+            image = open_image(data)
+            convert_image(image, "RGB")
+        except ImageFileError as error:
+            return _Outcome({}, error.reason, error.details)
         except ValueError as error:
-            return _Outcome([], "image cannot be decoded", f"{path}: {error}")
-        if min(size) < config.min_size:
-            return _Outcome([], "image too small", f"{path}: {size[0]} x {size[1]}")
-        images.append(data)
-    return _Outcome(images if config.shards else [])
-
-
-def _members(key: str, record: dict[str, Any], images: list[bytes]) -> dict[str, Any]:
-    names = [f"{place}{Path(name).suffix.lower()}" for place, name in enumerate(image_names(record))]
-    return {"__key__": key, "json": json.dumps(record).encode(), **dict(zip(names, images))}
+            return _Outcome({}, "image cannot be decoded", f"{name}: {error}")
+        if min(image.size) < config.min_size:
+            return _Outcome({}, "image too small", f"{name}: {image.width} x {image.height}")
+        images[f"{place}.{file_extension(image)}"] = data
+    return _Outcome(images if config.shards else {})
 
 
 def _gather(folder: Path, records: Sequence[Any], config: ConvertConversationsConfig) -> ConversationsReport:

@@ -6,23 +6,25 @@ after the other from fixed runs of rows, and one that is there is whole, so that
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from mmod.data.build import SIZES
 from mmod.data.conversion import claim, converted, count_reasons, finish_part, finished, unfinished, write_report
 from mmod.data.files import open_shard, write_atomically
+from mmod.data.image_files import ImageFileError, ImageFiles
+from mmod.data.images import convert_image, file_extension, is_deep, open_image
+from mmod.data.tables import SUFFIXES, Row, Table
 
-SUFFIXES = (".csv", ".tsv", ".parquet", ".json")
-_FORMATS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
+# Formats that every reader of shards knows.
+_KEPT = ("JPEG", "PNG", "WEBP")
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,15 @@ class ConvertConfig:
             for each annotation).
         output: Folder of the shards.
         images: Folder that image paths are relative to; by default the one the table lies in.
+        follow_links: Also take images outside of that folder to which symbolic links in it lead.
         image_column: Column of image paths, or in Parquet of encoded images (bytes, or a record that holds `bytes`).
         caption_column: Column of captions.
         shard_size: Rows that make up one shard.
         resize: Reduce images whose shorter side is longer than this to it, in pixels; None leaves files as they are.
         min_size: Images whose shorter side is below this are dropped, in pixels.
         max_aspect: Images whose longer side is more than this many times the shorter are dropped.
-        quality: JPEG quality of images that are reduced or of a format other than JPEG, PNG and WebP.
+        quality: JPEG quality of images that are reduced, have more than 8 bits of grey, or are of a format other than
+            JPEG, PNG and WebP.
         threads: Threads that read and encode images.
 
     Raises:
@@ -50,6 +54,7 @@ class ConvertConfig:
     source: str
     output: str
     images: str | None = None
+    follow_links: bool = False
     image_column: str = "image"
     caption_column: str = "caption"
     shard_size: int = 10000
@@ -93,12 +98,6 @@ class ConvertReport:
         return "\n".join(lines)
 
 
-class _Row(NamedTuple):
-    number: int
-    image: Any
-    caption: Any
-
-
 class DroppedRowError(Exception):
     """Raised for a row that becomes no sample; its first argument is a reason out of a few, the second the details."""
 
@@ -132,23 +131,31 @@ def convert_pairs(config: ConvertConfig, progress: bool = True) -> ConvertReport
     """
     from tqdm import tqdm
 
-    count = _count_rows(config)
+    table = Table(config.source, config.image_column, config.caption_column)
+    count = table.count()
     if not count:
         raise ValueError(f"{config.source!r} holds no row")
-    folder, rows = claim(config), _read_rows(config)
+    folder, rows = claim(config), table.rows()
+    files = ImageFiles(config.images or Path(config.source).parent, config.follow_links)
     with ThreadPoolExecutor(config.threads) as pool, tqdm(total=count, unit="row", disable=not progress) as bar:
         for number, part in unfinished(folder, rows, count, config.shard_size, bar):
-            _write_shard(folder, number, part, config, pool, bar)
+            _write_shard(folder, number, part, config, files, pool, bar)
     return _report(folder, config, count)
 
 
 def _write_shard(
-    folder: Path, number: int, rows: Iterator[_Row], config: ConvertConfig, pool: ThreadPoolExecutor, bar: Any
+    folder: Path,
+    number: int,
+    rows: Iterator[Row],
+    config: ConvertConfig,
+    files: ImageFiles,
+    pool: ThreadPoolExecutor,
+    bar: Any,
 ) -> None:
     dropped: list[tuple[int, str, str, str]] = []
     samples = read = 0
     with open_shard(folder / f"{number:05d}.tar") as writer:
-        for row, outcome in converted(rows, lambda row: _convert(row, config), pool, 16 * config.threads):
+        for row, outcome in converted(rows, lambda row: _convert(row, config, files), pool, 16 * config.threads):
             if isinstance(outcome, DroppedRowError):
                 reason, details = outcome.args
                 shown = row.image if isinstance(row.image, str) else "(bytes)"
@@ -161,11 +168,11 @@ def _write_shard(
     finish_part(folder, number, {"rows": read, "samples": samples, "dropped": dropped})
 
 
-def _convert(row: _Row, config: ConvertConfig) -> dict[str, bytes] | DroppedRowError:
+def _convert(row: Row, config: ConvertConfig, files: ImageFiles) -> dict[str, bytes] | DroppedRowError:
     """Make the members of a row's sample."""
     try:
         caption = _check_caption(row.caption)
-        data = _read_image(row.image, config)
+        data = _read_image(row.image, files)
         extension, data, size, original = _check_image(data, config)
     except DroppedRowError as error:
         return error
@@ -186,41 +193,35 @@ def _check_caption(caption: Any) -> str:
     return caption.strip()
 
 
-def _read_image(image: Any, config: ConvertConfig) -> bytes:
+def _read_image(image: Any, files: ImageFiles) -> bytes:
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes) and image:
         return image
     if not isinstance(image, str) or not image.strip():
         raise DroppedRowError("no image", repr(image))
-    path = Path(config.images or Path(config.source).parent) / image
     try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise DroppedRowError("image not found", str(path)) from error
-    except OSError as error:
-        raise DroppedRowError("image cannot be read", str(error)) from error
+        return files.read(image)
+    except ImageFileError as error:
+        raise DroppedRowError(error.reason, error.details) from error
 
 
 def _check_image(data: bytes, config: ConvertConfig) -> tuple[str, bytes, tuple[int, int], tuple[int, int]]:
     """Decode an image to its end; return extension, file, and its size now and before."""
     try:
-        opened = Image.open(io.BytesIO(data))
-        name, original = opened.format or "", opened.size
-        opened.load()
-    except UnidentifiedImageError as error:
-        raise DroppedRowError("image cannot be decoded", "of no format that Pillow knows") from error
-    except Exception as error:
-        # Pillow's decoders raise OSError, SyntaxError, struct.error and others on damaged files.
+        opened = open_image(data)
+        image = convert_image(opened, "RGB")
+    except ValueError as error:
         raise DroppedRowError("image cannot be decoded", str(error)) from error
+    original = opened.size
     short, long = min(original), max(original)
     if short < config.min_size:
         raise DroppedRowError("image too small", f"{original[0]} x {original[1]}")
     if long > config.max_aspect * short:
         raise DroppedRowError("image too long", f"{original[0]} x {original[1]}")
-    if name in _FORMATS and (config.resize is None or short <= config.resize):
-        return _FORMATS[name], data, original, original
-    image = opened.convert("RGB")
+    plain = opened.format in _KEPT and not is_deep(opened)
+    if plain and (config.resize is None or short <= config.resize):
+        return file_extension(opened), data, original, original
     if config.resize is not None and short > config.resize:
         scale = config.resize / short
         size = max(config.resize, round(original[0] * scale)), max(config.resize, round(original[1] * scale))
@@ -228,63 +229,6 @@ def _check_image(data: bytes, config: ConvertConfig) -> tuple[str, bytes, tuple[
     file = io.BytesIO()
     image.save(file, format="JPEG", quality=config.quality)
     return "jpg", file.getvalue(), image.size, original
-
-
-def _count_rows(config: ConvertConfig) -> int:
-    if Path(config.source).suffix.lower() == ".parquet":
-        return int(_parquet(config).metadata.num_rows)
-    return sum(1 for _ in _read_rows(config))
-
-
-def _read_rows(config: ConvertConfig) -> Iterator[_Row]:
-    """Yield the rows of the table in order."""
-    suffix = Path(config.source).suffix.lower()
-    read = {".parquet": _read_parquet, ".json": _read_coco}.get(suffix, _read_csv)
-    for number, (image, caption) in enumerate(read(config)):
-        yield _Row(number, image, caption)
-
-
-def _read_csv(config: ConvertConfig) -> Iterator[tuple[Any, Any]]:
-    delimiter = "\t" if config.source.lower().endswith(".tsv") else ","
-    # Bytes that are no UTF-8 spoil their own row, not the whole table.
-    with open(config.source, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        reader = csv.DictReader(file, delimiter=delimiter)
-        _check_columns(config, list(reader.fieldnames or ()))
-        for row in reader:
-            yield row[config.image_column], row[config.caption_column]
-
-
-def _read_parquet(config: ConvertConfig) -> Iterator[tuple[Any, Any]]:
-    columns = [config.image_column, config.caption_column]
-    for batch in _parquet(config).iter_batches(batch_size=256, columns=columns):
-        yield from zip(batch.column(columns[0]).to_pylist(), batch.column(columns[1]).to_pylist())
-
-
-def _parquet(config: ConvertConfig) -> Any:
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("a .parquet table needs the package pyarrow: pip install pyarrow") from error
-    file = ParquetFile(config.source)
-    _check_columns(config, file.schema_arrow.names)
-    return file
-
-
-def _read_coco(config: ConvertConfig) -> Iterator[tuple[Any, Any]]:
-    content = json.loads(Path(config.source).read_bytes())
-    if not isinstance(content, dict) or not {"images", "annotations"} <= set(content):
-        raise ValueError(f"{config.source!r} is no COCO annotation file: it needs `images` and `annotations`")
-    names = {image["id"]: image["file_name"] for image in content["images"]}
-    for annotation in content["annotations"]:
-        yield names.get(annotation["image_id"]), annotation.get("caption")
-
-
-def _check_columns(config: ConvertConfig, found: list[str]) -> None:
-    for name in ("image_column", "caption_column"):
-        if getattr(config, name) not in found:
-            raise ValueError(
-                f"{config.source!r} has no column {getattr(config, name)!r} ({name}); it has {', '.join(found)}"
-            )
 
 
 def _report(folder: Path, config: ConvertConfig, count: int) -> ConvertReport:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
 from mmod.data.images import decode_image
-from mmod.data.shards import CAPTION, choose_members, group_members
+from mmod.data.shards import CAPTION, DAMAGE, choose_members, group_members, plain_members
 from mmod.data.stream import Batch, checked, kept_random_state, seed_all, unchanged
 
 # Faults within one batch after which nothing good is to be expected of the shards.
@@ -51,7 +51,7 @@ def stream_shard(url: str) -> Iterator[tuple[str, bytes, bytes] | Fault]:
             # A pipe whose end is not read breaks, and its command's own exit status would stay unknown.
             while stream.read(1 << 20):
                 pass
-    except (tarfile.TarError, OSError, EOFError) as error:
+    except DAMAGE as error:
         yield Fault(url, "", f"damaged after {count} samples: {error}; what follows is lost")
         return
     if not count:
@@ -72,13 +72,12 @@ class _StrictTarInfo(tarfile.TarInfo):
 
 
 def _read_members(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
-    for member in tar:
+    for member in plain_members(tar):
         # Otherwise the archive remembers every member it has passed.
         tar.members = []  # type: ignore[attr-defined]
-        if member.isreg():
-            file = tar.extractfile(member)
-            assert file is not None
-            yield member.name, file.read()
+        file = tar.extractfile(member)
+        assert file is not None
+        yield member.name, file.read()
 
 
 class ResampledStream:

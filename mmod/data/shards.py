@@ -22,11 +22,17 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.corrupt import CorruptReport, Fault
-from mmod.data.images import IMAGE_EXTENSIONS, decode_image
+from mmod.data.files import check_regular
+from mmod.data.images import IMAGE_EXTENSIONS, MAX_BYTES, decode_image
 from mmod.data.sources import UnreadableSampleError
+
+DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, MemoryError, RecursionError)
+"""What `tarfile` raises at damaged archives, whose headers may claim anything."""
 
 Member = TypeVar("Member")
 _BLOCK = tarfile.BLOCKSIZE
+# More do not fit into a tensor of classes.
+_DIGITS = 18
 _URL = re.compile(r"^(pipe:|[a-z][a-z0-9+.-]*://)", re.IGNORECASE)
 
 
@@ -45,7 +51,7 @@ class Target(NamedTuple):
 def parse_class(data: bytes) -> int:
     """Read a class number."""
     text = data.decode("ascii", "replace").strip()
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _DIGITS:
         raise ValueError(f"the .cls member holds {text[:40]!r}, not a class number")
     return int(text)
 
@@ -76,7 +82,7 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
         Paths and URLs, sorted within each glob, in the order of the braces.
 
     Raises:
-        ValueError: If some part of the pattern matches no file, or a shard is named twice.
+        ValueError: If some part of the pattern matches no file or something that is none, or a shard is named twice.
 
     Example:
         >>> expand_pattern("https://example.org/train-{08..10}.tar")[-1]
@@ -93,6 +99,8 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
         matches = [path] if os.path.isfile(path) else sorted(glob.glob(path))
         if not matches:
             raise ValueError(f"no shard matches {path!r} (from the pattern {pattern!r})")
+        for match in matches:
+            check_regular(match)
         shards += matches
     repeated = sorted({shard for shard in shards if shards.count(shard) > 1})
     if not shards or repeated:
@@ -267,6 +275,23 @@ def _index_shard(path: str, target: Target) -> Iterator[tuple[int, int, int, int
     yield from ends
 
 
+def plain_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an archive that are files of at most `MAX_BYTES`, stored as they are.
+
+    Args:
+        tar: The archive.
+
+    Raises:
+        tarfile.ReadError: At a negative size, which would lead back to where the archive has been read already.
+    """
+    for member in tar:
+        if member.size < 0:
+            raise tarfile.ReadError(f"the size of {member.name!r} is {member.size}")
+        # A few bytes of a sparse member can stand for any number of zeros.
+        if member.isreg() and not member.issparse() and member.size <= MAX_BYTES:
+            yield member
+
+
 def shard_members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
     """Yield the complete members of a tar file, then what ended it early if something did.
 
@@ -286,14 +311,13 @@ def shard_members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
         file.seek(0)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in tar:
+                for member in plain_members(tar):
                     if member.offset_data + member.size > size:
                         yield Fault(path, member.name, f"the shard ends at byte {size}, within this member")
                         return
-                    if member.isreg():
-                        yield member
+                    yield member
                 end = tar.offset
-        except tarfile.TarError as error:
+        except DAMAGE as error:
             yield Fault(path, "", f"damaged tar file: {error}; what follows is lost")
             return
         file.seek(end)

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmod.data.chat import IGNORED, ChatCollator
-from mmod.data.conversations import ConversationsConfig, Message, Talk, check_record, open_conversations
+from mmod.data.conversations import ConversationsConfig, Talk, open_conversations
 from mmod.data.convert_conversations import ConvertConversationsConfig, convert_conversations
 from mmod.data.corrupt import CorruptDataError
+from mmod.data.records import Message, check_record
 from mmod.training.vlm_build import create_word_processor
 
 
@@ -158,6 +159,34 @@ def test_prompts_end_where_the_answer_starts(talks: list[Talk]) -> None:
     assert prompts["attention_mask"][:, -1].all()
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text() | st.sampled_from(["human", "gpt", "<image>", "\ud800", []]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["id", "image", "conversations", "kinds", "from", "value"]), inner, max_size=4
+        )
+    ),
+)
+
+
+@given(JSON, JSON, JSON)
+def test_any_json_is_sound_or_refused(record: Any, image: Any, kinds: Any) -> None:
+    answers = said("a ?", "3")
+    for value in (
+        record,
+        {**SOUND, "image": image},
+        {**SOUND, "conversations": record},
+        {"conversations": answers, "kinds": kinds},
+    ):
+        try:
+            messages = check_record(value)
+        except ValueError:
+            continue
+        assert messages[-1].role == "assistant"
+        assert all(message.text.encode() for message in messages)
+
+
 @given(st.lists(st.sampled_from(["3", "of 7", "first or second"]), min_size=1, max_size=4), st.integers(0, 2))
 def test_labels_of_random_conversations(answers: list[str], images: int) -> None:
     processor = create_word_processor(image_size=12, patch_size=6)
@@ -247,16 +276,21 @@ def test_conversion_goes_on_where_it_stopped(folder: Path, monkeypatch: pytest.M
     shutil.rmtree(folder / "out")
     check, seen = module._check, []
 
-    def stop_after_three(record: Any, config: Any) -> Any:
+    def stop_after_three(record: Any, *settings: Any) -> Any:
         seen.append(record["id"])
         if len(seen) == 4:
             raise KeyboardInterrupt
-        return check(record, config)
+        return check(record, *settings)
 
     monkeypatch.setattr(module, "_check", stop_after_three)
     with pytest.raises(KeyboardInterrupt):
         convert(folder, shards=True, threads=1)
-    monkeypatch.setattr(module, "_check", lambda record, config: (seen.append(record["id"]), check(record, config))[1])
+
+    def count(record: Any, *settings: Any) -> Any:
+        seen.append(record["id"])
+        return check(record, *settings)
+
+    monkeypatch.setattr(module, "_check", count)
     seen.clear()
     again = convert(folder, shards=True)
     assert again == whole
@@ -264,6 +298,73 @@ def test_conversion_goes_on_where_it_stopped(folder: Path, monkeypatch: pytest.M
     assert {path.name: path.read_bytes() for path in (folder / "out").glob("*.tar")} == first
     found = open_conversations(f"{folder}/out/*.tar")
     assert [len(found[index].images) for index in range(5)] == [1, 2, 0, 1, 1]
+
+
+SUFFIXES = (
+    "",
+    ".",
+    ".jfif",
+    ".JFIF",
+    ".jpe",
+    ".jpg",
+    ".JPG",
+    ".png",
+    ".webp",
+    ".gif",
+    ".bmp",
+    ".tif",
+    ".pgm",
+    ".dat",
+    ".a.b",
+)
+
+
+def test_shards_of_what_is_called_sound_are_read_whatever_files_are_called(folder: Path) -> None:
+    kinds = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+    names = []
+    for suffix in SUFFIXES:
+        for number, kind in enumerate(kinds):
+            names.append(f"photo{number}{suffix}")
+            Image.new("RGB", (9, 8), (20 * len(names) % 256, 200, 50)).save(folder / names[-1], format=kind)
+    records = [{**SOUND, "image": name} for name in names]
+    several = {"image": names, "conversations": said("<image>" * len(names) + " which ?", "first")}
+    path = write(folder, [*records, several])
+    assert convert(folder, shards=True).kept == len(names) + 1
+    here, there = open_conversations(path), open_conversations(f"{folder}/out/*.tar")
+    assert len(here) == len(there) == len(names) + 1
+    for index in range(len(here)):
+        assert [image.tobytes() for image in here[index].images] == [image.tobytes() for image in there[index].images]
+
+
+@pytest.mark.parametrize("on_corrupt", ["raise", "skip"])
+def test_missing_images_are_found_before_anything_is_read(folder: Path, on_corrupt: Any) -> None:
+    (folder / "sub").mkdir()
+    (folder / "gone.png").symlink_to(folder / "nowhere.png")
+    names = ["a.png", "sub/no.png", "b.png", "none/c.png", "gone.png", "sub", "../a.png", f"{folder}/b.png"]
+    path = write(folder, [{**SOUND, "id": str(place), "image": name} for place, name in enumerate(names)])
+    config = ConversationsConfig(on_corrupt=on_corrupt)
+    if on_corrupt == "raise":
+        with pytest.raises(CorruptDataError, match=r"all\.json \[1\]: image not found: .*sub/no\.png"):
+            open_conversations(path, config)
+        return
+    found = open_conversations(path, config)
+    assert [found.record(index)["key"] for index in range(len(found))] == ["0", "2", "7"]
+    assert found.report.counts == {path: 5}
+    assert "[6]: image outside the folder" in str(found.report)
+
+
+@pytest.mark.parametrize("line", [b'{"id": ', b"\xff\xfe", b"[" * 100_000, b'"\xe9"'])
+def test_broken_lines_are_named(folder: Path, line: bytes) -> None:
+    good = json.dumps(SOUND).encode()
+    path = folder / "all.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + good + b"\r\n\n" + line + b"\n" + good)
+    with pytest.raises(CorruptDataError, match=r"all\.jsonl \[1\]: line 3 is no JSON"):
+        open_conversations(str(path))
+    found = open_conversations(str(path), ConversationsConfig(on_corrupt="skip"))
+    assert (len(found), found.report.counts) == (2, {str(path): 1})
+    config = ConvertConversationsConfig(str(path), f"{folder}/out", on_fault="drop")
+    assert convert_conversations(config, progress=False).dropped == {"unsound record": 1}
+    assert "line 3 is no JSON" in (folder / "out" / "dropped.csv").read_text()
 
 
 def test_conversion_keeps_to_its_folder(folder: Path) -> None:

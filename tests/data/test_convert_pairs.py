@@ -10,11 +10,15 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 import mmod.data.convert_pairs as convert
 from mmod.data.convert_pairs import ConvertConfig, convert_pairs
+from mmod.data.corrupt import CorruptReport
+from mmod.data.shards import CAPTION, ShardSource
+from tests.data.test_images import DEEP, RAMP, UNSCALED
 
 
 def save(path: Path, size: tuple[int, int], colour: int = 100, **options: Any) -> None:
@@ -146,18 +150,18 @@ def test_an_interrupted_conversion_goes_on_and_ends_equal(folder: Path, monkeypa
     seen: list[int] = []
     real = convert._convert
 
-    def dying(row: Any, settings: ConvertConfig) -> Any:
+    def dying(row: Any, *settings: Any) -> Any:
         seen.append(row.number)
         if row.number == 14:
             raise KeyboardInterrupt
-        return real(row, settings)
+        return real(row, *settings)
 
     monkeypatch.setattr(convert, "_convert", dying)
     with pytest.raises(KeyboardInterrupt):
         convert_pairs(config(source), progress=False)
     assert not (folder / "shards/00002.tar").exists()
     seen.clear()
-    monkeypatch.setattr(convert, "_convert", lambda row, settings: (seen.append(row.number), real(row, settings))[1])
+    monkeypatch.setattr(convert, "_convert", lambda row, *settings: (seen.append(row.number), real(row, *settings))[1])
     report = convert_pairs(config(source), progress=False)
     assert min(seen) == 12
     assert report.samples == 14
@@ -183,7 +187,7 @@ def test_nothing_of_the_users_is_overwritten(folder: Path) -> None:
     [
         ("t.csv", "image,text\na,b\n", r"no column 'caption' \(caption_column\); it has image, text"),
         ("t.csv", "image,caption\n", "holds no row"),
-        ("t.json", "[]", "needs `images` and `annotations`"),
+        ("t.json", "[]", "needs lists `images` and `annotations`"),
         ("t.xlsx", "", r"must end in \.csv"),
     ],
 )
@@ -192,3 +196,38 @@ def test_wrong_tables(folder: Path, name: str, content: str, message: str) -> No
     with pytest.raises(ValueError, match=message):
         convert_pairs(config(folder / name), progress=False)
     assert not (folder / "shards").exists()
+
+
+def test_conversion_of_pairs_leaves_no_deep_image_to_other_readers(tmp_path: Path) -> None:
+    for number, data in enumerate([*DEEP.values(), *UNSCALED.values()]):
+        (tmp_path / f"{number}.x").write_bytes(data)
+    rows = "".join(f"{number}.x,number {number}\n" for number in range(len(DEEP) + len(UNSCALED)))
+    (tmp_path / "t.csv").write_text(f"image,caption\n{rows}")
+    report = convert_pairs(ConvertConfig(f"{tmp_path}/t.csv", f"{tmp_path}/out", quality=100), progress=False)
+    assert report.dropped == {"image cannot be decoded": len(UNSCALED)}
+    source = ShardSource(f"{tmp_path}/out/*.tar", CorruptReport(), target=CAPTION)
+    for index in range(len(DEEP)):
+        image, caption = source.read(index, "L")
+        assert caption == f"number {index}"
+        assert np.abs(np.asarray(image).astype(int) - (RAMP >> 8)).max() <= 2
+
+
+def test_only_images_of_the_folder_are_packed(folder: Path) -> None:
+    save(folder / "outside.png", (20, 20))
+    (folder / "images" / "link.png").symlink_to(folder / "outside.png")
+    rows = [(f"{folder}/images/0.jpg", "a"), ("../images/1.jpg", "a"), ("link.png", "a"), ("../outside.png", "a")]
+    source = write_csv(folder / "t.csv", [*rows, (f"{folder}/outside.png", "a")])
+    report = convert_pairs(config(source), progress=False)
+    assert (report.samples, report.dropped) == (2, {"image outside the folder": 3})
+    linked = dataclasses.replace(config(source), output=str(folder / "linked"), follow_links=True)
+    assert convert_pairs(linked, progress=False).dropped == {"image outside the folder": 2}
+
+
+def test_a_conversion_begun_before_a_setting_existed_goes_on(folder: Path) -> None:
+    source = write_csv(folder / "t.csv", ROWS)
+    report = convert_pairs(config(source), progress=False)
+    kept = folder / "shards" / "conversion.json"
+    kept.write_text(json.dumps({key: value for key, value in json.loads(kept.read_text()).items() if key != "resize"}))
+    assert convert_pairs(config(source), progress=False) == report
+    with pytest.raises(FileExistsError, match="resize: None there, 9 now"):
+        convert_pairs(config(source, resize=9), progress=False)
