@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from mmod.values import check_fields, check_value, one_of, refuse_unknown
+
 if TYPE_CHECKING:
     from torch import Tensor
+else:
+    # What reads the types of the fields finds a name for it without importing torch.
+    Tensor = Any
 
 ROUTERS = ("attention", "linear", "random", "stride", "norm")
 SELECTIONS = ("topk", "threshold")
@@ -51,19 +56,6 @@ def rational(capacity: float) -> Fraction:
     return exact.limit_denominator(1_000_000)
 
 
-def one_of(name: str, value: object, valid: Sequence[str]) -> None:
-    """Raise a ValueError that names the value and the valid ones unless `value` is one of `valid`."""
-    if value not in valid:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, got {value!r}")
-
-
-def refuse_unknown(kind: str, names: Iterable[str], valid: Sequence[str]) -> None:
-    """Raise a ValueError that names the unknown ones and the valid ones unless all of `names` are among `valid`."""
-    unknown = sorted(set(names) - set(valid))
-    if unknown:
-        raise ValueError(f"unknown {kind} {', '.join(unknown)}; valid ones are {', '.join(valid)}")
-
-
 @dataclass(frozen=True)
 class Plan:
     """Which blocks of a model are routed, each with its capacity.
@@ -86,6 +78,7 @@ class Plan:
     depth: int
 
     def __post_init__(self) -> None:
+        check_fields(self, capacities="(0, 1]", depth="[1, inf)")
         if not self.blocks:
             raise ValueError(f"a plan must name at least one of the model's {self.depth} blocks")
         outside = [block for block in self.blocks if not 0 <= block < self.depth]
@@ -95,8 +88,6 @@ class Plan:
             raise ValueError(f"blocks must be ascending and named once, got {list(self.blocks)}")
         if len(self.capacities) != len(self.blocks):
             raise ValueError(f"{len(self.blocks)} routed blocks need as many capacities, got {len(self.capacities)}")
-        for capacity in self.capacities:
-            rational(capacity)
 
     @property
     def mean_capacity(self) -> float:
@@ -194,6 +185,7 @@ class RoutingConfig:
         for name in ("capacity", "blocks"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_value("losses", self.losses, Mapping[str, float], "(0, inf)")
         object.__setattr__(self, "losses", dict(self.losses))
         if self.gate is None:
             object.__setattr__(self, "gate", "tanh" if self.learns else "identity")
@@ -215,33 +207,32 @@ class RoutingConfig:
         return self.router == "linear" or callable(self.router)
 
     def _check_values(self) -> None:
-        if not callable(self.router):
-            one_of("router", self.router, ROUTERS)
-        one_of("select", self.select, SELECTIONS)
-        one_of("context", self.context, CONTEXTS)
-        one_of("gate", self.gate, GATES)
-        one_of("gate_on", self.gate_on, GATED)
-        one_of("positions", self.positions, POSITIONS)
-        if self.tokens is not None:
-            one_of("tokens", self.tokens, SKIPPABLE)
-        if isinstance(self.normalize, str):
-            one_of("normalize", self.normalize, ("block",))
-        if self.frames is not None and self.frames != "span" and not (type(self.frames) is int and self.frames > 0):
-            raise ValueError(f"frames must be 'span' or a number of image tokens, got {self.frames!r}")
-        if self.inference_threshold is not None and not 0 <= self.inference_threshold < 1:
-            raise ValueError(f"inference_threshold must be in [0, 1), got {self.inference_threshold!r}")
-        if isinstance(self.blocks, str):
-            one_of("blocks", self.blocks, LAYOUTS)
-        for capacity in self.capacity if isinstance(self.capacity, tuple) else (self.capacity,):
-            rational(capacity)
-        for name, weight in self.losses.items():
+        check_fields(
+            self,
+            router=ROUTERS,
+            blocks=LAYOUTS,
+            select=SELECTIONS,
+            context=CONTEXTS,
+            gate=GATES,
+            gate_on=GATED,
+            positions=POSITIONS,
+            tokens=SKIPPABLE,
+            normalize=("block",),
+            capacity="(0, 1]",
+            min_tokens="[0, inf)",
+            max_tokens="[1, inf)",
+            gate_scale="[0, inf)",
+            init_std="[0, inf)",
+            losses="(0, inf)",
+            frames="[1, inf)",
+            inference_threshold="[0, 1)",
+        )
+        if isinstance(self.frames, str):
+            one_of("frames", self.frames, ("span",))
+        for name in self.losses:
             one_of("a loss", name, LOSSES)
-            if weight <= 0:
-                raise ValueError(f"the weight of loss {name!r} must be positive, got {weight!r}")
-        if self.min_tokens < 0:
-            raise ValueError(f"min_tokens must not be negative, got {self.min_tokens}")
-        if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
-            raise ValueError(f"max_tokens must be at least 1 and min_tokens ({self.min_tokens}), got {self.max_tokens}")
+        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
+            raise ValueError(f"max_tokens must be at least min_tokens ({self.min_tokens}), got {self.max_tokens}")
 
     def _check_combinations(self) -> None:
         if not self.learns and self.gate != "identity":

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mmod"
 LADDER = [
     "lazy",
+    "values",
     "config",
     "ops",
     "routing",

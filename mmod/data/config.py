@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mmod.data.corrupt import OnCorrupt
+from mmod.values import check_fields
 
 FOLDERS = ("folder", "", "torch/folder", "torch/image_folder")
 """Names of folders of images with one folder per class."""
@@ -54,6 +55,20 @@ class AugmentConfig:
     re_prob: float = 0.0
     re_mode: str = "const"
     re_count: int = 1
+
+    def __post_init__(self) -> None:
+        shares = ("hflip", "vflip", "color_jitter_prob", "grayscale_prob", "gaussian_blur_prob", "re_prob")
+        check_fields(
+            self,
+            "data.augment",
+            train_crop_mode=("rrc", "rkrc", "rkrr"),
+            scale="(0, inf)",
+            ratio="(0, inf)",
+            color_jitter="[0, inf)",
+            re_mode=("const", "rand", "pixel"),
+            re_count="[1, inf)",
+            **dict.fromkeys(shares, "[0, 1]"),
+        )
 
 
 @dataclass
@@ -106,15 +121,19 @@ class DataConfig:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "data",
+            image_size="[1, inf)",
+            batch_size="[1, inf)",
+            workers="[0, inf)",
+            crop_pct="(0, 1]",
+            std="(0, inf)",
+        )
         if self.source.partition(":")[0] not in ("digits", "shards"):
             check_name(self.source)
         if self.channels not in (1, 3):
             raise ValueError(f"channels={self.channels} is unknown; valid: 1 (grey), 3 (RGB)")
-        for name, low in (("image_size", 1), ("batch_size", 1), ("workers", 0)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)} must be >= {low}")
-        if not 0 < self.crop_pct <= 1:
-            raise ValueError(f"crop_pct={self.crop_pct} must lie in (0, 1]")
         for name in ("mean", "std"):
             values = getattr(self, name)
             if values is not None and len(values) != self.channels:
@@ -186,11 +205,7 @@ class PairsConfig:
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
-        for name, low in (("batch_size", 1), ("workers", 0), ("shuffle", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)} must be >= {low}")
-        if self.sampling not in ("exact", "resampled"):
-            raise ValueError(f"sampling={self.sampling!r} is unknown; valid: 'exact', 'resampled'")
+        check_fields(self, "data", batch_size="[1, inf)", workers="[0, inf)", shuffle="[1, inf)", samples="[1, inf)")
         if (self.samples is not None) != (self.sampling == "resampled"):
             raise ValueError(
                 f"samples={self.samples} with sampling={self.sampling!r}: a resampled epoch needs a number of samples, "

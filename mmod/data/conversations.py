@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from PIL import Image
 
-from mmod.config import one_of
 from mmod.data.build import find_level
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, OnCorrupt
 from mmod.data.files import parse_json
@@ -25,6 +24,7 @@ from mmod.data.question_files import build_questions
 from mmod.data.questions import IMAGE, LEVELS
 from mmod.data.records import Message, check_record, image_names, read_records
 from mmod.data.shards import expand_pattern, group_members, read_at, shard_members
+from mmod.values import one_of
 
 EMBEDDED = "questions:"
 Protected = Literal["question", "conversation"]

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import torch
 
-from mmod.config import one_of
 from mmod.measuring.generation_models import GenerationModels
 from mmod.measuring.journal import run_all
 from mmod.measuring.latency import Spread, interleave, ratios
 from mmod.measuring.report import BenchmarkReport, Row, number_cell, spread_cell
 from mmod.planning.presets import PRESETS
+from mmod.values import one_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmod.config import GATES, one_of
+from mmod.config import GATES
+from mmod.values import one_of
 
 
 def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:

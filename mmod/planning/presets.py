@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmod.config import RoutingConfig, one_of
+from mmod.config import RoutingConfig
 from mmod.planning.schedules import ratio_decay
+from mmod.values import one_of
 
 PRESETS = ("mod", "a-mod", "p-mod", "modification", "distilled", "gamma-mod", "videollm-mod")
 

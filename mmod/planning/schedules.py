@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from mmod.config import Plan, one_of
+from mmod.config import Plan
+from mmod.values import one_of
 
 SHAPES = ("cosine", "linear")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import timm
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
@@ -79,8 +80,6 @@ def create_dense_model(config: ModelConfig) -> nn.Module:
         ValueError: If timm does not know the name; similar names are listed.
     """
     if "/" not in config.name and not timm.is_model(config.name):
-        import difflib
-
         near = difflib.get_close_matches(config.name.split(".")[0], timm.list_models(), n=5, cutoff=0.5)
         hint = f"near ones: {', '.join(near)}" if near else "timm.list_models() lists the known ones"
         raise ValueError(f"timm knows no model {config.name!r}; {hint}")
@@ -194,8 +193,17 @@ def create_optimizer(config: RunConfig, model: nn.Module, images_per_step: int) 
 
     Returns:
         The optimiser.
+
+    Raises:
+        ValueError: If timm does not know it; similar names are listed.
     """
     optim = config.optim
+    names = [str(name) for name in list_optimizers()]
+    # The part before an underscore names a wrapper of timm's, such as lookahead.
+    if optim.opt.lower().split("_")[-1] not in names:
+        near = difflib.get_close_matches(optim.opt, names, n=5, cutoff=0.5)
+        hint = f"near ones: {', '.join(near)}" if near else "timm.optim.list_optimizers() lists the known ones"
+        raise ValueError(f"timm knows no optimiser {optim.opt!r} (optim.opt); {hint}")
     scale = 1.0 if optim.lr_per is None else images_per_step / optim.lr_per
     optimizer: torch.optim.Optimizer = create_optimizer_v2(
         model,
@@ -223,6 +231,7 @@ def create_schedule(
         The schedule (None for "none") and the epochs to train, cool-down and the like included.
     """
     schedule = config.schedule
+    schedule.check_rate(max(float(group["lr"]) for group in optimizer.param_groups))
     scheduler, epochs = create_scheduler_v2(
         optimizer,
         sched=schedule.sched,

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmod import route_
-from mmod.config import refuse_unknown
 from mmod.data.pairs import Tokenizer, Transform
 from mmod.training.checkpoint import find_weights
 from mmod.training.clip_config import ClipConfig, ClipModelConfig
 from mmod.training.distributed import Process
+from mmod.values import refuse_unknown
 
 __all__ = ["create_clip_loss", "create_clip_model", "create_clip_models", "create_transforms", "save_dense_clip"]
 

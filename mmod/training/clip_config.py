@@ -8,6 +8,7 @@ from typing import Any, Literal
 from mmod.config import RoutingConfig
 from mmod.data.config import PairsConfig
 from mmod.training.config import RunConfig, resolve_routing
+from mmod.values import check_fields
 
 __all__ = ["ClipConfig", "ClipDistillConfig", "ClipModelConfig", "RoutingParts"]
 
@@ -31,6 +32,7 @@ class ClipModelConfig:
     pretrained: str | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "model")
         if self.pretrained is not None and self.checkpoint is not None:
             raise ValueError(
                 f"model.pretrained={self.pretrained!r} and model.checkpoint={self.checkpoint!r} exclude each other"
@@ -55,6 +57,7 @@ class RoutingParts:
     text: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "routing")
         if self.image is None and self.text is None:
             raise ValueError("routing needs an entry for image or text; use `routing: null` for a dense model")
 
@@ -78,8 +81,7 @@ class ClipDistillConfig:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.weight <= 0:
-            raise ValueError(f"distill.weight must be above 0, got {self.weight}; use teacher='none' for none")
+        check_fields(self, "distill", weight="(0, inf)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +112,6 @@ class ClipConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss not in ("clip", "siglip", "coca"):
-            raise ValueError(f"loss must be clip, siglip or coca, got {self.loss!r}")
         if self.distill.teacher == "dense" and not self.model.has_weights:
             raise ValueError("distill.teacher='dense' needs trained weights: set model.checkpoint or model.pretrained")
         kind = (self.zero_shot or "scenes").partition(":")[0]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
 from mmod.planning.presets import preset
+from mmod.values import check_fields
 
 __all__ = [
     "CapacityScheduleConfig",
@@ -25,6 +26,10 @@ __all__ = [
     "TrainConfig",
     "resolve_routing",
 ]
+
+
+SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant", "none")
+"""Names of the learning-rate schedules that are functions of the step."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class ModelConfig:
     pretrained: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, "model")
         if self.pretrained and self.checkpoint is not None:
             raise ValueError(f"model.pretrained and model.checkpoint={self.checkpoint!r} exclude each other")
 
@@ -77,6 +83,17 @@ class OptimConfig:
     layer_decay: float | None = None
     args: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "optim",
+            lr="[0, inf)",
+            lr_per="[1, inf)",
+            weight_decay="[0, inf)",
+            momentum="[0, 1)",
+            layer_decay="(0, 1]",
+        )
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:
@@ -99,6 +116,20 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.sched == "plateau":
             raise ValueError("schedule.sched='plateau' depends on metrics; choose a function of the step")
+        check_fields(
+            self, "schedule", sched=SCHEDULES, warmup_epochs="[0, inf)", warmup_lr="[0, inf)", min_lr="[0, inf)"
+        )
+
+    def check_rate(self, lr: float) -> None:
+        """Raise a ValueError when the schedule would not end below where it starts.
+
+        Args:
+            lr: The learning rate that it starts at, or warms up to.
+        """
+        if self.sched not in ("constant", "none") and self.min_lr > lr:
+            raise ValueError(f"schedule.min_lr must be at most the learning rate, {lr:g}, got {self.min_lr:g}")
+        if self.warmup_epochs and self.warmup_lr > lr:
+            raise ValueError(f"schedule.warmup_lr must be at most the learning rate, {lr:g}, got {self.warmup_lr:g}")
 
 
 @dataclass(frozen=True)
@@ -114,8 +145,7 @@ class LossConfig:
     smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.smoothing < 1:
-            raise ValueError(f"loss.smoothing must be in [0, 1), got {self.smoothing}")
+        check_fields(self, "loss", smoothing="[0, 1)")
 
 
 @dataclass(frozen=True)
@@ -137,6 +167,14 @@ class MixupConfig:
     mode: Literal["batch", "pair", "elem"] = "batch"
 
     def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "mixup",
+            mixup_alpha="[0, inf)",
+            cutmix_alpha="[0, inf)",
+            prob="[0, 1]",
+            switch_prob="[0, 1]",
+        )
         if self.mixup_alpha <= 0 and self.cutmix_alpha <= 0:
             raise ValueError("mixup needs mixup_alpha or cutmix_alpha above 0; use `mixup: null` for none")
 
@@ -152,6 +190,9 @@ class EmaConfig:
 
     decay: float = 0.9999
     use_warmup: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "ema", decay="[0, 1)")
 
 
 @dataclass(frozen=True)
@@ -171,11 +212,7 @@ class DistillConfig:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.weight <= 0 or self.temperature <= 0:
-            raise ValueError(
-                f"distill.weight and distill.temperature must be above 0, got {self.weight} and "
-                f"{self.temperature}; use teacher='none' for no distillation"
-            )
+        check_fields(self, "distill", weight="(0, inf)", temperature="(0, inf)")
 
 
 @dataclass(frozen=True)
@@ -191,10 +228,7 @@ class CapacityScheduleConfig:
     epochs: int = 5
 
     def __post_init__(self) -> None:
-        if not 0 < self.start <= 1 or self.epochs < 1:
-            raise ValueError(
-                f"capacity_schedule needs start in (0, 1] and epochs >= 1, got {self.start} and {self.epochs}"
-            )
+        check_fields(self, "capacity_schedule", start="(0, 1]", epochs="[1, inf)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,13 +273,20 @@ class RunConfig:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "accumulate", "eval_every", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.checkpoint_every is not None and self.checkpoint_every < 1:
-            raise ValueError(f"checkpoint_every must be at least 1 or null, got {self.checkpoint_every}")
-        if self.precision not in ("fp32", "bf16", "fp16"):
-            raise ValueError(f"precision must be fp32, bf16 or fp16, got {self.precision!r}")
+        check_fields(
+            self,
+            epochs="[1, inf)",
+            accumulate="[1, inf)",
+            eval_every="[1, inf)",
+            log_every="[1, inf)",
+            checkpoint_every="[1, inf)",
+            grad_clip="(0, inf)",
+            seed="[0, inf)",
+        )
+        if not self.output:
+            raise ValueError("output must name a folder, got ''")
+        if self.optim.lr_per is None:
+            self.schedule.check_rate(self.optim.lr)
 
     @property
     def free_keys(self) -> frozenset[str]:

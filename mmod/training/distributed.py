@@ -42,7 +42,7 @@ def choose_device(device: str = "auto") -> torch.device:
         device: "auto" for the GPU when there is one, otherwise a torch device.
 
     Raises:
-        ValueError: If `device` is CUDA and no GPU is there.
+        ValueError: If `device` is CUDA and no GPU is there, or is no device of torch.
 
     Example:
         >>> choose_device("cpu")
@@ -52,7 +52,10 @@ def choose_device(device: str = "auto") -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device {device!r} was asked for and torch sees no GPU; use 'cpu' or 'auto'")
-    return torch.device(device)
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or another torch device, got {device!r}") from error
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from mmod.config import refuse_unknown
 from mmod.data.chat import ChatCollator
 from mmod.data.conversations import open_conversations
 from mmod.data.files import write_atomically
@@ -23,6 +22,7 @@ from mmod.training.vlm_build import create_vlm
 from mmod.training.vlm_config import VlmConfig
 from mmod.training.vlm_evaluation import AnswerResult, answer_questions, mean_over_kinds
 from mmod.training.vlm_trainer import RoutedTrainer, last_checkpoint, watch_routing
+from mmod.values import refuse_unknown
 
 __all__ = ["VlmResult", "finetune", "training_arguments"]
 

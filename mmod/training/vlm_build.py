@@ -14,12 +14,12 @@ from mmod import RoutingConfig, is_routed, route_, routed_blocks
 from mmod.adapters import find_parts
 from mmod.adapters.transformers.saving import read_routing
 from mmod.blocks import RoutedBlock, model_hooks
-from mmod.config import refuse_unknown
 from mmod.data.questions import IMAGE, WORDS
 from mmod.pretrained import route_again
 from mmod.routing import SharedScore
 from mmod.training.config import resolve_routing
 from mmod.training.vlm_config import WITHOUT_WEIGHTS, VlmConfig, VlmModelConfig
+from mmod.values import refuse_unknown
 
 __all__ = ["check_routers_learn", "create_processor", "create_vlm", "create_word_processor", "router_parameters"]
 

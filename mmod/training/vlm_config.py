@@ -7,8 +7,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmod.config import one_of
+from mmod.config import RoutingConfig
 from mmod.data.conversations import ConversationsConfig
+from mmod.values import check_fields, check_value
 
 __all__ = ["VlmConfig", "VlmModelConfig"]
 
@@ -19,6 +20,31 @@ WITHOUT_WEIGHTS = ("dtype", "attn_implementation")
 _TAKEN = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names", "eval_strategy", "do_train")
 # Arguments of the trainer that say how to watch and how to store, not what comes out.
 _FREE = ("logging_steps", "save_steps", "save_total_limit", "report_to", "disable_tqdm", "dataloader_num_workers")
+# Numbers that the trainer and peft take as they come, and what makes sense of them.
+_TRAINER: dict[str, tuple[Any, str]] = {
+    "learning_rate": (float, "[0, inf)"),
+    "weight_decay": (float, "[0, inf)"),
+    "max_grad_norm": (float, "[0, inf)"),
+    "num_train_epochs": (float, "(0, inf)"),
+    "max_steps": (int, "[-1, inf)"),
+    "per_device_train_batch_size": (int, "[1, inf)"),
+    "gradient_accumulation_steps": (int, "[1, inf)"),
+    "warmup_steps": (float, "[0, inf)"),
+    "warmup_ratio": (float, "[0, 1]"),
+    "adam_beta1": (float, "[0, 1)"),
+    "adam_beta2": (float, "[0, 1)"),
+    "adam_epsilon": (float, "(0, inf)"),
+    "label_smoothing_factor": (float, "[0, 1)"),
+    "dataloader_num_workers": (int, "[0, inf)"),
+    "logging_steps": (float, "(0, inf)"),
+    "save_steps": (float, "(0, inf)"),
+    "save_total_limit": (int, "[1, inf)"),
+}
+_LORA: dict[str, tuple[Any, str]] = {
+    "r": (int, "[1, inf)"),
+    "lora_alpha": (float, "(0, inf)"),
+    "lora_dropout": (float, "[0, 1)"),
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +66,7 @@ class VlmModelConfig:
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_fields(self, "model")
         if (self.checkpoint is None) == (self.config is None):
             raise ValueError("give either model.checkpoint or model.config")
         if self.config is not None and self.processor is None:
@@ -88,11 +115,14 @@ class VlmConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for part in self.frozen:
-            one_of("frozen", part, TOWERS)
-        for name in ("eval_batch_size", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_fields(self, frozen=TOWERS, eval_batch_size="[1, inf)", max_new_tokens="[1, inf)", seed="[0, inf)")
+        check_fields(self.data, "data", max_length="[2, inf)")
+        if not self.output:
+            raise ValueError("output must name a folder, got ''")
+        for group, limits in (("trainer", _TRAINER), ("lora", _LORA)):
+            given = getattr(self, group) or {}
+            for name in sorted(limits.keys() & given.keys()):
+                check_value(f"{group}.{name}", given[name], *limits[name])
         taken = sorted(set(_TAKEN) & set(self.trainer))
         if taken:
             raise ValueError(f"trainer must not set {', '.join(taken)}: the run sets them")
@@ -105,6 +135,10 @@ class VlmConfig:
                 raise ValueError("quantized weights are not trained: give lora, whose adapters are")
             if self.is_sharded:
                 raise ValueError("quantized weights are not split by fsdp or deepspeed here: use plain torchrun")
+        for fields in (self.routing or {}).values():
+            # A preset is told the depth of its part, which only the model says.
+            if "preset" not in fields:
+                RoutingConfig.from_dict(fields)
         if self.routing is not None and not self.routing:
             raise ValueError("routing names no part; use `routing: null` for none")
 

@@ -213,8 +213,8 @@ def test_open_clip_shards_with_other_members_are_read(tmp_path: Path) -> None:
     [
         ({"samples": 5}, "samples=5 with sampling='exact'"),
         ({"sampling": "resampled"}, "samples=None with sampling='resampled'"),
-        ({"sampling": "all"}, "valid: 'exact', 'resampled'"),
-        ({"batch_size": 0}, "batch_size=0 must be >= 1"),
+        ({"sampling": "all"}, "must be one of 'exact', 'resampled', got 'all'"),
+        ({"batch_size": 0}, "data.batch_size must be an integer of at least 1, got 0"),
     ],
 )
 def test_wrong_configs(fields: dict[str, Any], message: str) -> None:

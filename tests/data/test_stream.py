@@ -264,9 +264,9 @@ def test_streams_that_cannot_be_made(tmp_path, change, message):
     ("change", "message"),
     [
         ({"channels": 4}, "channels=4 is unknown; valid: 1"),
-        ({"batch_size": 0}, "batch_size=0 must be >= 1"),
-        ({"workers": -1}, "workers=-1"),
-        ({"crop_pct": 1.5}, "crop_pct=1.5"),
+        ({"batch_size": 0}, "data.batch_size must be an integer of at least 1, got 0"),
+        ({"workers": -1}, "data.workers must be an integer of at least 0, got -1"),
+        ({"crop_pct": 1.5}, r"data.crop_pct must be a number in \(0, 1\], got 1.5"),
         ({"mean": (0.5, 0.5)}, "channels=1 values"),
         ({"in_memory": True, "augment": AugmentConfig()}, "cannot be combined with augment"),
     ],
@@ -285,7 +285,7 @@ def test_ranks_epochs_and_policies_out_of_range_are_named(digits):
         with pytest.raises(ValueError, match=f"epoch={epoch} must be >= 0 and start={start}"):
             next(stream.batches(epoch, start))
     assert list(stream.batches(0, 25)) == []
-    with pytest.raises(ValueError, match="on_corrupt='ignore' is unknown"):
+    with pytest.raises(ValueError, match="on_corrupt must be one of 'raise', 'skip', got 'ignore'"):
         create_train_stream(replace(digits, on_corrupt="ignore"), 0)
 
 
