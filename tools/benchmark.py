@@ -15,6 +15,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
+from mmod.data.yaml_files import STRICT
 from mmod.measuring import (
     BenchmarkConfig,
     GenerationConfig,
@@ -37,10 +38,12 @@ MODES: dict[str, tuple[Any, Any, str]] = {
 
 def main(arguments: list[str]) -> None:
     """Benchmark as the command line says and print the table."""
-    parser = ArgumentParser(description="Time models, ops, generation, or a suite.", allow_abbrev=False)
+    parser = ArgumentParser(
+        description="Time models, ops, generation, or a suite.", allow_abbrev=False, parser_mode=STRICT
+    )
     modes = parser.add_subcommands(dest="mode")
     for name, (config, _, purpose) in MODES.items():
-        mode = ArgumentParser(description=purpose, allow_abbrev=False)
+        mode = ArgumentParser(description=purpose, allow_abbrev=False, parser_mode=STRICT)
         mode.add_argument("--config", action="config", help="YAML file with the same keys")
         mode.add_class_arguments(config, None)
         modes.add_subcommand(name, mode, help=purpose)

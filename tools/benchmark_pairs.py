@@ -10,6 +10,7 @@ import sys
 
 from jsonargparse import ArgumentParser
 
+from mmod.data.yaml_files import STRICT
 from mmod.training.extras import extra
 
 
@@ -21,6 +22,7 @@ def main(arguments: list[str]) -> None:
         usage="%(prog)s SHARDS [--key value]",
         description="Time how pairs are read, beside open_clip's own reader.",
         allow_abbrev=False,
+        parser_mode=STRICT,
     )
     parser.add_function_arguments(benchmark_pairs)
     if arguments and not arguments[0].startswith("-"):

@@ -14,9 +14,10 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
+from mmod.data.yaml_files import STRICT, read_yaml
 from mmod.training.extras import extra
 from mmod.training.parse import make_config
-from mmod.training.tradeoff import TradeoffConfig, read_yaml, run_tradeoff
+from mmod.training.tradeoff import TradeoffConfig, run_tradeoff
 
 
 def main(arguments: list[str]) -> None:
@@ -26,6 +27,7 @@ def main(arguments: list[str]) -> None:
         usage="%(prog)s CONFIG [--key value]",
         description="Draw the accuracy/FLOPs/latency trade-off.",
         allow_abbrev=False,
+        parser_mode=STRICT,
     )
     parser.add_argument("--config", action="config", help="The config file; its place is the first argument.")
     parser.add_class_arguments(kind)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
-import yaml
-
+from mmod.data.yaml_files import parse_yaml
 from mmod.training.config import resolve_routing
 from mmod.training.extras import extra
 
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
     )
     for tower in ("image", "text"):
         text = f"YAML mapping: how the {tower} tower is routed, fields of mmod.RoutingConfig or `preset: NAME`"
-        parser.add_argument(f"--{tower}", type=yaml.safe_load, metavar="ROUTING", help=text)
+        parser.add_argument(f"--{tower}", type=mapping, metavar="ROUTING", help=text)
     parser.add_argument("--models", metavar="PATH", help="JSON file or folder with further model configs")
     options = parser.parse_args(arguments[:place])
     towers = {name: fields for name, fields in (("image", options.image), ("text", options.text)) if fields is not None}
@@ -34,6 +34,17 @@ def main(arguments: list[str]) -> None:
         parser.error("give --image or --text or both: the routing of a tower")
     parts = {name: resolve_routing(fields) for name, fields in towers.items()}
     train_open_clip(arguments[place + 1 :], models=options.models, **parts)
+
+
+def mapping(text: str) -> dict[str, Any]:
+    """Return the mapping that an option holds."""
+    try:
+        fields = parse_yaml(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not isinstance(fields, dict):
+        raise argparse.ArgumentTypeError(f"must be a mapping of keys to values, got {text!r}")
+    return fields
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from jsonargparse import ArgumentParser, Namespace
 
+from mmod.data.yaml_files import STRICT
+
 Config = TypeVar("Config")
 
 
@@ -58,4 +60,6 @@ def parse_conversion(description: str, kind: type[Config], arguments: Sequence[s
 
 
 def _create_parser(**options: Any) -> ArgumentParser:
-    return ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+    return ArgumentParser(
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, parser_mode=STRICT, **options
+    )

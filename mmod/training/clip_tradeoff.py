@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmod import flops
 from mmod.data.pairs import create_eval_pairs
+from mmod.data.yaml_files import read_yaml
 from mmod.measuring.latency import interleave, ratios
 from mmod.measuring.plots import draw_tradeoff
 from mmod.training.clip import fit_clip
@@ -35,7 +36,6 @@ from mmod.training.study import (
     is_given,
     markdown_table,
     merged,
-    read_yaml,
     write_outcome,
 )
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from argparse import ArgumentError
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
-import yaml
 from typing_extensions import TypeVar
 
+from mmod.data.yaml_files import read_yaml
 from mmod.training.config import TrainConfig
+from mmod.training.help import create_parser, dataclass_in
+from mmod.values import check_value, describe
 
 __all__ = ["load_config", "make_config", "parse_config", "train_config"]
 
+# What the parser itself says of a value, apart from what the config's classes say.
+_OF_PARSER = ("- Expected a", "- Problem with given class_path")
 _PARSER_OPTIONS = ("--config", "--help", "--print_config", "--print_shtab")
 
 
@@ -71,12 +76,9 @@ def train_config(fields: Mapping[str, Any], kind: type[Config] = TrainConfig) ->
         >>> train_config({**fields, "optim": {"lr": 2e-4}}).optim.lr
         0.0002
     """
-    _check_keys(_flatten(fields), kind)
+    _check_tree(fields, kind)
     parser = _create_parser(kind)
-    try:
-        return _instantiate(parser, parser.parse_object(dict(fields)), kind)
-    except ArgumentError as error:
-        raise ValueError(error.message) from error
+    return _instantiate(parser, lambda: parser.parse_object(dict(fields)), kind)
 
 
 def parse_config(
@@ -127,71 +129,96 @@ def make_config(parser: jsonargparse.ArgumentParser, kind: type[Config], fields:
 
 
 def _create_parser(kind: type[AnyConfig]) -> jsonargparse.ArgumentParser:
-    """Build the parser: one option per field, named as in the YAML file."""
-    parser = jsonargparse.ArgumentParser(
+    return create_parser(
+        kind,
         usage="%(prog)s CONFIG [--key value] [--group.key value] [--print_config]",
         description="Train a dense or routed model as a config file says; options override the file.",
-        exit_on_error=False,
     )
-    parser.add_argument("--config", action="config", help="The config file; its place is the first argument.")
-    parser.add_class_arguments(kind)
-    return parser
 
 
 def _parse(parser: jsonargparse.ArgumentParser, arguments: list[str], kind: type[Config]) -> Config:
     if arguments and not arguments[0].startswith("-"):
-        path = Path(arguments[0])
-        if not path.is_file():
-            raise FileNotFoundError(f"no config file at {str(path)!r}")
-        _check_keys(_flatten(yaml.safe_load(path.read_text())), kind)
+        _check_tree(read_yaml(arguments[0]), kind)
         arguments = ["--config", *arguments]
     names = (word.split("=")[0] for word in arguments if word.startswith("--"))
-    _check_keys((name[2:] for name in names if name not in _PARSER_OPTIONS), kind, is_option=True)
+    _check_options((name[2:] for name in names if name not in _PARSER_OPTIONS), kind)
+    return _instantiate(parser, lambda: parser.parse_args(arguments), kind)
+
+
+def _instantiate(
+    parser: jsonargparse.ArgumentParser, parse: Callable[[], jsonargparse.Namespace], kind: type[Config]
+) -> Config:
+    """Make the dataclasses from what the parser reads."""
     try:
-        return _instantiate(parser, parser.parse_args(arguments), kind)
+        fields = parser.instantiate(parse())
+        return kind(**{item.name: fields[item.name] for item in dataclasses.fields(kind)})
     except ArgumentError as error:
-        raise ValueError(error.message) from error
+        raise ValueError(_one_line(error.message, kind)) from error
+    except ValueError as error:
+        raise ValueError(_one_line(str(error), kind)) from error
 
 
-def _instantiate(parser: jsonargparse.ArgumentParser, parsed: jsonargparse.Namespace, kind: type[Config]) -> Config:
-    """Make the dataclasses from what the parser read."""
-    fields = parser.instantiate(parsed)
-    return kind(**{item.name: fields[item.name] for item in dataclasses.fields(kind)})
+def _one_line(message: str, kind: type[AnyConfig]) -> str:
+    """Return one line in place of the several in which the parser says what does not fit."""
+    lines = [line.strip() for line in message.splitlines()]
+    own = [line[2:] for line in lines if line.startswith("- ") and not line.startswith(_OF_PARSER)]
+    keys = re.findall(r'Parser key "([^"]+)":', message)
+    given = re.search(r"(?:Got|Given) value: (.*)", message)
+    hint = _find_hint(".".join(keys), kind) if keys else None
+    if own:
+        return own[0]
+    if hint is not None and given is not None:
+        return f"{'.'.join(keys)} must be {describe(hint)}, got {given[1]}"
+    return " ".join(lines)
 
 
-def _flatten(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a nested mapping."""
-    if not isinstance(tree, Mapping):
-        raise ValueError(f"a config file holds a mapping of keys to values, got {type(tree).__name__}")
-    for key, value in tree.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+def _check_tree(fields: Any, kind: type[AnyConfig], prefix: str = "") -> None:
+    """Raise at the first key that is no field, group that is no mapping, or value of another type."""
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"a config file holds a mapping of keys to values, got {type(fields).__name__}")
+    hints = typing.get_type_hints(kind)
+    for key, value in fields.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            raise ValueError(_unknown(name, prefix.rstrip("."), hints))
+        group = dataclass_in(hints[key])
+        if group is not None and isinstance(value, Mapping):
+            _check_tree(value, group, f"{name}.")
+        elif not isinstance(value, str):
+            # A text may be a number in quotes, which the parser reads.
+            check_value(name, value, hints[key])
 
 
-def _check_keys(keys: Iterable[str], kind: type[AnyConfig], is_option: bool = False) -> None:
-    """Raise at the first dotted key that is no field of the config, naming the fields there are."""
-    for key in keys:
+def _check_options(names: Iterable[str], kind: type[AnyConfig]) -> None:
+    """Raise at the first option that is no field of the config, naming the fields there are."""
+    for key in names:
         owner: type | None = kind
         group = ""
         parts = key.split(".")
         for place, part in enumerate(parts):
             if owner is None:
-                if is_option and place + 1 < len(parts):
+                if place + 1 < len(parts):
                     # The parser would keep the last of several such options only.
                     raise ValueError(f"--{key} is nested too deep; give the mapping --{group}.{part} as a whole")
                 break
             hints = typing.get_type_hints(owner)
             if part not in hints:
-                where = f"in group {group!r}" if group else "at the top level"
-                raise ValueError(f"unknown config key {key!r}; valid keys {where}: {', '.join(sorted(hints))}")
-            owner = _dataclass_in(hints[part])
+                raise ValueError(_unknown(key, group, hints))
+            owner = dataclass_in(hints[part])
             group = f"{group}.{part}" if group else part
 
 
-def _dataclass_in(hint: Any) -> type | None:
-    """Return the dataclass that a field's type is or allows; None when its keys are free."""
-    for item in (hint, *typing.get_args(hint)):
-        if isinstance(item, type) and dataclasses.is_dataclass(item):
-            return item
-    return None
+def _unknown(key: str, group: str, hints: Iterable[str]) -> str:
+    where = f"in group {group!r}" if group else "at the top level"
+    return f"unknown config key {key!r}; valid keys {where}: {', '.join(sorted(hints))}"
+
+
+def _find_hint(key: str, kind: type | None) -> Any:
+    """Return the type of the field with a dotted key; None when there is no such field."""
+    hint: Any = None
+    for part in key.split("."):
+        if kind is None:
+            return None
+        hint = typing.get_type_hints(kind).get(part)
+        kind = dataclass_in(hint)
+    return hint

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import yaml
 
 from mmod.data.files import write_atomically
+from mmod.data.yaml_files import read_yaml
 
 __all__ = ["FitResult", "Result", "check_folder", "read_result", "write_record", "write_result"]
 
@@ -78,7 +79,7 @@ def check_folder(folder: Path, record: Mapping[str, Any], free: Collection[str])
     kept = folder / _CONFIG
     if not kept.exists():
         raise ValueError(f"output {str(folder)!r} holds files but no {_CONFIG}: choose a new or empty folder")
-    old, new = _flat(yaml.safe_load(kept.read_text())), _flat(record)
+    old, new = _flat(read_yaml(kept)), _flat(record)
     differing = sorted(key for key in {*old, *new} - set(free) if old.get(key) != new.get(key))
     if differing:
         lines = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} now" for key in differing]

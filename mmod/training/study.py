@@ -11,7 +11,6 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
-import yaml
 from torch import nn
 from tqdm import tqdm
 
@@ -230,13 +229,3 @@ def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
         old = result.get(name)
         result[name] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return result
-
-
-def read_yaml(path: str) -> dict[str, Any]:
-    """Return the fields of a config file; a FileNotFoundError names one that is not there."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no config file at {path!r}")
-    fields = yaml.safe_load(Path(path).read_text())
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path!r} must hold a mapping of keys to values, got {type(fields).__name__}")
-    return fields

@@ -17,6 +17,7 @@ from torch import nn
 from mmod.adapters import find_host
 from mmod.convert import is_routed
 from mmod.data.loader import create_eval_stream
+from mmod.data.yaml_files import read_yaml
 from mmod.measuring import flops, trace
 from mmod.measuring.latency import interleave, ratios
 from mmod.measuring.plots import draw_routing_maps, draw_tradeoff
@@ -38,7 +39,6 @@ from mmod.training.study import (
     is_given,
     markdown_table,
     merged,
-    read_yaml,
     write_outcome,
 )
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from mmod import is_routed
 from mmod.data.chat import ChatCollator
 from mmod.data.conversations import Conversations, open_conversations
+from mmod.data.yaml_files import read_yaml
 from mmod.measuring.language import PrefillFlops, prefill_flops
 from mmod.measuring.latency import interleave, ratios
 from mmod.measuring.plots import draw_tradeoff
@@ -32,7 +33,6 @@ from mmod.training.study import (
     in_order,
     markdown_table,
     merged,
-    read_yaml,
     write_outcome,
 )
 from mmod.training.vlm import MODEL, VlmResult, finetune

@@ -1,0 +1,122 @@
+"""YAML, read strictly: each key once, no aliases, and errors of one line that name the file and the line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import get_loader, set_loader
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
+from yaml.parser import ParserError
+from yaml.reader import ReaderError
+from yaml.scanner import ScannerError
+
+__all__ = ["STRICT", "parse_yaml", "read_yaml"]
+
+STRICT = "strict"
+"""Mode of a `jsonargparse.ArgumentParser` that reads files and values as this module does."""
+_DEPTH = 100
+
+
+class _DuplicateKeyError(yaml.MarkedYAMLError):
+    """A mapping names a key twice."""
+
+
+class _Composer(yaml.SafeLoader):
+    """Builds the tree of a document and refuses what would surprise: keys named twice, aliases, bottomless nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose a value, unless it is an alias or lies too deep."""
+        start = self.peek_event().start_mark
+        if self.check_event(yaml.AliasEvent):
+            raise ComposerError(None, None, "aliases (*name) are not read: write the value out", start)
+        if self.depth == _DEPTH:
+            raise ComposerError(None, None, f"values are nested more than {_DEPTH} deep", start)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Compose a mapping whose keys differ."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise _DuplicateKeyError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
+
+
+def parse_yaml(text: str, source: str = "the value") -> Any:
+    """Parse a YAML document into plain values.
+
+    Args:
+        text: The document.
+        source: What it is called in messages.
+
+    Raises:
+        ValueError: If it is no YAML, names a key twice, or uses aliases or tags of its own.
+
+    Example:
+        >>> parse_yaml("{lr: 1e-4, lr: 1e-3}", "run.yaml")
+        Traceback (most recent call last):
+        ValueError: run.yaml, line 1: the key 'lr' is given twice
+    """
+    try:
+        return _load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise ValueError(f"{source}{line}: {error.problem or error.context}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{source} is no YAML: {' '.join(str(error).split())}") from error
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping.
+
+    Args:
+        path: The file, in UTF-8.
+
+    Returns:
+        The mapping.
+
+    Raises:
+        FileNotFoundError: If it is not there.
+        ValueError: If it holds something else, or what `parse_yaml` refuses.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no config file at {str(path)!r}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is no text in UTF-8: {error.reason} at byte {error.start}") from error
+    fields = parse_yaml(text, str(path))
+    if not isinstance(fields, dict):
+        found = "nothing" if fields is None else type(fields).__name__
+        raise ValueError(f"{str(path)!r} must hold a mapping of keys to values, got {found}")
+    return fields
+
+
+def _load(text: str) -> Any:
+    yaml.compose(text, _Composer)
+    # Made by the parser of command lines, so that a number means the same in a file and as an option: 1e-4 is one.
+    return get_loader("yaml")(text)
+
+
+def _load_option(text: str) -> Any:
+    try:
+        return _load(text)
+    except _DuplicateKeyError as error:
+        raise ValueError(error.problem) from error
+
+
+# What is no YAML at all is a plain text on a command line; a key given twice is a mistake there, too.
+set_loader(STRICT, _load_option, exceptions=(ComposerError, ConstructorError, ParserError, ReaderError, ScannerError))
