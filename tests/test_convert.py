@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import timm
@@ -101,13 +102,13 @@ class TestRoute:
         ("name", "why"),
         [
             ("beit_base_patch16_224", "every block builds its own relative position bias"),
-            ("vit_relpos_small_patch16_224", r"RelPosBlock, which need all tokens at once"),
-            ("swin_tiny_patch4_window7_224", "4 lists of blocks, so tokens change in number or meaning"),
-            ("cait_xxs24_224", "LayerScaleBlock, which need all tokens at once"),
-            ("hiera_tiny_224", "HieraBlock, which need all tokens at once"),
-            ("convnext_atto", "lists of blocks, so tokens change"),
+            ("vit_relpos_small_patch16_224", r"RelPosBlock, which are not among those known"),
+            ("swin_tiny_patch4_window7_224", "4 lists of blocks where one is needed"),
+            ("cait_xxs24_224", "LayerScaleBlock, which are not among"),
+            ("hiera_tiny_224", "HieraBlock, which are not among"),
+            ("convnext_atto", "lists of blocks where one is needed"),
             ("resnet18", "no lists of blocks"),
-            ("samvit_base_patch16", "which need all tokens at once"),
+            ("samvit_base_patch16", "vision_transformer_sam.Block, which are not among"),
         ],
     )
     def test_what_cannot_be_routed_says_why_and_what_can(self, name: str, why: str) -> None:
@@ -116,6 +117,12 @@ class TestRoute:
         with pytest.raises(ValueError, match=why) as error:
             mmod.route_(model)
         assert "Supported: timm families vit, deit" in str(error.value)
+
+    @pytest.mark.parametrize("name", [n for n in timm.list_models("vit_*") if re.search(r"_r\d*_|resnet", n)])
+    def test_stages_of_a_convolutional_stem_are_no_blocks(self, name: str) -> None:
+        with torch.device("meta"):
+            model = mmod.route_(timm.create_model(name))
+        assert set(mmod.routed_blocks(model)) == {f"blocks.{i}" for i in range(1, len(model.blocks), 2)}
 
     def test_models_of_no_supported_library(self) -> None:
         with pytest.raises(ValueError, match=r"cannot route a torch.nn.modules.linear.Linear: supported are models of"):

@@ -60,16 +60,12 @@ def find_blocks(model: nn.Module) -> HostModel:
     Raises:
         ValueError: A family whose blocks cannot run on some of their tokens; the message says why.
     """
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] == "blocks" and isinstance(module, (nn.Sequential, nn.ModuleList)) and len(module)
-    ]
+    found = _block_lists(model)
     title = type(model).__name__
     if len(found) != 1:
         raise ValueError(
-            f"cannot route {title}: it has {len(found) or 'no'} lists of blocks, so tokens change in number or "
-            f"meaning between its stages. Supported: {SUPPORTED}"
+            f"cannot route {title}: it has {len(found) or 'no'} lists of blocks where one is needed, through which "
+            f"tokens pass without a change in number or meaning. Supported: {SUPPORTED}"
         )
     name, container = found[0]
     blocks = tuple(container)
@@ -90,12 +86,24 @@ def find_blocks(model: nn.Module) -> HostModel:
     )
 
 
+def _block_lists(model: nn.Module) -> list[tuple[str, nn.Sequential | nn.ModuleList]]:
+    """Return the lists of blocks that tokens pass, by name; what makes the tokens may have stages of blocks itself."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "blocks"
+        and "patch_embed" not in name.split(".")
+        and isinstance(module, (nn.Sequential, nn.ModuleList))
+        and len(module)
+    ]
+
+
 def _check_block(block: nn.Module, title: str) -> None:
     if not isinstance(block, BLOCKS):
         host = host_class(block)
         raise ValueError(
-            f"cannot route {title}: its blocks are {host.__module__}.{host.__qualname__}, which need all tokens at "
-            f"once (windows, stages, or a bias over all pairs built inside attention). Supported: {SUPPORTED}"
+            f"cannot route {title}: its blocks are {host.__module__}.{host.__qualname__}, which are not among those "
+            f"known to run on a part of their tokens. Supported: {SUPPORTED}"
         )
     if getattr(getattr(block, "attn", None), "relative_position_bias_table", None) is not None:
         raise ValueError(
