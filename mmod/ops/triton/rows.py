@@ -1,7 +1,7 @@
 """Kernels that move rows: gather, gather with a norm, merge, and their gradients.
 
-Every program moves a tile of ROWS rows by CHANNELS channels. Rows are addressed in 64 bits, since B * N * D may pass
-2**31. Indices are unique within an image, so nothing is added up in memory and every run gives the same bits.
+Every program moves a tile of ROWS rows by CHANNELS channels. Whatever a stride multiplies has 64 bits, since B * N * D
+may pass 2**31. Indices are unique within an image, so nothing is added up in memory and every run gives the same bits.
 
 Axes: B images, N tokens, K slots per image, D channels.
 """
@@ -22,6 +22,12 @@ NORM_CHUNK = 32
 
 
 @triton.jit
+def _split(row, size):  # type: ignore[no-untyped-def]
+    """Return the image of each row and its place there."""
+    return (row // size).to(tl.int64), (row % size).to(tl.int64)
+
+
+@triton.jit
 def gather_kernel(  # type: ignore[no-untyped-def]
     x, index, out, rows, slots, channels,
     x_image, x_token, x_channel, index_image, index_slot,
@@ -29,8 +35,8 @@ def gather_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Copy the rows of x (B, N, D) that index (B, K) names."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    image, slot = (row // slots).to(tl.int64), row % slots
+    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)).to(tl.int64)
+    image, slot = _split(row, slots)
     token = tl.load(index + image * index_image + slot * index_slot, mask=row < rows, other=0).to(tl.int64)
     mask = (row < rows)[:, None] & (channel < channels)[None, :]
     value = tl.load(x + (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel, mask=mask)
@@ -46,9 +52,9 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write every row once: a kept one from lerp(z, y, gate), any other from x; zeros stand in for what is absent."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    image, token = (row // tokens).to(tl.int64), row % tokens
-    slot = tl.load(inverse + row, mask=row < rows, other=-1)
+    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)).to(tl.int64)
+    image, token = _split(row, tokens)
+    slot = tl.load(inverse + row, mask=row < rows, other=-1).to(tl.int64)
     kept = slot >= 0
     if HAS_VALID:
         kept = kept & (tl.load(valid + image * slots + slot, mask=kept, other=0) != 0)
@@ -82,7 +88,7 @@ def merge_grad_kernel(  # type: ignore[no-untyped-def]
     """Gradients of lerp(z, y, gate) for the rows of grad (B, N, D) that index (B, K) names."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    image, slot = (row // slots).to(tl.int64), row % slots
+    image, slot = _split(row, slots)
     token = tl.load(index + row, mask=inside, other=0).to(tl.int64)
     weight = load_float(gate + row, inside)[:, None]
     filled = inside
@@ -90,7 +96,7 @@ def merge_grad_kernel(  # type: ignore[no-untyped-def]
         filled = tl.load(valid + row, mask=inside, other=0) != 0
     total = tl.zeros([ROWS], dtype=tl.float32)
     for start in range(0, channels, CHANNELS):
-        channel = start + tl.arange(0, CHANNELS)
+        channel = (start + tl.arange(0, CHANNELS)).to(tl.int64)
         mask = inside[:, None] & (channel < channels)[None, :]
         place = (image * grad_image + token * grad_token)[:, None] + channel[None, :] * grad_channel
         out = load_float(grad + place, mask & filled[:, None])
@@ -114,9 +120,9 @@ def gather_norm_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Copy the named rows, and beside each write it normalised; CHANNELS spans a whole row."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.arange(0, CHANNELS)
+    channel = tl.arange(0, CHANNELS).to(tl.int64)
     inside, across = row < rows, channel < channels
-    image, slot = (row // slots).to(tl.int64), row % slots
+    image, slot = _split(row, slots)
     token = tl.load(index + image * index_image + slot * index_slot, mask=inside, other=0).to(tl.int64)
     mask = inside[:, None] & across[None, :]
     value = load_float(x + (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel, mask)
@@ -142,7 +148,7 @@ def gather_norm_grad_kernel(  # type: ignore[no-untyped-def]
     CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of each named row to its place in grad_x, and sums over CHUNK rows for weight and bias."""
-    channel = tl.arange(0, CHANNELS)
+    channel = tl.arange(0, CHANNELS).to(tl.int64)
     across = channel < channels
     factor = load_float(weight + channel, across)[None, :] if HAS_WEIGHT else 1.0
     total_weight = tl.zeros([CHANNELS], dtype=tl.float32)
@@ -274,7 +280,8 @@ def gather_norm(
     images, slots, channels = *index_BK.shape, x_BND.shape[2]
     out = torch.empty(images, slots, channels, dtype=x_BND.dtype, device=x_BND.device)
     normed = torch.empty_like(out)
-    mean, scale = (torch.zeros(images, slots, dtype=torch.float32, device=x_BND.device) for _ in range(2))
+    scale = torch.empty(images, slots, dtype=torch.float32, device=x_BND.device)
+    mean = torch.empty_like(scale) if centred else torch.zeros_like(scale)
     rows, span = images * slots, triton.next_power_of_2(channels)
     tile_rows = max(1, TILE // span)
     if out.numel():

@@ -52,7 +52,8 @@ def select_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Select the tokens of one image."""
     image = tl.program_id(0).to(tl.int64)
-    token = tl.arange(0, BLOCK)
+    # In 64 bits, since strides multiply it.
+    token = tl.arange(0, BLOCK).to(tl.int64)
     inside = token < tokens
     value = load_float(score + image * score_image + token * score_token, inside)
     # Minus zero equals zero, but has other bits.
@@ -80,7 +81,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
         tl.store(filled + image * slots + slot, kept.to(tl.uint8), mask=chosen)
     else:
         slot = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    tl.store(index + image * slots + slot, token.to(tl.int64), mask=chosen)
+    tl.store(index + image * slots + slot, token, mask=chosen)
     tl.store(inverse + image * tokens + token, tl.where(chosen, slot, -1), mask=inside)
     if GATE != 0:
         weight = value * factor
@@ -99,7 +100,7 @@ def gate_grad_kernel(  # type: ignore[no-untyped-def]
     """Bring the gradients of gates back to the scores of their tokens; all others have none."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < total
-    image, token = (place // tokens).to(tl.int64), place % tokens
+    image, token = (place // tokens).to(tl.int64), (place % tokens).to(tl.int64)
     slot = tl.load(inverse + place, mask=inside, other=-1)
     change = load_float(grad + image * slots + slot, slot >= 0) * factor
     if GATE != 1:
