@@ -134,8 +134,8 @@ class RoutingConfig:
         seed: Seed of the random router.
         tokens: Language models: which tokens may be skipped, "image" or "all". None means "image" in a model that
             sees images and "all" elsewhere. Capacity is the share kept of the tokens that may be skipped.
-        frames: Language models: choose the top-k within each frame (VideoLLM-MoD). A frame is an unbroken "span" of
-            image tokens, or a number of image tokens. None chooses among all image tokens of a sample.
+        frames: Language models: choose the top-k within each frame (VideoLLM-MoD). A frame is a "span", an image or a
+            frame of a video, or a number of image tokens. None chooses among all image tokens of a sample.
         shared: Language models: all routed layers score with one weight, stored once (gamma-MoD).
         predictor: Language models: a small network of its own, which sends no gradient into the model, learns what
             was kept and decides in evaluation (MoD). It needs the loss "membership" and `inference_threshold`.

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from mmod.blocks.packed import run_packed
@@ -97,7 +98,7 @@ class RoutedDecoderBlock(RoutedBlock):
         if roles is None:
             return super(RoutedBlock, self).forward(x, **host.narrow(arguments, x, None, compact))
         scored = host.first_norm(self)(x) if config.normalize == "block" else x
-        routing = self.router(scored, self.mod.importance(x, self.training), roles=roles)
+        routing = self.router(scored, self._importance(x, roles), roles=roles)
         self.mod.record(routing, self.training)
         # A gate on the branches has weighed them when their sum is written back.
         written = routing if config.gate_on == "update" else routing._replace(gate_BK=None)
@@ -110,6 +111,12 @@ class RoutedDecoderBlock(RoutedBlock):
         if not routing.index_BK.shape[1]:
             return merge(x, z_BKD, z_BKD, routing)
         return merge(x, z_BKD, self._run(z_BKD, narrowed, routing.gate_BK), written)
+
+    def _importance(self, x: Tensor, roles: Roles) -> Tensor | None:
+        """Return the importance of the tokens (B, N); where there is nothing to choose among, none is computed."""
+        if roles.skips or self.mod.source is None:
+            return self.mod.importance(x, self.training)
+        return x.new_zeros(x.shape[:2], dtype=torch.float32)
 
     def _run_packed(
         self, z_1TD: Tensor, packing: Packing, x: Tensor, arguments: Mapping[str, Any], routing: Routing
@@ -146,8 +153,8 @@ class ImportanceDecoderBlock(ImportanceBlock):
         if host.has_room(arguments):
             # Importance is that of the tokens seen: a cache of kept tokens, here of all, gives no others.
             arguments = host.narrow(arguments, x, None)
-        if roles is None:
-            # Every token runs in the layers that would read it, and a decoded token's map is no square.
+        if roles is None or not roles.skips:
+            # Every token runs in the layers that would read it, and behind a filled cache the map is no square.
             return super(ImportanceBlock, self).forward(x, **arguments)
         return super().forward(x, **arguments)
 

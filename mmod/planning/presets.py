@@ -40,9 +40,9 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
       positions are counted among kept tokens as released; `positions="original"` is nearer to a pretrained model, and
       the only way in Qwen-VL. The loss is 0.01 times the sum over layers. In evaluation tokens above 0.005 are kept;
       the released code compares decoded tokens with 0.5 or runs them all.
-    - "videollm-mod": Wu et al., arXiv 2408.16730, for language models: a fifth of the tokens of each frame, where a
-      frame is an unbroken span of image tokens, in every other layer, text never skipped. The source leaves the gate
-      open; here it is MoD's.
+    - "videollm-mod": Wu et al., arXiv 2408.16730, for language models: a fifth of the tokens of each frame, an
+      image or a frame of a video, in every other layer, text never skipped. The source leaves the gate open; here it is
+      MoD's.
     - "distilled": this library's learned router. Gate 1 + 0.2 tanh, and a score that is also trained to select what
       importance would select. Importance is computed in training only, so inference needs no attention map.
 

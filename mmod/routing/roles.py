@@ -52,6 +52,11 @@ class Roles(NamedTuple):
         return sum(map(sum, self.sizes)) + sum(self.always) < self.group_BN.numel()
 
     @property
+    def skips(self) -> bool:
+        """Whether any token may be skipped."""
+        return any(map(any, self.sizes))
+
+    @property
     def free_BN(self) -> Tensor:
         """True where a token may be skipped (B, N)."""
         return self.group_BN > KEPT
@@ -64,6 +69,7 @@ def assign_roles(
     frames: str | int | None = None,
     strict: bool = True,
     segment_BN: Tensor | None = None,
+    first_BN: Tensor | None = None,
 ) -> Roles:
     """Give every token its role; waits for the device once, and twice where frames are spans or rows are packed.
 
@@ -71,9 +77,11 @@ def assign_roles(
         free_BN: True where a token may be skipped (B, N).
         gated_BN: True where the gate weighs a kept token's update (B, N).
         valid_BN: False where a token is padding (B, N).
-        frames: How groups are formed: one per sample, one per unbroken "span", or of a number of tokens each.
+        frames: How groups are formed: one per sample, one per "span", or of a number of tokens each.
         strict: A capacity that keeps no token of a group is an error.
         segment_BN: Where a row packs several samples, the number of each token's, from 0 on (B, N); else None.
+        first_BN: True at the first token of every span (B, N); None where a span is an unbroken run of tokens that may
+            be skipped.
 
     Raises:
         ValueError: A sample's tokens cannot be divided into frames of that size.
@@ -93,7 +101,8 @@ def assign_roles(
         group_BN = (segment_BN + 1) * free_BN
         groups = int(segment_BN.max()) + 1
     elif frames == "span":
-        first_BN = free_BN & ~torch.nn.functional.pad(free_BN, (1, 0))[:, :-1]
+        if first_BN is None:
+            first_BN = free_BN & ~nn.functional.pad(free_BN, (1, 0))[:, :-1]
         group_BN = first_BN.cumsum(1) * free_BN
         groups = int(group_BN.max()) if group_BN.numel() else 0
     else:

@@ -13,7 +13,17 @@ from torch import Tensor
 
 import mmod
 from mmod.routing import RoleRouter, assign_roles, select_within
-from tests.adapters.vlm_zoo import IMAGE, LINEAR, PATCHES, make_joint, make_language, prompt, words
+from tests.adapters.vlm_zoo import (
+    IMAGE,
+    LANGUAGE,
+    LINEAR,
+    PATCHES,
+    make_joint,
+    make_language,
+    merged_embeddings,
+    prompt,
+    words,
+)
 
 
 @torch.no_grad()
@@ -48,6 +58,67 @@ def test_image_tokens_are_found_in_embeddings() -> None:
     ids = batch.pop("input_ids")
     embeds = model.get_input_embeddings()(ids)
     assert torch.equal(model(inputs_embeds=embeds, **batch).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("told", ["image_mask", "mm_token_type_ids"])
+@pytest.mark.parametrize("method", ["p-mod", "videollm-mod", "a-mod"])
+@pytest.mark.parametrize("name", ["llava", "llava-next", "llava-onevision", "qwen2-vl", "qwen2.5-vl"])
+def test_merged_embeddings_say_where_images_are_or_are_refused(name: str, method: str, told: str) -> None:
+    model, batch = make_joint(name), prompt(name, (1, 0, 2))
+    ids = batch["input_ids"]
+    if name.startswith("qwen"):
+        batch["position_ids"] = torch.arange(ids.shape[1]).expand(3, len(ids), -1)
+    embeds = merged_embeddings(model, batch)
+    mmod.route_(model, language=mmod.preset(method, blocks=(1, 2), capacity=0.5))
+    for block in mmod.routed_blocks(model).values():
+        if method != "a-mod":
+            block.router.score.weight.normal_(std=0.2)
+    expected = model(**batch).logits
+    given = {key: batch[key] for key in ("attention_mask", "position_ids") if key in batch}
+    with pytest.raises(ValueError, match="nothing says which of them show an image: give input_ids, or image_mask"):
+        model(inputs_embeds=embeds, **given)
+    real = batch["attention_mask"].bool()
+    found = model(inputs_embeds=embeds, **{told: (ids == IMAGE).long()}, **given).logits
+    torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match=f"{told} has shape"):
+        model(inputs_embeds=embeds, **{told: (ids == IMAGE)[:, 1:]}, **given)
+    words = model.get_input_embeddings()(torch.randint(3, IMAGE, (2, 7)))
+    nothing = torch.zeros(2, 7, dtype=torch.bool)
+    with mmod.trace(model) as decisions:
+        model(inputs_embeds=words, image_mask=nothing)
+    assert not decisions
+
+
+def test_an_image_mask_needs_image_tokens_that_may_be_skipped() -> None:
+    model = mmod.route_(make_joint("llava"), language=LINEAR.replace(tokens="all"))
+    with pytest.raises(ValueError, match="routed with tokens='all'"):
+        model(input_ids=torch.tensor([[3, 4]]), image_mask=torch.tensor([[True, False]]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("router", ["linear", "attention"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llava", "llava-onevision", "qwen2-vl", "qwen2.5-vl"])
+def test_an_empty_batch_fares_as_in_the_dense_model(name: str, router: str, training: bool) -> None:
+    model = (make_language(name) if name in LANGUAGE else make_joint(name)).train(training)
+
+    def outcome(**mask: Tensor) -> str:
+        given = {"input_ids": torch.empty(0, 7, dtype=torch.long), **mask}
+        if name.startswith("qwen2"):
+            given["position_ids"] = torch.empty(3, 0, 7, dtype=torch.long)
+        # Attention layers of transformers 5 cannot be reshaped without a sample.
+        with pytest.raises(RuntimeError) as raised:
+            model(**given)
+        return str(raised.value)
+
+    masks: list[dict[str, Tensor]] = [{}, {"attention_mask": torch.empty(0, 7, dtype=torch.long)}]
+    dense = [outcome(**mask) for mask in masks]
+    mmod.route_(
+        model,
+        language=mmod.RoutingConfig(router=router, capacity=0.5, blocks=(0, 1, 3) if router == "linear" else (1, 3)),
+    )
+    assert [outcome(**mask) for mask in masks] == dense
 
 
 @torch.no_grad()

@@ -41,6 +41,7 @@ LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 JOINT = ("llava", "llava-qwen2", "llava-mistral-window", "llava-next", "llava-onevision", "qwen2-vl", "qwen2.5-vl")
 PATCHES = 9  # image tokens of one image, in every joint model but LLaVA-NeXT
+FRAME = {"qwen2-vl": 9, "qwen2.5-vl": 9, "llava-onevision": 4}  # tokens of a frame of a video
 LINEAR = mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(1, 3), init_std=0.2)
 
 
@@ -152,6 +153,48 @@ def _pixels(name: str, images: int, generator: torch.Generator) -> tuple[Tensor 
         sizes = {"image_sizes": torch.tensor([[12, 12]] * images)}
         return pixels, sizes, [9 + 3 * 4] * images
     return torch.randn(images, 3, 12, 12, generator=generator), {}, [PATCHES] * images
+
+
+def video(name: str, videos: tuple[int, ...], frames: int = 4, seed: int = 1) -> dict[str, Any]:
+    """Return a padded batch with one sample for each entry of `videos`, which says how many videos it has.
+
+    Args:
+        name: The joint model, of Qwen or LLaVA-OneVision, whose videos end in one more token.
+        videos: Videos in each sample.
+        frames: Frames of each video, of `FRAME[name]` tokens.
+        seed: Of words and pictures.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    words = iter(torch.randint(3, IMAGE, (1000,), generator=generator).tolist())
+    qwen = name.startswith("qwen2")
+    tokens = frames * FRAME[name] + (not qwen)
+    rows = []
+    for number in videos:
+        rows.append([1])
+        for _ in range(number):
+            rows[-1] += [next(words), *[VIDEO] * tokens, next(words)]
+    batch: dict[str, Any] = pad(rows)
+    if qwen:
+        batch["pixel_values_videos"] = torch.randn(sum(videos) * frames * 9, 48, generator=generator)
+        batch["video_grid_thw"] = torch.tensor([[frames, 3, 3]] * sum(videos))
+        batch["mm_token_type_ids"] = (batch["input_ids"] == VIDEO).long() * 2
+    else:
+        batch["pixel_values_videos"] = torch.randn(sum(videos), frames, 3, 12, 12, generator=generator)
+    return batch
+
+
+def merged_embeddings(model: Any, batch: dict[str, Any]) -> Tensor:
+    """Return the embeddings of a prompt with the features of its images in place of their tokens."""
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        seen.append(given["inputs_embeds"])
+
+    handle = model.model.language_model.register_forward_pre_hook(look, with_kwargs=True)
+    with torch.no_grad():
+        model(**batch)
+    handle.remove()
+    return seen[0]
 
 
 def pad(samples: list[list[int]], side: str = "left") -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
     """
 
     seen: int
-    _by_sample = ("keys", "values", "position_BL", "valid_BL", "kept_B1")
+    _by_sample = ("keys", "values", "position_BL", "valid_BL", "kept_B1", "chosen_B1")
 
     def __init__(self, sliding_window: int | None = None) -> None:
         super().__init__()
@@ -54,6 +54,17 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         self.ragged = False
         self.counted = 0
         self.slot_T: Tensor | None = None
+
+    def adopt(self, filled: Any) -> None:
+        """Begin with what a dense layer has cached: all of its tokens are kept ones.
+
+        Args:
+            filled: The dense layer.
+        """
+        self.lazy_initialization(filled.keys, filled.values)
+        self.keys, self.values = filled.keys, filled.values
+        self.seen = self.kept_B1 = filled.get_seq_length()
+        self.counted = filled.keys.shape[2]
 
     def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int, slot_T: Tensor | None = None) -> None:
         """Say which tokens `update` is about to be given, see `KeptTokens`.
@@ -186,19 +197,22 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         """Forget everything."""
         super().reset()
         self.seen, self.counted, self.position_BL, self.valid_BL = 0, 0, None, None
-        self.kept_B1, self.ragged, self.slot_T = 0, False, None
+        self.kept_B1, self.ragged, self.slot_T, self.chosen_B1 = 0, False, None, None
 
 
 def routed_layer(cache: Any, layer: int) -> RoutedLayer | StaticRoutedLayer:
-    """Return the cache layer of a routed layer, which takes the empty dense one's place at the first call.
+    """Return the cache layer of a routed layer, which takes the dense one's place at the first call.
+
+    What a dense layer holds by then, as a prefix that peft has tuned or a prompt read before the model was routed,
+    counts as kept.
 
     Args:
         cache: The cache of a forward pass.
         layer: Index of the layer.
 
     Raises:
-        ValueError: A kind of cache whose layers cannot hold different tokens, or one that was filled before the model
-            was routed.
+        ValueError: A kind of cache whose layers cannot hold different tokens, or a static one that was filled before
+            the model was routed.
     """
     layers = getattr(cache, "layers", ())
     if layer < len(layers) and isinstance(layers[layer], (RoutedLayer, StaticRoutedLayer)):
@@ -216,6 +230,8 @@ def routed_layer(cache: Any, layer: int) -> RoutedLayer | StaticRoutedLayer:
         routed = RoutedLayer(getattr(found, "sliding_window", None))
         # Assisted generation asks an empty cache to be ready to take tokens back.
         routed.record_past = getattr(found, "record_past", False)
+        if found.get_seq_length():
+            routed.adopt(found)
     elif type(found) is StaticLayer:
         routed = StaticRoutedLayer(found.max_cache_len)
     elif type(found) is StaticSlidingWindowLayer:
@@ -225,7 +241,7 @@ def routed_layer(cache: Any, layer: int) -> RoutedLayer | StaticRoutedLayer:
             f"a routed layer keeps other tokens than its neighbours, which a {type(found).__name__} cannot hold: use "
             "the default cache (a DynamicCache) or a StaticCache, offloaded or not, instead of a quantized one"
         )
-    if found.get_seq_length():
-        raise ValueError("this cache was filled by a dense model: start with an empty one")
+    if found.get_seq_length() and not isinstance(routed, RoutedLayer):
+        raise ValueError("this static cache was filled by a dense model: start with an empty one")
     cache.layers[layer] = routed
     return routed

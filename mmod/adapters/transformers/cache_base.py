@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from mmod.routing import Roles
 
 
 class KeptTokens:
@@ -18,11 +21,13 @@ class KeptTokens:
         seen: Logical length: tokens seen, kept or not; a tensor where the host is not to wait for the device.
         kept_B1: Tokens kept so far, also those a sliding window has forgotten (B, 1); 0 before the first.
         ragged: Whether a slot may be empty.
+        chosen_B1: True where the best of a sample's tokens have been chosen (B, 1); None before the first.
     """
 
     seen: Tensor | int
     kept_B1: Tensor | int
     ragged: bool
+    chosen_B1: Tensor | None = None
     _by_sample: tuple[str, ...]
 
     def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
@@ -52,6 +57,17 @@ class KeptTokens:
         """
         raise NotImplementedError
 
+    def remember(self, roles: Roles | None) -> None:
+        """Remember which samples had tokens to choose among, for tokens that come later.
+
+        Args:
+            roles: The roles of this step's tokens, where they have any.
+        """
+        # Text that may be skipped, too, decides for itself, and asks nothing of what came before.
+        if roles is not None and roles.strict and roles.skips:
+            new_B1 = torch.tensor([[any(sizes)] for sizes in roles.sizes], device=roles.group_BN.device)
+            self.chosen_B1 = new_B1 if self.chosen_B1 is None else self.chosen_B1 | new_B1
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the samples of the beams that go on."""
         self._select_samples(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -69,3 +85,13 @@ class KeptTokens:
             tensor: Any = getattr(self, name)
             if isinstance(tensor, Tensor):
                 setattr(self, name, select(tensor))
+
+
+def chosen_samples(cache: Any) -> Tensor | None:
+    """Return for which samples (B) the best of some cached tokens have been chosen; None where that is none.
+
+    Args:
+        cache: The cache of a model.
+    """
+    found = [layer.chosen_B1 for layer in getattr(cache, "layers", ()) if isinstance(layer, KeptTokens)]
+    return next((chosen_B1[:, 0] for chosen_B1 in found if chosen_B1 is not None), None)

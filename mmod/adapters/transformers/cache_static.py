@@ -36,7 +36,7 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
     supports_early_init = False
     keys: Any
     values: Any
-    _by_sample = ("keys", "values", "position_BS", "kept_B1")
+    _by_sample = ("keys", "values", "position_BS", "kept_B1", "chosen_B1")
 
     def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
         super().__init__(max_cache_len=max_cache_len, **kwargs)
@@ -155,7 +155,7 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
     def reset(self) -> None:
         """Forget everything; the next prompt may keep another number."""
         self.keys, self.values, self.is_initialized = None, None, False
-        self.position_BS, self.kept_B1, self._announced = None, 0, None
+        self.position_BS, self.kept_B1, self._announced, self.chosen_B1 = None, 0, None, None
         self._written.zero_()
         super().reset()
 

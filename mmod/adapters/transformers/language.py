@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import HostModel
+from mmod.adapters.transformers.cache_base import chosen_samples
+from mmod.adapters.transformers.images import IMAGES, Frames, ImageTokens
 from mmod.adapters.transformers.layers import ROLES, DecoderLayerHost
 from mmod.adapters.transformers.masks import first_column
 from mmod.adapters.transformers.rotary import CompactRotary
@@ -110,15 +112,13 @@ class RoleHook(DescribedRouting):
 
     def __init__(self, model: nn.Module, entry: nn.Module, text: nn.Module, config: RoutingConfig, plain: bool) -> None:
         super().__init__(model)
-        entry_config: Any = entry.config
-        found = [getattr(entry_config, f"{kind}_token_id", None) for kind in ("image", "video")]
-        self.image_ids = tuple(int(token) for token in found if token is not None) if entry is not text else ()
+        self.images = ImageTokens(entry.config if entry is not text else None)
         self.tokens = config.tokens or ("image" if entry is not text else "all")
         self.config = config
         self.text_config: Any = text.config
         self.window: int | None = getattr(text.config, "sliding_window", None)
         self.names = tuple(inspect.signature(type(entry).forward).parameters)[1:]
-        if self.tokens == "image" and not self.image_ids:
+        if self.tokens == "image" and not self.images.ids:
             raise ValueError(
                 f"only image tokens may be skipped, but this {type(entry).__name__} says nothing of an image token: "
                 "set config.image_token_id, or route with tokens='all'"
@@ -132,18 +132,23 @@ class RoleHook(DescribedRouting):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add the roles of the tokens to the keywords that reach every layer."""
-        protected_BN = kwargs.pop(PROTECTED, None)
+        protected_BN, image_BN = kwargs.pop(PROTECTED, None), kwargs.pop(IMAGES, None)
+        if image_BN is not None and self.tokens == "all":
+            raise ValueError(f"{IMAGES} says which tokens may be skipped, but this model was routed with tokens='all'")
         given = {**dict(zip(self.names, args)), **kwargs}
-        kwargs[ROLES] = self.roles(module, given, protected_BN)
+        kwargs[ROLES] = self.roles(module, given, protected_BN, image_BN)
         return args, kwargs
 
-    def roles(self, module: nn.Module, given: Mapping[str, Any], protected_BN: Tensor | None) -> Roles | None:
+    def roles(
+        self, module: nn.Module, given: Mapping[str, Any], protected_BN: Tensor | None, image_BN: Tensor | None = None
+    ) -> Roles | None:
         """Return the roles of the tokens, or None when all of them run.
 
         Args:
             module: The module that was called.
             given: Its arguments by name.
             protected_BN: True where the user wants a token kept (B, N), or None.
+            image_BN: Where the user says that images are (B, N), or None.
 
         Raises:
             ValueError: Tokens follow others that are cached already, and would need to be chosen together with them.
@@ -157,7 +162,7 @@ class RoleHook(DescribedRouting):
         length: Tensor | int = 0 if cache is None else cache.get_seq_length()
         samples, tokens = source.shape[:2]
         decodes = tokens == 1 and (isinstance(length, Tensor) or length > 0)
-        if self.tokens == "image" and decodes:
+        if not source.numel() or (self.tokens == "image" and decodes and image_BN is None):
             return None
         seen = length if decodes else int(length)
         begun = decodes or bool(seen)
@@ -166,7 +171,14 @@ class RoleHook(DescribedRouting):
         valid_BN = _valid(given.get("attention_mask"), source, seen)
         if decodes and cache.is_compileable and torch.compiler.is_compiling():
             return decoded_roles(valid_BN)
-        free_BN = valid_BN if self.tokens == "all" else self._images(module, given)
+        together = not self._decides_alone(module)
+        free_BN, frames = valid_BN, None
+        if self.tokens == "image":
+            kind_BN = self.images.kinds(module, given, image_BN)
+            free_BN = kind_BN > 0
+            if self.config.frames is not None and together:
+                frames = self.images.frames(given, kind_BN, valid_BN)
+                free_BN = free_BN & ~frames.apart_BN
         gated_BN = free_BN
         if protected_BN is not None:
             if protected_BN.shape != (samples, tokens):
@@ -175,27 +187,32 @@ class RoleHook(DescribedRouting):
                 )
             free_BN = free_BN & ~protected_BN.bool()
         segment_BN = self._segments(given, cache)
-        roles = assign_roles(free_BN, gated_BN, valid_BN, self.config.frames, self.tokens == "image", segment_BN)
+        roles = assign_roles(
+            free_BN, gated_BN, valid_BN, None if frames is None else self.config.frames, self.tokens == "image",
+            segment_BN, None if frames is None else frames.first_BN,
+        )  # fmt: skip
         roles = roles._replace(causal=segment_BN is None and self._is_causal(given.get("attention_mask"), tokens))
-        if begun and any(roles.sizes) and not self._decides_alone(module):
-            raise ValueError(
-                "image tokens follow tokens that are cached already, so the best of all image tokens cannot be chosen: "
-                "give the whole prompt at once, without prefill_chunk_size, or route by threshold"
-            )
-        if not module.training and not any(map(any, roles.sizes)) and sum(roles.always) == samples * tokens:
+        if begun and roles.skips and together:
+            self._check_apart(module, roles, frames, cache)
+        if not module.training and not roles.skips and sum(roles.always) == samples * tokens:
             return None
         return roles
 
-    def _images(self, module: nn.Module, given: Mapping[str, Any]) -> Tensor:
-        if given.get("input_ids") is not None:
-            return torch.isin(given["input_ids"], torch.tensor(self.image_ids, device=given["input_ids"].device))
-        embeds_BND: Tensor = given["inputs_embeds"]
-        table: nn.Module = module.get_input_embeddings()  # type: ignore[operator]
-        found_BN = torch.zeros(embeds_BND.shape[:2], dtype=torch.bool, device=embeds_BND.device)
-        for token in self.image_ids:
-            image_D = table(torch.tensor(token, device=embeds_BND.device))
-            found_BN = found_BN | (embeds_BND == image_D.to(embeds_BND.device)).all(-1)
-        return found_BN
+    def _check_apart(self, module: nn.Module, roles: Roles, frames: Frames | None, cache: Any) -> None:
+        """Refuse image tokens behind a cache whose best could only be chosen together with cached ones."""
+        if self.config.router == "attention" or ("importance" in self.config.losses and module.training):
+            problem = "importance is the attention that all queries of a prompt pay to them"
+        elif frames is not None:
+            problem = "" if frames.whole else "the first of them may belong to a frame that is cached in part"
+        else:
+            chosen_B = chosen_samples(cache)
+            both = chosen_B is not None and any(old and any(new) for old, new in zip(chosen_B.tolist(), roles.sizes))
+            problem = "the best of all image tokens of a sample cannot be chosen in parts" if both else ""
+        if problem:
+            raise ValueError(
+                f"image tokens follow tokens that are cached already, and {problem}: give the whole prompt at once, "
+                "without prefill_chunk_size, or route by threshold or by frames"
+            )
 
     def _segments(self, given: Mapping[str, Any], cache: Any) -> Tensor | None:
         """Return the number of each token's sample where positions say that rows are packed."""

@@ -117,6 +117,7 @@ class DecoderLayerHost:
             embeddings = tuple(_packed(each, place_T, slots) for each in embeddings)
         cache = self._cache(arguments)
         if isinstance(cache, RoutedLayer):
+            cache.remember(routing.roles)
             cache.announce(routing.index_BK, routing.valid_BK, x_BND.shape[1], packing.slot_T)
         return {**arguments, "attention_mask": None, "position_ids": None, "position_embeddings": embeddings}
 
@@ -181,6 +182,7 @@ class DecoderLayerHost:
         if cache is not None and routing is None:
             cache.announce_all(x_BND)
         elif cache is not None and routing is not None:
+            cache.remember(routing.roles)
             cache.announce(cache.seen + routing.index_BK, routing.valid_BK, x_BND.shape[1])
         return arguments
 

@@ -1,0 +1,233 @@
+"""Frames: videos and images chosen one by one, in a prompt and behind a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmod
+from mmod.adapters.transformers.images import IMAGE as SHOWS_IMAGE
+from mmod.adapters.transformers.images import VIDEO as SHOWS_VIDEO
+from mmod.adapters.transformers.images import ImageTokens
+from tests.adapters.vlm_zoo import FRAME, IMAGE, JOINT, PATCHES, VIDEO, make_joint, pad, prompt, video
+
+BY_FRAME = mmod.preset("videollm-mod", capacity=0.5, blocks=(1, 3), init_std=0.2)
+TOGETHER = mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(0, 1, 3), init_std=0.2)
+
+BY_MAP = mmod.RoutingConfig(router="attention", capacity=0.5, blocks=(1, 3))
+SECOND_TURN = {
+    "attention": BY_MAP,
+    "linear": TOGETHER,
+    "distilled": mmod.preset("distilled", blocks=(1, 3), init_std=0.2),
+}
+EVERY_TOKEN = mmod.RoutingConfig(router="stride", capacity=1.0, blocks=(0, 1, 3))
+
+
+def routed(name: str, config: mmod.RoutingConfig) -> Any:
+    return mmod.route_(make_joint(name), language=config)
+
+
+def kept(model: Any, batch: dict[str, Any]) -> list[Tensor]:
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        model(**batch)
+    return [routing.keep_BN for routing in decisions.values()]
+
+
+@pytest.mark.parametrize("frames", ["span", "number"])
+@pytest.mark.parametrize("name", FRAME)
+def test_videos_are_chosen_frame_by_frame(name: str, frames: str) -> None:
+    size = FRAME[name]
+    config = BY_FRAME.replace(frames="span" if frames == "span" else size)
+    batch = video(name, (1, 2))
+    for keep in kept(routed(name, config), batch):
+        for row, videos in zip(range(2), (1, 2)):
+            own = keep[row][batch["input_ids"][row] == VIDEO].view(videos, -1)
+            # The newline behind a video of LLaVA-OneVision belongs to no frame.
+            assert bool(own[:, 4 * size :].all())
+            assert own[:, : 4 * size].reshape(-1, size).sum(1).tolist() == [size // 2] * (4 * videos)
+
+
+@pytest.mark.parametrize("name", ["llava", "llava-qwen2"])
+def test_images_side_by_side_are_frames_of_their_own(name: str) -> None:
+    batch = prompt(name, (2,))
+    batch["input_ids"] = batch["input_ids"].sort(stable=True).values
+    for keep in kept(routed(name, BY_FRAME), batch):
+        own = keep[batch["input_ids"] == IMAGE].view(2, PATCHES)
+        assert own.sum(1).tolist() == [PATCHES // 2] * 2
+
+
+def test_grids_count_merged_patches() -> None:
+    class Config:
+        image_token_id, video_token_id = IMAGE, VIDEO
+        vision_config = type("Vision", (), {"spatial_merge_size": 2})
+
+    tokens, row = ImageTokens(Config()), [5, *[VIDEO] * 12, 6, *[IMAGE] * 4, 0]
+    ids = torch.tensor([row, [0] * 13 + [7, *[IMAGE] * 5]])
+    given = {"input_ids": ids, "video_grid_thw": torch.tensor([[3, 4, 4]])}
+    kind = tokens.kinds(nn.Identity(), given, None)
+    assert sorted(set(kind.flatten().tolist())) == [0, SHOWS_IMAGE, SHOWS_VIDEO]
+    found = tokens.frames(given, kind, ids != 0)
+    assert found.first_BN.nonzero().tolist() == [[0, 1], [0, 5], [0, 9], [0, 14], [1, 14]]
+    assert found.whole
+    assert not tokens.frames(given, kind, (ids != 0) & (ids != 7)).whole
+    given["video_grid_thw"] = torch.tensor([[2, 4, 4]])
+    with pytest.raises(ValueError, match="video_grid_thw describes 8 tokens, the prompt has 12"):
+        tokens.frames(given, kind, ids != 0)
+
+
+def places(start: int, tokens: int, qwen: bool, samples: int = 1) -> dict[str, Tensor]:
+    """Return positions as given: Qwen would count those behind a cache by what it has seen in its last prompt."""
+    place = torch.arange(start, start + tokens).expand(samples, -1)
+    return {"position_ids": place.expand(3, -1, -1) if qwen else place}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("frames", ["span", PATCHES])
+@pytest.mark.parametrize("name", ["llava", "llava-qwen2", "qwen2-vl", "qwen2.5-vl"])
+def test_a_stream_of_frames_equals_the_whole_prompt(name: str, frames: Any) -> None:
+    model, qwen = routed(name, BY_FRAME.replace(frames=frames)), name.startswith("qwen")
+    images = prompt(name, (3,))
+    pieces: list[list[int]] = [[1, 5, 6], [IMAGE] * PATCHES, [IMAGE] * PATCHES, [7], [8, 9, *[IMAGE] * PATCHES, 10]]
+    ids = torch.tensor([[token for piece in pieces for token in piece]])
+    pictures = {key: images[key] for key in ("pixel_values", "image_grid_thw") if key in images}
+    kinds = {"mm_token_type_ids": (ids == IMAGE).long()} if qwen else {}
+    whole = model(input_ids=ids, **pictures, **kinds, **places(0, ids.shape[1], qwen)).logits
+    logits, cache, seen, shown = [], None, 0, 0
+    for piece in pieces:
+        given: dict[str, Any] = {}
+        if IMAGE in piece:
+            each = len(images["pixel_values"]) // 3
+            given["pixel_values"] = images["pixel_values"][shown * each : (shown + 1) * each]
+            if qwen:
+                given |= {"image_grid_thw": images["image_grid_thw"][:1]}
+            shown += 1
+        given |= places(seen, len(piece), qwen)
+        out = model(input_ids=torch.tensor([piece]), past_key_values=cache, use_cache=True, **given)
+        logits.append(out.logits)
+        cache, seen = out.past_key_values, seen + len(piece)
+    torch.testing.assert_close(torch.cat(logits, 1), whole, atol=1e-5, rtol=1e-4)
+    assert cache.layers[1].keys.shape[2] == ids.shape[1] - 3 * (PATCHES - PATCHES // 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cached", ["by itself", "before it was routed"])
+@pytest.mark.parametrize("name", JOINT)
+def test_an_image_behind_cached_text_equals_the_whole_prompt(name: str, cached: str) -> None:
+    qwen, batch = name.startswith("qwen"), prompt(name, (1,))
+    model: Any = make_joint(name)
+    if cached == "by itself":
+        mmod.route_(model, language=TOGETHER)
+    text = torch.tensor([[1, 5, 6, 7]])
+    cache = model(input_ids=text, use_cache=True, **places(0, 4, qwen)).past_key_values
+    if cached == "before it was routed":
+        mmod.route_(model, language=TOGETHER)
+    ids = batch.pop("input_ids")
+    del batch["attention_mask"]
+    tokens = ids.shape[1]
+    later = model(input_ids=ids, past_key_values=cache, use_cache=True, **batch, **places(4, tokens, qwen)).logits
+    if qwen:
+        batch["mm_token_type_ids"] = nn.functional.pad(batch["mm_token_type_ids"], (4, 0))
+    whole = model(input_ids=torch.cat([text, ids], 1), **batch, **places(0, 4 + tokens, qwen)).logits
+    torch.testing.assert_close(later, whole[:, 4:], atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="cannot be chosen in parts"):
+        model(input_ids=ids, past_key_values=cache, **batch, **places(4 + tokens, tokens, qwen))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("static", [False, True])
+def test_only_a_sample_with_two_images_apart_is_refused(static: bool) -> None:
+    import transformers
+
+    model, batch = routed("llava", TOGETHER), prompt("llava", (1, 0))
+    cache: Any = transformers.DynamicCache(config=model.config)
+    if static:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=80)
+    model(**batch, past_key_values=cache, use_cache=True)
+    mask = torch.cat([batch["attention_mask"], torch.ones(2, PATCHES, dtype=torch.long)], 1)
+    for image_in, refused in ((0, True), (1, False)):
+        ids = torch.full((2, PATCHES), 7)
+        ids[image_in] = IMAGE
+        given = {"input_ids": ids, "pixel_values": batch["pixel_values"], "attention_mask": mask}
+        if refused:
+            with pytest.raises(ValueError, match="cannot be chosen in parts"):
+                model(**given, past_key_values=cache)
+        else:
+            model(**given, past_key_values=cache)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "config", [BY_FRAME, mmod.RoutingConfig(capacity=0.5, blocks=(1, 3))], ids=["span", "attention"]
+)
+def test_images_that_go_on_from_the_cache_are_refused(config: mmod.RoutingConfig) -> None:
+    model, batch = routed("llava", config), prompt("llava", (1,))
+    cache = model(input_ids=torch.tensor([[3, 4]]), use_cache=True).past_key_values
+    problem = "a frame that is cached in part" if config is BY_FRAME else "all queries of a prompt"
+    embeds = model.get_input_embeddings()(torch.full((1, 4), IMAGE))
+    with pytest.raises(ValueError, match=problem):
+        model(inputs_embeds=embeds, past_key_values=cache)
+    with pytest.raises(ValueError, match="give the whole prompt at once"):
+        model.generate(**batch, max_new_tokens=2, prefill_chunk_size=5)
+
+
+@pytest.mark.parametrize("config", [TOGETHER, BY_FRAME, EVERY_TOKEN], ids=["together", "by frame", "all"])
+@pytest.mark.parametrize("name", ["llava", "llava-mistral-window", "llava-onevision"])
+def test_images_behind_a_prefix_that_peft_has_tuned(name: str, config: mmod.RoutingConfig) -> None:
+    import peft
+
+    options = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    batch = prompt(name, (1, 2))
+    torch.manual_seed(0)
+    dense = peft.get_peft_model(make_joint(name), options)
+    model = peft.get_peft_model(routed(name, config), options)
+    peft.set_peft_model_state_dict(model, peft.get_peft_model_state_dict(dense))
+    labels = batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, -100)
+    out = model(**batch, labels=labels)
+    out.loss.backward()
+    assert model.prompt_encoder.default.embedding.weight.grad.abs().sum() > 0
+    real = batch["attention_mask"].bool()
+    same = torch.allclose(out.logits[real], dense(**batch).logits[real], atol=1e-5)
+    assert same == (config is EVERY_TOKEN)
+    with torch.no_grad():
+        alone = model(input_ids=batch["input_ids"][1:], attention_mask=batch["attention_mask"][1:], **{
+            key: value[1:] for key, value in batch.items() if key in ("pixel_values", "image_sizes")
+        })  # fmt: skip
+    torch.testing.assert_close(alone.logits, out.logits[1:].detach(), atol=1e-5, rtol=1e-4)
+    assert model.generate(**batch, max_new_tokens=3, pad_token_id=0).shape[1] >= 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("method", SECOND_TURN)
+@pytest.mark.parametrize("name", ["llava", "llava-qwen2", "qwen2.5-vl"])
+def test_a_second_turn_of_a_padded_chat_equals_its_samples(name: str, method: str, side: str) -> None:
+    model, qwen = routed(name, SECOND_TURN[method]), name.startswith("qwen")
+    first, turns = prompt(name, (1, 2)), pad([[5, 6, 7], [8, 9, 10, 11, 12]], side)
+
+    def chat(batch: dict[str, Any], turn: dict[str, Tensor]) -> Tensor:
+        mask = torch.cat([batch["attention_mask"], turn["attention_mask"]], 1)
+        place_BN = (mask.cumsum(1) - 1).clamp(min=0)
+        first_BN, later_BN = place_BN.split([batch["input_ids"].shape[1], turn["input_ids"].shape[1]], dim=1)
+        if qwen:
+            first_BN, later_BN = first_BN.expand(3, -1, -1), later_BN.expand(3, -1, -1)
+        cache = model(**batch, use_cache=True, position_ids=first_BN).past_key_values
+        given = {**turn, "attention_mask": mask, "position_ids": later_BN}
+        logits: Tensor = model(**given, past_key_values=cache).logits
+        return logits
+
+    together, begun = chat(first, turns), 0
+    for row, images in enumerate((1, 2)):
+        real = first["attention_mask"][row].bool()
+        by_token = [key for key in ("input_ids", "attention_mask", "mm_token_type_ids") if key in first]
+        alone = {key: first[key][row : row + 1, real] for key in by_token}
+        each = len(first["pixel_values"]) // 3
+        alone["pixel_values"] = first["pixel_values"][begun * each : (begun + images) * each]
+        if qwen:
+            alone["image_grid_thw"] = first["image_grid_thw"][begun : begun + images]
+        begun += images
+        said = turns["attention_mask"][row].bool()
+        turn = {key: value[row : row + 1, said] for key, value in turns.items()}
+        torch.testing.assert_close(together[row][said], chat(alone, turn)[0], atol=1e-5, rtol=1e-4)
