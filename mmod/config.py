@@ -26,7 +26,16 @@ SKIPPABLE = ("image", "all")
 GATED = ("update", "mlp", "branches")
 POSITIONS = ("original", "compact")
 # What only a language model's layers can do, and so what every other stack of blocks refuses.
-LANGUAGE_OPTIONS = ("tokens", "frames", "shared", "predictor", "inference_threshold", "gate_on", "positions")
+LANGUAGE_OPTIONS = (
+    "tokens",
+    "frames",
+    "shared",
+    "predictor",
+    "inference_threshold",
+    "gate_on",
+    "positions",
+    "round_up",
+)
 
 ScoreFunction = Callable[["Tensor"], "Tensor"]
 
@@ -124,8 +133,9 @@ class RoutingConfig:
         normalize: Divide the linear score's input by its root mean square; "block", in language models, scores what
             the block's own first norm returns (gamma-MoD).
         bias: Give the linear score a bias.
-        init_std: Standard deviation of the linear score's initial weight. None chooses one at which every gate starts
-            within a percent of the dense model's.
+        init_std: Standard deviation of the linear score's initial weight. None chooses one at which scores of
+            normalised tokens start so close to 0 that tanh gates are within a percent of 1. A sigmoid gate starts at
+            half of `gate_scale` then, and scores of raw tokens spread as those do.
         protect_prefix: Always keep class, distillation and register tokens.
         losses: Weight of each auxiliary objective: "membership" (binary cross-entropy between score and selection,
             MoD), "load" (kept share times mean gate, MoDification), "capacity" (distance of the kept share from
@@ -145,6 +155,8 @@ class RoutingConfig:
             "branches", attention and MLP, one by one (MoDification).
         positions: Language models: kept tokens have their "original" rotary positions, or "compact" ones, counted
             among kept tokens (gamma-MoD).
+        round_up: Language models: of n tokens that may be skipped keep `ceil(capacity * n)` instead of the floor
+            (gamma-MoD).
 
     Raises:
         TypeError: A value of the wrong type.
@@ -180,6 +192,7 @@ class RoutingConfig:
     inference_threshold: float | None = None
     gate_on: str = "update"
     positions: str = "original"
+    round_up: bool = False
 
     def __post_init__(self) -> None:
         for name in ("capacity", "blocks"):
@@ -248,6 +261,8 @@ class RoutingConfig:
     def _check_language(self) -> None:
         if self.frames is not None and (self.tokens == "all" or self.select != "topk"):
             raise ValueError("frames choose the top-k among image tokens: they need tokens='image' and select='topk'")
+        if self.round_up and self.select != "topk":
+            raise ValueError("round_up is about a share of tokens: it needs select='topk'")
         if self.shared and self.router != "linear":
             raise ValueError(f"shared needs router='linear', got {self.router!r}")
         if self.gate_on != "update" and self.gate == "identity":

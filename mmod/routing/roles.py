@@ -35,6 +35,7 @@ class Roles(NamedTuple):
         strict: A capacity that keeps no token of a group is an error.
         alone: Every sample has one token, and a slot for it whether it is kept or not.
         causal: A token attends to all valid ones up to itself and to no other, whatever mask says so.
+        round_up: A share of a group that is no whole number of tokens is rounded up, not down.
     """
 
     group_BN: Tensor
@@ -45,6 +46,7 @@ class Roles(NamedTuple):
     strict: bool = True
     alone: bool = False
     causal: bool = False
+    round_up: bool = False
 
     @property
     def padded(self) -> bool:
@@ -148,7 +150,7 @@ def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[T
     """Keep the highest scores of every group, and all tokens that are always kept.
 
     Ties go to the lowest index and NaN ranks last among the tokens of its group. A group of n tokens keeps
-    `floor(capacity * n)`.
+    `floor(capacity * n)`, or the ceiling where roles round up.
 
     Args:
         score_BN: Raw scores (B, N).
@@ -168,7 +170,7 @@ def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[T
         >>> select_within(torch.tensor([[0.0, 0.1, 0.9, 0.2, 0.9]]), Fraction(1, 2), roles)[0]
         tensor([[0, 2, 4]])
     """
-    keeps = [[_kept_of(size, capacity, roles.strict) for size in row] for row in roles.sizes]
+    keeps = [[_kept_of(size, capacity, roles) for size in row] for row in roles.sizes]
     counts = [sum(row) + always for row, always in zip(keeps, roles.always)]
     tokens = score_BN.shape[1]
     if not any(keeps) or all(kept == list(sizes) for kept, sizes in zip(keeps, roles.sizes)):
@@ -202,11 +204,26 @@ def _running(sizes: list[int], groups: int) -> list[int]:
     return starts + [0] * (groups - len(starts))
 
 
-def _kept_of(size: int, capacity: Fraction, strict: bool) -> int:
-    kept = size * capacity.numerator // capacity.denominator
+def share_of(tokens: int, capacity: Fraction, round_up: bool = False) -> int:
+    """Return how many of some tokens a capacity keeps.
+
+    Args:
+        tokens: Their number.
+        capacity: Share that is kept.
+        round_up: Round up instead of down.
+
+    Example:
+        >>> share_of(9, Fraction(1, 2)), share_of(9, Fraction(1, 2), round_up=True)
+        (4, 5)
+    """
+    return -(-tokens * capacity.numerator // capacity.denominator) if round_up else int(tokens * capacity)
+
+
+def _kept_of(size: int, capacity: Fraction, roles: Roles) -> int:
+    kept = share_of(size, capacity, roles.round_up)
     if kept or not size:
         return kept
-    if strict:
+    if roles.strict:
         raise ValueError(
             f"capacity {float(capacity)} keeps none of {size} image tokens; give at least 1/{size} = {1 / size:.4f}"
         )

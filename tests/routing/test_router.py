@@ -145,6 +145,19 @@ class TestPresets:
         for token in range(12):
             assert bool(router(x[:, token : token + 1]).keep_BN.any()) == bool(keep[token])
 
+    @pytest.mark.parametrize("size", [1.0, 100.0])
+    def test_modification_scores_raw_tokens(self, size: float) -> None:
+        router, x = make(mmod.preset("modification", init_std=1.0), prefix=0), size * torch.randn(2, 6, 8)
+        torch.testing.assert_close(router(x).score_BN, x @ router.score.weight[0])
+
+    @pytest.mark.parametrize("size", [0.01, 1.0, 100.0])
+    def test_first_gates_are_where_the_config_says(self, size: float) -> None:
+        x = size * torch.randn(4, 64, 8)
+        tanh = make(mmod.RoutingConfig(router="linear", gate="tanh"), prefix=0)
+        assert bool(((tanh(x).gate_BK - 1).abs() < 0.01).all())
+        half = make(mmod.RoutingConfig(router="linear", gate="sigmoid", gate_scale=1.0), prefix=0)
+        assert bool(((half(x).gate_BK - 0.5).abs() < 0.01).all())
+
     def test_unknown_presets_name_the_known(self) -> None:
         with pytest.raises(ValueError, match=r"'mod', 'a-mod', 'p-mod', 'modification', 'distilled', .* got 'amod'"):
             mmod.preset("amod")
