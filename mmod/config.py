@@ -25,17 +25,9 @@ CONTEXTS = ("kept", "all")
 SKIPPABLE = ("image", "all")
 GATED = ("update", "mlp", "branches")
 POSITIONS = ("original", "compact")
+IMPORTANCES = ("per_viewer", "mean")
 # What only a language model's layers can do, and so what every other stack of blocks refuses.
-LANGUAGE_OPTIONS = (
-    "tokens",
-    "frames",
-    "shared",
-    "predictor",
-    "inference_threshold",
-    "gate_on",
-    "positions",
-    "round_up",
-)
+LANGUAGE_OPTIONS = ("tokens", "frames", "shared", "predictor", "inference_threshold", "gate_on", "positions")
 
 ScoreFunction = Callable[["Tensor"], "Tensor"]
 
@@ -114,7 +106,8 @@ class RoutingConfig:
             scores (B, N).
         capacity: Share of tokens kept, in (0, 1], prefix tokens included; one number or one for each routed block.
         blocks: "every_other" (1, 3, 5, ...), "late" (all after the first third; attention routing then keeps the same
-            tokens in all of them, those that the last dense block attends to), "all", or the indices of the blocks.
+            tokens in all of them, those that the last dense block attends to, and the random control draws once for
+            all of them), "all", or the indices of the blocks.
         select: "topk" keeps `max(1, floor(capacity * N))` tokens of every image; "threshold" keeps those whose
             squashed score reaches `threshold`.
         context: What a kept token attends to: the "kept" tokens of its image, as in MoD, or "all" of them, whose keys
@@ -133,14 +126,16 @@ class RoutingConfig:
         normalize: Divide the linear score's input by its root mean square; "block", in language models, scores what
             the block's own first norm returns (gamma-MoD).
         bias: Give the linear score a bias.
-        init_std: Standard deviation of the linear score's initial weight. None chooses one at which scores of
-            normalised tokens start so close to 0 that tanh gates are within a percent of 1. A sigmoid gate starts at
-            half of `gate_scale` then, and scores of raw tokens spread as those do.
+        init_std: Standard deviation of the linear score's initial weight. None chooses one at which every gate starts
+            within a percent of the dense model's.
+        importance: How attention received is averaged. "per_viewer" counts the queries that can see a token, each
+            weighed by the number of keys it sees, so that causal attention does not rank tokens by position; "mean"
+            counts all queries alike, as A-MoD does. They differ only where queries see different keys.
         protect_prefix: Always keep class, distillation and register tokens.
-        losses: Weight of each auxiliary objective: "membership" (binary cross-entropy between score and selection,
-            MoD), "load" (kept share times mean gate, MoDification), "capacity" (distance of the kept share from
-            `capacity`), "importance" (binary cross-entropy between a learned score and the selection that importance
-            would make).
+        losses: Weight of each auxiliary objective in every routed block: "membership" (binary cross-entropy between
+            score and selection, MoD), "load" (kept share times mean gate, MoDification), "capacity" (distance of the
+            kept share from `capacity`), "importance" (binary cross-entropy between a learned score and the selection
+            that importance would make).
         seed: Seed of the random router.
         tokens: Language models: which tokens may be skipped, "image" or "all". None means "image" in a model that
             sees images and "all" elsewhere. Capacity is the share kept of the tokens that may be skipped.
@@ -155,8 +150,6 @@ class RoutingConfig:
             "branches", attention and MLP, one by one (MoDification).
         positions: Language models: kept tokens have their "original" rotary positions, or "compact" ones, counted
             among kept tokens (gamma-MoD).
-        round_up: Language models: of n tokens that may be skipped keep `ceil(capacity * n)` instead of the floor
-            (gamma-MoD).
 
     Raises:
         TypeError: A value of the wrong type.
@@ -182,6 +175,7 @@ class RoutingConfig:
     normalize: bool | str = True
     bias: bool = False
     init_std: float | None = None
+    importance: str = "per_viewer"
     protect_prefix: bool = True
     losses: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
@@ -192,7 +186,6 @@ class RoutingConfig:
     inference_threshold: float | None = None
     gate_on: str = "update"
     positions: str = "original"
-    round_up: bool = False
 
     def __post_init__(self) -> None:
         for name in ("capacity", "blocks"):
@@ -219,6 +212,16 @@ class RoutingConfig:
         """Whether the score may carry a gradient: it is linear or a function of the user's."""
         return self.router == "linear" or callable(self.router)
 
+    @property
+    def shares_score(self) -> bool:
+        """Whether consecutive routed blocks read one score, so that they keep the same tokens at equal capacity."""
+        return self.router in ("attention", "random")
+
+    @property
+    def draws(self) -> bool:
+        """Whether that score is drawn, by the first of the blocks."""
+        return self.router == "random"
+
     def _check_values(self) -> None:
         check_fields(
             self,
@@ -229,6 +232,7 @@ class RoutingConfig:
             gate=GATES,
             gate_on=GATED,
             positions=POSITIONS,
+            importance=IMPORTANCES,
             tokens=SKIPPABLE,
             normalize=("block",),
             capacity="(0, 1]",
@@ -261,8 +265,6 @@ class RoutingConfig:
     def _check_language(self) -> None:
         if self.frames is not None and (self.tokens == "all" or self.select != "topk"):
             raise ValueError("frames choose the top-k among image tokens: they need tokens='image' and select='topk'")
-        if self.round_up and self.select != "topk":
-            raise ValueError("round_up is about a share of tokens: it needs select='topk'")
         if self.shared and self.router != "linear":
             raise ValueError(f"shared needs router='linear', got {self.router!r}")
         if self.gate_on != "update" and self.gate == "identity":

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import TypeVar
 
 from torch import nn
 
 from mmod.adapters import HostModel, find_parts
 from mmod.blocks import (
-    Handover,
     ImportanceBlock,
     ImportanceState,
     RoutedBlock,
     RoutedState,
+    Span,
     attach,
     convert,
     detach_hooks,
@@ -125,7 +126,9 @@ def _prepare(
     if not config.protect_prefix:
         _check_free_prefix(host, plan)
     teaches = "importance" in config.losses
-    handovers: dict[int, Handover] = {}
+    attends = config.router == "attention" or teaches
+    spans: dict[int, Span] = {}
+    readers: dict[int, list[Router]] = {}
     conversions: list[tuple[nn.Module, Router | None, RoutedState | ImportanceState]] = []
     for index, capacity in zip(plan.blocks, plan.capacities):
         block = host.blocks[index]
@@ -135,9 +138,13 @@ def _prepare(
                 f"context={config.context!r} is not possible in {host.names[index]}, which supports "
                 f"{', '.join(block_host.contexts)}: 'all' needs fused attention"
             )
-        source = None
-        if config.router == "attention" or teaches:
-            source = handovers.setdefault(_importance_block(index, plan), Handover())
+        start = _span_start(index, plan)
+        if attends and start == 0:
+            raise ValueError(
+                f"block {index} needs the importance of a dense block before it, but none precedes it: keep block 0 "
+                f"dense (routed are {list(plan.blocks)})"
+            )
+        span = spans.setdefault(start, Span()) if attends or config.draws else None
         # The first weight that computes: those of a quantized block are integers.
         parameter = next(weight for weight in block.parameters() if weight.is_floating_point())
         router = host.router(
@@ -150,22 +157,25 @@ def _prepare(
             dtype=parameter.dtype,
         )
         router.train(block.training)
-        conversions.append((block, router, RoutedState(block_host, source, teaches)))
-    for index, handover in handovers.items():
-        block = host.blocks[index]
-        conversions.append((block, None, ImportanceState(host.host_of(block), handover, teaches)))
+        readers.setdefault(start, []).append(router)
+        last = index + 1 not in plan.blocks
+        state = RoutedState(block_host, span, first=index == start, last=last, teaches=teaches)
+        conversions.append((block, router, state))
+    if attends:
+        for start, span in spans.items():
+            # The dense block before the span: only there has every token a fresh importance.
+            block = host.blocks[start - 1]
+            per_viewer = config.importance == "per_viewer"
+            reads = ImportanceState(host.host_of(block), span, readers[start], teaches=teaches, per_viewer=per_viewer)
+            conversions.append((block, None, reads))
     return conversions
 
 
-def _importance_block(index: int, plan: Plan) -> int:
-    """Return the nearest dense block before a routed one: only there has every token a fresh importance."""
-    for earlier in range(index - 1, -1, -1):
-        if earlier not in plan.blocks:
-            return earlier
-    raise ValueError(
-        f"block {index} needs the importance of a dense block before it, but none precedes it: keep block 0 dense "
-        f"(routed are {list(plan.blocks)})"
-    )
+def _span_start(index: int, plan: Plan) -> int:
+    """Return the first block of the run of consecutive routed blocks that one of them stands in."""
+    while index - 1 in plan.blocks:
+        index -= 1
+    return index
 
 
 def _check_free_prefix(host: HostModel, plan: Plan) -> None:
@@ -222,20 +232,43 @@ def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
 def set_capacity(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> None:
     """Give a routed model another budget; its weights stay.
 
+    Capacity is no part of the state dict: copies made before, such as an EMA model, keep theirs. Set it there, too.
+
     Args:
         model: A routed model.
         capacity: Share of tokens kept: one number, one for each routed block in order, or some by module name.
 
     Raises:
         TypeError: A capacity that is no number.
-        ValueError: A capacity outside (0, 1], a wrong number of them, a block that is not routed, or threshold
-            routing, whose kept share follows from the scores.
+        ValueError: A capacity outside (0, 1], a wrong number of them, a block that is not routed, or one that decides
+            by a threshold, in evaluation at least, so that its kept share follows from the scores.
 
     Example:
         >>> import timm
         >>> model = route_(timm.create_model("test_vit"))
         >>> set_capacity(model, 0.25)
     """
+    exact = _exact_capacities(model, capacity)
+    blocks = routed_blocks(model)
+    for name, value in exact.items():
+        _check_budget(name, blocks[name].router, value)
+    _assign(model, exact)
+
+
+def restore_capacities(model: nn.Module, capacity: Sequence[float] | Mapping[str, float]) -> None:
+    """Give the routed blocks of a model the capacities they were saved with.
+
+    Args:
+        model: A routed model.
+        capacity: Share of tokens kept: one for each routed block in order, or by module name.
+
+    Raises:
+        ValueError: A capacity outside (0, 1], a wrong number of them, or a block that is not routed.
+    """
+    _assign(model, _exact_capacities(model, capacity))
+
+
+def _exact_capacities(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> dict[str, Fraction]:
     blocks = routed_blocks(model)
     if isinstance(capacity, Mapping):
         unknown = sorted(set(capacity) - set(blocks))
@@ -248,16 +281,29 @@ def set_capacity(model: nn.Module, capacity: float | Sequence[float] | Mapping[s
         wanted = dict(zip(blocks, capacity))
     else:
         wanted = dict.fromkeys(blocks, capacity)
-    exact = {name: rational(value) for name, value in wanted.items()}
-    for name in exact:
-        if blocks[name].router.config.select != "topk":
-            raise ValueError(f"{name} is routed by threshold: its kept share follows from the scores, not a capacity")
+    return {name: rational(value) for name, value in wanted.items()}
+
+
+def _assign(model: nn.Module, exact: Mapping[str, Fraction]) -> None:
+    blocks = routed_blocks(model)
     for name, value in exact.items():
         # A router may be wrapped, as by peft, around copies that are trained.
         for router in blocks[name].router.modules():
             if isinstance(router, Router):
                 router.capacity = value
     _describe(model)
+
+
+def _check_budget(name: str, router: Router, capacity: Fraction) -> None:
+    """Refuse a new capacity that has no effect."""
+    config = router.config
+    if config.select != "topk":
+        raise ValueError(f"{name} is routed by threshold: its kept share follows from the scores, not a capacity")
+    if config.inference_threshold is not None and router.capacity != capacity:
+        raise ValueError(
+            f"in evaluation {name} keeps tokens by inference_threshold={config.inference_threshold}, whatever the "
+            "capacity: route with another capacity, or with inference_threshold=None"
+        )
 
 
 def capacities(model: nn.Module) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_library, load_adapter
 from mmod.config import RoutingConfig
-from mmod.convert import capacities, route_, routing_configs, set_capacity
+from mmod.convert import capacities, restore_capacities, route_, routing_configs
 
 FORMAT_VERSION = 2
 WEIGHTS = "model.safetensors"
@@ -136,8 +136,7 @@ def route_again(model: nn.Module, configs: dict[str, RoutingConfig], kept: list[
         kept: The capacities of its routed blocks, in order.
     """
     route_(model, **configs)
-    if list(capacities(model).values()) != kept:
-        set_capacity(model, kept)
+    restore_capacities(model, kept)
 
 
 def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -176,8 +175,7 @@ def _build(config: dict[str, Any]) -> nn.Module:
     except ValueError as error:
         raise ValueError(f"{error}; saved with {config['versions']}") from error
     route_(model, **{part: RoutingConfig.from_dict(values) for part, values in config["routing"].items()})
-    if capacities(model) != config["capacities"]:
-        set_capacity(model, config["capacities"])
+    restore_capacities(model, config["capacities"])
     return model
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mmod.adapters import timm as timm_adapter
 from mmod.adapters.base import HostModel, NamedArguments, Part
 from mmod.blocks import host_class
-from mmod.blocks.state import recomputing
+from mmod.blocks.forward_pass import ReplayedValue
 from mmod.routing import Routing
 
 BLOCKS: tuple[type[nn.Module], ...] = (
@@ -211,12 +211,7 @@ class TextRoles:
         self.class_token = not packed and tower.cls_emb is not None
         # Published CoCa weights were trained with the mask of the class token one place off.
         self.class_mask_shifted = self.class_token and not tower.correct_cls_mask
-        self.current: Roles | None = None
-        self._inputs: set[int] = set()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the tensors of the last forward pass out of copies and pickles."""
-        return {**self.__dict__, "current": None, "_inputs": set()}
+        self.current: ReplayedValue[Roles] = ReplayedValue()
 
     def read(self, text_BL: Tensor) -> None:
         """Take note of the captions that are about to run.
@@ -234,8 +229,7 @@ class TextRoles:
             valid_BN = position_N <= pooled_B.unsqueeze(1)
         else:
             valid_BN = None
-        self.current = Roles(valid_BN, protect_BN)
-        self._inputs = set()
+        self.current.put(Roles(valid_BN, protect_BN))
 
     def of(self, x_BND: Tensor) -> Roles:
         """Return the roles of the tokens that a block sees.
@@ -244,23 +238,14 @@ class TextRoles:
             x_BND: The block's input (B, N, D).
 
         Raises:
-            RuntimeError: No token ids of this shape went through the tower's embedding, or under gradient checkpointing
-                others did in the meantime.
+            RuntimeError: No token ids of this shape went through the tower's embedding.
         """
-        roles = self.current
+        roles = self.current.of(x_BND)
         if roles is None or roles.protect_BN.shape != x_BND.shape[:2]:
             raise RuntimeError(
                 f"a routed text tower must see its token ids: run encode_text or the tower, not its blocks on "
                 f"{tuple(x_BND.shape)}"
             )
-        if not torch.compiler.is_compiling():
-            if not recomputing():
-                self._inputs.add(x_BND.data_ptr())
-            elif x_BND.data_ptr() not in self._inputs:
-                raise RuntimeError(
-                    "gradient checkpointing recomputes a routed text block after other captions have run: run "
-                    "backward() before the next forward pass, or turn checkpointing off"
-                )
         return roles
 
     def _pooled(self, text_BL: Tensor, length: int) -> Tensor:

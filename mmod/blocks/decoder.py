@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mmod.blocks.forward_pass import PassValue
 from mmod.blocks.packed import run_packed
 from mmod.blocks.routed import ImportanceBlock, RoutedBlock, merge
 from mmod.blocks.state import BlockHost
@@ -98,8 +99,7 @@ class RoutedDecoderBlock(RoutedBlock):
         if roles is None:
             return super(RoutedBlock, self).forward(x, **host.narrow(arguments, x, None, compact))
         scored = host.first_norm(self)(x) if config.normalize == "block" else x
-        routing = self.router(scored, self._importance(x, roles), roles=roles)
-        self.mod.record(routing, self.training)
+        routing = self._decide(x, scored, roles)
         # A gate on the branches has weighed them when their sum is written back.
         written = routing if config.gate_on == "update" else routing._replace(gate_BK=None)
         if routing.valid_BK is not None and routing.total and host.packs(self, arguments):
@@ -112,11 +112,15 @@ class RoutedDecoderBlock(RoutedBlock):
             return merge(x, z_BKD, z_BKD, routing)
         return merge(x, z_BKD, self._run(z_BKD, narrowed, routing.gate_BK), written)
 
-    def _importance(self, x: Tensor, roles: Roles) -> Tensor | None:
-        """Return the importance of the tokens (B, N); where there is nothing to choose among, none is computed."""
-        if roles.skips or self.mod.source is None:
-            return self.mod.importance(x, self.training)
-        return x.new_zeros(x.shape[:2], dtype=torch.float32)
+    def _decide(self, x: Tensor, scored: Tensor, roles: Roles) -> Routing:
+        if roles.skips or self.mod.span is None:
+            return self.mod.decide(
+                self.router, x, self.training, lambda shared_BN: self.router(scored, shared_BN, roles=roles), (roles,)
+            )
+        # With nothing to choose among, no importance was computed: any scores will do.
+        routing: Routing = self.router(scored, x.new_zeros(x.shape[:2], dtype=torch.float32), roles=roles)
+        self.mod.record(routing, self.training)
+        return routing
 
     def _run_packed(
         self, z_1TD: Tensor, packing: Packing, x: Tensor, arguments: Mapping[str, Any], routing: Routing
@@ -177,7 +181,7 @@ class WeighedBranch(nn.Module):
             args: Arguments of the module.
             kwargs: The same by name.
         """
-        output, gate_BK = super().forward(*args, **kwargs), self.mod.gate_BK
+        output, gate_BK = super().forward(*args, **kwargs), self.mod.gate.get()
         if gate_BK is None:
             return output
         first = output[0] if isinstance(output, tuple) else output
@@ -189,11 +193,7 @@ class BranchState:
     """The state of a branch: its output's weights (B, K) while a routed layer runs on kept tokens, else None."""
 
     def __init__(self) -> None:
-        self.gate_BK: Tensor | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the weights of a forward pass out of copies and pickles."""
-        return {"gate_BK": None}
+        self.gate: PassValue[Tensor] = PassValue()
 
 
 @contextmanager
@@ -206,9 +206,9 @@ def weighed_branches(branches: Sequence[nn.Module], gate_BK: Tensor | None) -> I
     """
     states: list[BranchState] = [branch.mod for branch in branches]  # type: ignore[misc]
     for state in states:
-        state.gate_BK = gate_BK
+        state.gate.put(gate_BK)
     try:
         yield
     finally:
         for state in states:
-            state.gate_BK = None
+            state.gate.put(None)

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from mmod.blocks.forward_pass import PassValue
 from mmod.ops import Backend, gather_norm, gather_rows
 from mmod.ops.backend import choose
 from mmod.routing import Routing
@@ -43,22 +44,19 @@ class EntryState:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._handed: tuple[Tensor, Tensor] | None = None
-
-    def __getstate__(self) -> dict[str, object]:
-        """Leave tensors of a forward pass out of copies and pickles."""
-        return {"kind": self.kind, "_handed": None}
+        self._handed: PassValue[tuple[Tensor, Tensor]] = PassValue()
 
     def hand(self, z_BKD: Tensor, normed_BKD: Tensor) -> None:
         """Hand rows over together with what the norm makes of them."""
-        self._handed = (z_BKD, normed_BKD)
+        self._handed.put((z_BKD, normed_BKD))
 
     def take(self, x: Tensor) -> Tensor | None:
         """Return what was handed over for these rows, once."""
-        if self._handed is None or self._handed[0] is not x:
+        handed = self._handed.get()
+        if handed is None or handed[0] is not x:
             return None
-        normed, self._handed = self._handed[1], None
-        return normed
+        self._handed.put(None)
+        return handed[1]
 
 
 def enter_block(x_BND: Tensor, routing: Routing, norm: nn.Module | None) -> Tensor:

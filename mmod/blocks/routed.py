@@ -6,6 +6,7 @@ Axes: B images, N tokens, K slots per image, D channels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from mmod.blocks.entry import enter_block
 from mmod.blocks.packed import reweigh_skipped, run_packed
-from mmod.blocks.state import Handover, RoutedState
+from mmod.blocks.state import RoutedState, SharedScore, Span
 from mmod.ops import capture_importance, merge_rows
 from mmod.routing import Router, Routing
 
@@ -44,7 +45,10 @@ class RoutedBlock(nn.Module):
         """
         host = self.mod.host
         arguments = host.bind(args, kwargs)
-        routing = self.mod.decide(self.router, x, self.training, arguments)
+        marks = host.valid(arguments, x), host.protected(arguments, x)
+        routing = self.mod.decide(
+            self.router, x, self.training, lambda shared_BN: self.router(x, shared_BN, *marks), marks
+        )
         to_all = self.router.config.context == "all"
         if routing.valid_BK is not None and routing.total and not to_all and host.packs(self, arguments):
             forward, pack = super().forward, partial(host.pack, arguments, x, routing)
@@ -80,10 +84,10 @@ class ImportanceBlock(nn.Module):
             args: Further arguments of the host block.
             kwargs: The same by name.
         """
-        if self.mod.teaches and not self.training:
+        if not self.mod.wanted:
             return super().forward(x, *args, **kwargs)
         valid_BN = self.mod.host.valid(self.mod.host.bind(args, kwargs), x)
-        captured = capture_importance(valid_BN)
+        captured = capture_importance(valid_BN, self.mod.per_viewer)
         with captured:
             y = super().forward(x, *args, **kwargs)
         if captured.importance_BN is None:
@@ -91,7 +95,7 @@ class ImportanceBlock(nn.Module):
                 f"no attention was seen in this {type(self).__name__}: it calls neither scaled_dot_product_attention "
                 "nor softmax over (B, H, N, N), so importance cannot be read from it"
             )
-        self.mod.target.importance_BN = captured.importance_BN
+        self.mod.span.put(SharedScore(captured.importance_BN))
         return y
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -104,14 +108,23 @@ class ImportanceState:
 
     Args:
         host: How the host calls the block.
-        target: Where importance goes.
-        teaches: Importance serves a loss only, so it is computed in training alone.
+        span: The blocks that importance goes to.
+        routers: Their routers.
+        teaches: Importance serves a loss only, so it is computed only while one of the routers trains.
+        per_viewer: See `RoutingConfig.importance`.
     """
 
-    def __init__(self, host: Any, target: Handover, teaches: bool) -> None:
+    def __init__(self, host: Any, span: Span, routers: Sequence[Router], *, teaches: bool, per_viewer: bool) -> None:
         self.host = host
-        self.target = target
+        self.span = span
+        self.routers = tuple(routers)
         self.teaches = teaches
+        self.per_viewer = per_viewer
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any block reads importance in this forward pass."""
+        return not self.teaches or any(router.training for router in self.routers)
 
 
 def merge(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tensor:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mmod.config import RoutingConfig
+from mmod.blocks.forward_pass import PerThread, ReplayedValue, recomputing
 from mmod.ops import Packing
 from mmod.routing import Router, Routing
 
@@ -70,28 +69,48 @@ class BlockHost(Protocol):
         ...
 
 
-class Handover:
-    """Carries importance from the dense block that computes it to the routed blocks that read it."""
+class SharedScore:
+    """Scores that all routed blocks of a span read in one forward pass, and what was decided on them so far.
+
+    A span is a run of consecutive routed blocks.
+
+    Args:
+        score_BN: Importance in the dense block before the span, or what its first block drew (B, N).
+    """
+
+    def __init__(self, score_BN: Tensor) -> None:
+        self.score_BN = score_BN
+        self._decided: tuple[Router, tuple[object, ...], Routing] | None = None
+
+    def decided(self, router: Router, marks: tuple[object, ...]) -> Routing | None:
+        """Return what an earlier block decided on these scores by the same rule, if one did.
+
+        Args:
+            router: The block's router.
+            marks: What else the decision depends on: which tokens are padding, protected, or of which role.
+        """
+        if self._decided is None:
+            return None
+        earlier, seen, routing = self._decided
+        alike = earlier.config is router.config and earlier.capacity == router.capacity
+        return routing if alike and all(a is b for a, b in zip(seen, marks)) else None
+
+    def remember(self, router: Router, marks: tuple[object, ...], routing: Routing) -> None:
+        """Keep a decision for the blocks that follow."""
+        self._decided = (router, marks, routing)
+
+
+class Span(ReplayedValue[SharedScore]):
+    """Carries shared scores from where they are computed to the routed blocks of one span."""
+
+
+class _Record:
+    """What one thread has recorded of a block."""
 
     def __init__(self) -> None:
-        self.importance_BN: Tensor | None = None
-        self._decided: tuple[Tensor, RoutingConfig, Fraction, Routing] | None = None
-
-    def decided(self, router: Router) -> Routing | None:
-        """Return what an earlier block decided on this very importance by the same rule, if one did."""
-        if self._decided is None or self._decided[0] is not self.importance_BN:
-            return None
-        _, config, capacity, routing = self._decided
-        return routing if router.config is config and router.capacity == capacity else None
-
-    def remember(self, router: Router, routing: Routing) -> None:
-        """Keep a decision for the blocks that follow."""
-        if self.importance_BN is not None:
-            self._decided = (self.importance_BN, router.config, router.capacity, routing)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the tensors of the last forward pass out of copies and pickles."""
-        return {"importance_BN": None, "_decided": None}
+        self.recording = False
+        self.routing: Routing | None = None
+        self.fresh = False
 
 
 class RoutedState:
@@ -99,73 +118,95 @@ class RoutedState:
 
     Args:
         host: How the host calls the block.
-        source: Where importance comes from, or None when neither score nor losses read it.
+        span: Where shared scores come from, or None when neither score nor losses read any.
+        first: The block is the first of its span.
+        last: The block is the last of its span.
         teaches: Importance serves a loss only, so it is not expected outside training.
     """
 
-    def __init__(self, host: BlockHost, source: Handover | None, teaches: bool = False) -> None:
+    def __init__(
+        self, host: BlockHost, span: Span | None, *, first: bool = True, last: bool = True, teaches: bool = False
+    ) -> None:
         self.host = host
-        self.source = source
+        self.span = span
+        self.first = first
+        self.last = last
         self.teaches = teaches
-        self.recording = False
-        self.routing: Routing | None = None
-        self.fresh = False
-        self._input_address = 0
+        self._records = PerThread(_Record)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the routing of the last forward pass, and an open trace, out of copies and pickles."""
-        return {**self.__dict__, "recording": False, "routing": None, "fresh": False, "_input_address": 0}
+    @property
+    def _record(self) -> _Record:
+        return self._records.own
 
-    def importance(self, x_BND: Tensor, training: bool) -> Tensor | None:
-        """Return the importance handed over for this forward pass.
+    @property
+    def routing(self) -> Routing | None:
+        """The last decision that this thread recorded."""
+        return self._record.routing
 
-        Raises:
-            RuntimeError: Under gradient checkpointing, another forward pass has replaced it in the meantime.
+    @property
+    def fresh(self) -> bool:
+        """Whether that decision's losses wait to be collected."""
+        return self._record.fresh
+
+    def collect(self) -> None:
+        """Take note that the losses of the last decision were collected."""
+        self._record.fresh = False
+
+    def start_recording(self) -> None:
+        """Record decisions in evaluation, too, and forget those recorded."""
+        self._record.recording, self._record.routing = True, None
+
+    def stop_recording(self) -> None:
+        """Record decisions in training alone."""
+        self._record.recording = False
+
+    def shared(self, x_BND: Tensor, training: bool) -> SharedScore | None:
+        """Return the scores that the block's span shares in this forward pass, where they were computed.
+
+        Args:
+            x_BND: The block's input (B, N, D).
+            training: Whether the block trains.
         """
-        if self.source is None or (self.teaches and not training):
+        if self.span is None or (self.teaches and not training):
             return None
-        if not torch.compiler.is_compiling():
-            address = x_BND.data_ptr()
-            if not recomputing():
-                self._input_address = address
-            elif address != self._input_address:
-                raise RuntimeError(
-                    "gradient checkpointing recomputes a routed block after another forward pass has replaced its "
-                    "importance: run backward() before the next forward pass, or turn checkpointing off"
-                )
-        return self.source.importance_BN
+        return self.span.of(x_BND, self.last)
 
-    def decide(self, router: Router, x_BND: Tensor, training: bool, arguments: Mapping[str, Any]) -> Routing:
-        """Let the router decide; blocks in a row that read the same importance by the same rule decide once.
+    def decide(
+        self,
+        router: Router,
+        x_BND: Tensor,
+        training: bool,
+        choose: Callable[[Tensor | None], Routing],
+        marks: tuple[object, ...],
+    ) -> Routing:
+        """Let the router decide; blocks of a span that read the same scores by the same rule decide once.
 
         Args:
             router: The block's router.
             x_BND: The block's input (B, N, D).
             training: Whether the block trains.
-            arguments: The block's arguments after the tokens, by name.
+            choose: Calls the router, given the shared scores or None.
+            marks: What else the decision depends on, see `SharedScore.decided`.
         """
-        importance_BN = self.importance(x_BND, training)
-        valid_BN, protect_BN = self.host.valid(arguments, x_BND), self.host.protected(arguments, x_BND)
+        draws = self.span is not None and self.first and router.config.draws
+        shared = None if draws else self.shared(x_BND, training)
         # Compilers find equal calls by themselves, and would guard on which tensor was seen before.
-        alike = router.score is None and valid_BN is None and protect_BN is None and not torch.compiler.is_compiling()
-        source = self.source if alike else None
-        routing = None if source is None else source.decided(router)
+        reuses = shared is not None and router.config.shares_score and not torch.compiler.is_compiling()
+        routing = shared.decided(router, marks) if shared is not None and reuses else None
         if routing is None:
-            routing = router(x_BND, importance_BN, valid_BN, protect_BN)
-            if source is not None:
-                source.remember(router, routing)
+            routing = choose(None if shared is None else shared.score_BN)
+            if draws and not self.last:
+                assert self.span is not None
+                shared = SharedScore(routing.score_BN)
+                self.span.put(shared)
+                reuses = not torch.compiler.is_compiling()
+            if shared is not None and reuses:
+                shared.remember(router, marks, routing)
         self.record(routing, training)
         return routing
 
     def record(self, routing: Routing, training: bool) -> None:
         """Keep the routing for losses and traces; a recomputation is no new decision."""
-        if (training or self.recording) and not recomputing():
-            self.routing = routing
-            self.fresh = True
-
-
-def recomputing() -> bool:
-    """Whether this code runs inside a backward pass, that is, recomputes a checkpointed forward."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1
+        record = self._record
+        if (training or record.recording) and not recomputing():
+            record.routing, record.fresh = routing, True

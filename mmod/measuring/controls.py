@@ -29,8 +29,7 @@ class LoopedBlock(RoutedBlock):
             args: Further arguments of the host block, which must be off.
             kwargs: The same by name.
         """
-        routing = self.router(x, self.mod.importance(x, self.training))
-        self.mod.record(routing, self.training)
+        routing = self.mod.decide(self.router, x, self.training, lambda shared_BN: self.router(x, shared_BN), ())
         gates = [None] * x.shape[0] if routing.gate_BK is None else routing.gate_BK
         out = []
         for tokens_ND, index_K, gate_K in zip(x, routing.index_BK, gates):
@@ -51,8 +50,7 @@ class MaskedBlock(RoutedBlock):
             args: Further arguments of the host block, which must be off.
             kwargs: The same by name.
         """
-        routing = self.router(x, self.mod.importance(x, self.training))
-        self.mod.record(routing, self.training)
+        routing = self.mod.decide(self.router, x, self.training, lambda shared_BN: self.router(x, shared_BN), ())
         keep_BN = routing.keep_BN
         y = super(RoutedBlock, self).forward(x, *args, **kwargs, attn_mask=keep_BN[:, None, None, :])
         gate_BN = None

@@ -225,7 +225,7 @@ class _Counter(TorchFunctionMode):
         block.register_forward_pre_hook(enter)
         block.register_forward_hook(leave)
         if isinstance(block, RoutedBlock):
-            block.mod.recording = True
+            block.mod.start_recording()
             block.router.register_forward_pre_hook(enter_router)
             block.router.register_forward_hook(leave_router)
 

@@ -11,7 +11,6 @@ from torch import nn
 from mmod.adapters import find_hosts
 from mmod.blocks import ImportanceBlock, RoutedBlock, model_hooks
 from mmod.measuring.flops import BlockFlops
-from mmod.routing.roles import share_of
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def _kept(name: str, block: RoutedBlock, free: Sequence[int], share: float | Non
         free = [config.frames] * (sum(free) // config.frames)
     elif config.frames is None:
         free = [sum(free)]
-    return sum(share_of(number, capacity, config.round_up) for number in free)
+    return sum(number * capacity.numerator // capacity.denominator for number in free)
 
 
 def _row(name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> BlockFlops:

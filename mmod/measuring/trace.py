@@ -77,7 +77,7 @@ class Trace(Mapping[str, Routing]):
 
 @contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
-    """Record the decisions of the forward passes made inside the block, in evaluation too.
+    """Record the decisions of the forward passes that this thread makes inside the block, in evaluation too.
 
     Args:
         model: A routed model.
@@ -98,11 +98,11 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """
     blocks = routed_blocks(model)
     for block in blocks.values():
-        block.mod.recording, block.mod.routing = True, None
+        block.mod.start_recording()
     decisions = Trace(model)
     try:
         yield decisions
     finally:
         decisions.close()
         for block in blocks.values():
-            block.mod.recording = False
+            block.mod.stop_recording()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mmod.blocks import Handover, ImportanceBlock, RoutedBlock, RoutedState, convert
+from mmod.blocks import ImportanceBlock, RoutedBlock, RoutedState, SharedScore, convert
 from mmod.convert import routed_blocks, unroute_
 from mmod.measuring.calibrate import score_levels
 from mmod.measuring.free import sharing_copy
@@ -178,11 +178,11 @@ def _check_selection(name: str, router: Router, kept: list[int], score_BN: Tenso
 
 
 class _LoopState:
-    """What a block of the loop knows: how it is called, where importance comes from, and the given selection."""
+    """What a block of the loop knows: how it is called, where shared scores come from, and the given selection."""
 
     def __init__(self, routed: RoutedState) -> None:
         self.host = routed.host
-        self.source = routed.source
+        self.span, self.first, self.last = routed.span, routed.first, routed.last
         self.routing: Routing | None = None
         self.seen_score_N: Tensor | None = None
 
@@ -196,12 +196,7 @@ class _LoopBlock(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         state, routing = self.mod, self.mod.routing
         assert routing is not None
-        if self.router.score is None:
-            assert state.source is not None
-            score_BN = state.source.importance_BN
-        else:
-            score_BN = self.router.score(x)
-        assert score_BN is not None
+        score_BN = self._score(x)
         state.seen_score_N = score_BN[0]
         kept = _kept(routing, 0)
         if not kept:
@@ -219,6 +214,19 @@ class _LoopBlock(nn.Module):
             out[0, token] = z_BKD[0, slot] + gate * (y_BKD[0, slot] - z_BKD[0, slot])
         return out
 
+    def _score(self, x: Tensor) -> Tensor:
+        state, config = self.mod, self.router.config
+        if config.shares_score and not (config.draws and state.first):
+            assert state.span is not None
+            shared = state.span.of(x, state.last)
+            assert shared is not None
+            return shared.score_BN
+        assert self.router.score is not None
+        score_BN: Tensor = self.router.score(x)
+        if config.draws and state.span is not None:
+            state.span.put(SharedScore(score_BN))
+        return score_BN
+
 
 class _MapBlock(nn.Module):
     """A dense block that takes importance from full attention maps."""
@@ -228,8 +236,7 @@ class _MapBlock(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         with _FullMaps() as maps:
             y = super().forward(x, *args, **kwargs)
-        target: Handover = self.mod.target
-        target.importance_BN = torch.stack([m.mean(dim=(1, 2)) for m in maps.seen]).mean(dim=0)
+        self.mod.span.put(SharedScore(torch.stack([m.mean(dim=(1, 2)) for m in maps.seen]).mean(dim=0)))
         return y
 
 

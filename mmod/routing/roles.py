@@ -35,7 +35,6 @@ class Roles(NamedTuple):
         strict: A capacity that keeps no token of a group is an error.
         alone: Every sample has one token, and a slot for it whether it is kept or not.
         causal: A token attends to all valid ones up to itself and to no other, whatever mask says so.
-        round_up: A share of a group that is no whole number of tokens is rounded up, not down.
     """
 
     group_BN: Tensor
@@ -46,7 +45,6 @@ class Roles(NamedTuple):
     strict: bool = True
     alone: bool = False
     causal: bool = False
-    round_up: bool = False
 
     @property
     def padded(self) -> bool:
@@ -150,7 +148,7 @@ def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[T
     """Keep the highest scores of every group, and all tokens that are always kept.
 
     Ties go to the lowest index and NaN ranks last among the tokens of its group. A group of n tokens keeps
-    `floor(capacity * n)`, or the ceiling where roles round up.
+    `floor(capacity * n)`.
 
     Args:
         score_BN: Raw scores (B, N).
@@ -170,7 +168,7 @@ def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[T
         >>> select_within(torch.tensor([[0.0, 0.1, 0.9, 0.2, 0.9]]), Fraction(1, 2), roles)[0]
         tensor([[0, 2, 4]])
     """
-    keeps = [[_kept_of(size, capacity, roles) for size in row] for row in roles.sizes]
+    keeps = [[_kept_of(size, capacity, roles.strict) for size in row] for row in roles.sizes]
     counts = [sum(row) + always for row, always in zip(keeps, roles.always)]
     tokens = score_BN.shape[1]
     if not any(keeps) or all(kept == list(sizes) for kept, sizes in zip(keeps, roles.sizes)):
@@ -204,26 +202,11 @@ def _running(sizes: list[int], groups: int) -> list[int]:
     return starts + [0] * (groups - len(starts))
 
 
-def share_of(tokens: int, capacity: Fraction, round_up: bool = False) -> int:
-    """Return how many of some tokens a capacity keeps.
-
-    Args:
-        tokens: Their number.
-        capacity: Share that is kept.
-        round_up: Round up instead of down.
-
-    Example:
-        >>> share_of(9, Fraction(1, 2)), share_of(9, Fraction(1, 2), round_up=True)
-        (4, 5)
-    """
-    return -(-tokens * capacity.numerator // capacity.denominator) if round_up else int(tokens * capacity)
-
-
-def _kept_of(size: int, capacity: Fraction, roles: Roles) -> int:
-    kept = share_of(size, capacity, roles.round_up)
+def _kept_of(size: int, capacity: Fraction, strict: bool) -> int:
+    kept = size * capacity.numerator // capacity.denominator
     if kept or not size:
         return kept
-    if roles.strict:
+    if strict:
         raise ValueError(
             f"capacity {float(capacity)} keeps none of {size} image tokens; give at least 1/{size} = {1 / size:.4f}"
         )
@@ -330,7 +313,7 @@ class RoleRouter(Router):
 
         Args:
             x_BND: What is scored (B, N, D).
-            importance_BN: Attention received in the preceding dense block (B, N); needed by "attention".
+            importance_BN: See `Router.forward`.
             valid_BN: Not read; roles say what is padding.
             protect_BN: Not read; roles say what is kept.
             roles: The roles of the tokens.
@@ -343,7 +326,8 @@ class RoleRouter(Router):
         # The random score reads a fingerprint off the tokens it draws among: later text must not change the draw.
         drawn_BN = roles.free_BN if isinstance(self.score, RandomScore) else None
         score_BN = self._score(x_BND, importance_BN, drawn_BN)
-        if isinstance(self.score, (RandomScore, StrideScore)):
+        shared = self.config.shares_score and importance_BN is not None
+        if isinstance(self.score, (RandomScore, StrideScore)) and not shared:
             # Drawn by rank among the tokens that may be skipped, so that neither padding nor text moves the draw.
             score_BN = score_BN.gather(1, (roles.free_BN.cumsum(1) - 1).clamp(min=0))
         predicted_BN = None if self.predictor is None else self.predictor(x_BND)
@@ -361,7 +345,7 @@ class RoleRouter(Router):
             gate_BK,
             valid_BK,
             skip_weight_BN,
-            importance_BN,
+            None if self.config.draws else importance_BN,
             total,
             roles,
             predicted_BN,

@@ -34,6 +34,8 @@ class Routing(NamedTuple):
         roles: The roles of the tokens, where the router was given them, else None.
         predicted_BN: Logits of the network that predicts what is kept, where there is one.
         inverse_BN: Slot of each token, -1 where it has none, where the selection found it on the way, else None.
+        real_BN: False where a token is padding, or None where none is, or roles say so.
+        protect_BN: True where a token is always kept, or None where those are the leading ones, or roles say so.
     """
 
     score_BN: Tensor
@@ -46,6 +48,8 @@ class Routing(NamedTuple):
     roles: Roles | None = None
     predicted_BN: Tensor | None = None
     inverse_BN: Tensor | None = None
+    real_BN: Tensor | None = None
+    protect_BN: Tensor | None = None
 
     @property
     def keep_BN(self) -> Tensor:
@@ -111,7 +115,8 @@ class Router(nn.Module):
 
         Args:
             x_BND: The block's input (B, N, D).
-            importance_BN: Attention received in the preceding dense block (B, N); needed by "attention".
+            importance_BN: Attention received in the preceding dense block (B, N), needed by "attention"; for "random"
+                what the first block of the span drew, if another one did.
             valid_BN: False where a token is padding (B, N), or None.
             protect_BN: True where a token is always kept (B, N), `prefix` of an image at most; None means the leading
                 ones. Without a prefix nothing is protected.
@@ -141,7 +146,16 @@ class Router(nn.Module):
         if self.config.reweight_skipped:
             skip_weight_BN = apply_gate(score_BN, gate, scale)
         return Routing(
-            score_BN, index_BK, gate_BK, valid_BK, skip_weight_BN, importance_BN, total, inverse_BN=inverse_BN
+            score_BN,
+            index_BK,
+            gate_BK,
+            valid_BK,
+            skip_weight_BN,
+            None if self.config.draws else importance_BN,
+            total,
+            inverse_BN=inverse_BN,
+            real_BN=valid_BN,
+            protect_BN=protect_BN,
         )
 
     def _score(self, x_BND: Tensor, importance_BN: Tensor | None, valid_BN: Tensor | None) -> Tensor:
@@ -151,7 +165,7 @@ class Router(nn.Module):
                 f"{tuple(x_BND.shape[:2])} (images, tokens): the sequence changed between the two blocks"
             )
         if isinstance(self.score, RandomScore):
-            return self.score(x_BND, valid_BN)
+            return self.score(x_BND, valid_BN) if importance_BN is None else importance_BN
         if self.score is not None:
             return self.score(x_BND)
         if importance_BN is None:

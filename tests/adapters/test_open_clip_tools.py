@@ -31,6 +31,7 @@ from tests.adapters.clip_zoo import (
     small_config,
 )
 from tests.counting import flop_counter
+from tests.threads import assert_right_in_threads
 
 NAME = "ViT-B-32"
 IMAGES, CAPTIONS = make_images(NAME), make_captions(NAME)
@@ -85,13 +86,21 @@ def test_checkpointing_keeps_the_gradients(routing: str) -> None:
         assert any(value.abs().max() > 0 for name, value in wanted.items() if ".router." in name)
 
 
-def test_checkpointing_refuses_captions_that_were_replaced() -> None:
-    model = make("linear").train()
+@pytest.mark.parametrize("routing", ["linear", "attention"])
+def test_checkpointing_recomputes_with_the_captions_of_each_pass(routing: str) -> None:
+    model = make(routing).train()
+    wanted = gradients(model, loss_of(model))
     model.set_grad_checkpointing(True)
     loss = loss_of(model)
     loss_of(model, captions=CAPTIONS.flip(0))
-    with pytest.raises(RuntimeError, match="other captions have run"):
-        loss.backward()
+    assert_same(gradients(model, loss), wanted)
+
+
+@pytest.mark.parametrize("routing", CONFIGS)
+def test_threads_have_captions_of_their_own(routing: str) -> None:
+    model = make(routing).eval()
+    captions = [CAPTIONS.roll(place, 0) for place in range(len(CAPTIONS))]
+    assert_right_in_threads(model.encode_text, captions)
 
 
 @pytest.mark.parametrize("routing", ["attention", "threshold"])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import mmod
 from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, LINEAR, VIDEO, make_joint, make_language, prompt, words
+from tests.threads import assert_right_in_threads
 
 EVERY_TOKEN = mmod.RoutingConfig(router="stride", capacity=1.0, blocks="all")
 EVERY_TOKEN_CAUSAL = mmod.RoutingConfig(
@@ -107,9 +108,10 @@ def test_hidden_states_have_all_tokens() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("importance", ["mean", "per_viewer"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_importance_is_the_mean_of_the_map(attention: str) -> None:
-    config = mmod.RoutingConfig(capacity=0.5, blocks=(1,))
+def test_importance_is_the_mean_of_the_map(attention: str, importance: str) -> None:
+    config = mmod.RoutingConfig(capacity=0.5, blocks=(1,), importance=importance)
     batch = prompt("llava", (1, 2))
     model = make_joint("llava", attention="eager")
     maps = model(**batch, output_attentions=True).attentions[0]
@@ -119,8 +121,19 @@ def test_importance_is_the_mean_of_the_map(attention: str) -> None:
         model(**batch)
     (routing,) = decisions.values()
     for row in range(2):
-        expected = maps[row][:, real[row]].mean(dim=(0, 1))
-        torch.testing.assert_close(routing.score_BN[row][real[row]], expected[real[row]], atol=1e-6, rtol=1e-4)
+        seen = maps[row][:, real[row]][:, :, real[row]]
+        if importance == "per_viewer":
+            count = torch.arange(1, seen.shape[-1] + 1)
+            seen = seen * count[:, None] / count.flip(0)
+        torch.testing.assert_close(routing.score_BN[row][real[row]], seen.mean(dim=(0, 1)), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gamma-mod", "p-mod", "a-mod"])
+def test_a_pool_of_threads_computes_what_one_thread_does(name: str) -> None:
+    config = mmod.preset(name, depth=6, **({"blocks": "late"} if name == "a-mod" else {}))
+    model = mmod.route_(make_joint("llava", num_hidden_layers=6), language=config)
+    batches = [prompt("llava", (1, 2), seed=seed) for seed in range(4)]
+    assert_right_in_threads(lambda batch: model(**batch).logits, batches)
 
 
 @torch.no_grad()

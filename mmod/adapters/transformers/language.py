@@ -191,8 +191,7 @@ class RoleHook(DescribedRouting):
             free_BN, gated_BN, valid_BN, None if frames is None else self.config.frames, self.tokens == "image",
             segment_BN, None if frames is None else frames.first_BN,
         )  # fmt: skip
-        causal = segment_BN is None and self._is_causal(given.get("attention_mask"), tokens)
-        roles = roles._replace(causal=causal, round_up=self.config.round_up)
+        roles = roles._replace(causal=segment_BN is None and self._is_causal(given.get("attention_mask"), tokens))
         if begun and roles.skips and together:
             self._check_apart(module, roles, frames, cache)
         if not module.training and not roles.skips and sum(roles.always) == samples * tokens:

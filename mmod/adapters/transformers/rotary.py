@@ -50,9 +50,12 @@ class CompactRotary:
     def _table(self, like: Tensor, length: int) -> tuple[Tensor, ...]:
         """Return the embeddings of at least the first positions (1, length, E)."""
         key = like.device, like.dtype
-        if key not in self._tables or self._tables[key][0].shape[1] < length:
+        table = self._tables.get(key)
+        if table is None or table[0].shape[1] < length:
             # As a constant: tensors of inference could not be used in training.
             with torch.inference_mode(False), torch.no_grad():
                 places = torch.arange(1 << (max(length, 1024) - 1).bit_length(), device=like.device).unsqueeze(0)
-                self._tables[key] = self.rotary(torch.empty(0, device=like.device, dtype=like.dtype), places)
-        return self._tables[key]
+                table = self.rotary(torch.empty(0, device=like.device, dtype=like.dtype), places)
+            # Another thread may put a shorter one there: this call returns its own.
+            self._tables[key] = table
+        return table
