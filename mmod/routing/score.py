@@ -127,20 +127,30 @@ class RandomScore(nn.Module):
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, leaves no fingerprint."""
-        print_BND = x_BND.detach()[..., :4].float()
-        if valid_BN is None:
-            mean_BD = print_BND.mean(dim=1)
-        else:
-            total_BD = (print_BND * valid_BN.unsqueeze(-1)).sum(dim=1)
-            mean_BD = total_BD / valid_BN.sum(dim=1, keepdim=True).clamp(min=1)
-        # Rounding to 1/64 keeps the fingerprint clear of the last bits, in which batch sizes and compilers differ.
-        coarse_BD = torch.round(mean_BD * 64).to(torch.int64)
+        coarse_BD = _fingerprint(x_BND, valid_BN)
         key_B = torch.full_like(coarse_BD[:, 0], self.salt)
         for channel in range(coarse_BD.shape[1]):
             key_B = _mix(key_B + coarse_BD[:, channel])
         position_N = torch.arange(x_BND.shape[1], device=x_BND.device)
         bits_BN = _mix(key_B.unsqueeze(1) + position_N)
         return (bits_BN & 0xFFFFFF).float() / 2.0**24
+
+
+def _fingerprint(x_BND: Tensor, valid_BN: Tensor | None) -> Tensor:
+    """Return whole numbers that tell an image from others, whatever the scale of its tokens (B, channels).
+
+    They are the means of eight channels, in steps of at most a quarter of what such a mean varies by. A step is a power
+    of two, so that it does not change with the last bits, in which batch sizes and compilers differ.
+    """
+    x_BND = x_BND.detach()[..., :8].float()
+    if valid_BN is not None:
+        x_BND = x_BND * valid_BN.unsqueeze(-1)
+    tokens = x_BND.shape[1] if valid_BN is None else valid_BN.sum(dim=1)[:, None, None].clamp(min=1)
+    mean_B1D = x_BND.sum(dim=1, keepdim=True) / tokens
+    square_B11 = x_BND.square().sum(dim=(1, 2), keepdim=True) / (tokens * x_BND.shape[2])
+    deviation_B11 = (square_B11 / tokens).clamp(min=1e-30).sqrt()
+    step_B11 = torch.exp2(torch.floor(torch.log2(deviation_B11)) - 2)
+    return torch.round(mean_B1D / step_B11).to(torch.int64).squeeze(1)
 
 
 class FunctionScore(nn.Module):
