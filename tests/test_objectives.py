@@ -27,7 +27,7 @@ def test_membership_is_the_cross_entropy_with_what_was_kept() -> None:
     routings = [block.mod.routing for block in mmod.routed_blocks(model).values()]
     expected = torch.stack(
         [F.binary_cross_entropy_with_logits(r.score_BN[:, 1:], r.keep_BN[:, 1:].float()) for r in routings]
-    ).mean()
+    ).sum()
     torch.testing.assert_close(mmod.auxiliary_loss(model), 0.5 * expected)
 
 
@@ -41,7 +41,8 @@ def test_membership_is_zero_when_scores_say_what_is_kept() -> None:
 def test_load_is_share_times_mean_gate_and_only_the_gate_learns() -> None:
     model = trained(mmod.preset("modification", init_std=1.0))
     routings = [block.mod.routing for block in mmod.routed_blocks(model).values()]
-    expected = sum(r.keep_BN.float().mean() * torch.sigmoid(r.score_BN).mean() for r in routings) / len(routings)
+    shares = [r.keep_BN[:, 1:].float().mean() for r in routings]
+    expected = sum(share * torch.sigmoid(r.score_BN[:, 1:]).mean() for share, r in zip(shares, routings, strict=True))
     loss = mmod.auxiliary_loss(model)
     torch.testing.assert_close(loss, 0.01 * expected)
     loss.backward()
@@ -53,7 +54,7 @@ def test_capacity_measures_the_hard_share_and_moves_the_scores() -> None:
     model = trained(config)
     shares = [block.mod.routing.keep_BN.float().mean() for block in mmod.routed_blocks(model).values()]
     loss = mmod.auxiliary_loss(model)
-    torch.testing.assert_close(loss, torch.stack([(share - 0.25).abs() for share in shares]).mean())
+    torch.testing.assert_close(loss, torch.stack([(share - 0.25).abs() for share in shares]).sum())
     loss.backward()
     assert all(router.score.weight.grad.abs().sum() > 0 for router in routers(model).values())
 
@@ -78,6 +79,73 @@ def test_importance_is_not_computed_in_evaluation() -> None:
     with mmod.trace(model) as decisions:
         model(make_images(NAME, 1))
     assert all(routing.importance_BN is None for routing in decisions.values())
+
+
+@pytest.mark.parametrize("name", ["mod", "modification", "distilled"])
+def test_a_sum_over_blocks_weighs_every_block_alike(name: str) -> None:
+    losses = {"membership": 1.0} if name == "mod" else mmod.preset(name).losses
+    wide = mmod.preset(name, blocks=(1, 2, 3, 4, 5), losses=losses, init_std=1.0)
+    model = trained(wide)
+    terms = [
+        weight * mmod.objectives.OBJECTIVES[loss](block.mod.routing, block.router)
+        for block in mmod.routed_blocks(model).values()
+        for loss, weight in losses.items()
+    ]
+    assert len(terms) == 5
+    torch.testing.assert_close(mmod.auxiliary_loss(model), torch.stack(terms).sum())
+
+
+@pytest.mark.parametrize("loss", ["membership", "load", "capacity", "importance"])
+@pytest.mark.parametrize("protects", ["leading", "marked"])
+def test_padding_and_protected_tokens_do_not_count(loss: str, protects: str) -> None:
+    torch.manual_seed(0)
+    config = RoutingConfig(router="linear", gate="sigmoid", capacity=0.5, normalize=False, losses={loss: 1.0})
+    router = Router(config, dim=4, block=0, capacity=0.5, prefix=2)
+    torch.nn.init.normal_(router.score.weight)
+    rows = [(7, (0, 6)), (11, (0, 10)), (24, (0, 23))] if protects == "marked" else [(7, (0, 1)), (11, (0, 1))]
+    terms = []
+    tokens = 24
+    x, importance = torch.randn(len(rows), tokens, 4), torch.rand(len(rows), tokens)
+    valid, protect = torch.zeros(len(rows), tokens, dtype=torch.bool), torch.zeros(len(rows), tokens, dtype=torch.bool)
+    singles = []
+    for row, (length, kept) in enumerate(rows):
+        valid[row, :length] = True
+        protect[row, list(kept)] = True
+        marked = protect[row : row + 1, :length] if protects == "marked" else None
+        alone = router(x[row : row + 1, :length], importance[row : row + 1, :length], None, marked)
+        singles.append(alone)
+        terms.append((mmod.objectives.OBJECTIVES[loss](alone, router), length, length - 2))
+    for garbage in (0.0, 100.0):
+        filled = torch.where(valid.unsqueeze(-1), x, garbage).requires_grad_()
+        weight = torch.where(valid, importance, garbage)
+        batch = router(filled, weight, valid, protect if protects == "marked" else None)
+        for row, alone in enumerate(singles):
+            assert torch.equal(batch.keep_BN[row, : rows[row][0]], alone.keep_BN[0])
+        found = mmod.objectives.OBJECTIVES[loss](batch, router)
+        if loss in ("membership", "importance"):
+            total = sum(value * count for value, _, count in terms)
+            torch.testing.assert_close(found, total / sum(count for *_, count in terms))
+        if loss == "capacity":
+            share = sum(int(alone.keep_BN.sum()) for alone in singles) / sum(length for _, length, _ in terms)
+            torch.testing.assert_close(found.item(), abs(share - 0.5))
+        found.backward()
+        assert filled.grad[~valid].abs().max() == 0
+        if loss != "capacity":
+            marked = protect if protects == "marked" else torch.arange(tokens).expand(len(rows), -1) < 2
+            assert filled.grad[marked].abs().max() == 0
+        assert filled.grad[valid].abs().max() > 0
+
+
+def test_frozen_blocks_in_evaluation_hand_over_the_importance_of_this_batch() -> None:
+    model = mmod.route_(make_model(NAME), mmod.preset("distilled")).train()
+    model(make_images(NAME, 2, seed=1))
+    model.blocks[0].eval()
+    images = make_images(NAME, 2, seed=2)
+    model(images)
+    found = mmod.routed_blocks(model)["blocks.1"].mod.routing.importance_BN
+    twin = mmod.route_(make_model(NAME), mmod.preset("distilled")).train()
+    twin(images)
+    torch.testing.assert_close(found, mmod.routed_blocks(twin)["blocks.1"].mod.routing.importance_BN)
 
 
 class TestErrors:
