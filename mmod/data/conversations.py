@@ -227,14 +227,16 @@ def _read_shards(pattern: str, report: CorruptReport, progress: bool) -> Iterato
                 else:
                     yield member.name, member
 
+        empty = True
         with open(shard, "rb") as file:
             for key, members in group_members(named()):
+                empty = False
                 try:
                     yield _shard_row(shard, key, members, lambda at, size: read_at(file, at, size))
                 except ValueError as error:
                     # A last sample cut short by the shard's end is no second fault.
                     report.add([] if ends else [Fault(shard, key, str(error))])
-        report.add(ends)
+        report.add(ends or ([Fault(shard, "", "holds no sample")] if empty else []))
 
 
 def _shard_row(

@@ -51,7 +51,7 @@ def open_image(data: bytes) -> Image.Image:
         image.load()
     except UnidentifiedImageError as error:
         # Its own message names an address in memory, by which one fault met twice would count as two.
-        reason = f"of none of the formats {', '.join(EXTENSIONS)}"
+        reason = f"it is damaged or of none of the formats {', '.join(EXTENSIONS)}"
         raise ValueError(f"image of {len(data)} bytes cannot be decoded: {reason}") from error
     except Exception as error:
         # Pillow's decoders raise OSError, SyntaxError, struct.error and others on damaged files.

@@ -24,6 +24,8 @@ from mmod.data.stream import Batch, checked, kept_random_state, seed_all, unchan
 
 # Faults within one batch after which nothing good is to be expected of the shards.
 _MOST_FAULTS = 100_000
+# Reads behind a shard's end after which it is taken as cut short.
+_MOST_EMPTY = 100
 # Samples held before the first is given away; from then on the buffer grows by every second one until it is full.
 _FIRST = 1000
 
@@ -38,23 +40,19 @@ def stream_shard(url: str) -> Iterator[tuple[str, bytes, bytes] | Fault]:
         Key, image bytes and caption bytes of each sample; and a `Fault` for each incomplete one and for a damaged
         shard, of which the rest is lost.
     """
-    from webdataset.gopen import gopen
-
+    damage: list[str] = []
     count = 0
-    try:
-        with gopen(url) as stream:
-            with tarfile.open(fileobj=stream, mode="r|*", tarinfo=_StrictTarInfo) as tar:
-                for key, members in group_members(_read_members(tar)):
-                    count += 1
-                    chosen = choose_members(url, key, members, CAPTION)
-                    yield chosen if isinstance(chosen, Fault) else (key, *chosen)
-            # A pipe whose end is not read breaks, and its command's own exit status would stay unknown.
-            while stream.read(1 << 20):
-                pass
-    except DAMAGE as error:
-        yield Fault(url, "", f"damaged after {count} samples: {error}; what follows is lost")
-        return
-    if not count:
+    for key, members in group_members(_read_members(url, damage)):
+        chosen = choose_members(url, key, members, CAPTION)
+        count += 1
+        if not isinstance(chosen, Fault):
+            yield key, *chosen
+        elif not damage:
+            # A last sample cut short by the shard's end is no second fault.
+            yield chosen
+    if damage:
+        yield Fault(url, "", f"damaged after {count} samples: {damage[0]}; what follows is lost")
+    elif not count:
         yield Fault(url, "", "holds no sample")
 
 
@@ -71,13 +69,41 @@ class _StrictTarInfo(tarfile.TarInfo):
             raise tarfile.ReadError(f"no valid header at byte {tar.offset}: {error}") from error
 
 
-def _read_members(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
-    for member in plain_members(tar):
-        # Otherwise the archive remembers every member it has passed.
-        tar.members = []  # type: ignore[attr-defined]
-        file = tar.extractfile(member)
-        assert file is not None
-        yield member.name, file.read()
+class _EndingStream:
+    """Raises when it is read on behind its end, as `tarfile` does to pass by a size that a header only claims."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._empty = 0
+
+    def read(self, size: int) -> bytes:
+        """Read up to `size` bytes."""
+        data: bytes = self._stream.read(size)
+        self._empty = 0 if data else self._empty + 1
+        if self._empty > _MOST_EMPTY:
+            raise EOFError("the shard ends within a member")
+        return data
+
+
+def _read_members(url: str, damage: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield names and bytes of a shard's members, and append to `damage` what ended it early if something did."""
+    from webdataset.gopen import gopen
+
+    try:
+        with gopen(url) as stream:
+            ending: Any = _EndingStream(stream)
+            with tarfile.open(fileobj=ending, mode="r|*", tarinfo=_StrictTarInfo) as tar:
+                for member in plain_members(tar):
+                    # Otherwise the archive remembers every member it has passed.
+                    tar.members = []  # type: ignore[attr-defined]
+                    file = tar.extractfile(member)
+                    assert file is not None
+                    yield member.name, file.read()
+            # A pipe whose end is not read breaks, and its command's own exit status would stay unknown.
+            while stream.read(1 << 20):
+                pass
+    except DAMAGE as error:
+        damage.append(str(error))
 
 
 class ResampledStream:

@@ -103,7 +103,7 @@ def test_formats_that_start_other_programs_are_not_opened(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
     monkeypatch.setattr(subprocess, "check_call", lambda *_, **__: pytest.fail("a program was started"))
-    with pytest.raises(ValueError, match="of none of the formats JPEG, PNG"):
+    with pytest.raises(ValueError, match="it is damaged or of none of the formats JPEG, PNG"):
         decode_image(encode(np.zeros((8, 8, 3), np.uint8), "EPS"), "RGB")
 
 
