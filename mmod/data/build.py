@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmod.data.files import open_shard
+from mmod.data.locks import locked
 
 MANIFEST = "manifest.json"
 SIZES = "sizes.json"
@@ -87,9 +87,7 @@ def build_shards(root: str | Path, wanted: ShardSet, progress: bool = False) -> 
         ValueError: If `root` holds the right build but a shard of it is damaged.
     """
     root = Path(root)
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with open(root.parent / f".{root.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(root, wait=True):
         if root.is_dir() and any(root.iterdir()):
             return _check(root, wanted)
         partial = root.parent / f".{root.name}.partial"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +19,29 @@ from mmod.data.files import sync
 
 __all__ = [
     "Checkpoint",
+    "DamagedFileError",
     "find_weights",
-    "latest_checkpoint",
+    "list_checkpoints",
     "load_checkpoint",
+    "load_newest",
     "read_weights",
+    "remove_checkpoints",
     "save_checkpoint",
+    "set_aside",
 ]
 
-_PREFIX = "step-"
+# What a checkpoint is called; with a prefix, one that is being written or was found damaged.
+_NAME = re.compile(r"(?:partial-|damaged-)?step-(\d{9,})-epoch-(\d{5,})")
+_KEPT = 2
 _WEIGHTS = "model.safetensors"
 # What open_clip calls the weights in a folder of its own.
 _CLIP_WEIGHTS = "open_clip_model.safetensors"
 _AVERAGE = "ema.safetensors"
 _TRAINING = "training.pt"
+
+
+class DamagedFileError(ValueError):
+    """A file that is not whole, or holds something else than it should."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,7 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> Path:
-    """Write a checkpoint beside the earlier ones, then remove those.
+    """Write a checkpoint beside the earlier ones, then remove all but the newest two.
 
     It is written under a temporary name and renamed when it is on disk, so a process killed at any
     moment leaves the earlier checkpoint whole.
@@ -66,7 +78,7 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint,
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{_PREFIX}{step:09d}-epoch-{epoch:05d}"
+    target = folder / f"step-{step:09d}-epoch-{epoch:05d}"
     if target.exists():
         return target
     partial = folder / f"partial-{target.name}"
@@ -81,27 +93,96 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint,
         sync(path)
     os.replace(partial, target)
     sync(folder)
-    for path in folder.iterdir():
-        if path != target:
-            shutil.rmtree(path)
+    unfinished = [path for path in _own(folder) if path.name.startswith("partial-")]
+    for path in (*list_checkpoints(folder)[_KEPT:], *unfinished):
+        shutil.rmtree(path)
     return target
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest whole checkpoint in `folder`; None when there is none."""
-    return max(folder.glob(f"{_PREFIX}*"), default=None)
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the whole checkpoints in a folder, the newest first.
+
+    Args:
+        folder: Where the checkpoints of the run lie. What else lies there is passed over.
+    """
+    return sorted((path for path in _own(folder) if path.name.startswith("step-")), key=_place, reverse=True)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint that `save_checkpoint` wrote, onto the CPU."""
-    from safetensors.torch import load_file
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints in a folder, and the folder when nothing else is in it.
 
+    Args:
+        folder: Where the checkpoints of the run lie.
+    """
+    for path in _own(folder):
+        shutil.rmtree(path)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def set_aside(folder: Path, chosen: Path) -> None:
+    """Rename the checkpoints that are newer than the one a run goes on from, so that it can write them again.
+
+    Args:
+        folder: Where the checkpoints of the run lie.
+        chosen: The one it goes on from.
+    """
+    for path in list_checkpoints(folder):
+        if path == chosen:
+            break
+        aside = folder / f"damaged-{path.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(path, aside)
+
+
+def load_checkpoint(path: Path, *, averaged: bool = False) -> Checkpoint:
+    """Read a checkpoint that `save_checkpoint` wrote, onto the CPU.
+
+    Args:
+        path: Its folder.
+        averaged: Whether it must hold a moving average.
+
+    Raises:
+        DamagedFileError: If a part is missing or cannot be read.
+    """
     average = path / _AVERAGE
+    training = _load_pickle(path / _TRAINING)
+    if not isinstance(training, dict):
+        raise DamagedFileError(f"{str(path / _TRAINING)!r} holds no state of a training run")
     return Checkpoint(
-        weights=load_file(path / _WEIGHTS),
-        average=load_file(average) if average.exists() else None,
-        training=torch.load(path / _TRAINING, map_location="cpu", weights_only=True),
+        weights=_load_tensors(path / _WEIGHTS),
+        average=_load_tensors(average) if averaged or average.exists() else None,
+        training=training,
     )
+
+
+def load_newest(folder: Path, *, averaged: bool = False) -> tuple[Path, Checkpoint] | None:
+    """Read the newest checkpoint that can be read, and warn of those that cannot.
+
+    Args:
+        folder: Where the checkpoints of the run lie.
+        averaged: Whether they must hold a moving average.
+
+    Returns:
+        Its folder and its content; None when there is no checkpoint.
+
+    Raises:
+        DamagedFileError: If there are checkpoints and none can be read.
+    """
+    paths = list_checkpoints(folder)
+    faults: list[str] = []
+    for path in paths:
+        try:
+            found = load_checkpoint(path, averaged=averaged)
+        except DamagedFileError as error:
+            faults.append(str(error))
+            continue
+        if faults:
+            warnings.warn(f"going on from {str(path)!r}, because {'; '.join(faults)}", stacklevel=2)
+        return path, found
+    if faults:
+        raise DamagedFileError(f"no checkpoint can be read, so the run cannot go on: {'; '.join(faults)}")
+    return None
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -116,14 +197,12 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: If nothing is there.
-        ValueError: If the file holds no state dict.
+        ValueError: If the file is damaged, holds no state dict, or holds more than tensors and plain values.
     """
-    from safetensors.torch import load_file
-
     file = find_weights(path)
     if file.suffix == ".safetensors":
-        return load_file(file)
-    content = torch.load(file, map_location="cpu", weights_only=True)
+        return _load_tensors(file)
+    content = _load_pickle(file)
     for key in ("state_dict", "model", "model_ema"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -146,13 +225,42 @@ def find_weights(path: str | Path) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
-        newest = latest_checkpoint(path / "checkpoints")
-        folders = [path, path / "model", *([newest] if newest else [])]
+        folders = [path, path / "model", *list_checkpoints(path / "checkpoints")[:1]]
         for candidate in (folder / name for folder in folders for name in (_WEIGHTS, _CLIP_WEIGHTS)):
             if candidate.is_file():
                 return candidate
         raise FileNotFoundError(f"no {_WEIGHTS} in the folder {str(path)!r}")
     raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
+
+
+def _own(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, those that were never finished included."""
+    return [path for path in folder.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _place(path: Path) -> tuple[int, int]:
+    """Return step and epoch of a checkpoint."""
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise DamagedFileError(f"{str(path)!r} is no whole safetensors file: {error}") from error
+
+
+def _load_pickle(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle may fail in any way
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise DamagedFileError(f"{str(path)!r} is no whole file of tensors and plain values: {reason}") from error
 
 
 def _storable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,19 @@ class TensorBoard:
 
     def __init__(self, folder: Path | None, step: int) -> None:
         self._writer: Any = None
+        self._open: Callable[[], Any] | None = None
         if folder is not None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ModuleNotFoundError as error:
                 raise ModuleNotFoundError("`tensorboard: true` needs the package tensorboard") from error
-            self._writer = SummaryWriter(str(folder), purge_step=step)
+            # Opened with the first figures: a start that fails leaves no file behind.
+            self._open = functools.partial(SummaryWriter, str(folder), purge_step=step)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Write scalars under their names."""
+        if self._writer is None and self._open is not None:
+            self._writer = self._open()
         if self._writer is not None:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)

@@ -10,7 +10,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic
@@ -25,12 +25,21 @@ from tqdm import tqdm
 
 from mmod import is_routed, trace
 from mmod.data.corrupt import CorruptReport, Fault
+from mmod.data.locks import locked
 from mmod.training.build import create_optimizer, create_schedule
-from mmod.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from mmod.training.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    load_newest,
+    remove_checkpoints,
+    save_checkpoint,
+    set_aside,
+)
 from mmod.training.distributed import Process, merge_faults, process_group
 from mmod.training.logging import Meters, TensorBoard, write_csv
 from mmod.training.recipe import Recipe, Streams
 from mmod.training.run import FitResult, Found, check_folder, read_result, write_record, write_result
+from mmod.training.signals import StopRequest, stop_signals
 from mmod.training.task import Pass, Task, autocast
 
 __all__ = ["run", "seed_draws"]
@@ -51,21 +60,33 @@ def run(recipe: Recipe[Any, Found], *, streams: Streams | None = None, progress:
 
     Raises:
         ValueError: If the folder belongs to another config, or the config does not fit the data or model.
+        LockedError: If another process trains into the folder.
         FloatingPointError: If the loss stops being finite.
+        SystemExit: If SIGTERM or SIGINT asked to stop: after the step that was being done, which is saved.
     """
     config = recipe.config
     with process_group(config.device) as process:
         autocast(process.device, config.precision)
         folder = Path(config.output)
         record = {**config.to_dict(), "world_size": process.world}
-        check_folder(folder, record, config.free_keys)
-        finished = read_result(folder, recipe.result)
-        if finished is not None:
-            return finished
-        _wait()
-        if process.is_first:
-            write_record(folder, record)
-        return _Trainer(recipe, process, streams, progress=progress and process.is_first).run()
+
+        def finished() -> FitResult[Found] | None:
+            check_folder(folder, record, config.free_keys)
+            return read_result(folder, recipe.result)
+
+        result = finished()
+        if result is not None:
+            return result
+        with locked(folder, wait=False) if process.is_first else nullcontext():
+            _wait()
+            # Another process may have finished the run since.
+            result = finished()
+            if result is not None:
+                return result
+            show = progress and process.is_first
+            trainer = _Trainer(recipe, process, streams, record, progress=show)
+            with stop_signals() as trainer.stop:
+                return trainer.run()
 
 
 def seed_draws(seed: int, step: int, rank: int) -> None:
@@ -86,10 +107,18 @@ class _Trainer(Generic[Found]):
     """The state of one run: objects made once, then `run`."""
 
     def __init__(
-        self, recipe: Recipe[Any, Found], process: Process, streams: Streams | None, *, progress: bool
+        self,
+        recipe: Recipe[Any, Found],
+        process: Process,
+        streams: Streams | None,
+        record: dict[str, Any],
+        *,
+        progress: bool,
     ) -> None:
         config = recipe.config
         self.recipe, self.config, self.process, self.progress = recipe, config, process, progress
+        self.record = record
+        self.stop: StopRequest
         self.folder = Path(config.output)
         seed_draws(config.seed, 0, 0)
         self.model, teacher = recipe.create_models()
@@ -142,6 +171,8 @@ class _Trainer(Generic[Found]):
             if self.process.is_first:
                 write_csv(self.folder / "metrics.csv", self.history)
             self.board.write(row, self.step)
+            if self.epoch < self.epochs and self.stop.agreed():
+                self._leave()
         if evaluation is None:
             evaluation, average = self._evaluate()
         return self._finish(evaluation, average)
@@ -150,7 +181,7 @@ class _Trainer(Generic[Found]):
         """Do the optimiser steps of the epoch that are not done yet."""
         config = self.config
         self.wrapped.train()
-        done = self.step - self.epoch * self.steps_per_epoch
+        first, done = self.step + 1, self.step - self.epoch * self.steps_per_epoch
         start = min(done * config.accumulate, self.train_stream.steps_per_epoch)
         batches = self.train_stream.batches(self.epoch, start)
         images = config.data.batch_size * config.accumulate * self.process.world
@@ -167,11 +198,26 @@ class _Trainer(Generic[Found]):
                 logged = (self.step + 1) % config.log_every == 0
                 kept = self._step(group, traced=logged and self.routed)
                 bar.update(sum(len(targets) for _, targets in group) * self.process.world)
+                if self.step == first:
+                    self._claim()
                 if logged:
                     self._log(bar, kept)
                 if config.checkpoint_every and self.step % config.checkpoint_every == 0:
                     self._save()
+                if self.stop.agreed():
+                    self._save()
+                    self._leave()
         self._check_finite()
+
+    def _claim(self) -> None:
+        """Write the config into the folder: a start that fails before its first step leaves it to another."""
+        if self.process.is_first:
+            write_record(self.folder, self.record)
+
+    def _leave(self) -> None:
+        """End the program where everything is saved."""
+        self.board.close()
+        self.stop.leave(self.folder, self.step, loud=self.process.is_first)
 
     def _step(self, group: list[Batch], traced: bool) -> float | None:
         """Do one optimiser step on a list of batches; return the mean kept share when `traced`."""
@@ -235,7 +281,7 @@ class _Trainer(Generic[Found]):
         """Raise when a loss was not finite, naming the first such step."""
         step = int(self.first_bad)
         if step >= 0:
-            good = latest_checkpoint(self._checkpoints)
+            good = next(iter(list_checkpoints(self._checkpoints)), None)
             raise FloatingPointError(
                 f"the loss stopped being finite at step {step} (epoch {self.epoch + 1}); last good "
                 f"checkpoint: {good or 'none was written yet'}. A smaller optim.lr, grad_clip or precision "
@@ -266,11 +312,14 @@ class _Trainer(Generic[Found]):
         _wait()
 
     def _resume(self) -> None:
-        """Go on from the latest checkpoint, if there is one."""
-        path = latest_checkpoint(self._checkpoints)
-        if path is None:
+        """Go on from the newest checkpoint that can be read, if there is one."""
+        newest = load_newest(self._checkpoints, averaged=self.ema is not None)
+        path, found = (None, None) if newest is None else newest
+        _agree(path)
+        if path is None or found is None:
             return
-        found = load_checkpoint(path)
+        if self.process.is_first:
+            set_aside(self._checkpoints, path)
         self.model.load_state_dict(found.weights)
         if self.ema is not None and found.average is not None:
             self.ema.module.load_state_dict(found.average)
@@ -309,7 +358,7 @@ class _Trainer(Generic[Found]):
                 self._export(self.ema.module, "ema")
             write_csv(self.folder / "metrics.csv", self.history)
             write_result(result)
-            shutil.rmtree(self._checkpoints, ignore_errors=True)
+            remove_checkpoints(self._checkpoints)
         _wait()
         return result
 
@@ -326,6 +375,15 @@ def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
     """Yield lists of `size` batches; the last may be shorter."""
     while group := list(islice(batches, size)):
         yield group
+
+
+def _agree(path: Path | None) -> None:
+    """Raise unless all processes found the same checkpoint."""
+    if dist.is_initialized():
+        found: list[Path | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, path)
+        if len(set(found)) > 1:
+            raise ValueError(f"the processes would go on from different checkpoints: {', '.join(map(str, found))}")
 
 
 def _wait() -> None:

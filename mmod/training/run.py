@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -14,7 +15,7 @@ import yaml
 from mmod.data.files import write_atomically
 from mmod.data.yaml_files import read_yaml
 
-__all__ = ["FitResult", "Result", "check_folder", "read_result", "write_record", "write_result"]
+__all__ = ["FitResult", "Result", "check_folder", "read_result", "readable", "write_record", "write_result"]
 
 _CONFIG = "config.yaml"
 _RESULT = "result.json"
@@ -74,7 +75,8 @@ def check_folder(folder: Path, record: Mapping[str, Any], free: Collection[str])
         ValueError: If another config made the folder (the keys that differ are named), or if it holds
             files that no run wrote.
     """
-    if not folder.exists() or not any(not path.name.startswith(".") for path in folder.iterdir()):
+    names = folder.iterdir() if folder.exists() else ()
+    if not any(_holds_file(path) for path in names if not path.name.startswith(".")):
         return
     kept = folder / _CONFIG
     if not kept.exists():
@@ -106,15 +108,40 @@ def read_result(folder: Path, kind: type[Found]) -> FitResult[Found] | None:
     path = folder / _RESULT
     if not path.exists():
         return None
-    fields = json.loads(path.read_text())
-    fields["evaluation"] = kind(**fields["evaluation"])
-    fields["average"] = kind(**fields["average"]) if fields["average"] else None
-    return FitResult(**{**fields, "folder": str(folder), "reused": True})
+    with readable(path):
+        fields = json.loads(path.read_text())
+        fields["evaluation"] = kind(**fields["evaluation"])
+        fields["average"] = kind(**fields["average"]) if fields["average"] else None
+        return FitResult(**{**fields, "folder": str(folder), "reused": True})
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Name the file of a result when it cannot be read as one.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If what is done inside fails on what the file holds.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{str(path)!r} is no result of a finished run ({type(error).__name__}: {error}); remove it to finish the "
+            "run again"
+        ) from error
 
 
 def write_result(result: FitResult[Any]) -> None:
     """Mark the run as finished by writing its result."""
     write_atomically(Path(result.folder) / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+
+
+def _holds_file(path: Path) -> bool:
+    """Return whether a path is a file or has one below it: a start that failed may leave empty folders."""
+    return not path.is_dir() or any(not below.is_dir() for below in path.rglob("*"))
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import json
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,15 @@ import torch
 from mmod.data.chat import ChatCollator
 from mmod.data.conversations import open_conversations
 from mmod.data.files import write_atomically
+from mmod.data.locks import locked
 from mmod.data.priors import prior_of
-from mmod.training.run import check_folder, write_record
+from mmod.training.run import check_folder, readable, write_record
+from mmod.training.signals import stop_signals
 from mmod.training.vlm_build import create_vlm
+from mmod.training.vlm_checkpoints import RunCallback, last_checkpoint
 from mmod.training.vlm_config import VlmConfig
 from mmod.training.vlm_evaluation import AnswerResult, answer_questions, mean_over_kinds
-from mmod.training.vlm_trainer import RoutedTrainer, last_checkpoint, watch_routing
+from mmod.training.vlm_trainer import RoutedTrainer, watch_routing
 from mmod.values import refuse_unknown
 
 __all__ = ["VlmResult", "finetune", "training_arguments"]
@@ -121,22 +124,42 @@ def finetune(config: VlmConfig, *, progress: bool = True) -> VlmResult:
 
     Raises:
         ValueError: If the folder belongs to a run with another config, or a part of the config does not fit.
+        LockedError: If another process trains into the folder.
+        SystemExit: If SIGTERM or SIGINT asked to stop: after the step that was being done, which is saved.
         FileNotFoundError: If the data or the checkpoint is not there.
     """
     folder = Path(config.output)
     record = {**config.to_dict(), "world_size": int(os.environ.get("WORLD_SIZE", 1))}
-    check_folder(folder, record, config.free_keys)
-    done = read_outcome(folder)
-    if done is not None:
-        return done
+
+    def finished() -> VlmResult | None:
+        check_folder(folder, record, config.free_keys)
+        return read_outcome(folder)
+
+    is_first = int(os.environ.get("RANK", 0)) == 0
+    done = finished()
+    if done is None:
+        with locked(folder, wait=False) if is_first else nullcontext():
+            # Another process may have finished the run since.
+            done = finished() or _finetune(config, record, progress)
+    return done
+
+
+def _finetune(config: VlmConfig, record: dict[str, Any], progress: bool) -> VlmResult:
+    """Train, evaluate and write the result, in a folder that no other process writes to."""
+    folder = Path(config.output)
     arguments = training_arguments(config, progress)
     train = open_conversations(config.data.train, config.data, progress)
     val = None if config.data.val is None else open_conversations(config.data.val, config.data, progress)
     model, processor = create_vlm(config)
     collator = ChatCollator(processor, config.data.max_length, config.data.packed, config.data.protected)
-    if arguments.should_save:
-        write_record(folder, record)
+
+    def claim() -> None:
+        if arguments.should_save:
+            write_record(folder, record)
+
     with ExitStack() as stack:
+        stop = stack.enter_context(stop_signals())
+        callback = RunCallback(claim, stop)
         trainer = RoutedTrainer(
             stack.enter_context(watch_routing(model)),
             config.optim,
@@ -145,8 +168,11 @@ def finetune(config: VlmConfig, *, progress: bool = True) -> VlmResult:
             train_dataset=train,
             data_collator=collator,
             processing_class=processor,
+            callbacks=[callback],
         )
         trainer.train(resume_from_checkpoint=last_checkpoint(folder / _CHECKPOINTS))
+        if callback.stopped:
+            stop.leave(folder, trainer.state.global_step, loud=arguments.should_save)
     model = _save(trainer, folder / MODEL, config)
     answers = None
     if val is not None:
@@ -171,9 +197,10 @@ def read_outcome(folder: Path) -> VlmResult | None:
     path = folder / _RESULT
     if not path.exists():
         return None
-    fields = json.loads(path.read_text())
-    answers = fields["answers"] and AnswerResult(**fields["answers"])
-    return VlmResult(**{**fields, "folder": str(folder), "answers": answers, "reused": True})
+    with readable(path):
+        fields = json.loads(path.read_text())
+        answers = fields["answers"] and AnswerResult(**fields["answers"])
+        return VlmResult(**{**fields, "folder": str(folder), "answers": answers, "reused": True})
 
 
 def _save(trainer: RoutedTrainer, folder: Path, config: VlmConfig) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,10 +28,9 @@ from mmod.training.muon import single_precision
 from mmod.training.vlm_build import check_routers_learn, router_parameters
 from mmod.training.vlm_sampler import LengthSampler
 
-__all__ = ["RoutedTrainer", "RoutingWatch", "last_checkpoint", "watch_routing"]
+__all__ = ["RoutedTrainer", "RoutingWatch", "watch_routing"]
 
 _ROUTERS = "routers.safetensors"
-_STATE = "trainer_state.json"
 
 
 class RoutingWatch:
@@ -280,25 +278,6 @@ def _save_routers(model: nn.Module, folder: str, state: dict[str, Tensor]) -> No
     if routers:
         values = {name: state.get(name, value).detach().cpu().contiguous() for name, value in routers.items()}
         save_file(values, Path(folder) / _ROUTERS)
-
-
-def last_checkpoint(folder: Path) -> str | None:
-    """Return the newest whole checkpoint that a trainer left in a folder; None when there is none.
-
-    A checkpoint's `trainer_state.json` is written last.
-
-    Args:
-        folder: The trainer's folder.
-    """
-
-    def is_whole(path: Path) -> bool:
-        try:
-            return bool(json.loads((path / _STATE).read_text()))
-        except (OSError, ValueError):
-            return False
-
-    found = [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal() and is_whole(path)]
-    return str(max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))) if found else None
 
 
 def _see_no_folder_as_datasets() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,14 +22,16 @@ from hypothesis import strategies as st
 import mmod
 from mmod.data.chat import ChatCollator
 from mmod.data.conversations import open_conversations
+from mmod.data.locks import LockedError, locked
 from mmod.training.parse import load_config
 from mmod.training.vlm import finetune, read_outcome, training_arguments
 from mmod.training.vlm_build import create_processor, create_vlm, router_parameters
+from mmod.training.vlm_checkpoints import last_checkpoint
 from mmod.training.vlm_config import VlmConfig, VlmModelConfig
 from mmod.training.vlm_evaluation import answer_questions, mean_over_kinds
 from mmod.training.vlm_plan import plan_run
 from mmod.training.vlm_sampler import LengthSampler
-from mmod.training.vlm_trainer import RoutedTrainer, last_checkpoint, watch_routing
+from mmod.training.vlm_trainer import RoutedTrainer, watch_routing
 from tests.training.fsdp_worker import RUNS, run_config
 from tests.training.vlm_configs import MODEL, vlm_config
 
@@ -104,6 +107,45 @@ def test_a_killed_run_goes_on_as_if_it_had_not_stopped(
     (run / "checkpoints" / "checkpoint-3" / "trainer_state.json").write_text("{")
     assert str(last_checkpoint(run / "checkpoints")).endswith("checkpoint-2")
     assert same(weights(finetune(config, progress=False)), whole)
+
+
+def test_a_signal_ends_a_run_after_its_step_and_another_start_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vlm_config(folder, "whole", data=replace(vlm_config(folder).data, val=None), routing=P_MOD)
+    whole = weights(finetune(config, progress=False))
+    config = replace(config, output=str(folder / "stopped"))
+    calls = []
+    compute_loss = RoutedTrainer.compute_loss
+
+    def interrupted(self: RoutedTrainer, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return compute_loss(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RoutedTrainer, "compute_loss", interrupted)
+        with pytest.raises(SystemExit) as stop:
+            finetune(config, progress=False)
+    assert stop.value.code == 143
+    checkpoints = folder / "stopped" / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} >= {"checkpoint-2", "checkpoint-3"}
+    damaged = checkpoints / "checkpoint-3" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match=r"going on from '.*checkpoint-2': damaged are '.*checkpoint-3/model\.safe"):
+        assert same(weights(finetune(config, progress=False)), whole)
+
+
+def test_a_start_that_fails_leaves_the_folder_to_another(folder: Path) -> None:
+    data = replace(vlm_config(folder).data, val=None)
+    with pytest.raises(ValueError, match="no-such-optimiser"):
+        finetune(vlm_config(folder, "failed", data=data, optim="no-such-optimiser"), progress=False)
+    config = vlm_config(folder, "failed", data=data, optim="sgd")
+    message = r"another process is writing to '.*failed"
+    with locked(config.output, wait=False), pytest.raises(LockedError, match=message):
+        finetune(config, progress=False)
+    assert finetune(config, progress=False).steps == 4
 
 
 def test_text_protected_in_training_is_left_to_the_threshold_afterwards(folder: Path) -> None:

@@ -1,14 +1,18 @@
 """Small runs on tensors made from a seed, for the tests and for the processes they start and kill.
 
-Run as a module, it trains the config in a JSON file and prints each optimiser step as it begins.
+Run as a module, it trains the config in a JSON file and prints each optimiser step as it begins. Beside fields of the
+config the file may say at which steps of an epoch (`signals`) the process sends itself a signal, of which rank that is
+meant (`hears`), and whether it then waits (`hold`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +47,18 @@ GROUPS = {
 class TensorStream:
     """Batches of learnable noise; with several processes each takes every `world`-th image."""
 
-    def __init__(self, batch_size: int, *, seed: int | None, rank: int = 0, world: int = 1, loud: bool = False):
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        seed: int | None,
+        rank: int = 0,
+        world: int = 1,
+        loud: bool = False,
+        signals: Mapping[int, int] | None = None,
+        hold: bool = False,
+    ):
+        self.signals, self.hold = dict(signals or {}), hold
         generator = torch.Generator().manual_seed(5)
         self.targets = torch.arange(48) % 4
         self.images = torch.randn(48, 1, 16, 16, generator=generator) + self.targets[:, None, None, None]
@@ -61,6 +76,11 @@ class TensorStream:
         for step in range(start, self.steps_per_epoch):
             if self.loud:
                 print(f"step {epoch * self.steps_per_epoch + step}", flush=True)
+            if step in self.signals:
+                signal.raise_signal(self.signals.pop(step))
+                if self.hold:
+                    print("held", flush=True)
+                    time.sleep(60)
             rows = order[step * self.batch_size : (step + 1) * self.batch_size]
             yield self.images[rows], self.targets[rows]
 
@@ -77,9 +97,9 @@ def tiny_config(output: Path | str, *, batch_size: int = 8, args: Any = None, **
     return TrainConfig(output=str(output), model=ModelConfig(**model), data=data, **(defaults | changes))
 
 
-def run(config: TrainConfig, *, rank: int = 0, world: int = 1, loud: bool = False) -> FitResult:
-    """Train on tensors instead of the data that the config names."""
-    train = TensorStream(config.data.batch_size, seed=config.seed, rank=rank, world=world, loud=loud)
+def run(config: TrainConfig, *, rank: int = 0, world: int = 1, **options: Any) -> FitResult:
+    """Train on tensors instead of the data that the config names; options are those of `TensorStream`."""
+    train = TensorStream(config.data.batch_size, seed=config.seed, rank=rank, world=world, **options)
     test = TensorStream(config.data.batch_size, seed=None, rank=rank, world=world)
     return fit(config, streams=(train, test), progress=False)
 
@@ -91,7 +111,12 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 def main(path: str) -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    run(tiny_config(**json.loads(Path(path).read_text())), rank=rank, world=world, loud=True)
+    options = json.loads(Path(path).read_text())
+    signals = {int(step): number for step, number in options.pop("signals", {}).items()}
+    if options.pop("hears", rank) != rank:
+        signals = {}
+    hold = options.pop("hold", False)
+    run(tiny_config(**options), rank=rank, world=world, loud=True, signals=signals, hold=hold)
 
 
 if __name__ == "__main__":
