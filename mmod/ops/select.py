@@ -7,6 +7,7 @@ indices are unique in every row and a plain scatter can write them back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, cast
 
@@ -134,7 +135,7 @@ def select_threshold(
 
     Returns:
         Indices (B, K), ascending among the kept; which slots are valid (B, K), None meaning all; and how many are
-        valid in all, None where only the device knows. K may be 0.
+        valid in all, None where only the device knows. K may be 0 where no gradient is recorded.
 
     Raises:
         ValueError: Without `max_tokens` under `torch.export`.
@@ -161,9 +162,26 @@ def select_threshold(
         raise ValueError("threshold routing needs max_tokens to be exported: without it shapes depend on the data")
     else:
         counts = count_B.tolist()
-        slots, total = max(counts, default=0), sum(counts)
+        slots, total = slots_for(counts), sum(counts)
     index_BK, valid_BK = _ascending_valid(_best(level_BN, slots, prefix, protect_BN), count_B, tokens)
     return index_BK, None if total == valid_BK.numel() else valid_BK, total
+
+
+def slots_for(counts: Sequence[int]) -> int:
+    """Return the slots K that hold what the images of a batch keep.
+
+    Where gradients are recorded there is at least one, which stays empty where no image keeps anything: the block then
+    runs, and gives each of its parameters a gradient of zero. Training on several processes waits for all of them.
+
+    Args:
+        counts: Tokens that each image keeps.
+
+    Example:
+        >>> slots_for([0, 0])
+        1
+    """
+    most = max(counts, default=0)
+    return 1 if counts and not most and torch.is_grad_enabled() else most
 
 
 def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmod.config import RoutingConfig
 from mmod.ops.gate import apply_gate
+from mmod.ops.select import slots_for
 from mmod.routing.router import Router, Routing
 from mmod.routing.score import RandomScore, StrideScore
 
@@ -225,7 +226,7 @@ def _first_of(best_BK: Tensor, counts: list[int], tokens: int) -> tuple[Tensor, 
 
 def _slots_of(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None, int]:
     """Return the kept tokens' indices in order, others behind them in slots that are not valid."""
-    slots, total = max(counts, default=0), sum(counts)
+    slots, total = slots_for(counts), sum(counts)
     if all(count == keep_BN.shape[1] for count in counts):
         return torch.arange(slots, device=keep_BN.device).expand_as(keep_BN), None, total
     index_BK = torch.sort((~keep_BN).to(torch.uint8), dim=1, stable=True).indices[:, :slots]

@@ -1,0 +1,63 @@
+"""A block that keeps nothing changes nothing, and still runs where gradients are recorded: others wait for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmod
+from tests.adapters.vlm_zoo import make_language
+from tests.blocks.starved_worker import NAME, loss_of, starved
+from tests.zoo import make_images, make_model
+
+ROOT = Path(__file__).parents[2]
+NONE = mmod.RoutingConfig(router="linear", select="threshold", threshold=1.0, init_std=0.3, blocks="all")
+
+
+def check_starved(model: torch.nn.Module, inputs: torch.Tensor, layers: torch.nn.Module) -> None:
+    with mmod.trace(model) as decisions:
+        out = model(inputs)
+    assert not any(routing.keep_BN.any() for routing in decisions.values())
+    out = getattr(out, "logits", out)
+    with torch.no_grad():
+        again = model(inputs)
+    assert torch.equal(getattr(again, "logits", again), out)
+    out.square().sum().backward()
+    for name, parameter in layers.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("context", ["kept", "all"])
+@pytest.mark.parametrize("name", [NAME, "vit_base_patch16_siglip_224", "aimv2_large_patch14_224"])
+def test_every_parameter_of_a_starved_vit_has_a_gradient(name: str, context: str) -> None:
+    model = mmod.route_(make_model(name, depth=2), NONE.replace(context=context))
+    check_starved(model, make_images(name, 2), model.blocks)
+
+
+@pytest.mark.parametrize("gate_on", ["update", "branches"])
+def test_every_parameter_of_a_starved_language_model_has_a_gradient(gate_on: str) -> None:
+    model = mmod.route_(make_language("llama"), NONE.replace(gate_on=gate_on)).train()
+    check_starved(model, torch.arange(3, 15).view(2, 6), model.model.layers)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_process_that_keeps_nothing_does_not_hold_the_others_up(way: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(Path(__file__).with_name("starved_worker.py")), str(tmp_path), way]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, expected = torch.load(tmp_path / f"{way}.pt"), {}
+    for rank in (0, 1):
+        model = starved(rank)
+        (loss_of(model, rank) / 2).backward()
+        for name, parameter in model.named_parameters():
+            expected[name] = parameter.grad + expected.get(name, 0)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
