@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmod.ops import tiles
 from mmod.ops.backend import Backend, choose, exporting
+from mmod.ops.casting import cast_alike
 from mmod.ops.shared_map import attend_and_sum, register_flops, shares_map
 from mmod.ops.tiles import Tile, cut_map, hide_later
 from mmod.ops.views import Views, count_views
@@ -107,7 +108,7 @@ def attention_with_importance(
         The output (B, H, N, E) and importance (B, N).
 
     Raises:
-        ValueError: A backend was forced that cannot serve these inputs.
+        ValueError: A backend was forced that cannot serve these inputs, or their types differ outside autocast.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 5, 8)
@@ -115,6 +116,7 @@ def attention_with_importance(
         >>> bool(torch.allclose(importance.sum(), torch.tensor(1.0)))
         True
     """
+    q_BHNE, k_BHNE, v_BHNE = cast_alike(q_BHNE, k_BHNE, v_BHNE)
     pairwise = mask is not None and (mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1))
     backend = choose(
         "attention_with_importance", q_BHNE, head_dim=q_BHNE.shape[-1], dropout=int(dropout > 0), mask_of_pairs=pairwise

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops.backend import Backend, choose, exporting
+from mmod.ops.casting import cast_alike
 from mmod.ops.importance import is_grouped
 from mmod.ops.seam import AttentionCall, AttentionSeam
 
@@ -96,7 +97,7 @@ def packed_attention(
         The output (T, H, E).
 
     Raises:
-        ValueError: A backend was forced that cannot serve these inputs.
+        ValueError: A backend was forced that cannot serve these inputs, or their types differ outside autocast.
 
     Example:
         >>> q, k, v = torch.randn(3, 3, 2, 8)
@@ -105,6 +106,7 @@ def packed_attention(
         True
     """
     scale = 1 / math.sqrt(q_THE.shape[-1]) if scale is None else scale
+    q_THE, k_THE, v_THE = cast_alike(q_THE, k_THE, v_THE)
     backend = choose("packed_attention", q_THE, head_dim=q_THE.shape[-1], dropout=int(dropout > 0))
     if backend is Backend.TRITON:
         from mmod.ops.triton.attend import attend_rows

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops.backend import Backend, choose
+from mmod.ops.casting import cast_alike
 from mmod.ops.importance import is_grouped
 
 CONTEXTS = ("kept", "all")
@@ -46,7 +47,8 @@ def routed_attention(
         The output of the kept tokens, zero for one that sees no key (B, H, K, E).
 
     Raises:
-        ValueError: Unknown context, or a forced backend that cannot serve these inputs.
+        ValueError: Unknown context, a forced backend that cannot serve these inputs, or types that differ outside
+            autocast.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 6, 8)
@@ -58,6 +60,7 @@ def routed_attention(
     if context not in CONTEXTS:
         raise ValueError(f"context must be one of {', '.join(map(repr, CONTEXTS))}, got {context!r}")
     scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
+    q_BHNE, k_BHNE, v_BHNE = cast_alike(q_BHNE, k_BHNE, v_BHNE)
     if choose("routed_attention", q_BHNE, head_dim=q_BHNE.shape[-1]) is Backend.TRITON:
         return _through_index(q_BHNE, k_BHNE, v_BHNE, index_BK, context, valid, is_causal, scale)
     images, _, tokens, _ = q_BHNE.shape
