@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from mmod.adapters import HostModel, find_parts
+from mmod.adapters import HostModel, adapted_model, find_parts
 from mmod.blocks import (
     ImportanceBlock,
     ImportanceState,
@@ -37,7 +37,7 @@ def route_(model: Model, config: RoutingConfig | None = None, **parts: RoutingCo
     checkpoint loads before or after (`strict=False` where routers have parameters).
 
     Args:
-        model: A model of a supported library, not yet wrapped or compiled.
+        model: A model of a supported library, not yet wrapped or compiled; peft may wrap it before or afterwards.
         config: How to route every part of the model. None means `RoutingConfig()`, attention routing at capacity 0.5
             in every other block, unless parts are named.
         parts: How to route single parts, by name, instead of `config`: `image` and `text` of a CLIP model; None leaves
@@ -59,6 +59,11 @@ def route_(model: Model, config: RoutingConfig | None = None, **parts: RoutingCo
         >>> list(routed_blocks(model))
         ['blocks.1', 'blocks.3', 'blocks.5']
     """
+    _route(adapted_model(model), config, parts)
+    return model
+
+
+def _route(model: nn.Module, config: RoutingConfig | None, parts: Mapping[str, RoutingConfig | None]) -> None:
     available = find_parts(model)
     configs = _configs_by_part(list(available), config, parts)
     hosts = {name: available[name]() for name in configs}
@@ -85,7 +90,6 @@ def route_(model: Model, config: RoutingConfig | None = None, **parts: RoutingCo
         attach(module, hook)
     model.routing_configs = {**vars(model).get("routing_configs", {}), **configs}  # type: ignore[assignment]
     _describe(model)
-    return model
 
 
 def _describe(model: nn.Module) -> None:

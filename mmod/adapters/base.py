@@ -6,7 +6,6 @@ Axes: B images, N tokens, K slots per image, H heads.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,94 +55,6 @@ class HostModel:
 
 # Finds the blocks of one part, or raises a ValueError that says why that part cannot be routed.
 Part = Callable[[], HostModel]
-
-# Top-level package of a model's class -> module with `find_parts(model) -> dict[str, Part]`.
-ADAPTERS = {
-    "timm": "mmod.adapters.timm",
-    "open_clip": "mmod.adapters.open_clip",
-    "transformers": "mmod.adapters.transformers",
-    "peft": "mmod.adapters.transformers",
-}
-
-
-def find_parts(model: nn.Module) -> dict[str, Part]:
-    """Return the parts of a model that can be routed separately, by name: "image", "text", "language", ...
-
-    Args:
-        model: The model, not yet wrapped or compiled.
-
-    Raises:
-        TypeError: Not a module.
-        ValueError: A model of no supported library. Whether a part can be routed is known when it is called.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    library = find_library(model)
-    if library is None:
-        raise ValueError(
-            f"cannot route a {type(model).__module__}.{type(model).__qualname__}: supported are models of "
-            f"{', '.join(ADAPTERS)}. Route a model before it is wrapped (DistributedDataParallel) or compiled"
-        )
-    parts: dict[str, Part] = load_adapter(library).find_parts(model)
-    return parts
-
-
-def find_library(model: nn.Module) -> str | None:
-    """Return the name of the supported library that a model's class comes from, or None.
-
-    Args:
-        model: Any model.
-    """
-    packages = [base.__module__.partition(".")[0] for base in type(model).__mro__]
-    return next((package for package in packages if package in ADAPTERS), None)
-
-
-def load_adapter(library: str) -> Any:
-    """Return the module that knows a library.
-
-    Args:
-        library: A key of `ADAPTERS`.
-    """
-    return importlib.import_module(ADAPTERS[library])
-
-
-def find_host(model: nn.Module) -> HostModel:
-    """Return the residual blocks of a model that has one stack of them.
-
-    Args:
-        model: The model, not yet wrapped or compiled.
-
-    Raises:
-        TypeError: Not a module.
-        ValueError: A model of no supported library, of an unsupported family (the message says what is supported), or
-            of several parts.
-    """
-    parts = find_parts(model)
-    if len(parts) != 1:
-        raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(parts)}: take one of them")
-    return next(iter(parts.values()))()
-
-
-def find_hosts(model: nn.Module) -> dict[str, HostModel]:
-    """Return those parts of a model that can be routed, by name.
-
-    Args:
-        model: The model, not yet wrapped or compiled.
-
-    Raises:
-        TypeError: Not a module.
-        ValueError: A model of no supported library, or none of its parts can be routed.
-    """
-    hosts: dict[str, HostModel] = {}
-    refusals: list[ValueError] = []
-    for name, part in find_parts(model).items():
-        try:
-            hosts[name] = part()
-        except ValueError as refusal:
-            refusals.append(refusal)
-    if not hosts:
-        raise refusals[0]
-    return hosts
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from timm.models import build_model_with_cfg, generate_default_cfgs, get_arch_pretrained_cfgs, register_model
 from torch import Tensor, nn
 
-from mmod.adapters.base import find_host
+from mmod.adapters.find import find_host
 from mmod.config import RoutingConfig
 from mmod.convert import route_, routed_blocks
 from mmod.planning import preset
