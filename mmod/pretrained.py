@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import find_library, load_adapter
+from mmod.adapters.described import check_description
 from mmod.config import RoutingConfig
 from mmod.convert import capacities, restore_capacities, route_, routing_configs
 
@@ -110,13 +111,15 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     except SafetensorError as error:
         raise ValueError(f"{str(folder / WEIGHTS)!r} is no whole safetensors file: {error}") from error
-    if "mmod" not in header or json.loads(header["mmod"]) != config:
+    if "mmod" not in header or _parse(header["mmod"], f"the header of {WEIGHTS}") != config:
         raise ValueError(
             f"{WEIGHTS} and {CONFIG} in {str(folder)!r} do not belong together: one was edited or replaced. Load with "
             "what the weights were saved with, then change it with mmod.set_capacity or unroute_ and route_"
         )
+    with torch.device("meta"):
+        # Its shapes first: a model of another size than its weights takes no memory.
+        _check_fits(state, _build(config).state_dict(), folder)
     model = _build(config)
-    _check_fits(state, model.state_dict(), folder)
     dtypes = {value.dtype for value in state.values() if value.is_floating_point()}
     if len(dtypes) == 1:
         model.to(dtypes.pop())
@@ -170,9 +173,10 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
 
 def _build(config: dict[str, Any]) -> nn.Module:
     """Build and route the model that a config describes, with fresh weights."""
+    check_description(config["library"], config["model"])
     try:
         model: nn.Module = load_adapter(config["library"]).build(config["model"])
-    except ValueError as error:
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{error}; saved with {config['versions']}") from error
     route_(model, **{part: RoutingConfig.from_dict(values) for part, values in config["routing"].items()})
     restore_capacities(model, config["capacities"])
@@ -217,20 +221,24 @@ def _settings(model: nn.Module) -> dict[str, object]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(path)!r} is no JSON: {error}") from error
+    config = _parse(path.read_bytes(), repr(str(path)))
     found = config.get("format_version") if isinstance(config, dict) else None
     if found != FORMAT_VERSION:
         raise ValueError(
             f"{str(path)!r} has format version {found!r}; this mmod ({_version('mmod')}) reads {FORMAT_VERSION}"
         )
-    if set(config) != set(_KEYS) or config["library"] not in LIBRARIES:
+    if set(config) != set(_KEYS) or config["library"] not in LIBRARIES or not isinstance(config["routing"], dict):
         raise ValueError(
             f"{str(path)!r} must hold {', '.join(_KEYS)} with library {' or '.join(LIBRARIES)}, got {sorted(config)}"
         )
     return dict(config)
+
+
+def _parse(text: str | bytes, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is no JSON: {error}") from error
 
 
 def _check_fits(state: dict[str, Tensor], own: dict[str, Tensor], folder: Path) -> None:

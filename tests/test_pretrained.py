@@ -220,3 +220,42 @@ def test_dense_checkpoint_loads_before_or_after_routing(before: bool) -> None:
         nn.init.zeros_(block.router.score.weight)
     x = torch.randn(IMAGE)
     torch.testing.assert_close(model.eval()(x), dense.eval()(x), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model["arguments"].update(checkpoint_path="/tmp/other.pt"), "checkpoint_path in arguments"),
+        (lambda model: model["arguments"].update(pretrained=True), "pretrained in arguments"),
+        (
+            lambda model: model["arguments"].update(pretrained_cfg_overlay={"file": "x"}),
+            "pretrained_cfg_overlay",
+        ),
+        (lambda model: model["arguments"].update(cache_dir="/tmp"), "cache_dir in arguments"),
+        (lambda model: model["pretrained_cfg"].update(url="https://example.org/x"), "url in pretrained_cfg"),
+        (lambda model: model["pretrained_cfg"].update(file="/tmp/other.pt"), "file in pretrained_cfg"),
+        (lambda model: model["pretrained_cfg"].update(hf_hub_id="a/b"), "hf_hub_id in pretrained_cfg"),
+        (lambda model: model["pretrained_cfg"].update(source="local-dir"), "source in pretrained_cfg"),
+        (lambda model: model.update(architecture="hf-hub:timm/vit"), "knows no model 'hf-hub:timm/vit'"),
+        (lambda model: model.update(architecture="local-dir:/tmp"), "knows no model 'local-dir:/tmp'"),
+        (lambda model: model.update(architecture=3), "gives architecture as a text, got 3"),
+        (lambda model: model.update(arguments=3), "gives arguments as a mapping, got 3"),
+        (lambda model: model.update(pretrained=True), "is described by architecture, arguments, pretrained_cfg"),
+        (lambda model: model["arguments"].update(depth="many"), "saved with"),
+        (lambda model: model["arguments"].update(embed_dim=1 << 14), "do not fit"),
+    ],
+)
+def test_a_saved_folder_names_nothing_outside_itself(
+    change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_pretrained(routed(), tmp_path)
+    monkeypatch.setattr(torch, "load", refuse)
+    monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
+    monkeypatch.setattr(timm.models._builder, "load_state_dict_from_hf", refuse)
+    edit(tmp_path, lambda config, weights: change(config["model"]))
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(tmp_path)
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise AssertionError("something outside the folder was read")

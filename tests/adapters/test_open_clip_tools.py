@@ -12,6 +12,7 @@ import open_clip
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import mmod
@@ -276,7 +277,7 @@ def test_saves_mixed_precision_and_preprocessing(models: str, tmp_path: Path) ->
         ("ViT-of-tomorrow", "knows no model 'ViT-of-tomorrow'"),
         ("ViT-B-32", "other weights"),
         ({**small_config(NAME), "quick_gelu": True}, "gelu is 'QuickGELU', the model's is 'GELU'"),
-        ({**small_config(NAME), "colour": 1}, "cannot build this config"),
+        ({**small_config(NAME), "colour": 1}, "may not state colour in config"),
         (
             {**small_config(NAME), "text_cfg": {**small_config(NAME)["text_cfg"], "heads": 2}},
             "num_heads is 2, the model's is 4",
@@ -338,3 +339,26 @@ def test_losses_of_both_towers_are_added() -> None:
     both, one = mmod.auxiliary_loss(model), mmod.auxiliary_loss(image_only)
     assert torch.isfinite(both)
     assert both != one
+
+
+@pytest.mark.parametrize(
+    ("tower", "change", "message"),
+    [
+        ("vision_cfg", {"timm_model_name": "hf-hub:a/b"}, "timm_model_name 'hf-hub:a/b'"),
+        ("vision_cfg", {"timm_model_name": "local-dir:/tmp"}, "timm_model_name 'local-dir:/tmp'"),
+        ("vision_cfg", {"timm_model_name": "vit_tiny_patch16_224", "timm_model_pretrained": True}, "may not fetch"),
+        ("text_cfg", {"hf_model_name": "/etc"}, "hf_model_name '/etc'"),
+        ("text_cfg", {"hf_model_name": "roberta-base", "hf_model_pretrained": True}, "may not fetch weights"),
+    ],
+)
+def test_a_saved_folder_names_nothing_outside_itself(
+    tower: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    mmod.save_pretrained(make("linear"), tmp_path, architecture=small_config(NAME))
+    config = json.loads((tmp_path / "mmod.json").read_text())
+    config["model"]["config"][tower].update(change)
+    text = json.dumps(config)
+    (tmp_path / "mmod.json").write_text(text)
+    save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors", metadata={"mmod": text})
+    with pytest.raises(ValueError, match=message):
+        mmod.load_pretrained(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mmod.adapters.transformers import load
 from mmod.convert import routing_configs
 from mmod.training.vlm_build import router_parameters
 from tests.adapters.vlm_zoo import IMAGE, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
+from tests.trap import Trap
 
 
 def test_copies_route_alike() -> None:
@@ -170,3 +172,35 @@ def test_routed_layers_stay_whole_when_a_model_is_split() -> None:
     assert layers <= set(model._no_split_modules)
     mmod.unroute_(model)
     assert not layers & set(model._no_split_modules)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
+def test_routers_lost_by_a_plain_load_are_missed(name: str, tmp_path: Path) -> None:
+    model = mmod.route_(make_joint(name), language=LINEAR)
+    model.save_pretrained(tmp_path / "routed")
+    type(model).from_pretrained(tmp_path / "routed").save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"do not fit: missing \['.*router.*has lost its routers"):
+        mmod.load_pretrained(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("architecture", ["pipeline", "Trainer", "os", None])
+def test_a_config_names_a_model_of_transformers_alone(architecture: str | None, tmp_path: Path) -> None:
+    mmod.route_(make_joint("llava"), language=LINEAR).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = None if architecture is None else [architecture]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"names {architecture!r} in its config.json, which is no model"):
+        mmod.load_pretrained(tmp_path)
+
+
+def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
+    mmod.route_(make_joint("llava"), language=LINEAR).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "code.Config"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Config: pass\n")
+    (tmp_path / "model.safetensors").rename(tmp_path / "kept")
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(tmp_path / "executed")))
+    with pytest.raises((ValueError, OSError)):
+        mmod.load_pretrained(tmp_path)
+    assert not (tmp_path / "executed").exists()

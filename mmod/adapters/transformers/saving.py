@@ -98,13 +98,16 @@ def load(folder: str | Path, route: Route, **options: Any) -> nn.Module:
         The model in evaluation mode.
 
     Raises:
-        ValueError: Not saved from a routed model, or by a version this one does not know.
+        ValueError: Not saved from a routed model, by a version this one does not know, or without some of its weights.
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     parts, kept = read_routing(config, folder)
-    dense = getattr(transformers, config.architectures[0])
+    name = next(iter(config.architectures or ()), None)
+    dense: Any = getattr(transformers, str(name), None)
+    if not isinstance(dense, type) or not issubclass(dense, transformers.PreTrainedModel):
+        raise ValueError(f"{str(folder)!r} names {name!r} in its config.json, which is no model of transformers")
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         dense.__init__(self, config, *args, **kwargs)
@@ -114,6 +117,14 @@ def load(folder: str | Path, route: Route, **options: Any) -> nn.Module:
     # Named like the dense class, by which checkpoints, devices and recorded outputs know it.
     routed = type(dense.__name__, (dense,), {"__init__": build, "__module__": dense.__module__})
     mapping = {**KEY_MAPPING, **options.pop("key_mapping", {})}
-    model: nn.Module = routed.from_pretrained(folder, key_mapping=mapping, **options)  # type: ignore[attr-defined]
+    model, found = routed.from_pretrained(  # type: ignore[attr-defined]
+        folder, key_mapping=mapping, output_loading_info=True, **{"use_safetensors": True, **options}
+    )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"the weights in {str(folder)!r} do not fit: missing {missing}. A routed model that was loaded without "
+            "mmod.load_pretrained and saved again has lost its routers"
+        )
     model.__class__ = dense
     return model
