@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mmod.data.files import open_shard
+from mmod.data.files import open_shard, parse_json
 from mmod.data.locks import locked
 
 MANIFEST = "manifest.json"
@@ -112,9 +112,13 @@ def _plain(parameters: dict[str, Any]) -> dict[str, Any]:
 def _check(root: Path, wanted: ShardSet) -> dict[str, Any]:
     if not (root / MANIFEST).is_file():
         raise FileExistsError(f"{root} is not empty and holds no build of {wanted.name}; choose another folder")
-    manifest: dict[str, Any] = json.loads((root / MANIFEST).read_text())
+    manifest = parse_json((root / MANIFEST).read_bytes(), str(root / MANIFEST))
+    if not isinstance(manifest, dict) or not all(
+        isinstance(manifest.get(key), dict) for key in ("parameters", "shards")
+    ):
+        raise ValueError(f"{root / MANIFEST} is no manifest; delete {root} to build it again")
     found, asked = manifest["parameters"], _plain(wanted.parameters)
-    found, asked = {**found, "format": manifest["format"]}, {**asked, "format": wanted.format}
+    found, asked = {**found, "format": manifest.get("format")}, {**asked, "format": wanted.format}
     differing = sorted(key for key in {*found, *asked} if found.get(key) != asked.get(key))
     if differing:
         changes = "; ".join(f"{key}: {found.get(key)} there, {asked.get(key)} asked for" for key in differing)

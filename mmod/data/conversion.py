@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mmod.data.files import write_atomically
+from mmod.data.files import parse_json, write_atomically
 
 SETTINGS, REPORT, DROPPED = "conversion.json", "report.json", "dropped.csv"
 _STATS = "_stats.json"
@@ -48,7 +48,7 @@ def claim(config: Any, free: Sequence[str] = ("threads", "output")) -> Path:
     if kept.exists():
         # A conversion that was begun before a field existed has its default.
         defaults = {field.name: field.default for field in dataclasses.fields(config) if field.name in settings}
-        old = {**defaults, **json.loads(kept.read_text())}
+        old = {**defaults, **_read_json(kept)}
         differing = sorted(key for key in {*old, *settings} if old.get(key) != settings.get(key))
         if differing:
             changes = "; ".join(f"{key}: {old.get(key)!r} there, {settings.get(key)!r} now" for key in differing)
@@ -118,7 +118,14 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
     Args:
         folder: Folder of the conversion.
     """
-    return {path.name.removesuffix(_STATS): json.loads(path.read_text()) for path in sorted(folder.glob(f"*{_STATS}"))}
+    return {path.name.removesuffix(_STATS): _read_json(path) for path in sorted(folder.glob(f"*{_STATS}"))}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content = parse_json(path.read_bytes(), str(path))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return content
 
 
 def count_reasons(reasons: Iterable[str]) -> dict[str, int]:

@@ -171,6 +171,8 @@ def _write_shard(
 def _convert(row: Row, config: ConvertConfig, files: ImageFiles) -> dict[str, bytes] | DroppedRowError:
     """Make the members of a row's sample."""
     try:
+        if row.fault:
+            raise DroppedRowError("unsound row", row.fault)
         caption = _check_caption(row.caption)
         data = _read_image(row.image, files)
         extension, data, size, original = _check_image(data, config)

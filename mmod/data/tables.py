@@ -20,11 +20,13 @@ class Row(NamedTuple):
         number: Its number, from 0.
         image: Path of an image, an encoded image, or a record of either.
         caption: What is said of it.
+        fault: What keeps the row from being read; empty where nothing does.
     """
 
     number: int
     image: Any
     caption: Any
+    fault: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,21 +59,24 @@ class Table:
     def rows(self) -> Iterator[Row]:
         """Yield the rows in order; raises as `count` does."""
         read = {".parquet": self._read_parquet, ".json": self._read_coco}.get(self._suffix, self._read_csv)
-        for number, (image, caption) in enumerate(read()):
-            yield Row(number, image, caption)
+        for number, values in enumerate(read()):
+            yield Row(number, *values)
 
     @property
     def _suffix(self) -> str:
         return Path(self.source).suffix.lower()
 
-    def _read_csv(self) -> Iterator[tuple[Any, Any]]:
+    def _read_csv(self) -> Iterator[tuple[Any, Any, str]]:
         # Bytes that are no UTF-8 spoil their own row, not the whole table.
         with open(self.source, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
             reader = csv.DictReader(file, delimiter="\t" if self._suffix == ".tsv" else ",")
             try:
                 self._check_columns(list(reader.fieldnames or ()))
                 for row in reader:
-                    yield row[self.image_column], row[self.caption_column]
+                    # Mostly what follows a comma in a caption without quotes.
+                    beyond = [text for text in row.get(None) or [] if text]
+                    fault = f"{beyond!r} beyond the last column" if beyond else ""
+                    yield row[self.image_column], row[self.caption_column], fault
             except csv.Error as error:
                 raise ValueError(f"{self.source!r}, line {reader.line_num}: {error}") from error
 
@@ -92,7 +97,7 @@ class Table:
         self._check_columns(file.schema_arrow.names)
         return file
 
-    def _read_coco(self) -> Iterator[tuple[Any, Any]]:
+    def _read_coco(self) -> Iterator[tuple[Any, Any, str]]:
         content = parse_json(Path(self.source).read_bytes(), repr(self.source))
         content = content if isinstance(content, dict) else {}
         images, annotations = content.get("images"), content.get("annotations")
@@ -106,8 +111,9 @@ class Table:
                 raise ValueError(f"{self.source!r}: two images have the id {image['id']!r}")
         for place, annotation in enumerate(annotations):
             if not isinstance(annotation, dict) or not isinstance(annotation.get("image_id"), (int, str)):
-                raise ValueError(f"{self.source!r}: annotation {place} is not of the form {{image_id, caption}}")
-            yield names.get(annotation["image_id"]), annotation.get("caption")
+                yield None, None, f"annotation {place} is not of the form {{image_id, caption}}"
+            else:
+                yield names.get(annotation["image_id"]), annotation.get("caption"), ""
 
     def _check_columns(self, found: list[str]) -> None:
         for field in ("image_column", "caption_column"):

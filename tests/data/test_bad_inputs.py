@@ -16,11 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mmod.data.conversations import ConversationsConfig, open_conversations
 from mmod.data.convert_conversations import ConvertConversationsConfig, convert_conversations
 from mmod.data.convert_pairs import ConvertConfig, convert_pairs
 from mmod.data.corrupt import CorruptDataError, CorruptReport
+from mmod.data.digits import LEVELS, build_digits
+from mmod.data.images import decode_image
 from mmod.data.loader import DataConfig, create_eval_stream, create_train_stream
 from mmod.data.pairs import PairsConfig, create_eval_pairs, create_train_pairs
 from mmod.data.shards import ShardSource
@@ -40,6 +44,7 @@ from tests.data.bad_files import (
     body,
     incomplete,
     tar,
+    with_checksums,
     zipped,
 )
 
@@ -261,8 +266,6 @@ COCO: dict[str, Any] = {
     "an image without a file": {"images": [{"id": 1}], "annotations": []},
     "an id that is a list": {"images": [{"id": [], "file_name": "0.png"}], "annotations": []},
     "one id twice": {"images": [{"id": 1, "file_name": f"{n}.png"} for n in range(2)], "annotations": []},
-    "an annotation that is null": {"images": [], "annotations": [None]},
-    "an annotation of a list": {"images": [], "annotations": [{"image_id": [1], "caption": "a"}]},
     "no annotation": {"images": [], "annotations": []},
 }
 TABLES: dict[str, bytes] = {
@@ -295,10 +298,22 @@ def test_rows_of_wrong_types_are_dropped_with_their_reason() -> None:
     import pyarrow.parquet as pq
 
     Path("0.png").write_bytes(PNG)
-    Path("t.csv").write_bytes(b"image,caption\n0.png,a\n0.png\n,a\n0.png,\n0.png,\xe9\n0\0.png,a\n")
+    rows = b"0.png,a\n0.png\n,a\n0.png,\n0.png,\xe9\n0\0.png,a\n0.png,a, b\n0.png,c,\n"
+    Path("t.csv").write_bytes(b"image,caption\n" + rows)
     report = convert_pairs(ConvertConfig("t.csv", "csv"), progress=False)
-    assert report.samples == 1
-    assert report.dropped == {"no caption": 2, "no image": 1, "caption is not UTF-8": 1, "image cannot be read": 1}
+    assert report.samples == 2
+    singles = ("no image", "caption is not UTF-8", "image cannot be read", "unsound row")
+    assert report.dropped == {"no caption": 2, **dict.fromkeys(singles, 1)}
+    annotations = [
+        {"image_id": 1, "caption": "a"},
+        None,
+        {"image_id": [1]},
+        {"image_id": 2},
+        {"image_id": 1, "caption": 3},
+    ]
+    Path("t.json").write_text(json.dumps({"images": [{"id": 1, "file_name": "0.png"}], "annotations": annotations}))
+    report = convert_pairs(ConvertConfig("t.json", "coco"), progress=False)
+    assert (report.samples, report.dropped) == (1, {"unsound row": 2, "no caption": 2})
     columns = {"paths": ["0.png", "../0.png", "", None], "bytes": [PNG, PNG[:99], b"", None], "numbers": [1, 2, 3, 4]}
     for name, images in columns.items():
         for captions, kept in ((["a"] * 4, name != "numbers"), ([1, 2, 3, 4], False), ([["a"]] * 4, False)):
@@ -391,3 +406,55 @@ def test_command_lines_end_with_one_message(script: str, source: str, content: b
     main = runpy.run_path(str(ROOT / "datasets" / f"{script}.py"))["main"]
     with pytest.raises(SystemExit, match=rf"(?s)^error: .*(t\.{source[2:]}|dropped\.csv)"):
         main([source, "out"])
+
+
+@pytest.mark.parametrize("name", ["out/00000_stats.json", "out/conversion.json", "digits/manifest.json"])
+def test_broken_notes_of_conversions_and_builds_are_named(name: str) -> None:
+    Path("0.png").write_bytes(PNG)
+    Path("t.csv").write_text("image,caption\n0.png,a\n")
+
+    def again() -> None:
+        if name.startswith("digits"):
+            build_digits("digits", LEVELS["tiny"])
+        else:
+            convert_pairs(ConvertConfig("t.csv", "out"), progress=False)
+
+    again()
+    for data in (b"", b"{", b"[]", b"null", b"[" * 200_000):
+        Path(name).write_bytes(data)
+        with pytest.raises(ValueError, match=rf"^{name} (is no JSON|holds no JSON object|is no manifest)"):
+            again()
+
+
+EDITS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1 << 20), st.binary(min_size=1, max_size=12)), max_size=4)
+
+
+def edited(data: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
+    """Overwrite, insert, cut and repeat at some places, headers of archives among them."""
+    for kind, place, patch in edits:
+        at = place % (len(data) + 1)
+        header = at // 512 * 512 + (100, 124, 135, 156, 157)[place % 5]
+        rest = data[at + len(patch) :] if kind == 0 else data[at:]
+        versions = (data[:at] + patch + rest, data[:at] + patch + data[at:], data[:at], data[:at] + data[:at])
+        data = versions[kind] if kind < 4 else data[:header] + patch + data[header + len(patch) :]
+    return data
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(EDITS, st.booleans())
+def test_edits_of_an_archive_cost_no_sample_before_them(edits: list[tuple[int, int, bytes]], sums: bool) -> None:
+    for reader, (suffix, beside) in BESIDE.items():
+        members = {f"{key}{end}": data for key in "012" for end, data in ((".png", PNG[:700]), (suffix, beside))}
+        data = edited(tar(members), edits)
+        assert read_archive(reader, with_checksums(data) if sums else data, "skip")[0] >= 1
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(sorted(SOUND)), EDITS)
+def test_edited_images_are_read_or_refused(name: str, edits: list[tuple[int, int, bytes]]) -> None:
+    data = edited(SOUND[name], edits)
+    try:
+        outcome = decode_image(data, "RGB").mode
+    except ValueError as error:
+        outcome = str(error)
+    assert outcome == "RGB" or outcome.startswith(f"image of {len(data)} bytes cannot be decoded: ")

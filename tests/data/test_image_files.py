@@ -88,6 +88,10 @@ def test_followed_links_lead_to_files_alone(folder: Path) -> None:
         read_image(str(folder / "pipe.png"))
 
 
+def test_every_absolute_path_lies_in_the_root(folder: Path) -> None:
+    assert ImageFiles("/").read(f"{folder}/outer.png") == b"outside.png"
+
+
 def test_a_folder_that_is_a_link_is_no_way_out(folder: Path) -> None:
     (folder.parent / "alias").symlink_to(folder)
     assert ImageFiles(folder.parent / "alias").read("sub/b.png") == b"b.png"
