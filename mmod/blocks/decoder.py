@@ -64,6 +64,10 @@ class DecoderHost(BlockHost, Protocol):
         """
         ...
 
+    def stand_by(self, x_BND: Tensor) -> None:
+        """Do for the host what it would find done after a call of the layer, which keeps no token of this pass."""
+        ...
+
     def has_room(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the cache gives a layer keys of tokens to come, too, as a static one does."""
         ...
@@ -109,6 +113,7 @@ class RoutedDecoderBlock(RoutedBlock):
         z_BKD = x if moved is None else gather_rows(x, routing.index_BK)
         narrowed = host.narrow(arguments, x, moved, compact)
         if not routing.index_BK.shape[1]:
+            host.stand_by(x)
             return merge(x, z_BKD, z_BKD, routing)
         return merge(x, z_BKD, self._run(z_BKD, narrowed, routing.gate_BK), written)
 

@@ -108,6 +108,29 @@ def test_hidden_states_have_all_tokens() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gemma2", "llava", "llava-onevision", "qwen2.5-vl"])
+def test_attention_maps_have_the_index_of_their_layer(name: str) -> None:
+    model: Any = make_language(name) if name in LANGUAGE else make_joint(name, attention="eager")
+    model.set_attn_implementation("eager")
+    batch = {"input_ids": torch.randint(3, IMAGE, (1, 12))} if name in LANGUAGE else prompt(name, (1, 2))
+    config = LINEAR.replace(tokens="all", select="threshold", threshold=0.5, gate="sigmoid", bias=True)
+    mmod.route_(model, language=config)
+    nothing, _ = mmod.routed_blocks(model).values()
+    nothing.router.score.bias.fill_(-1e9)
+    with mmod.trace(model) as decisions:
+        maps = model(**batch, output_attentions=True).attentions
+    samples, tokens = batch["input_ids"].shape
+    kept = list(decisions.values())[1].keep_BN.sum(1)
+    assert 0 < int(kept.max()) < tokens
+    lengths = [tokens, 0, tokens, int(kept.max())]
+    assert [tuple(each.shape) for each in maps] == [(samples, 4, length, length) for length in lengths]
+    for row, count in enumerate(kept.tolist()):
+        own = maps[3][row, :, :count, :count]
+        torch.testing.assert_close(own.sum(-1), torch.ones(4, count))
+        assert not own.triu(1).any()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("importance", ["mean", "per_viewer"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_importance_is_the_mean_of_the_map(attention: str, importance: str) -> None:

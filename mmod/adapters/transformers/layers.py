@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
 from mmod.adapters.transformers.cache import RoutedLayer, routed_layer
 from mmod.adapters.transformers.cache_base import KeptTokens
@@ -144,6 +145,12 @@ class DecoderLayerHost:
     def has_room(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the cache gives a layer keys of tokens to come, too, as a static one does."""
         return bool(getattr(arguments.get("past_key_values"), "is_compileable", False))
+
+    def stand_by(self, x_BND: Tensor) -> None:
+        """Record an empty attention map where maps are recorded, so that each has its layer's index."""
+        collected = _active_collector.get()
+        if collected is not None and "attentions" in collected and self.config._attn_implementation == "eager":
+            collected["attentions"].append(x_BND.new_zeros(len(x_BND), self.config.num_attention_heads, 0, 0))
 
     def takes_all(self, arguments: Mapping[str, Any], x_BND: Tensor) -> bool:
         """Return whether all tokens run and none is hidden; a layer's cache of filled slots is told of them then."""
