@@ -5,9 +5,10 @@ from mmod.ops.select import kept_count, select_threshold, select_topk
 from mmod.routing.roles import Predictor, RoleRouter, Roles, assign_roles, decoded_roles, select_within
 from mmod.routing.router import Router, Routing
 from mmod.routing.score import FunctionScore, LinearScore, NormScore, RandomScore, StrideScore
-from mmod.routing.shared import SharedScore, share_score, unshare_score
+from mmod.routing.shared import BorrowedScore, share_score, unshare_score
 
 __all__ = [
+    "BorrowedScore",
     "FunctionScore",
     "LinearScore",
     "NormScore",
@@ -17,7 +18,6 @@ __all__ = [
     "Roles",
     "Router",
     "Routing",
-    "SharedScore",
     "StrideScore",
     "apply_gate",
     "assign_roles",

@@ -14,7 +14,7 @@ NAME = "shared_router"
 _FORMER_NAME = "router_score"
 
 
-class SharedScore(nn.Module):
+class BorrowedScore(nn.Module):
     """Score tokens with the score that another module holds, whatever has been wrapped around it since.
 
     Args:
@@ -36,10 +36,10 @@ class SharedScore(nn.Module):
         score_BN: Tensor = self.held(x_BND)
         return score_BN.to(x_BND.device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedScore:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BorrowedScore:
         """Refer to the owner's copy in a copy of the whole model, and to the owner itself in a copy of one router."""
         (owner,) = self._owner
-        return SharedScore(memo.get(id(owner), owner)).train(self.training)
+        return BorrowedScore(memo.get(id(owner), owner)).train(self.training)
 
 
 def share_score(owner: nn.Module, routers: Sequence[Router]) -> None:
@@ -52,7 +52,7 @@ def share_score(owner: nn.Module, routers: Sequence[Router]) -> None:
     owner.add_module(NAME, routers[0].score)
     owner.register_load_state_dict_pre_hook(_rename)
     for router in routers:
-        router.score = SharedScore(owner)
+        router.score = BorrowedScore(owner)
 
 
 def unshare_score(owner: nn.Module) -> None:

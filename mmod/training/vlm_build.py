@@ -16,7 +16,7 @@ from mmod.adapters.transformers.saving import read_routing
 from mmod.blocks import RoutedBlock, model_hooks
 from mmod.data.questions import IMAGE, WORDS
 from mmod.pretrained import route_again
-from mmod.routing import SharedScore
+from mmod.routing import BorrowedScore
 from mmod.training.config import resolve_routing
 from mmod.training.vlm_config import WITHOUT_WEIGHTS, VlmConfig, VlmModelConfig
 from mmod.values import refuse_unknown
@@ -160,7 +160,7 @@ def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         model: Any model.
     """
     routers = [module.router for module in model.modules() if isinstance(module, RoutedBlock)]
-    shared = [router.score.held for router in routers if isinstance(router.score, SharedScore)]
+    shared = [router.score.held for router in routers if isinstance(router.score, BorrowedScore)]
     wanted = {id(parameter) for part in (*routers, *shared) for parameter in part.parameters()}
     # peft keeps what it has copied to train as it was.
     return {
