@@ -193,8 +193,9 @@ class RoutedState:
         # Compilers find equal calls by themselves, and would guard on which tensor was seen before.
         reuses = shared is not None and router.config.shares_score and not torch.compiler.is_compiling()
         routing = shared.decided(router, marks) if shared is not None and reuses else None
-        if routing is None:
-            routing = choose(None if shared is None else shared.score_BN)
+        # The blocks of a span may lie on several devices.
+        if routing is None or routing.index_BK.device != x_BND.device:
+            routing = choose(None if shared is None else shared.score_BN.to(x_BND.device))
             if draws and not self.last:
                 assert self.span is not None
                 shared = SharedScore(routing.score_BN)

@@ -44,8 +44,11 @@ class CompactRotary:
         place_BK = before_B1 + torch.arange(slots, device=x_BND.device).expand(len(x_BND), -1)
         if counted and not torch.compiler.is_compiling():
             return tuple(each[0, place_BK] for each in self._table(x_BND, int(seen) + slots))
-        found: tuple[Tensor, ...] = self.rotary(x_BND, place_BK)
-        return found
+        return self._computed(x_BND, place_BK)
+
+    def _computed(self, like: Tensor, place_BK: Tensor) -> tuple[Tensor, ...]:
+        # Of a model on several devices, the module may lie on another one than the layer that asks.
+        return tuple(each.to(like.device) for each in self.rotary(like, place_BK))
 
     def _table(self, like: Tensor, length: int) -> tuple[Tensor, ...]:
         """Return the embeddings of at least the first positions (1, length, E)."""
@@ -55,7 +58,7 @@ class CompactRotary:
             # As a constant: tensors of inference could not be used in training.
             with torch.inference_mode(False), torch.no_grad():
                 places = torch.arange(1 << (max(length, 1024) - 1).bit_length(), device=like.device).unsqueeze(0)
-                table = self.rotary(torch.empty(0, device=like.device, dtype=like.dtype), places)
+                table = self._computed(torch.empty(0, device=like.device, dtype=like.dtype), places)
             # Another thread may put a shorter one there: this call returns its own.
             self._tables[key] = table
         return table

@@ -1,0 +1,68 @@
+"""Blocks of one model on several devices: what a block reads of another comes to its own device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmod
+from mmod.adapters.transformers.rotary import CompactRotary
+from mmod.blocks.state import RoutedState, SharedScore, Span
+from mmod.routing import Router, Routing, share_score
+
+FAR = torch.device("meta")
+
+
+class Elsewhere(nn.Module):
+    """A module that computes on the device it lies on, wherever its input comes from, as accelerate's hooks make it."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, *args: Any) -> Any:
+        return self.result
+
+
+def router(**changes: Any) -> Router:
+    config = mmod.RoutingConfig(**{"router": "attention", **changes})
+    return Router(config, dim=8, block=1, capacity=0.5)
+
+
+@pytest.mark.parametrize("decided", [False, True], ids=["a score", "a decision"])
+def test_importance_comes_to_its_reader(decided: bool) -> None:
+    decides, span = router(), Span()
+    shared = SharedScore(torch.rand(2, 6))
+    if decided:
+        shared.remember(decides, (), decides(torch.rand(2, 6, 8), shared.score_BN))
+    span.put(shared)
+    state, seen = RoutedState(None, span), []  # type: ignore[arg-type,var-annotated]
+
+    def choose(score_BN: Tensor | None) -> Routing:
+        assert score_BN is not None
+        seen.append(score_BN.device)
+        return Routing(score_BN, torch.zeros(2, 3, dtype=torch.long, device=score_BN.device))
+
+    routing = state.decide(decides, torch.empty(2, 6, 8, device=FAR), False, choose, ())
+    assert seen == [FAR]
+    assert routing.index_BK.device == FAR
+
+
+def test_a_shared_score_comes_to_its_reader() -> None:
+    owner, reader = nn.Module(), router(router="linear")
+    share_score(owner, [reader])
+    owner.shared_router = Elsewhere(torch.rand(2, 6))
+    assert reader.score is not None
+    assert reader.score(torch.empty(2, 6, 8, device=FAR)).device == FAR
+
+
+@pytest.mark.parametrize("kept", [0, torch.zeros(2, 1, dtype=torch.long, device=FAR)], ids=["all", "by sample"])
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_compact_positions_come_to_their_layer(kind: str, kept: Any) -> None:
+    rotary = Elsewhere((torch.rand(1, 2048, 4), torch.rand(1, 2048, 4)))
+    rotary.rope_type = kind
+    found = CompactRotary(rotary)(torch.empty(2, 6, 8, device=FAR), kept, 3, 0)
+    assert all(each.device == FAR for each in found)
