@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from mmod.dense_loads import watch_dense_loads
 from mmod.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -57,3 +58,5 @@ __getattr__, __dir__ = lazy_names(
         "routing": ("Routing",),
     },
 )
+
+watch_dense_loads()

@@ -27,6 +27,7 @@ LADDER = [
     "adapters",
     "convert",
     "pretrained",
+    "dense_loads",
     "objectives",
     "planning",
     "measuring",

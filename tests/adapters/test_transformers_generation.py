@@ -273,6 +273,18 @@ def test_unrouted_models_have_their_own_classes(name: str) -> None:
         assert [type(module) for module in mmod.unroute_(model).modules()] == classes
 
 
+@pytest.mark.parametrize("name", ["llama", "llava", "qwen2.5-vl"])
+def test_continuous_batching_is_refused_before_it_starts(name: str) -> None:
+    model: Any = make_language(name) if name == "llama" else make_joint(name)
+    config = EVERYTHING["threshold"] if name == "llama" else IMAGES_ONLY["linear"]
+    for routed_model in (mmod.route_(model, language=config), copy.deepcopy(model)):
+        with pytest.raises(ValueError, match=r"cannot batch continuously \(generate_batch\)"):
+            routed_model.generate_batch([[3, 4, 5]], max_new_tokens=2)
+        with pytest.raises(ValueError, match="cannot batch continuously"):
+            routed_model.init_continuous_batching()
+    assert "init_continuous_batching" not in vars(mmod.unroute_(model))
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_that_would_need_the_future_is_refused(beams: int) -> None:
     for config in (

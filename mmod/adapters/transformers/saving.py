@@ -14,6 +14,8 @@ from mmod.routing.shared import KEY_MAPPING
 
 FORMAT_VERSION = 1
 KEY = "mmod"
+# What every way of transformers to batch continuously calls first.
+_CONTINUOUS = "init_continuous_batching"
 
 
 class DescribedRouting(ModelHook):
@@ -41,6 +43,8 @@ class DescribedRouting(ModelHook):
         for module, names in self._splits():
             whole = {type(block).__name__ for block in module.modules() if _whole(block, names)}
             module._no_split_modules = names | whole  # type: ignore[assignment]
+        for module in self._generating():
+            vars(module)[_CONTINUOUS] = refuse_continuous_batching
 
     def release(self) -> None:
         """Take back what `describe` wrote."""
@@ -49,11 +53,29 @@ class DescribedRouting(ModelHook):
         converted = {type(block).__name__ for block in self.model.modules() if is_converted(block)}
         for module, names in self._splits():
             module._no_split_modules = names - converted  # type: ignore[assignment]
+        for module in self._generating():
+            vars(module).pop(_CONTINUOUS, None)
+
+    def _generating(self) -> list[nn.Module]:
+        """Return the modules that can batch continuously: the model, or the one in it where peft wraps it."""
+        return [module for module in self.model.modules() if hasattr(type(module), _CONTINUOUS)]
 
     def _splits(self) -> list[tuple[nn.Module, set[str]]]:
         """Return the modules that name classes which accelerate must not split over devices, with those names."""
         found = [(module, vars(module).get("_no_split_modules")) for module in self.model.modules()]
         return [(module, set(names)) for module, names in found if names]
+
+
+def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
+    """Stand in a routed model where transformers begins to batch requests continuously.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        "a routed model cannot batch continuously (generate_batch): its layers keep different tokens, which a paged "
+        "cache has no room for. Use generate, which takes padded batches"
+    )
 
 
 def _whole(block: nn.Module, names: set[str]) -> bool:
