@@ -174,8 +174,8 @@ def choose(op: str, tensor: Tensor, **facts: int) -> Backend:
             return _forced[op]
         able = [b for b in _versions(op) if _refusal(op, b, tensor.device, tensor.dtype, facts) is None]
         raise ValueError(f"{op} cannot run on {_forced[op].value}: {reason}; {_instead(able)}")
-    # Exported programs are to run where this library is not.
-    if tensor.device.type != "cuda" or exporting():
+    # Exported programs are to run where this library is not, and kernels have no rules for transforms.
+    if tensor.device.type != "cuda" or exporting() or transforming():
         return Backend.TORCH
     for rule in RULES:
         if (
@@ -193,6 +193,11 @@ def exporting() -> bool:
     """Return whether a program is being exported."""
     # In graphs compiled by torch 2.11, `torch.compiler.is_exporting` is always true; what it reads is right.
     return torch.compiler._is_exporting_flag
+
+
+def transforming() -> bool:
+    """Return whether a transform of torch.func is at work: `vmap`, `grad` and what is made of them."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def choices(device: torch.device | str, dtype: torch.dtype = torch.float32) -> str:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops import tiles
-from mmod.ops.backend import Backend, choose, exporting
+from mmod.ops.backend import Backend, choose, exporting, transforming
 from mmod.ops.casting import cast_alike
 from mmod.ops.shared_map import attend_and_sum, register_flops, shares_map
 from mmod.ops.tiles import Tile, cut_map, hide_later
@@ -33,7 +33,8 @@ def attention_importance(
     """Return the mean attention each token receives, over heads and queries, without a gradient.
 
     Images, heads and queries are taken piece by piece, so memory grows with N and not with its square, in compiled
-    graphs too. Exported graphs take all at once, since the number of pieces would fix their shapes.
+    graphs too. Exported graphs take all at once, since the number of pieces would fix their shapes, and so do
+    transforms of `torch.func`, under which nothing is added up in place.
 
     Args:
         q_BHNE: Queries (B, H, N, E).
@@ -63,7 +64,7 @@ def attention_importance(
     _, heads, tokens, _ = q_BHNE.shape
     with torch.no_grad():
         views = count_views(mask, is_causal, tokens, valid_BN, q_BHNE.device) if per_viewer else None
-        if exporting():
+        if exporting() or transforming():
             everything = (slice(None), slice(None), slice(None))
             total_BN = _received(q_BHNE, _keys(q_BHNE, k_BHNE), mask, is_causal, scale, valid_BN, views, everything)
         elif torch.compiler.is_compiling():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmod.ops import tiles
-from mmod.ops.backend import exporting
+from mmod.ops.backend import exporting, transforming
 from mmod.ops.tiles import cut_map, hide_later
 
 
@@ -28,7 +28,8 @@ def shares_map(q: Tensor, k: Tensor, v: Tensor) -> bool:
         v: Values, like keys.
     """
     alike = q.shape[2:] == k.shape[2:] == v.shape[2:]
-    return q.device.type == "cpu" and q.dtype == torch.float32 and alike and not exporting()
+    traced = exporting() or transforming()
+    return q.device.type == "cpu" and q.dtype == torch.float32 and alike and not traced
 
 
 def attend_and_sum(
@@ -148,7 +149,23 @@ class _SharedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            q, k, v = ctx.saved_tensors[:3]
+            return (*_written_out(grad_out, q, k, v, ctx.scale, ctx.is_causal), None, None, None)
         return _backward(ctx, grad_out, *unused)[:6]
+
+
+def _written_out(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v by operations that can be differentiated again, over the whole map."""
+    score = q @ k.transpose(-2, -1) * scale
+    if is_causal:
+        score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -torch.inf)
+    share = torch.softmax(score, dim=-1)
+    change = grad_out @ v.transpose(-2, -1)
+    change = share * (change - (change * share).sum(dim=-1, keepdim=True)) * scale
+    return change @ k, change.transpose(-2, -1) @ q, share.transpose(-2, -1) @ grad_out
 
 
 @functools.cache
