@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from mmod.dense_loads import watch_dense_loads
 from mmod.lazy import lazy_names
+from mmod.own_folder import hide_own_folder
 
 if TYPE_CHECKING:
     from mmod.config import Plan, RoutingConfig
@@ -59,4 +60,5 @@ __getattr__, __dir__ = lazy_names(
     },
 )
 
+hide_own_folder()
 watch_dense_loads()

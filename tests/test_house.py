@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mmod"
 LADDER = [
     "lazy",
+    "own_folder",
     "values",
     "config",
     "ops",
