@@ -6,8 +6,6 @@ Axes: B samples, N tokens, K slots per sample.
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Trainer
-from transformers.utils import is_datasets_available
 
 from mmod import Routing, auxiliary_loss, is_routed, routed_blocks
 from mmod.adapters import find_hosts
@@ -127,7 +124,6 @@ class RoutedTrainer(Trainer):
     """
 
     def __init__(self, watch: RoutingWatch, optim: str | None = None, **options: Any) -> None:
-        _see_no_folder_as_datasets()
         arguments, model = options["args"], options["model"]
         check_routers_learn(model)
         if arguments.fsdp:
@@ -142,7 +138,9 @@ class RoutedTrainer(Trainer):
         self.optim = optim
         module: Any = self.model
         blocks = routed_blocks(module).values() if is_routed(module) else ()
-        self._has_losses = any(block.router.config.losses for block in blocks)
+        self._losses = _RouterLosses() if any(block.router.config.losses for block in blocks) else None
+        if self._losses is not None:
+            module.register_forward_hook(self._losses)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimiser; see `transformers.Trainer.create_optimizer`."""
@@ -166,8 +164,8 @@ class RoutedTrainer(Trainer):
     ) -> Any:
         """Return the model's loss with the routers' own; see `transformers.Trainer.compute_loss`."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        if model.training and self._has_losses:
-            auxiliary = auxiliary_loss(model)
+        if model.training and self._losses is not None:
+            auxiliary = self._losses.take()
             # The model's loss is then a sum over all accumulated batches, of which this is one.
             if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
                 auxiliary = auxiliary / self.current_gradient_accumulation_steps
@@ -237,6 +235,30 @@ class RoutedTrainer(Trainer):
             )
 
 
+class _RouterLosses:
+    """A forward hook that collects the routers' losses, and lets the model's loss depend on them with weight 0.
+
+    Data parallelism asks the outputs which weights a pass has used. A router that only its own loss reaches would be
+    reported as unused, and its gradient, which comes all the same, as a second one.
+    """
+
+    def __init__(self) -> None:
+        self._loss: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not module.training or output.get("loss") is None:
+            return None
+        self._loss = auxiliary_loss(module)
+        output["loss"] = output["loss"] + 0.0 * self._loss.to(output["loss"])
+        return output
+
+    def take(self) -> Tensor:
+        """Return the losses of the last pass, for once."""
+        assert self._loss is not None
+        loss, self._loss = self._loss, None
+        return loss
+
+
 def _complete_states(optimizer: Any) -> None:
     """Give parameters that no gradient has reached an empty state: a split one is loaded only when it has all."""
     for group in optimizer.param_groups:
@@ -278,14 +300,6 @@ def _save_routers(model: nn.Module, folder: str, state: dict[str, Tensor]) -> No
     if routers:
         values = {name: state.get(name, value).detach().cpu().contiguous() for name, value in routers.items()}
         save_file(values, Path(folder) / _ROUTERS)
-
-
-def _see_no_folder_as_datasets() -> None:
-    """Tell transformers that the package `datasets` is not installed where it takes a folder of that name for it."""
-    spec = importlib.util.find_spec("datasets")
-    if spec is not None and spec.origin is None:
-        sys.modules["datasets"] = None  # type: ignore[assignment]
-        is_datasets_available.cache_clear()
 
 
 def _has_adapters(model: Any) -> bool:

@@ -41,6 +41,12 @@ GAMMA = {
     "language": {"preset": "gamma-mod", "depth": 6, "blocks": [1, 2], "tokens": "image", "inference_threshold": None}
 }
 
+PREDICTOR = {
+    "language": {
+        "preset": "mod", "blocks": [1, 2], "capacity": 0.5, "tokens": "image", "inference_threshold": 0.5,
+        "losses": {"membership": 0.01}, "predictor": True,
+    }
+}  # fmt: skip
 MASKED = {"language": {"preset": "gamma-mod", "depth": 6, "blocks": [1, 2], "inference_threshold": 0.5}}
 
 
@@ -413,15 +419,18 @@ def test_tiny_configs_build_what_they_route(path: Path, folder: Path) -> None:
     assert mmod.is_routed(model) == (config.routing is not None)
 
 
-def test_two_processes_train_as_one(folder: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", [P_MOD, PREDICTOR], ids=["p-mod", "predictor"])
+def test_two_processes_train_as_one(folder: Path, routing: Any) -> None:
     fields = {"max_steps": 3, "save_strategy": "no", "logging_steps": 1, "max_grad_norm": 0.0}
-    one = vlm_config(folder, "one", {**fields, "per_device_train_batch_size": 4}, routing=P_MOD)
+    name = f"predicted-{routing is PREDICTOR}"
+    one = vlm_config(folder, f"one-{name}", {**fields, "per_device_train_batch_size": 4}, routing=routing)
     single = finetune(one, progress=False)
     script = (
         "import sys; from pathlib import Path; sys.path[:0] = sys.argv[2:]\n"
         "from tests.training.vlm_configs import vlm_config; from mmod.training.vlm import finetune\n"
         f"fields = {fields!r} | {{'per_device_train_batch_size': 2, 'use_cpu': True, 'ddp_backend': 'gloo'}}\n"
-        f"finetune(vlm_config(Path(sys.argv[1]), 'two', fields, routing={P_MOD!r}), progress=False)\n"
+        f"finetune(vlm_config(Path(sys.argv[1]), 'two-{name}', fields, routing={routing!r}), progress=False)\n"
     )
     (folder / "two.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
@@ -430,7 +439,7 @@ def test_two_processes_train_as_one(folder: Path) -> None:
         command, capture_output=True, text=True, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    other = read_outcome(folder / "two")
+    other = read_outcome(folder / f"two-{name}")
     assert other is not None
     losses = [[entry["loss"] for entry in result.history if "loss" in entry] for result in (single, other)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
