@@ -1,5 +1,6 @@
-"""Which implementation of an op runs: the one place where that is decided, forced and explained.
+"""Which backend runs an op: the one place where that is decided, forced and explained.
 
+Where it is torch, an op may still choose among torch's operations by device, type and size; `choices` says how.
 Nothing is looked for at import. Each op asks `choose` when it is called; what is installed is found out then, once.
 """
 
@@ -91,11 +92,39 @@ RULES: tuple[Rule, ...] = (
     Rule("scatter_rows", Backend.TRITON, _FLOAT, _MOVES),
     Rule("gather_norm", Backend.TRITON, _FLOAT, "not yet measured; reason: rows are read once, not three times"),
     Rule("merge_rows", Backend.TRITON, _FLOAT, "not yet measured; reason: one pass over the rows instead of three"),
-    Rule("select_topk", Backend.TRITON, _FLOAT, "not yet measured; reason: one launch instead of six"),
-    Rule("attention_with_importance", Backend.TRITON, _FLOAT, "not yet measured; reason: probabilities stay on chip"),
+    Rule(
+        "select_topk",
+        Backend.TRITON,
+        _FLOAT,
+        "not yet measured; reason: one launch instead of six, which small batches outside graphs may not repay",
+    ),
+    Rule(
+        "attention_with_importance",
+        Backend.TRITON,
+        _FLOAT,
+        "not yet measured; reason: probabilities stay on chip; torch's fused attention, where it returns log-sum-exps",
+    ),
     Rule("packed_attention", Backend.TRITON, (torch.float32,), "torch's kernel for lengths takes half precision only"),
     Rule("routed_attention", Backend.TRITON, _FLOAT, "not yet measured; reason: rows are read in place, not copied"),
 )
+
+_ROWS = "rows copied whole where they lie in order, else torch's gather and scatter, as in compiled graphs"
+_PADDED = "padding and a mask of keys"
+# What torch's operations do for an op, by type of device ("" for all others); the definition where nothing is said.
+FORMS: Mapping[str, Mapping[str, str]] = {
+    **{op: {"cpu": _ROWS} for op in ("gather_rows", "scatter_rows", "gather_norm", "merge_rows")},
+    "attention_with_importance": {
+        "cpu": "in fp32, without mask, padding and dropout, one map in pieces for output and importance; else fused "
+        "attention, and the map again in pieces",
+        "": "fused attention, and the map again in pieces",
+    },
+    "packed_attention": {
+        "cpu": f"a call of fused attention for each image, or {_PADDED} for short images and in compiled graphs",
+        "cuda": "in half precision without dropout, varlen_attn for as many heads of keys as of queries and a head "
+        f"dimension divisible by 8; else {_PADDED}",
+        "": _PADDED,
+    },
+}
 
 _forced: Mapping[str, Backend] = {}
 
@@ -208,8 +237,8 @@ def choices(device: torch.device | str, dtype: torch.dtype = torch.float32) -> s
         dtype: Their type.
 
     Example:
-        >>> print(choices("cpu").splitlines()[0])
-        gather_rows: torch (on cpu: the definition, in torch's own operations)
+        >>> print(choices("cpu").splitlines()[4])
+        select_topk: torch (on cpu: the definition, in torch's own operations)
     """
     device = torch.device(device)
     lines = []
@@ -222,8 +251,10 @@ def choices(device: torch.device | str, dtype: torch.dtype = torch.float32) -> s
             refusal = _refusal(op, rule.backend, device, dtype, {})
             why = rule.why if refusal is None else f"not taken: {refusal}"
             lines.append(f"{op}: {rule.backend.value}{' where ' * bool(limits)}{', '.join(limits)} ({why})")
-        if not any(rule.compiled is None and not rule.most for rule in rules):
-            lines.append(f"{op}: torch (on {device.type}: the definition, in torch's own operations)")
+        if not any(rule.compiled is None and not {**_reach(op, rule.backend).most, **rule.most} for rule in rules):
+            forms = FORMS.get(op, {})
+            form = forms.get(device.type, forms.get("", "the definition, in torch's own operations"))
+            lines.append(f"{op}: torch (on {device.type}: {form})")
     return "\n".join(lines)
 
 

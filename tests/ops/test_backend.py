@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmod.ops import Backend, choices, gather_rows, use
+from mmod.ops import Backend, attention_with_importance, choices, gather_rows, packed_attention, use
 from mmod.ops.backend import OPS, REACH, RULES, choose
 from tests.ops.kernels import INTERPRETED
 
@@ -140,6 +141,30 @@ def test_the_choices_can_be_printed(device: str) -> None:
     text = choices(device, torch.bfloat16)
     assert all(any(line.startswith(op + ":") for line in text.splitlines()) for op in OPS)
     assert ("triton" in text) == (device == "cuda")
+
+
+def test_what_torch_does_for_an_op_is_said_where_it_is_not_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = {line.split(":")[0]: line for line in choices("cpu").splitlines()}
+    assert "one map in pieces for output and importance" in lines["attention_with_importance"]
+    assert "a call of fused attention for each image" in lines["packed_attention"]
+    assert "rows copied whole" in lines["gather_rows"]
+    assert "the definition" in lines["select_topk"]
+    shared, by_image, whole = [], [], []
+    for target, seen in (
+        ("mmod.ops.importance.attend_and_sum", shared),
+        ("mmod.ops.packed._image_by_image", by_image),
+        ("mmod.ops.reference._take_rows", whole),
+    ):
+        right = pkgutil.resolve_name(target)
+        monkeypatch.setattr(target, lambda *args, right=right, seen=seen: seen.append(1) or right(*args))
+    q = torch.randn(1, 2, 40, 8)
+    attention_with_importance(q, q, q)
+    attention_with_importance(q, q, q, dropout=0.1)
+    rows = torch.randn(40, 2, 8)
+    packed_attention(rows, rows, rows, torch.tensor([0, 40], dtype=torch.int32), 40)
+    gather_rows(rows, torch.tensor([[0]] * 40))
+    gather_rows(rows.transpose(1, 2), torch.tensor([[0]] * 40))
+    assert (shared, by_image, whole) == ([1], [1], [1])
 
 
 def test_a_choice_under_the_compiler_follows_what_is_forced() -> None:
