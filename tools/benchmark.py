@@ -5,7 +5,8 @@ freely routed models side by side, `ops` each op on each backend beside its boun
 `generation` prefill and decoding of a routed LLaVA beside the dense one, and `suite --config
 configs/benchmark/h200.yaml` runs several of these and says which bars are met. `--config FILE` reads
 the same keys from YAML and `MODE --help` lists them. The table goes to stdout and, with its environment, to
-`benchmark.md` and `benchmark.json` in the folder `out`; the same command goes on where it was killed.
+`benchmark.md` and `benchmark.json` in the folder `out`; the same command goes on where it was killed. A part of a suite
+that fails is named in the report, the others run, and the command ends with an error.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mmod.measuring import (
     GenerationConfig,
     OpBenchmarkConfig,
     SuiteConfig,
+    SuiteFailedError,
     benchmark,
     benchmark_generation,
     benchmark_ops,
@@ -51,7 +53,12 @@ def main(arguments: list[str]) -> None:
     config, run, _ = MODES[options.mode]
     chosen = vars(options[options.mode])
     chosen.pop("config", None)
-    print(run(make_config(parser, config, chosen)).markdown())
+    try:
+        report = run(make_config(parser, config, chosen))
+    except SuiteFailedError as error:
+        print(error.report.markdown())
+        sys.exit(f"error: {error}")
+    print(report.markdown())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from mmod.measuring.language import PrefillFlops, prefill_flops
 from mmod.measuring.op_benchmark import OpBenchmarkConfig, OpRow, benchmark_ops
 from mmod.measuring.op_cases import OpSize
 from mmod.measuring.report import BenchmarkReport, BenchmarkRow
-from mmod.measuring.suite import Bar, SuiteConfig, benchmark_suite
+from mmod.measuring.suite import Bar, SuiteConfig, SuiteFailedError, benchmark_suite
 from mmod.measuring.trace import Trace, trace
 from mmod.measuring.verify import WrongOutputError, check_dense, check_reference
 
@@ -27,6 +27,7 @@ __all__ = [
     "OpSize",
     "PrefillFlops",
     "SuiteConfig",
+    "SuiteFailedError",
     "Trace",
     "WrongOutputError",
     "benchmark",

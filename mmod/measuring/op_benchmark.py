@@ -202,10 +202,10 @@ class _Call:
         """Return what would come from above: the same for every implementation, and made once."""
         shape = tuple(result.shape)
         if shape not in self.upstream:
-            generator = torch.Generator().manual_seed(len(shape))
+            generator = torch.Generator(result.device).manual_seed(len(shape))
             # Numbers that every type holds exactly, so that float64 gets no other gradient than the others.
-            drawn = torch.randint(-96, 97, shape, generator=generator) / 32
-            self.upstream[shape] = drawn.to(result.device, result.dtype)
+            drawn = torch.randint(-96, 97, shape, generator=generator, device=result.device) / 32
+            self.upstream[shape] = drawn.to(result.dtype)
         return self.upstream[shape]
 
 

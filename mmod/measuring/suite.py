@@ -13,6 +13,7 @@ from mmod.measuring.benchmark import BenchmarkConfig, benchmark
 from mmod.measuring.generation import GenerationConfig, GenerationRow, benchmark_generation
 from mmod.measuring.op_benchmark import OpBenchmarkConfig, OpRow, benchmark_ops
 from mmod.measuring.report import (
+    UNFINISHED,
     BenchmarkReport,
     BenchmarkRow,
     Row,
@@ -153,8 +154,23 @@ class SuiteConfig:
                     )
 
 
+class SuiteFailedError(RuntimeError):
+    """Parts of a suite failed; the others were measured and judged.
+
+    Args:
+        failures: What went wrong, by part.
+        report: The report, which names the failures too.
+    """
+
+    def __init__(self, failures: Mapping[str, str], report: BenchmarkReport) -> None:
+        super().__init__(f"parts of the suite failed: {'; '.join(f'{part}: {why}' for part, why in failures.items())}")
+        self.report = report
+
+
 def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkReport:
     """Run all benchmarks of a suite that are not finished yet, and judge them by its bars.
+
+    A part that fails does not keep the next ones from running; the same command tries it again.
 
     Args:
         config: The suite.
@@ -165,36 +181,47 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
 
     Raises:
         FileExistsError: The output folder holds a finished suite.
-        ValueError: It holds one with other options or of another machine.
-        WrongOutputError: Something computes a wrong result.
+        ValueError: It holds a part with other options or of another machine.
+        SuiteFailedError: Parts failed. The report is written all the same, and bars over those parts are not judged.
     """
     folder = Path(config.out)
     refuse_to_overwrite(folder)
+    measures: list[tuple[Any, Any]] = [(part, benchmark_ops) for part in config.ops]
+    measures += [(part, benchmark) for part in config.models]
+    measures += [(part, benchmark_generation) for part in config.generation]
     rows: dict[str, list[dict[str, Any]]] = {}
-    for part in config.ops:
-        rows[part.out] = _run(part, benchmark_ops, folder, progress)
-    for model in config.models:
-        rows[model.out] = _run(model, benchmark, folder, progress)
-    for each in config.generation:
-        rows[each.out] = _run(each, benchmark_generation, folder, progress)
-    judged = [bar.judge([row for part in bar.parts for row in rows[part]]) for bar in config.bars]
-    parts: list[Any] = [*config.ops, *config.models, *config.generation]
-    device = parts[0].device
-    report = BenchmarkReport("bars", plain_options(config), environment(device), judged)
+    failures: dict[str, str] = {}
+    for part, run in measures:
+        found = _finished(part, folder)
+        try:
+            rows[part.out] = _run(part, run, folder, progress) if found is None else found
+        except Exception as error:
+            failures[part.out] = f"{type(error).__name__}: {error}"
+    judged = [
+        bar.judge([] if failures.keys() & set(bar.parts) else [row for part in bar.parts for row in rows[part]])
+        for bar in config.bars
+    ]
+    notes = [f"{part} failed: {why}" for part, why in failures.items()]
+    report = BenchmarkReport("bars", plain_options(config), environment(measures[0][0].device), judged, notes)
     report.save(folder)
+    if failures:
+        (folder / UNFINISHED).touch()
+        raise SuiteFailedError(failures, report)
+    (folder / UNFINISHED).unlink(missing_ok=True)
     return report
 
 
-def _run(part: Any, run: Any, folder: Path, progress: bool) -> list[dict[str, Any]]:
-    """Return the rows of a part, measured now unless they were before."""
+def _finished(part: Any, folder: Path) -> list[dict[str, Any]] | None:
+    """Return the rows of a part that was measured before, or None."""
     if part.threads is not None:
         torch.set_num_threads(part.threads)
-    placed = replace(part, out=str(folder / part.out))
-    rows = finished_rows(Path(placed.out), plain_options(part), environment(part.device))
-    if rows is None:
-        report: BenchmarkReport = run(placed, progress)
-        rows = [row.to_dict() for row in report.rows]
-    return rows
+    return finished_rows(folder / part.out, plain_options(part), environment(part.device))
+
+
+def _run(part: Any, run: Any, folder: Path, progress: bool) -> list[dict[str, Any]]:
+    """Measure a part and return its rows."""
+    report: BenchmarkReport = run(replace(part, out=str(folder / part.out)), progress)
+    return [row.to_dict() for row in report.rows]
 
 
 def _columns(row: type[Row]) -> set[str]:

@@ -6,6 +6,7 @@ Axes: B images, N tokens, K slots per image, D channels, H heads.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -23,9 +24,9 @@ from mmod.measuring.free import sharing_copy
 from mmod.measuring.trace import trace
 from mmod.routing import Router, Routing, apply_gate
 
-# The last kept and the first skipped score of an image must differ by this share of the largest score: closer ones
-# may change places when the same sums are taken in another order.
-CLEAR_MARGIN = 1e-5
+# The last kept and the first skipped score of an image must differ by this many times the rounding of its scores:
+# closer ones may change places when the same sums are taken in another order.
+CLEAR_MARGIN = 4
 
 
 # Error of torch's own operations by dtype, as a share of the largest value: beyond it, something is wrong with them.
@@ -273,8 +274,8 @@ class _FullMaps(TorchFunctionMode):
 def clear_images(model: nn.Module, make: Callable[[int], Tensor], count: int, attempts: int = 20) -> Tensor:
     """Return images for which every routed block decides clearly.
 
-    Where the last kept and the first skipped token score alike to within rounding, or a token lies on the threshold,
-    two right computations may route differently, so only clear images can be compared.
+    Where the last kept and the first skipped token score alike to within the rounding that a float64 copy shows, or a
+    token lies on the threshold, two right computations may route differently, so only clear images can be compared.
 
     Args:
         model: A routed model in evaluation.
@@ -285,20 +286,33 @@ def clear_images(model: nn.Module, make: Callable[[int], Tensor], count: int, at
     Raises:
         ValueError: Too few clear images among those drawn.
     """
+    exact = copy.deepcopy(model).double()
     found: list[Tensor] = []
     for _ in range(attempts):
         images = make(count)
         with trace(model) as decisions:
             model(images)
-        margins = [_margin(routing, routed_blocks(model)[name].router) for name, routing in decisions.items()]
-        clear_B = torch.stack(margins).amin(dim=0) > CLEAR_MARGIN
-        found += list(images[clear_B])
+        with trace(exact) as wanted:
+            exact(images.double())
+        found += list(images[_clear(model, decisions, wanted)])
         if len(found) >= count:
             return torch.stack(found[:count])
     raise ValueError(
         f"only {len(found)} of {count * attempts} random images are routed clearly, {count} are needed: scores are "
         "too alike, so outputs cannot be compared"
     )
+
+
+def _clear(model: nn.Module, decisions: Mapping[str, Routing], wanted: Mapping[str, Routing]) -> Tensor:
+    """Return for each image whether every block decides by more than the rounding that float64 shows (B)."""
+    clear = []
+    for name, routing in decisions.items():
+        score_BN, exact_BN = routing.score_BN.double(), wanted[name].score_BN.double()
+        # An image that float64 has routed otherwise in an earlier block differs by far more than rounding.
+        error_B = (score_BN - exact_BN).abs().amax(dim=1) / exact_BN.abs().amax(dim=1)
+        error_B = error_B.clamp(min=torch.finfo(routing.score_BN.dtype).eps)
+        clear.append(_margin(routing, routed_blocks(model)[name].router) > CLEAR_MARGIN * error_B)
+    return torch.stack(clear).all(dim=0)
 
 
 def _margin(routing: Routing, router: Router) -> Tensor:

@@ -24,6 +24,12 @@ CONFIGS = {
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.fixture(autouse=True)
+def _full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions in fp32 on a GPU are rounded to fewer bits unless they are told not to be."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def entry_norms(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, EntryNorm)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import runpy
 from pathlib import Path
@@ -147,6 +148,19 @@ def test_unclear_images_are_left_out() -> None:
     mmod.route_(model, mmod.RoutingConfig(router=lambda x: torch.ones(x.shape[:2]), gate="identity"))
     with pytest.raises(ValueError, match="only 0 of 4 random images are routed clearly"):
         clear_images(model, lambda count: torch.randn(count, 3, 64, 64), 2, attempts=2)
+
+
+def test_long_sequences_are_clear_to_within_their_rounding() -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=448, depth=2, patch_size=14).eval()
+    mmod.route_(model, mmod.RoutingConfig(capacity=0.5))
+    images = clear_images(model, lambda count: torch.randn(count, 3, 448, 448), 2)
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad(), mmod.trace(model) as found, mmod.trace(exact) as expected:
+        model(images)
+        exact(images.double())
+    for name, routing in found.items():
+        assert torch.equal(routing.index_BK, expected[name].index_BK)
 
 
 def test_the_tool_prints_a_table_and_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import runpy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -209,8 +211,8 @@ def test_a_suite_judges_its_bars_and_measures_no_part_twice(monkeypatch: pytest.
     ]
     suite = SuiteConfig(ops=[tiny_ops], models=[tiny_models], bars=bars, out=str(tmp_path / "suite"))
     with monkeypatch.context() as patch:
-        patch.setattr(_Bench, "run", lambda *_: pytest.exit("killed"))
-        with pytest.raises(pytest.exit.Exception):
+        patch.setattr(_Bench, "run", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
             benchmark_suite(suite, progress=False)
     monkeypatch.setattr(op_benchmark, "interleave", lambda *_, **__: pytest.fail("measured twice"))
     report = benchmark_suite(suite, progress=False)
@@ -221,6 +223,33 @@ def test_a_suite_judges_its_bars_and_measures_no_part_twice(monkeypatch: pytest.
     assert (tmp_path / "suite" / "models" / "benchmark.md").exists()
     with pytest.raises(FileExistsError, match=r"benchmark\.json exists"):
         benchmark_suite(suite, progress=False)
+
+
+@pytest.mark.usefixtures("small_controls")
+def test_a_suite_goes_on_past_a_part_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "benchmark.py"))
+    command = ["suite", "--config", str(tmp_path / "suite.yaml")]
+    part = {"sizes": [asdict(TINY)], "backends": ["auto"], "step": ["forward"], "seconds": 0.0, "rounds": 2}
+    bars = [{"name": op, "parts": [op], "column": "of_bound", "at_least": 0} for op in ("gather_rows", "merge_rows")]
+    parts = [{**part, "ops": [op], "out": op} for op in ("gather_rows", "merge_rows")]
+    (tmp_path / "suite.yaml").write_text(json.dumps({"ops": parts, "bars": bars, "out": str(tmp_path / "out")}))
+    with monkeypatch.context() as patch:
+        right = mmod.ops.reference.gather_rows
+        patch.setattr("mmod.ops.reference.gather_rows", lambda *args: right(*args) * 1.001)
+        with pytest.raises(SystemExit, match="parts of the suite failed: gather_rows: WrongOutputError"):
+            tool["main"](command)
+    report = json.loads((tmp_path / "out" / "benchmark.json").read_text())
+    assert [row["met"] for row in report["rows"]] == [False, True]
+    assert report["notes"][0].startswith("gather_rows failed: WrongOutputError: gather_rows by auto")
+    assert report["notes"][0] in capsys.readouterr().out
+    tool["main"](command)
+    report = json.loads((tmp_path / "out" / "benchmark.json").read_text())
+    assert [row["met"] for row in report["rows"]] == [True, True]
+    assert not report["notes"]
+    with pytest.raises(FileExistsError, match=r"benchmark\.json exists"):
+        tool["main"](command)
 
 
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
