@@ -28,6 +28,7 @@ from mmod.measuring import (
     benchmark_ops,
     benchmark_suite,
 )
+from mmod.training.command import one_line_errors
 from mmod.training.parse import make_config
 
 MODES: dict[str, tuple[Any, Any, str]] = {
@@ -62,4 +63,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with one_line_errors():
+        main(sys.argv[1:])

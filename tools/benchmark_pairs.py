@@ -11,6 +11,7 @@ import sys
 from jsonargparse import ArgumentParser
 
 from mmod.data.yaml_files import STRICT
+from mmod.training.command import one_line_errors
 from mmod.training.extras import extra
 
 
@@ -31,4 +32,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with one_line_errors():
+        main(sys.argv[1:])

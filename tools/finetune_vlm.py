@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+from mmod.training.command import one_line_errors
 from mmod.training.extras import extra
 from mmod.training.parse import parse_config
 from mmod.training.vlm_config import VlmConfig
@@ -27,4 +28,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with one_line_errors():
+        main(sys.argv[1:])

@@ -15,6 +15,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from mmod.data.yaml_files import STRICT, read_yaml
+from mmod.training.command import one_line_errors
 from mmod.training.extras import extra
 from mmod.training.parse import make_config
 from mmod.training.tradeoff import TradeoffConfig, run_tradeoff
@@ -57,4 +58,5 @@ def choose(arguments: list[str]) -> tuple[type, Callable[..., Any]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with one_line_errors():
+        main(sys.argv[1:])

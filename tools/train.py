@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from mmod.training.command import one_line_errors
 from mmod.training.parse import parse_config
 
 if TYPE_CHECKING:
@@ -41,4 +42,5 @@ def summary(result: FitResult[EvalResult]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with one_line_errors():
+        main(sys.argv[1:])

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from mmod.training.clip_config import ClipConfig
+from mmod.training.command import one_line_errors
 from mmod.training.extras import extra
 from mmod.training.parse import parse_config
 
@@ -46,4 +47,5 @@ def summary(result: FitResult[ClipResult]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with one_line_errors():
+        main(sys.argv[1:])

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from mmod.data.yaml_files import parse_yaml
+from mmod.training.command import one_line_errors
 from mmod.training.config import resolve_routing
 from mmod.training.extras import extra
 
@@ -48,4 +49,5 @@ def mapping(text: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with one_line_errors():
+        main(sys.argv[1:])

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -24,7 +24,7 @@ from mmod.data.question_files import build_questions
 from mmod.data.questions import IMAGE, LEVELS
 from mmod.data.records import Message, check_record, image_names, read_records
 from mmod.data.shards import expand_pattern, group_members, read_at, shard_members
-from mmod.values import one_of
+from mmod.values import check_fields
 
 EMBEDDED = "questions:"
 Protected = Literal["question", "conversation"]
@@ -92,12 +92,7 @@ class ConversationsConfig:
     on_corrupt: OnCorrupt = "raise"
 
     def __post_init__(self) -> None:
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length} must be >= 2 or null")
-        if self.protected is not None:
-            one_of("protected", self.protected, get_args(Protected))
-        if self.on_corrupt not in ("raise", "skip"):
-            raise ValueError(f"on_corrupt={self.on_corrupt!r} is unknown; valid: 'raise', 'skip'")
+        check_fields(self, "data", max_length="[2, inf)")
 
 
 class Conversations:

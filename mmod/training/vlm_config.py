@@ -116,7 +116,6 @@ class VlmConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, frozen=TOWERS, eval_batch_size="[1, inf)", max_new_tokens="[1, inf)", seed="[0, inf)")
-        check_fields(self.data, "data", max_length="[2, inf)")
         if not self.output:
             raise ValueError("output must name a folder, got ''")
         for group, limits in (("trainer", _TRAINER), ("lora", _LORA)):
