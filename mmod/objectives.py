@@ -154,6 +154,11 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 def _block_loss(name: str, block: RoutedBlock) -> Tensor:
     routing = block.mod.routing
     if routing is None or not block.mod.fresh:
+        if not block.training:
+            raise RuntimeError(
+                f"{name} is in evaluation mode, in which no auxiliary loss is kept: write `if model.training: loss = "
+                "loss + mmod.auxiliary_loss(model)`"
+            )
         raise RuntimeError(f"{name} has routed nothing in training mode since its loss was last collected")
     if not routing.score_BN.requires_grad:
         raise RuntimeError(
