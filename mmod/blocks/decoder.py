@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from mmod.blocks.forward_pass import PassValue
-from mmod.blocks.packed import run_packed
+from mmod.blocks.packed import reweigh_skipped, run_packed
 from mmod.blocks.routed import ImportanceBlock, RoutedBlock, merge
 from mmod.blocks.state import BlockHost
-from mmod.ops import Packing, gather_rows
+from mmod.ops import Packing, gather_rows, lerp_rows
 from mmod.routing import Roles, Routing
 
 
@@ -110,12 +110,13 @@ class RoutedDecoderBlock(RoutedBlock):
             return run_packed(x, written, partial(self._run_packed, x=x, arguments=arguments, routing=routing))
         # A decoded token that every sample keeps is in its place already.
         moved = None if x.shape[1] == routing.index_BK.shape[1] == 1 and routing.valid_BK is None else routing
-        z_BKD = x if moved is None else gather_rows(x, routing.index_BK)
+        z_BKD = x if moved is None or roles.alone else gather_rows(x, routing.index_BK)
         narrowed = host.narrow(arguments, x, moved, compact)
         if not routing.index_BK.shape[1]:
             host.stand_by(x)
             return merge(x, z_BKD, z_BKD, routing)
-        return merge(x, z_BKD, self._run(z_BKD, narrowed, routing.gate_BK), written)
+        y_BKD = self._run(z_BKD, narrowed, routing.gate_BK)
+        return merge_alone(x, y_BKD, written) if roles.alone else merge(x, z_BKD, y_BKD, written)
 
     def _decide(self, x: Tensor, scored: Tensor, roles: Roles) -> Routing:
         if roles.skips or self.mod.span is None:
@@ -143,6 +144,19 @@ class RoutedDecoderBlock(RoutedBlock):
             return super(RoutedBlock, self).forward(z, **arguments)
         with weighed_branches(host.branches(self, gate_on), gate):
             return super(RoutedBlock, self).forward(z, **arguments)
+
+
+def merge_alone(x_B1D: Tensor, y_B1D: Tensor, routing: Routing) -> Tensor:
+    """Write the weighed update back where each sample has one token, in its place already.
+
+    Args:
+        x_B1D: The tokens before the layer (B, 1, D).
+        y_B1D: The same after the layer (B, 1, D).
+        routing: The decision.
+    """
+    assert routing.valid_BK is not None
+    new_B1D = lerp_rows(x_B1D, y_B1D.to(x_B1D.dtype), routing.gate_BK)
+    return torch.where(routing.valid_BK.unsqueeze(-1), new_B1D, reweigh_skipped(x_B1D, routing))
 
 
 class ImportanceDecoderBlock(ImportanceBlock):

@@ -186,6 +186,30 @@ def test_decoding_compiles_to_one_graph(name: str, config: mmod.RoutingConfig) -
         assert graphs <= counter.frame_count <= graphs + (seed > 0)
 
 
+BY_INDUCTOR = {
+    "mod": PRESETS["mod"],
+    "modification": mmod.preset("modification", tokens="all", init_std=0.2),
+    "gamma-mod": PRESETS["gamma-mod"],
+    "p-mod": PRESETS["p-mod"].replace(capacity=0.5),
+    "a-mod": PRESETS["a-mod"],
+    "videollm-mod": PRESETS["videollm-mod"],
+}
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("method", BY_INDUCTOR)
+def test_inductor_decodes_the_same(method: str) -> None:
+    torch._dynamo.reset()
+    config = BY_INDUCTOR[method].replace(blocks=(1,))
+    model: Any = make_joint("llava", num_hidden_layers=2) if config.tokens != "all" else None
+    model = mmod.route_(model or make_language("llama", num_hidden_layers=2), language=config)
+    batch = text() if config.tokens == "all" else prompt("llava", (1, 2))
+    step = torch.compile(model.forward, fullgraph=True)
+    expected = logits(model, batch, transformers.DynamicCache(config=model.config), steps=1)
+    same(logits(model, batch, static(model), step, steps=1), expected)
+
+
 @pytest.mark.parametrize("name", ["llava", "gemma3"])
 def test_generate_compiles_decoding_by_itself(name: str) -> None:
     torch._dynamo.reset()
