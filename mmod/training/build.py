@@ -21,6 +21,7 @@ from mmod import route_
 from mmod.data.config import DataConfig
 from mmod.training.checkpoint import read_weights
 from mmod.training.config import LossConfig, MixupConfig, ModelConfig, RunConfig, TrainConfig
+from mmod.training.muon import single_precision
 
 __all__ = [
     "create_criterion",
@@ -214,7 +215,7 @@ def create_optimizer(config: RunConfig, model: nn.Module, images_per_step: int) 
         layer_decay=optim.layer_decay,
         **optim.args,
     )
-    return optimizer
+    return single_precision(optimizer)
 
 
 def create_schedule(
