@@ -55,6 +55,7 @@ class DigitsConfig:
         scenes: Number of scenes of each split.
         shard_size: Scenes in one shard.
         seed: Seed of the split of the source images and of every scene.
+        grid: Digits and fragments lie at multiples of so many pixels.
 
     Raises:
         ValueError: If a parameter is out of range.
@@ -68,6 +69,7 @@ class DigitsConfig:
     scenes: dict[str, int] = field(default_factory=lambda: {"train": 16000, "val": 1000, "test": 2000})
     shard_size: int = 2000
     seed: int = 0
+    grid: int = 1
 
     def __post_init__(self) -> None:
         smallest, largest = self.digit_size
@@ -76,10 +78,10 @@ class DigitsConfig:
         check_fragments(self.fragment, self.contrast)
         if set(self.scenes) != set(SPLITS) or min(self.scenes.values()) < 1:
             raise ValueError(f"scenes={self.scenes} must give a positive number for each of {SPLITS}")
-        if self.clutter < 0 or self.shard_size < 1 or self.seed < 0:
-            raise ValueError(
-                f"clutter={self.clutter} and seed={self.seed} must be >= 0, shard_size={self.shard_size} >= 1"
-            )
+        if self.clutter < 0 or self.seed < 0:
+            raise ValueError(f"clutter={self.clutter} and seed={self.seed} must be >= 0")
+        if self.shard_size < 1 or self.grid < 1:
+            raise ValueError(f"shard_size={self.shard_size} and grid={self.grid} must be >= 1")
 
 
 _HARD: dict[str, Any] = {
@@ -90,11 +92,15 @@ _HARD: dict[str, Any] = {
 LEVELS: dict[str, DigitsConfig] = {
     "default": DigitsConfig(),
     "tiny": DigitsConfig(scenes={"train": 256, "val": 64, "test": 64}, shard_size=64),
+    "aligned": DigitsConfig(
+        digit_size=(16, 16), scenes={"train": 5000, "val": 500, "test": 1000}, shard_size=500, grid=4
+    ),
     "hard": DigitsConfig(digit_size=(10, 18), clutter=12, **_HARD),
     "64": DigitsConfig(canvas=64, digit_size=(14, 28), clutter=24, **_HARD),
     "96": DigitsConfig(canvas=96, digit_size=(14, 36), clutter=48, **_HARD),
 }
-"""Named parameter sets: `default` learns in minutes on two cores, `tiny` is for tests, the others want a GPU."""
+"""Named parameter sets: `aligned` learns in two minutes on one core, `default` in minutes on two, `tiny` is for tests,
+the others want a GPU."""
 
 
 class Scene(NamedTuple):
@@ -198,8 +204,8 @@ def _compose(
     clutter = rng.choice(pool, config.clutter)
     for source in clutter:
         digit = scale_digit(sources.images[source], config.digit_size, rng)
-        paste(canvas, cut_fragment(digit, config.fragment, config.contrast, rng), rng)
-    box = paste(canvas, scale_digit(sources.images[target], config.digit_size, rng), rng)
+        paste(canvas, cut_fragment(digit, config.fragment, config.contrast, rng), rng, config.grid)
+    box = paste(canvas, scale_digit(sources.images[target], config.digit_size, rng), rng, config.grid)
     return Scene(canvas, int(sources.labels[target]), target, box, tuple(int(source) for source in clutter))
 
 
@@ -221,11 +227,18 @@ def cut_fragment(
     return (piece * rng.uniform(*contrast)).astype(np.uint8)
 
 
-def paste(canvas: np.ndarray, patch: np.ndarray, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Draw a patch at a random place of a canvas, in place; return its left, top, right and bottom."""
+def paste(canvas: np.ndarray, patch: np.ndarray, rng: np.random.Generator, grid: int = 1) -> tuple[int, int, int, int]:
+    """Draw a patch at a random place of a canvas, in place; return its left, top, right and bottom.
+
+    Args:
+        canvas: Grey values (rows, columns).
+        patch: Grey values of the patch, no larger.
+        rng: Draws the place.
+        grid: Its upper left corner lies at multiples of so many pixels.
+    """
     height, width = patch.shape
-    top = int(rng.integers(0, canvas.shape[0] - height + 1))
-    left = int(rng.integers(0, canvas.shape[1] - width + 1))
+    top = grid * int(rng.integers(0, (canvas.shape[0] - height) // grid + 1))
+    left = grid * int(rng.integers(0, (canvas.shape[1] - width) // grid + 1))
     region = canvas[top : top + height, left : left + width]
     np.maximum(region, patch, out=region)
     return left, top, left + width, top + height
@@ -262,7 +275,11 @@ def build_digits(root: str | Path, config: DigitsConfig | None = None, progress:
         return starmap(_members, enumerate(compose_scenes(config, split)))
 
     scenes = {split: config.scenes[split] for split in SPLITS}
-    wanted = ShardSet("cluttered digits", FORMAT, asdict(config), scenes, config.shard_size, 6, compose)
+    parameters = asdict(config)
+    if config.grid == 1:
+        # Builds from before there was a grid have no such entry, and the same bytes.
+        del parameters["grid"]
+    wanted = ShardSet("cluttered digits", FORMAT, parameters, scenes, config.shard_size, 6, compose)
     return build_shards(root, wanted, progress)
 
 
