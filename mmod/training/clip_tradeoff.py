@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,26 +18,26 @@ from mmod.data.pairs import create_eval_pairs
 from mmod.data.yaml_files import read_yaml
 from mmod.measuring.latency import interleave, ratios
 from mmod.measuring.plots import draw_tradeoff
-from mmod.training.clip import fit_clip
+from mmod.training.clip import ImageText
 from mmod.training.clip_build import create_clip_models, create_transforms
 from mmod.training.clip_config import ClipConfig, RoutingParts
 from mmod.training.clip_evaluation import ClipResult, evaluate_clip
 from mmod.training.distributed import choose_device
+from mmod.training.loop import run
+from mmod.training.paired import Difference, compare, spread, verdict
 from mmod.training.parse import train_config
 from mmod.training.study import (
     BASE,
-    Job,
     by_threshold,
     check_study,
     compared,
-    deviation,
     evaluated_before,
-    in_order,
-    is_given,
     markdown_table,
     merged,
+    partners,
     write_outcome,
 )
+from mmod.training.study_runs import Crew, Job, Tick, counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,6 +61,8 @@ class ClipTradeoffConfig:
         train_dense: Train the dense model first; False takes it as `dense.model` gives it.
         tune_dense: Fine-tune the dense model like the routed ones, so that none is ahead by mere training.
         seeds: Number of seeds; everything is repeated for each.
+        processes: Runs done side by side, each in a process of one thread; 1 does one after another in this process.
+        controls: Name of a series to the series that is its control, null for none; "random" is that of all others.
         latency_batch: Images and captions in a batch whose latency is measured.
         latency_rounds: Interleaved rounds of the measurement.
     """
@@ -75,11 +77,13 @@ class ClipTradeoffConfig:
     train_dense: bool = True
     tune_dense: bool = True
     seeds: int = 1
+    processes: int = 1
+    controls: dict[str, str | None] = field(default_factory=dict)
     latency_batch: int = 32
     latency_rounds: int = 15
 
     def __post_init__(self) -> None:
-        check_study(self, ("seeds", "latency_batch", "latency_rounds"))
+        check_study(self, ("seeds", "processes", "latency_batch", "latency_rounds"))
         for name, towers in self.routers.items():
             unknown = sorted(set(towers) - {"image", "text"})
             if unknown:
@@ -102,6 +106,9 @@ class ClipPoint:
         text_speedup: The same of a caption.
         recall1: Recall at 1 in percent, mean of both directions.
         recall1_std: Its sample standard deviation over seeds; None for a single one.
+        recall1_of: Recall at 1 of each seed.
+        to_dense: How much higher recall at 1 is than the dense model's, paired by seed; None for the dense model.
+        to_control: The same to its control's; None where it has none.
         recall5: Recall at 5 in percent, mean of both directions.
         zero_shot: Zero-shot top-1 in percent; None without zero-shot classes.
         before: Recall at 1 in percent before fine-tuning; None where nothing was fine-tuned.
@@ -120,6 +127,9 @@ class ClipPoint:
     text_speedup: float
     recall1: float
     recall1_std: float | None
+    recall1_of: dict[int, float]
+    to_dense: Difference | None
+    to_control: Difference | None
     recall5: float
     zero_shot: float | None
     before: float | None
@@ -138,6 +148,8 @@ _COLUMNS = {
     "text_speedup": "text speed-up",
     "recall1": "R@1 %",
     "recall1_std": "std",
+    "to_dense": "to dense",
+    "to_control": "to control",
     "recall5": "R@5 %",
     "zero_shot": "zero-shot %",
     "before": "R@1 before tuning",
@@ -159,16 +171,24 @@ class ClipTradeoffResult:
     points: list[ClipPoint]
 
     def table(self) -> str:
-        """Return the points as a Markdown table."""
-        rows = []
-        for point in self.points:
-            values = {name: getattr(point, name) for name in _COLUMNS}
-            cells = [
-                value if isinstance(value, str) else "" if value is None else f"{value:.{_DIGITS.get(name, 2)}f}"
-                for name, value in values.items()
-            ]
-            rows.append(cells)
-        return markdown_table(list(_COLUMNS.values()), rows)
+        """Return the points as a Markdown table, and which of them the seeds do not tell apart."""
+        rows = [[_cell(getattr(point, name), _DIGITS.get(name, 2)) for name in _COLUMNS] for point in self.points]
+        table = markdown_table(list(_COLUMNS.values()), rows)
+        return f"{table}\n\n{verdict({point.name: point.recall1_of for point in self.points})}"
+
+
+def _cell(value: object, digits: int) -> str:
+    if value is None:
+        return ""
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What came out of one run."""
+
+    result: ClipResult
+    before: ClipResult | None = None
 
 
 def run_clip_tradeoff(config: ClipTradeoffConfig, *, progress: bool = True) -> ClipTradeoffResult:
@@ -184,19 +204,21 @@ def run_clip_tradeoff(config: ClipTradeoffConfig, *, progress: bool = True) -> C
     Raises:
         ValueError: The folder holds runs of another config, or a part of the config does not fit the model.
     """
-    before: dict[str, list[float]] = {}
-    results: dict[str, list[ClipResult]] = {}
     work = list(clip_jobs(config))
-    for job in in_order(work, progress):
-        if is_given(job.name, config.train_dense, config.tune_dense):
-            results.setdefault(job.name, []).append(evaluated_before(job, _evaluate, ClipResult))
-            continue
-        if job.config.model.has_weights:
-            before.setdefault(job.name, []).append(evaluated_before(job, _evaluate, ClipResult).recall1)
-        results.setdefault(job.name, []).append(fit_clip(job.config, progress=progress).best)
-    result = ClipTradeoffResult(config.output, _points(config, compared(work), results, before))
+    found: dict[str, dict[int, _Found]] = {}
+    for job, outcome in Crew(config.processes, progress).run(work, _do):
+        found.setdefault(job.name, {})[job.seed] = outcome
+    result = ClipTradeoffResult(config.output, _points(config, work, found))
     write_outcome(config, result, _draw)
     return result
+
+
+def _do(job: Job[ClipConfig], tick: Tick) -> _Found:
+    """Do one run; the results of finished ones are read from their folders."""
+    if job.given:
+        return _Found(evaluated_before(job, _evaluate, ClipResult))
+    before = evaluated_before(job, _evaluate, ClipResult) if job.config.model.has_weights else None
+    return _Found(run(counted(ImageText(job.config), tick), progress=False).best, before)
 
 
 def clip_jobs(config: ClipTradeoffConfig) -> Iterator[Job[ClipConfig]]:
@@ -211,20 +233,20 @@ def clip_jobs(config: ClipTradeoffConfig) -> Iterator[Job[ClipConfig]]:
         root = Path(config.output) / f"seed{seed}"
         base = BASE if config.tune_dense else "dense"
         dense = train_config({**recipe, "output": str(root / base), "seed": seed}, ClipConfig)
-        yield Job(base, base, 1.0, seed, dense)
+        yield Job(base, base, 1.0, seed, dense, not config.train_dense, dense.epochs)
         start = dense.model
         if config.train_dense:
             start = dataclasses.replace(dense.model, checkpoint=dense.output, pretrained=None)
         tuned = train_config({**tuning, "output": str(root / "dense"), "seed": seed}, ClipConfig)
         tuned = dataclasses.replace(tuned, model=start)
         if config.tune_dense:
-            yield Job("dense", "dense", 1.0, seed, tuned)
+            yield Job("dense", "dense", 1.0, seed, tuned, work=tuned.epochs)
         for router, towers in config.routers.items():
             for capacity in config.capacities:
                 name = f"{router}-{capacity:g}"
                 parts = RoutingParts(**{tower: {**fields, "capacity": capacity} for tower, fields in towers.items()})
                 routed = dataclasses.replace(tuned, routing=parts, output=str(root / name))
-                yield Job(name, router, capacity, seed, routed)
+                yield Job(name, router, capacity, seed, routed, work=tuned.epochs)
 
 
 def _evaluate(config: ClipConfig) -> ClipResult:
@@ -247,10 +269,10 @@ def _trained(job: Job[ClipConfig]) -> Any:
 
 def _points(
     config: ClipTradeoffConfig,
-    first: Mapping[str, Job[ClipConfig]],
-    results: Mapping[str, list[ClipResult]],
-    before: Mapping[str, list[float]],
+    work: Sequence[Job[ClipConfig]],
+    found: Mapping[str, Mapping[int, _Found]],
 ) -> list[ClipPoint]:
+    first = compared(work)
     models = {name: _trained(job) for name, job in first.items()}
     run = first["dense"].config
     device = choose_device(run.device)
@@ -261,16 +283,20 @@ def _points(
         tower: _time(models, f"encode_{tower}", inputs, config, device)
         for tower, inputs in (("image", images), ("text", texts))
     }
+    recall = {name: {seed: one.result.recall1 for seed, one in sorted(found[name].items())} for name in first}
+    to_dense = compare(recall, dict.fromkeys(first, "dense"))
+    to_control = compare(recall, partners(config, work))
     points = []
     for name, job in first.items():
-        found = results[name]
-        shares = {"kept": found[0].kept} if by_threshold(models[name]) else {}
+        results = [found[name][seed].result for seed in sorted(found[name])]
+        before = [one.before.recall1 for one in found[name].values() if one.before is not None]
+        shares = {"kept": results[0].kept} if by_threshold(models[name]) else {}
         cost = {
             tower: flops(models[name], {tower: inputs[:1]}, **shares).routed / 1e9
             for tower, inputs in (("image", images), ("text", texts))
         }
-        recalls = [result.recall1 for result in found]
-        zero_shot = [result.zero_shot_top1 for result in found if result.zero_shot_top1 is not None]
+        recalls = list(recall[name].values())
+        zero_shot = [result.zero_shot_top1 for result in results if result.zero_shot_top1 is not None]
         points.append(
             ClipPoint(
                 name=name,
@@ -283,11 +309,14 @@ def _points(
                 image_speedup=ratios(times["image"]["dense"], times["image"][name]).median,
                 text_speedup=ratios(times["text"]["dense"], times["text"][name]).median,
                 recall1=mean(recalls),
-                recall1_std=deviation(recalls),
-                recall5=mean(result.recall5 for result in found),
+                recall1_std=spread(recalls),
+                recall1_of=recall[name],
+                to_dense=to_dense[name],
+                to_control=to_control[name],
+                recall5=mean(result.recall5 for result in results),
                 zero_shot=mean(zero_shot) if zero_shot else None,
-                before=mean(before[name]) if name in before else None,
-                kept=mean(result.mean_kept for result in found),
+                before=mean(before) if before else None,
+                kept=mean(result.mean_kept for result in results),
                 seeds=len(recalls),
             )
         )

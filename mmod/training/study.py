@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import stdev
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from mmod import is_routed, routed_blocks
 from mmod.config import rational
 from mmod.data.files import write_atomically
 from mmod.training.logging import write_csv
+from mmod.training.study_runs import Job
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +24,8 @@ Config = TypeVar("Config")
 Result = TypeVar("Result")
 # The dense model that all fine-tuning starts from; the point shown as dense is fine-tuned like the others.
 BASE = "base"
+# The series that others are compared with where a study names no other control.
+CONTROL = "random"
 
 
 class Study(Protocol):
@@ -51,24 +51,10 @@ class Study(Protocol):
         """Fields to set differently again in fine-tuning."""
         ...
 
-
-@dataclass(frozen=True)
-class Job(Generic[Config]):
-    """One training run of a study.
-
-    Args:
-        name: Its name in the study.
-        router: Its series.
-        capacity: Capacity that the study gives its routed blocks; 1 where it gives none.
-        seed: Its seed.
-        config: How it is trained.
-    """
-
-    name: str
-    router: str
-    capacity: float
-    seed: int
-    config: Config
+    @property
+    def controls(self) -> Mapping[str, str | None]:
+        """Series to the series that is its control, None for none."""
+        ...
 
 
 class Outcome(Protocol):
@@ -104,34 +90,13 @@ def check_study(study: Study, counts: Sequence[str]) -> None:
     for name in counts:
         if getattr(study, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(study, name)}")
+    unknown = sorted({*study.controls, *filter(None, study.controls.values())} - set(study.routers))
+    if unknown:
+        raise ValueError(f"controls names {', '.join(unknown)}; routers has {', '.join(study.routers)}")
     for group, given in (("changes", study.changes), ("finetune", study.finetune)):
         taken = sorted({"output", "seed", "routing"} & set(given))
         if taken:
             raise ValueError(f"{group} must not set {', '.join(taken)}: the study sets them")
-
-
-def is_given(name: str, train_dense: bool, tune_dense: bool) -> bool:
-    """Return whether a run stands for weights that are taken as they are.
-
-    Args:
-        name: Name of the run.
-        train_dense: Whether the study trains its dense model.
-        tune_dense: Whether it fine-tunes it like the routed ones.
-    """
-    return not train_dense and name == (BASE if tune_dense else "dense")
-
-
-def in_order(work: Sequence[Job[Config]], progress: bool) -> Iterator[Job[Config]]:
-    """Yield the runs of a study under a bar that names the one being done.
-
-    Args:
-        work: The runs.
-        progress: Show the bar.
-    """
-    with tqdm(work, desc="study", unit="run", disable=not progress) as bar:
-        for job in bar:
-            bar.set_postfix_str(f"{job.name}, seed {job.seed}")
-            yield job
 
 
 def compared(work: Sequence[Job[Config]]) -> dict[str, Job[Config]]:
@@ -143,31 +108,42 @@ def compared(work: Sequence[Job[Config]]) -> dict[str, Job[Config]]:
     return {job.name: job for job in work if job.seed == 0 and job.router != BASE}
 
 
+def partners(study: Study, work: Sequence[Job[Any]]) -> dict[str, str | None]:
+    """Return the name of each model's control, the same capacity of another series; None where it has none.
+
+    Args:
+        study: The study's config.
+        work: Its runs.
+    """
+    control = {series: study.controls.get(series, CONTROL) for series in study.routers}
+    names: dict[tuple[str | None, float], str] = {(job.router, job.capacity): job.name for job in work}
+    return {job.name: names.get((control.get(job.router), job.capacity)) for job in work}
+
+
 def evaluated_before(job: Job[Any], evaluate: Callable[[Any], Result], kind: Callable[..., Result]) -> Result:
     """Evaluate the model of a run as it is before its first step; read again when that was done before.
 
     Args:
-        job: The run; the result is kept beside its folder.
+        job: The run; the result is kept beside its folder, with its config.
         evaluate: From the run's config to the result, a dataclass.
         kind: The class of the result.
     """
     path = Path(job.config.output + ".before.json")
+    config = {key: value for key, value in job.config.to_dict().items() if key != "output"}
     if path.exists():
-        return kind(**json.loads(path.read_text()))
+        kept = json.loads(path.read_text())
+        if kept.get("config") == config:
+            return kind(**kept["found"])
     result = evaluate(job.config)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(dataclasses.asdict(result)) + "\n")  # type: ignore[call-overload]
+    found = {"config": config, "found": dataclasses.asdict(result)}  # type: ignore[call-overload]
+    write_atomically(path, json.dumps(found) + "\n")
     return result
 
 
 def by_threshold(model: nn.Module) -> bool:
     """Return whether some routed block of a model keeps as many tokens as pass a threshold."""
     return is_routed(model) and any(b.router.config.select == "threshold" for b in routed_blocks(model).values())
-
-
-def deviation(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation over seeds; None for a single one."""
-    return stdev(values) if len(values) > 1 else None
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -199,6 +175,7 @@ def write_outcome(
         facts: What the JSON file says beyond config and points.
     """
     folder = Path(outcome.folder)
+    folder.mkdir(parents=True, exist_ok=True)
     points = [dataclasses.asdict(point) for point in outcome.points]
     record = {"config": dataclasses.asdict(config), "torch": torch.__version__, **facts, "points": points}
     write_atomically(folder / "tradeoff.json", json.dumps(record, indent=2) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,18 +23,18 @@ from mmod.measuring.language import PrefillFlops, prefill_flops
 from mmod.measuring.latency import interleave, ratios
 from mmod.measuring.plots import draw_tradeoff
 from mmod.training.distributed import choose_device
+from mmod.training.paired import Difference, compare, spread, verdict
 from mmod.training.parse import train_config
 from mmod.training.study import (
     BASE,
-    Job,
     check_study,
     compared,
-    deviation,
-    in_order,
     markdown_table,
     merged,
+    partners,
     write_outcome,
 )
+from mmod.training.study_runs import Crew, Job, Tick
 from mmod.training.vlm import MODEL, VlmResult, finetune
 from mmod.training.vlm_build import create_vlm
 from mmod.training.vlm_config import VlmConfig
@@ -64,6 +64,8 @@ class VlmTradeoffConfig:
         part: The part that is routed, `language` or `vision`.
         train_dense: Train the dense model first; False takes it as the config's checkpoint gives it.
         seeds: Number of seeds; everything is repeated for each.
+        processes: Runs done side by side, each in a process of one thread; 1 does one after another in this process.
+        controls: Name of a series to the series that is its control, null for none; "random" is that of all others.
         maps: Evaluation questions for which kept image tokens are drawn; 0 draws none.
         timed_prompts: Prompts that are read at once when time is measured.
         timed_tokens: Tokens that are decoded for each of them.
@@ -80,6 +82,8 @@ class VlmTradeoffConfig:
     part: str = "language"
     train_dense: bool = True
     seeds: int = 1
+    processes: int = 1
+    controls: dict[str, str | None] = field(default_factory=dict)
     maps: int = 4
     timed_prompts: int = 8
     timed_tokens: int = 16
@@ -87,7 +91,7 @@ class VlmTradeoffConfig:
     kind: str = "conversations"
 
     def __post_init__(self) -> None:
-        check_study(self, ("seeds", "timed_prompts", "timed_tokens", "timed_rounds"))
+        check_study(self, ("seeds", "processes", "timed_prompts", "timed_tokens", "timed_rounds"))
         if self.maps < 0:
             raise ValueError(f"maps must not be negative, got {self.maps}")
 
@@ -108,8 +112,9 @@ class VlmPoint:
         cache_bytes: Keys and values that are held after reading a prompt.
         accuracy: Mean over the kinds of questions that need an image, in percent, mean over seeds.
         accuracy_std: Sample standard deviation over seeds; None for a single one.
-        difference: Accuracy minus the dense model's of the same seed, mean over seeds.
-        difference_std: Its sample standard deviation over seeds; None for a single one.
+        accuracy_of: Accuracy of each seed.
+        to_dense: How much higher it is than the dense model's, paired by seed; None for the dense model.
+        to_control: The same to its control's; None where it has none.
         right: Percent of right answers of each kind, mean over seeds.
         right_std: Sample standard deviation of each kind over seeds; None for a single one.
         kept: Share of the tokens that could be skipped which routed layers kept on the questions, mean over layers.
@@ -127,8 +132,9 @@ class VlmPoint:
     cache_bytes: int
     accuracy: float
     accuracy_std: float | None
-    difference: float
-    difference_std: float | None
+    accuracy_of: dict[int, float]
+    to_dense: Difference | None
+    to_control: Difference | None
     right: dict[str, float]
     right_std: dict[str, float | None]
     kept: float
@@ -150,20 +156,22 @@ class VlmTradeoffResult:
     prior: dict[str, float]
 
     def table(self) -> str:
-        """Return the points as a Markdown table, and the language-only prior below them."""
+        """Return the points as a Markdown table, the prior in its last row, and what the seeds do not tell apart."""
         kinds = list(self.prior)
         head = ["model", "image FLOPs", "FLOPs", "prefill ms", "speed-up", "decode tok/s", "cache bytes"]
-        head += ["right %", "to dense", *kinds]
+        head += ["right %", "to dense", "to control", *kinds]
         rows = []
         for p in self.points:
             cells = [p.name, f"{p.image_share:.3f}", f"{p.flops_share:.3f}", f"{p.prefill_ms:.2f}"]
             cells += [f"{p.prefill_speedup:.2f}", f"{p.decode_per_s:.0f}", f"{p.cache_bytes:,}"]
-            cells += [_spread(p.accuracy, p.accuracy_std), _spread(p.difference, p.difference_std)]
+            cells.append(_spread(p.accuracy, p.accuracy_std))
+            cells += ["" if gap is None else str(gap) for gap in (p.to_dense, p.to_control)]
             cells += [_spread(p.right[kind], p.right_std[kind]) for kind in kinds]
             rows.append(cells)
         prior = [f"{self.prior[kind]:.1f}" for kind in kinds]
-        cells = ["language-only prior", *[""] * 6, f"{mean_over_kinds(self.prior):.1f}", "", *prior]
-        return markdown_table(head, [*rows, cells])
+        cells = ["language-only prior", *[""] * 6, f"{mean_over_kinds(self.prior):.1f}", "", "", *prior]
+        told = verdict({p.name: p.accuracy_of for p in self.points})
+        return f"{markdown_table(head, [*rows, cells])}\n\n{told}"
 
 
 def _spread(value: float, std: float | None) -> str:
@@ -183,15 +191,15 @@ def run_vlm_tradeoff(config: VlmTradeoffConfig, *, progress: bool = True) -> Vlm
     Raises:
         ValueError: The folder holds runs of another config, or a part of the config does not fit the model.
     """
-    results: dict[str, list[VlmResult]] = {}
     work = list(vlm_jobs(config))
-    for job in in_order(work, progress):
-        results.setdefault(job.name, []).append(finetune(job.config, progress=progress))
+    results: dict[str, dict[int, VlmResult]] = {}
+    for job, found in Crew(config.processes, progress).run(work, _do):
+        results.setdefault(job.name, {})[job.seed] = found
     prior = results[_DENSE][0].prior
     first = compared(work)
     models, collator = _trained(first)
     val = open_conversations(str(first[_DENSE].config.data.val), first[_DENSE].config.data)
-    points = _measure(config, first, results, models, collator, val)
+    points = _measure(config, work, results, models, collator, val)
     if config.maps:
         talks = [val[index] for index in _with_one_image(val, config.maps)]
         draw_maps(models, collator, talks, Path(config.output))
@@ -201,6 +209,11 @@ def run_vlm_tradeoff(config: VlmTradeoffConfig, *, progress: bool = True) -> Vlm
     figure = draw_answers(right, {point.name: point.flops_share for point in points})
     figure.savefig(Path(config.output) / "answers.png", dpi=150)
     return result
+
+
+def _do(job: Job[VlmConfig], tick: Tick) -> VlmResult:
+    """Do one run; the results of finished ones are read from their folders."""
+    return finetune(job.config, progress=False)
 
 
 def vlm_jobs(config: VlmTradeoffConfig) -> Iterator[Job[VlmConfig]]:
@@ -250,8 +263,8 @@ def _trained(first: Mapping[str, Job[VlmConfig]]) -> tuple[dict[str, Any], ChatC
 
 def _measure(
     config: VlmTradeoffConfig,
-    first: Mapping[str, Job[VlmConfig]],
-    results: Mapping[str, list[VlmResult]],
+    work: Sequence[Job[VlmConfig]],
+    results: Mapping[str, Mapping[int, VlmResult]],
     models: Mapping[str, Any],
     collator: ChatCollator,
     val: Conversations,
@@ -266,14 +279,20 @@ def _measure(
         times = interleave(reads, seconds=0, rounds=config.timed_rounds, device=device)
         rates = {name: _decode_rate(model, collator, prompts, config, times[name]) for name, model in models.items()}
         held = {name: _cache_bytes(read()) // count for name, read in reads.items()}
-    dense = [result.answers.accuracy for result in results[_DENSE] if result.answers is not None]
+    first = compared(work)
+    all_answers = {
+        name: {seed: found.answers for seed, found in sorted(results[name].items()) if found.answers is not None}
+        for name in first
+    }
+    accuracy = {name: {seed: found.accuracy for seed, found in own.items()} for name, own in all_answers.items()}
+    to_dense = compare(accuracy, dict.fromkeys(first, _DENSE))
+    to_control = compare(accuracy, partners(config, work))
     points = []
     for name, job in first.items():
-        answers = [result.answers for result in results[name] if result.answers is not None]
+        answers = list(all_answers[name].values())
         kept = answers[0].kept
         cost = prefill_flops(models[name], text, image, kept if is_routed(models[name]) else None)
-        accuracy = [found.accuracy for found in answers]
-        differences = [own - full for own, full in zip(accuracy, dense, strict=True)]
+        own = list(accuracy[name].values())
         right = {kind: [found.right[kind] for found in answers] for kind in answers[0].right}
         points.append(
             VlmPoint(
@@ -286,14 +305,15 @@ def _measure(
                 prefill_speedup=ratios(times[_DENSE], times[name]).median,
                 decode_per_s=rates[name],
                 cache_bytes=held[name],
-                accuracy=mean(accuracy),
-                accuracy_std=deviation(accuracy),
-                difference=mean(differences),
-                difference_std=deviation(differences),
+                accuracy=mean(own),
+                accuracy_std=spread(own),
+                accuracy_of=accuracy[name],
+                to_dense=to_dense[name],
+                to_control=to_control[name],
                 right={kind: mean(shares) for kind, shares in right.items()},
-                right_std={kind: deviation(shares) for kind, shares in right.items()},
+                right_std={kind: spread(shares) for kind, shares in right.items()},
                 kept=mean(mean(found.kept.values()) if found.kept else 1.0 for found in answers),
-                seeds=len(accuracy),
+                seeds=len(own),
             )
         )
     return points

@@ -56,7 +56,10 @@ def test_a_study_compares_and_can_be_continued(study: ClipTradeoffConfig) -> Non
     folder = Path(result.folder)
     for name in ("tradeoff.csv", "tradeoff.md", "tradeoff.png"):
         assert (folder / name).stat().st_size
-    assert result.table().count("\n") == 4
+    assert all((point.to_dense is None) == (point is dense) for point in result.points)
+    table, told = result.table().split("\n\n")
+    assert table.count("\n") == 4
+    assert told.startswith("Paired over 2 seeds, 95 % intervals")
     assert len(json.loads((folder / "tradeoff.json").read_text())["points"]) == 3
     runs = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
     assert len(runs) == 8
@@ -71,6 +74,7 @@ def test_a_study_compares_and_can_be_continued(study: ClipTradeoffConfig) -> Non
         ({"routers": {}}, "at least one entry in routers and in capacities"),
         ({"routers": {"x": {"images": {}}}}, r"routers\.x names images; valid: image, text"),
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
+        ({"controls": {"a-mod": "even"}}, "controls names even; routers has a-mod, threshold"),
         ({"changes": {"seed": 3}}, "changes must not set seed: the study sets them"),
         ({"routers": {"x": {"text": {"router": "atention"}}}}, "router must be one of"),
         ({"finetune": {"epoch": 1}}, "unknown config key 'epoch'"),
@@ -89,6 +93,7 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
     config = ClipTradeoffConfig(**yaml.safe_load(path.read_text()))
     planned = list(clip_jobs(config))
     assert [job.router for job in planned[:2]] == ["base", "dense"]
+    assert "random" in config.routers
     routed = [job for job in planned if job.config.routing is not None]
     assert len(routed) == config.seeds * len(config.routers) * len(config.capacities)
     assert all(job.config.model.has_weights and job.config.routing_configs() for job in routed)

@@ -42,8 +42,12 @@ def test_a_study_compares_and_can_be_continued(study: VlmTradeoffConfig, monkeyp
     assert points["p-mod"].image_share == pytest.approx((1 + 0.75 + 0.25 + 2 / 16) / 4)
     assert points["random"].image_share == pytest.approx((2 + 2 * 0.25) / 4)
     assert all(point.seeds == 2 and point.accuracy_std is not None for point in result.points)
-    assert dense.difference == dense.difference_std == 0
-    assert all(point.difference == pytest.approx(point.accuracy - dense.accuracy) for point in result.points)
+    assert dense.to_dense is dense.to_control is None
+    for name in ("p-mod", "random"):
+        gap = points[name].to_dense
+        assert gap is not None
+        assert gap.mean == pytest.approx(points[name].accuracy - dense.accuracy)
+        assert (points[name].to_control is None) == (name == "random")
     # Every image token that a layer skips leaves the keys and values of one token, fp32, out of its cache.
     per_token = 2 * 32 * 4
     skipped = round(4 * 16 * (1 - points["random"].image_share))
@@ -52,12 +56,14 @@ def test_a_study_compares_and_can_be_continued(study: VlmTradeoffConfig, monkeyp
     assert (folder / "tradeoff.png").stat().st_size
     assert (folder / "answers.png").stat().st_size
     assert sorted(path.name for path in folder.glob("maps-*.png")) == ["maps-p-mod.png", "maps-random.png"]
+    assert "Paired over 2 seeds, 95 % intervals" in result.table()
     rows = list(csv.DictReader((folder / "tradeoff.csv").open()))
     assert [row["name"] for row in rows] == list(points)
     assert float(rows[0]["right/count"]) == dense.right["count"]
     assert json.loads((folder / "tradeoff.json").read_text())["prior"] == result.prior
-    assert result.table().splitlines()[-1].startswith("| language-only prior")
-    assert len({line.count("|") for line in result.table().splitlines()}) == 1
+    table = result.table().split("\n\n")[0].splitlines()
+    assert table[-1].startswith("| language-only prior")
+    assert len({line.count("|") for line in table}) == 1
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("trained again")
@@ -114,7 +120,7 @@ def test_shipped_studies_are_read_and_say_what_they_are() -> None:
     plans = {name: plan_of(config) for name, config in full.items() if config.routing}
     # The same share of image tokens everywhere, and for each method the same plan with random tokens.
     assert all(plan.mean_capacity == pytest.approx(0.53125, abs=0.01) for plan in plans.values())
-    assert plans["distilled"] == plans["a-mod"] == plans["random"]
+    assert plans["distilled"] == plans["a-mod"] == plans["random"] == plans["stride"]
     assert plans["p-mod"] == plans["p-mod-random"]
     assert plans["gamma-mod"] == plans["gamma-mod-random"]
 

@@ -1,0 +1,124 @@
+"""Differences between models that share their seeds: means, 95 % intervals, and which models they tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import mean, stdev
+
+__all__ = ["Difference", "compare", "difference", "verdict"]
+
+# The figure of one model for each seed.
+BySeed = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean difference between two models over the seeds they share.
+
+    Args:
+        mean: The mean difference.
+        low: Lower end of its 95 % interval; None with one seed.
+        high: Upper end.
+        seeds: Number of shared seeds.
+
+    Example:
+        >>> print(Difference(-0.5, -0.8, -0.2, seeds=5), Difference(-0.5, -0.8, -0.2, seeds=5).is_clear)
+        -0.5 [-0.8, -0.2] True
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    seeds: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+    def __str__(self) -> str:
+        interval = "" if self.low is None else f" [{self.low:+.1f}, {self.high:+.1f}]"
+        return f"{self.mean:+.1f}{interval}"
+
+
+def difference(own: BySeed, other: BySeed) -> Difference:
+    """Return how much higher `own` is than `other`, paired by seed.
+
+    Args:
+        own: Figures of a model by seed.
+        other: Figures of the model it is compared with.
+
+    Returns:
+        The mean with its interval by Student's t distribution.
+
+    Raises:
+        ValueError: If they share no seed.
+
+    Example:
+        >>> print(difference({0: 95.0, 1: 94.0, 2: 96.0}, {0: 94.0, 1: 93.2, 2: 94.8}))
+        +1.0 [+0.5, +1.5]
+    """
+    shared = sorted(set(own) & set(other))
+    if not shared:
+        raise ValueError(f"no shared seed: one has seeds {sorted(own)}, the other {sorted(other)}")
+    gaps = [own[seed] - other[seed] for seed in shared]
+    middle = mean(gaps)
+    if len(gaps) == 1:
+        return Difference(middle, None, None, 1)
+    half = _quantile(len(gaps) - 1) * stdev(gaps) / len(gaps) ** 0.5
+    return Difference(middle, middle - half, middle + half, len(gaps))
+
+
+def compare(figures: Mapping[str, BySeed], partners: Mapping[str, str | None]) -> dict[str, Difference | None]:
+    """Return each model's difference to its partner.
+
+    Args:
+        figures: Figures by seed of each model.
+        partners: Name of the model that each is compared with; itself, None or a missing one gives None.
+    """
+    found: dict[str, Difference | None] = {}
+    for name, own in figures.items():
+        partner = partners.get(name)
+        other = {} if partner is None or partner == name else figures.get(partner, {})
+        found[name] = difference(own, other) if set(own) & set(other) else None
+    return found
+
+
+def verdict(figures: Mapping[str, BySeed]) -> str:
+    """Say in one sentence which models the seeds do not tell apart.
+
+    Args:
+        figures: Figures by seed of each model.
+
+    Example:
+        >>> print(verdict({"dense": {0: 95.0, 1: 95.2}, "a": {0: 94.9, 1: 95.2}, "b": {0: 70.0, 1: 70.1}}))
+        Paired over 2 seeds, 95 % intervals do not tell apart: dense and a.
+    """
+    seeds = max((len(own) for own in figures.values()), default=0)
+    if seeds < 2:
+        return "One seed: which model is better is not said."
+    close = [f"{one} and {two}" for one, two in combinations(figures, 2) if not _is_clear(figures[one], figures[two])]
+    return f"Paired over {seeds} seeds, 95 % intervals {_listed(close)}."
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Return the sample standard deviation over seeds; None for a single one."""
+    return stdev(values) if len(values) > 1 else None
+
+
+def _listed(close: Iterable[str]) -> str:
+    names = "; ".join(close)
+    return f"do not tell apart: {names}" if names else "tell all models apart"
+
+
+def _is_clear(own: BySeed, other: BySeed) -> bool:
+    return bool(set(own) & set(other)) and difference(own, other).is_clear
+
+
+def _quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 0.975))
