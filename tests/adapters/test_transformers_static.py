@@ -188,6 +188,7 @@ def test_decoding_compiles_to_one_graph(name: str, config: mmod.RoutingConfig) -
 
 BY_INDUCTOR = {
     "mod": PRESETS["mod"],
+    "mod of text": PRESETS["mod"].replace(tokens="all", inference_threshold=0.5, losses={"membership": 0.01}),
     "modification": mmod.preset("modification", tokens="all", init_std=0.2),
     "gamma-mod": PRESETS["gamma-mod"],
     "p-mod": PRESETS["p-mod"].replace(capacity=0.5),
