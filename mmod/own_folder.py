@@ -24,5 +24,6 @@ def hide_own_folder() -> None:
     if {Path(place).resolve() for place in places} != {folder.resolve()}:
         return
     sys.modules[_NAME] = None  # type: ignore[assignment]
-    if "transformers" in sys.modules:
-        sys.modules["transformers"].utils.is_datasets_available.cache_clear()
+    transformers = sys.modules.get("transformers")
+    if transformers is not None:
+        transformers.utils.is_datasets_available.cache_clear()
