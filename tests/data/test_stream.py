@@ -245,7 +245,7 @@ def test_shards_with_any_number_of_workers(digits):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"source": "digits:huge"}, r"'huge' is unknown; valid: default, tiny, hard"),
+        ({"source": "digits:huge"}, r"'huge' is unknown; valid: default, tiny, aligned, hard"),
         ({"source": "digits:tiny", "image_size": 64}, "image_size=64: scenes of the level 'tiny' have 32 pixels"),
         ({"source": "digits:tiny", "train_split": "training"}, "'training' of the digits is unknown; valid: train"),
         ({"source": "shards:/nowhere/a.tar"}, r"must contain '\{split\}'"),
