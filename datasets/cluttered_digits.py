@@ -8,7 +8,7 @@ python datasets/cluttered_digits.py --montage cluttered_digits.png
 import sys
 
 from mmod.data.command_line import build_config, create_build_parser
-from mmod.data.digits import LEVELS, DigitsConfig, build_digits, save_montage
+from mmod.data.synthetic.digits import LEVELS, DigitsConfig, build_digits, save_montage
 
 
 def parse_arguments(arguments: list[str]) -> tuple[str | None, str | None, DigitsConfig]:

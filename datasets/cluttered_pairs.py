@@ -7,7 +7,7 @@ python datasets/cluttered_pairs.py runs/data/mine --level hard --clutter 40
 import sys
 
 from mmod.data.command_line import build_config, create_build_parser
-from mmod.data.scenes import LEVELS, ScenesConfig, build_scenes
+from mmod.data.synthetic.scenes import LEVELS, ScenesConfig, build_scenes
 
 
 def parse_arguments(arguments: list[str]) -> tuple[str, ScenesConfig]:

@@ -8,9 +8,9 @@ python datasets/cluttered_questions.py runs/data/as-json --json true
 import sys
 
 from mmod.data.command_line import build_config, create_build_parser
-from mmod.data.priors import measure_prior
-from mmod.data.question_files import build_questions, export_questions
-from mmod.data.questions import LEVELS, QuestionsConfig
+from mmod.data.synthetic.priors import measure_prior
+from mmod.data.synthetic.question_files import build_questions, export_questions
+from mmod.data.synthetic.questions import LEVELS, QuestionsConfig
 
 
 def parse_arguments(arguments: list[str]) -> tuple[str, bool, QuestionsConfig]:

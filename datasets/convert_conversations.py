@@ -10,7 +10,7 @@ was interrupted. Records with a fault are listed with the reason, and left out o
 import sys
 
 from mmod.data.command_line import parse_conversion
-from mmod.data.convert_conversations import ConvertConversationsConfig, convert_conversations
+from mmod.data.convert.conversations import ConvertConversationsConfig, convert_conversations
 
 
 def main(arguments: list[str]) -> None:

@@ -10,7 +10,7 @@ where it was interrupted; rows that become no sample are reported with the reaso
 import sys
 
 from mmod.data.command_line import parse_conversion
-from mmod.data.convert_pairs import ConvertConfig, convert_pairs
+from mmod.data.convert.pairs import ConvertConfig, convert_pairs
 
 
 def main(arguments: list[str]) -> None:

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from mmod.dense_loads import watch_dense_loads
 from mmod.lazy import lazy_names
 from mmod.own_folder import hide_own_folder
+from mmod.registry.dense_loads import watch_dense_loads
 
 if TYPE_CHECKING:
+    from mmod.analysis import FlopReport, Trace, flops, prefill_flops, trace
     from mmod.config import Plan, RoutingConfig
-    from mmod.convert import capacities, is_routed, route_, routed_blocks, routing_config, set_capacity, unroute_
-    from mmod.measuring import FlopReport, Trace, flops, prefill_flops, trace
-    from mmod.objectives import auxiliary_loss
+    from mmod.losses import auxiliary_loss
+    from mmod.model import capacities, is_routed, route_, routed_blocks, routing_config, set_capacity, unroute_
     from mmod.planning import attention_ranks, preset
     from mmod.pretrained import load_pretrained, save_pretrained
     from mmod.routing import Routing
@@ -42,7 +42,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "config": ("Plan", "RoutingConfig"),
-        "convert": (
+        "model": (
             "capacities",
             "is_routed",
             "route_",
@@ -51,8 +51,8 @@ __getattr__, __dir__ = lazy_names(
             "set_capacity",
             "unroute_",
         ),
-        "measuring": ("FlopReport", "Trace", "flops", "prefill_flops", "trace"),
-        "objectives": ("auxiliary_loss",),
+        "analysis": ("FlopReport", "Trace", "flops", "prefill_flops", "trace"),
+        "losses": ("auxiliary_loss",),
         "ops": (),
         "planning": ("attention_ranks", "preset"),
         "pretrained": ("load_pretrained", "save_pretrained"),

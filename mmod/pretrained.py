@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmod.adapters import find_library, load_adapter
 from mmod.adapters.described import check_description
 from mmod.config import RoutingConfig
-from mmod.convert import capacities, restore_capacities, route_, routing_configs
+from mmod.model import capacities, restore_capacities, route_, routing_configs
 
 FORMAT_VERSION = 2
 WEIGHTS = "model.safetensors"

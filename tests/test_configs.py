@@ -10,7 +10,7 @@ import torch
 
 import mmod
 from mmod.training import load_config
-from mmod.training.build import check_input, create_dense_model
+from mmod.training.image.model import check_input, create_dense_model
 
 ROOT = Path(__file__).parents[1]
 PATHS = [path for name in ("digits", "imagenet") for path in sorted((ROOT / "configs" / name).glob("*.yaml"))]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 NOTHING = """
 from transformers.utils import is_datasets_available
 assert not is_datasets_available()

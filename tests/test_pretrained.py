@@ -72,7 +72,7 @@ def test_data_config_is_kept(tmp_path: Path) -> None:
 
 
 def test_entry_of_the_registry_loads_without_it(tmp_path: Path) -> None:
-    importlib.import_module("mmod.adapters.timm_models")
+    importlib.import_module("mmod.registry.timm")
     model = timm.create_model("test_vit_mod", router="linear", init_std=0.3, blocks=(2, 4), num_classes=3).eval()
     save_pretrained(model, tmp_path)
     config = json.loads((tmp_path / "mmod.json").read_text())

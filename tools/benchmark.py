@@ -16,8 +16,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from mmod.data.yaml_files import STRICT
-from mmod.measuring import (
+from mmod.benchmarks import (
     BenchmarkConfig,
     GenerationConfig,
     OpBenchmarkConfig,
@@ -28,8 +27,9 @@ from mmod.measuring import (
     benchmark_ops,
     benchmark_suite,
 )
-from mmod.training.command import one_line_errors
-from mmod.training.parse import make_config
+from mmod.io.yaml import STRICT
+from mmod.training.engine.command import one_line_errors
+from mmod.training.engine.parse import make_config
 
 MODES: dict[str, tuple[Any, Any, str]] = {
     "models": (BenchmarkConfig, benchmark, "Time dense, routed and freely routed models side by side."),

@@ -10,15 +10,15 @@ import sys
 
 from jsonargparse import ArgumentParser
 
-from mmod.data.yaml_files import STRICT
-from mmod.training.command import one_line_errors
-from mmod.training.extras import extra
+from mmod.io.yaml import STRICT
+from mmod.training.engine.command import one_line_errors
+from mmod.training.engine.optional_dependency import extra
 
 
 def main(arguments: list[str]) -> None:
     """Benchmark as the command line says and print the table."""
     with extra("clip"):
-        from mmod.training.clip_benchmark import benchmark_pairs
+        from mmod.training.pairs.benchmark import benchmark_pairs
     parser = ArgumentParser(
         usage="%(prog)s SHARDS [--key value]",
         description="Time how pairs are read, beside open_clip's own reader.",

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import sys
 
-from mmod.training.command import one_line_errors
-from mmod.training.extras import extra
-from mmod.training.parse import parse_config
-from mmod.training.vlm_config import VlmConfig
+from mmod.training.chat.config import VlmConfig
+from mmod.training.engine.command import one_line_errors
+from mmod.training.engine.optional_dependency import extra
+from mmod.training.engine.parse import parse_config
 
 DRY = "--dry-run"
 
@@ -22,8 +22,8 @@ def main(arguments: list[str]) -> None:
     config = parse_config([word for word in arguments if word != DRY], VlmConfig)
     # A command line that asks for help only is answered without torch.
     with extra("vlm"):
-        from mmod.training.vlm import finetune
-        from mmod.training.vlm_plan import plan_run
+        from mmod.training.chat.estimate import plan_run
+        from mmod.training.chat.recipe import finetune
     print(plan_run(config) if DRY in arguments else finetune(config))
 
 

@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", metavar="NAME", help="routed models to test; all of them by default")
     arguments, pytest_arguments = parser.parse_known_args()
 
-    from mmod.adapters.timm_models import ROUTED_MODELS
+    from mmod.registry.timm import ROUTED_MODELS
 
     unknown = sorted(set(arguments.models or ()) - set(ROUTED_MODELS))
     if unknown:
@@ -54,7 +54,7 @@ def main() -> int:
             "-m",
             "pytest",
             "-p",
-            "mmod.adapters.timm_models",
+            "mmod.registry.timm",
             "tests/test_models.py",
             "-q",
             "-rs",

@@ -16,11 +16,11 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from mmod.data.yaml_files import STRICT, read_yaml
-from mmod.training.command import one_line_errors
-from mmod.training.extras import extra
-from mmod.training.parse import make_config
-from mmod.training.tradeoff import TradeoffConfig, run_tradeoff
+from mmod.io.yaml import STRICT, read_yaml
+from mmod.training.engine.command import one_line_errors
+from mmod.training.engine.optional_dependency import extra
+from mmod.training.engine.parse import make_config
+from mmod.training.studies.image import TradeoffConfig, run_tradeoff
 
 
 def main(arguments: list[str]) -> None:
@@ -49,12 +49,12 @@ def choose(arguments: list[str]) -> tuple[type, Callable[..., Any]]:
     asked = None if given is None else read_yaml(given).get("kind")
     if asked == "pairs":
         with extra("clip"):
-            from mmod.training.clip_tradeoff import ClipTradeoffConfig, run_clip_tradeoff
+            from mmod.training.studies.pairs import ClipTradeoffConfig, run_clip_tradeoff
 
         return ClipTradeoffConfig, run_clip_tradeoff
     if asked == "conversations":
         with extra("vlm"):
-            from mmod.training.vlm_tradeoff import VlmTradeoffConfig, run_vlm_tradeoff
+            from mmod.training.studies.chat import VlmTradeoffConfig, run_vlm_tradeoff
 
         return VlmTradeoffConfig, run_vlm_tradeoff
     return TradeoffConfig, run_tradeoff

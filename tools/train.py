@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from mmod.training.command import one_line_errors
-from mmod.training.parse import parse_config
+from mmod.training.engine.command import one_line_errors
+from mmod.training.engine.parse import parse_config
 
 if TYPE_CHECKING:
     from mmod.training import EvalResult, FitResult

@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from mmod.training.clip_config import ClipConfig
-from mmod.training.command import one_line_errors
-from mmod.training.extras import extra
-from mmod.training.parse import parse_config
+from mmod.training.engine.command import one_line_errors
+from mmod.training.engine.optional_dependency import extra
+from mmod.training.engine.parse import parse_config
+from mmod.training.pairs.config import ClipConfig
 
 if TYPE_CHECKING:
     from mmod.training import FitResult
-    from mmod.training.clip_evaluation import ClipResult
+    from mmod.training.pairs.evaluate import ClipResult
 
 
 def main(arguments: list[str]) -> None:
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
     config = parse_config(arguments, ClipConfig)
     # A command line that asks for help only is answered without torch.
     with extra("clip"):
-        from mmod.training.clip import fit_clip
+        from mmod.training.pairs.recipe import fit_clip
     print(summary(fit_clip(config)))
 
 

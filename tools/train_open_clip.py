@@ -11,16 +11,16 @@ import argparse
 import sys
 from typing import Any
 
-from mmod.data.yaml_files import parse_yaml
-from mmod.training.command import one_line_errors
-from mmod.training.config import resolve_routing
-from mmod.training.extras import extra
+from mmod.io.yaml import parse_yaml
+from mmod.training.engine.command import one_line_errors
+from mmod.training.engine.optional_dependency import extra
+from mmod.training.image.config import resolve_routing
 
 
 def main(arguments: list[str]) -> None:
     """Parse the routing and hand the rest to open_clip."""
     with extra("clip"):
-        from mmod.training.open_clip_program import train_open_clip
+        from mmod.training.pairs.open_clip_program import train_open_clip
     place = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from jsonargparse import ArgumentParser, Namespace
 
-from mmod.data.yaml_files import STRICT
+from mmod.io.yaml import STRICT
 
 Config = TypeVar("Config")
 

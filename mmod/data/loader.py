@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mmod.data.build import find_level
 from mmod.data.config import DataConfig
 from mmod.data.corrupt import CorruptReport
-from mmod.data.digits import LEVELS, build_digits
-from mmod.data.sources import ImageSource
+from mmod.data.readers.source import ImageSource
 from mmod.data.stream import ImageReader, MemoryReader, SampleStream
+from mmod.data.synthetic.build import find_level
+from mmod.data.synthetic.digits import LEVELS, build_digits
 
 # Mean and standard deviation of the grey values of cluttered digits, near enough for every level.
 _DIGITS_MEAN, _DIGITS_STD = 0.094, 0.22
@@ -142,8 +142,8 @@ def _create_reader(config: DataConfig, split: str, training: bool) -> tuple[Imag
 
 
 def _create_source(config: DataConfig, split: str, report: CorruptReport) -> ImageSource:
-    from mmod.data.shards import ShardSource
-    from mmod.data.timm_source import TimmSource
+    from mmod.data.readers.shards import ShardSource
+    from mmod.data.readers.timm import TimmSource
 
     kind, _, rest = config.source.partition(":")
     if kind == "digits":

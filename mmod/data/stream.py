@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
-from mmod.data.sources import ImageSource, UnreadableSampleError
+from mmod.data.readers.source import ImageSource, UnreadableSampleError
 
 
 class Batch(NamedTuple):

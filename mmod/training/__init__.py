@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from mmod.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from mmod.training.classification import fit
-    from mmod.training.config import (
+    from mmod.training.engine.parse import load_config, parse_config, train_config
+    from mmod.training.engine.run_folder import FitResult
+    from mmod.training.image.config import (
         CapacityScheduleConfig,
         DistillConfig,
         EmaConfig,
@@ -17,10 +18,9 @@ if TYPE_CHECKING:
         ScheduleConfig,
         TrainConfig,
     )
-    from mmod.training.evaluation import EvalResult, evaluate
-    from mmod.training.parse import load_config, parse_config, train_config
-    from mmod.training.run import FitResult
-    from mmod.training.task import ClassificationTask
+    from mmod.training.image.evaluate import EvalResult, evaluate
+    from mmod.training.image.recipe import fit
+    from mmod.training.image.task import ClassificationTask
 
 __all__ = [
     "CapacityScheduleConfig",
@@ -45,8 +45,8 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "classification": ("fit",),
-        "config": (
+        "image.recipe": ("fit",),
+        "image.config": (
             "CapacityScheduleConfig",
             "DistillConfig",
             "EmaConfig",
@@ -57,9 +57,9 @@ __getattr__, __dir__ = lazy_names(
             "ScheduleConfig",
             "TrainConfig",
         ),
-        "evaluation": ("EvalResult", "evaluate"),
-        "parse": ("load_config", "parse_config", "train_config"),
-        "run": ("FitResult",),
-        "task": ("ClassificationTask",),
+        "image.evaluate": ("EvalResult", "evaluate"),
+        "engine.parse": ("load_config", "parse_config", "train_config"),
+        "engine.run_folder": ("FitResult",),
+        "image.task": ("ClassificationTask",),
     },
 )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod import RoutingConfig
-from mmod.adapters.open_clip_models import routed
+from mmod.registry.open_clip import routed
 from tests.adapters.clip_zoo import (
     CONTEXT,
     END,

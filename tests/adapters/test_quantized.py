@@ -13,15 +13,15 @@ import transformers
 from torch import nn
 
 import mmod
-from mmod.data.chat import ChatCollator
-from mmod.data.conversations import open_conversations
-from mmod.measuring.language import prefill_flops
-from mmod.training.vlm import finetune
-from mmod.training.vlm_build import create_processor, create_vlm, create_word_processor, router_parameters
-from mmod.training.vlm_config import VlmModelConfig
-from mmod.training.vlm_plan import plan_run
+from mmod.analysis.prefill import prefill_flops
+from mmod.data.readers.chat import ChatCollator
+from mmod.data.readers.conversations import open_conversations
+from mmod.training.chat.config import VlmModelConfig
+from mmod.training.chat.estimate import plan_run
+from mmod.training.chat.model import create_processor, create_vlm, create_word_processor, router_parameters
+from mmod.training.chat.recipe import finetune
 from tests.adapters.vlm_zoo import make_joint, make_language, prompt
-from tests.training.vlm_configs import MODEL, vlm_config
+from tests.training.chat.configs import MODEL, vlm_config
 
 ROUTED = mmod.RoutingConfig(
     router="linear", capacity=0.5, init_std=0.2, inference_threshold=0.5, predictor=True, losses={"membership": 0.01}

@@ -188,7 +188,7 @@ def test_fx_sees_a_routed_block_as_one_node(routing: str) -> None:
 
 
 def test_features_only_is_routed_before_it_is_cut() -> None:
-    importlib.import_module("mmod.adapters.timm_models")
+    importlib.import_module("mmod.registry.timm")
     whole = timm.create_model("test_vit_mod", router="linear").eval()
     features = timm.create_model("test_vit_mod", router="linear", features_only=True, out_indices=(1, 3)).eval()
     features.model.load_state_dict(whole.state_dict(), strict=False)

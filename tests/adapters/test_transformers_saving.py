@@ -12,8 +12,8 @@ import torch
 
 import mmod
 from mmod.adapters.transformers import load
-from mmod.convert import routing_configs
-from mmod.training.vlm_build import router_parameters
+from mmod.model import routing_configs
+from mmod.training.chat.model import router_parameters
 from tests.adapters.vlm_zoo import IMAGE, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
 from tests.trap import Trap
 

@@ -19,15 +19,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmod.data.conversations import ConversationsConfig, open_conversations
-from mmod.data.convert_conversations import ConvertConversationsConfig, convert_conversations
-from mmod.data.convert_pairs import ConvertConfig, convert_pairs
+from mmod.data.convert.conversations import ConvertConversationsConfig, convert_conversations
+from mmod.data.convert.pairs import ConvertConfig, convert_pairs
 from mmod.data.corrupt import CorruptDataError, CorruptReport
-from mmod.data.digits import LEVELS, build_digits
-from mmod.data.images import decode_image
 from mmod.data.loader import DataConfig, create_eval_stream, create_train_stream
-from mmod.data.pairs import PairsConfig, create_eval_pairs, create_train_pairs
-from mmod.data.shards import ShardSource
+from mmod.data.readers.conversations import ConversationsConfig, open_conversations
+from mmod.data.readers.images import decode_image
+from mmod.data.readers.pairs import PairsConfig, create_eval_pairs, create_train_pairs
+from mmod.data.readers.shards import ShardSource
+from mmod.data.synthetic.digits import LEVELS, build_digits
 from tests.data.bad_files import (
     ARCHIVES,
     CAPTIONS,
@@ -372,7 +372,7 @@ def test_a_file_that_may_not_be_read_is_a_fault(monkeypatch: pytest.MonkeyPatch)
     def refuse(path: str, *_: Any) -> Any:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("mmod.data.image_files.open", refuse, raising=False)
+    monkeypatch.setattr("mmod.data.readers.image_files.open", refuse, raising=False)
     with pytest.raises(CorruptDataError, match=r"val/a/0\.png: image cannot be read: .*Permission denied"):
         read_folder(PNG, "raise")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "mmod" / "ops" / "triton"
 # What every device of compute capability 8.0 and later has, in bytes: 8.6 and 8.9 give the least.
 SHARED_MEMORY = 99 * 1024

@@ -14,7 +14,7 @@ from mmod.ops import Backend, attention_with_importance, choices, gather_rows, p
 from mmod.ops.backend import OPS, REACH, RULES, choose
 from tests.ops.kernels import INTERPRETED
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def on_gpu(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmod.measuring.memory import ActivationMemory
+from mmod.analysis.memory import ActivationMemory
 from mmod.ops import attention_importance, attention_with_importance, capture_importance, shared_map, tiles, use
 from mmod.ops import importance as importance_module
 from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, gradients, poisoned

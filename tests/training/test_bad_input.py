@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from mmod import RoutingConfig
 from mmod.config import Plan
 from mmod.training import TrainConfig, load_config, train_config
-from mmod.training.checkpoint import find_weights, read_weights
-from mmod.training.clip_config import ClipConfig
-from mmod.training.evaluation import EvalResult
-from mmod.training.help import dataclass_in
-from mmod.training.parse import parse_config
-from mmod.training.run import check_folder, read_result
-from mmod.training.vlm_config import VlmConfig
+from mmod.training.chat.config import VlmConfig
+from mmod.training.engine.checkpoint import find_weights, read_weights
+from mmod.training.engine.help import dataclass_in
+from mmod.training.engine.parse import parse_config
+from mmod.training.engine.run_folder import check_folder, read_result
+from mmod.training.image.evaluate import EvalResult
+from mmod.training.pairs.config import ClipConfig
 from tests.trap import Trap
 
 KINDS: dict[type, dict[str, Any]] = {

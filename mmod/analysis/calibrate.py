@@ -1,0 +1,76 @@
+"""Set thresholds so that routing by threshold keeps as many tokens as top-k does.
+
+Axes: B images, N tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mmod.analysis.trace import trace
+from mmod.model import routed_blocks
+from mmod.routing import Router, kept_count
+
+# The kept count may miss that of top-k by this share, so that the threshold can lie in a wide gap between two levels.
+SLACK = 0.005
+
+
+def score_levels(router: Router, score_BN: Tensor) -> Tensor:
+    """Return what a threshold is compared with: scores that learn squashed, importance and norm relative to the mean.
+
+    Args:
+        router: A block's router.
+        score_BN: Its raw scores (B, N), of images without padding.
+
+    Returns:
+        Levels (B, N).
+    """
+    if router.config.learns:
+        return torch.sigmoid(score_BN)
+    if router.config.router in ("attention", "norm"):
+        return score_BN / score_BN.mean(dim=1, keepdim=True)
+    return score_BN
+
+
+@torch.no_grad()
+def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
+    """Give every routed block the threshold at which it keeps as many tokens of these images as its capacity would.
+
+    Blocks are taken in order, each on what those before it let through; images keep different numbers of tokens, and
+    their mean is that of top-k to within half a percent.
+
+    Args:
+        model: A model routed by threshold, in evaluation; it is changed in place.
+        images: Images (B, C, height, width).
+        static: Set `max_tokens` to the largest number kept of an image, so that shapes do not depend on the data.
+    """
+    for name, block in routed_blocks(model).items():
+        router = block.router
+        router.config = router.config.replace(max_tokens=None)
+        with trace(model) as decisions:
+            model(images)
+        level_BN = score_levels(router, decisions[name].score_BN)
+        count = kept_count(level_BN.shape[1], router.capacity, router.prefix)
+        free = level_BN[:, router.prefix :]
+        threshold = between(free.flatten(), free.shape[0] * (count - router.prefix))
+        most = int((free >= threshold).sum(dim=1).max()) + router.prefix
+        router.config = router.config.replace(threshold=threshold, max_tokens=max(1, most) if static else None)
+
+
+def between(level: Tensor, count: int) -> float:
+    """Return a number that about `count` levels reach, in the widest gap nearby.
+
+    Args:
+        level: Levels, of one dimension.
+        count: How many are to reach it.
+    """
+    ranked = level.double().sort(descending=True).values
+    slack = int(count * SLACK)
+    first, last = max(count - slack, 1), min(count + slack, len(ranked) - 1)
+    if not first <= last:
+        # All or none: anything beyond the ends will do.
+        return float(ranked[-1] - 1) if count else float(ranked[0] + 1)
+    gap = ranked[first - 1 : last] - ranked[first : last + 1]
+    best = first + int(gap.argmax())
+    return float((ranked[best - 1] + ranked[best]) / 2)

@@ -1,0 +1,310 @@
+"""Count what a model costs: FLOPs per block and in all, parameters and activation memory, from shapes alone."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mmod.adapters import find_hosts, find_parts
+from mmod.analysis.flop_report import REST, BlockFlops, FlopReport
+from mmod.analysis.memory import ActivationMemory
+from mmod.analysis.trace import Trace
+from mmod.blocks import RoutedBlock
+from mmod.model import is_routed, unroute_
+from mmod.ops.multihead import multihead_attention
+
+
+def flops(
+    model: nn.Module,
+    input_size: int | tuple[int, int, int] | Mapping[str, Tensor],
+    kept: float | Mapping[str, float] | Trace | None = None,
+) -> FlopReport:
+    """Count what one image costs a model, dense and as routed, without running it on data; one caption too, of CLIP.
+
+    One FLOP is one multiplication or one addition, so a matrix product of (n, k) and (k, m) counts `2 n k m`; norms,
+    activations, softmax, sorting and moving rows count nothing. The forward pass is followed on the meta device, and
+    each call of a linear layer, convolution, matrix product or attention is counted by a formula of its shapes. That
+    is one level above `torch.utils.flop_counter`, which counts the kernels that torch makes of those calls.
+
+    Importance counts as one more product of queries and keys in each block that computes it, which is what runs on a
+    GPU, in training and compiled. Inference in fp32 on a CPU takes it from attention's own probabilities: there,
+    `report.importance` of the FLOPs are not spent.
+
+    Memory is that of activations in the parameters' dtype, without weights and input, with attention that stores no
+    map, in an allocator without gaps.
+
+    Args:
+        model: A model of a supported library, routed or not. It is not changed.
+        input_size: Channels, height and width of the image; one number means a square image of three channels. Or
+            the model's arguments by name, to count that call: `{"text": ids}` is the text tower of a CLIP model.
+        kept: For threshold routing, whose cost follows from the data: the share of tokens kept in (0, 1], one for
+            all routed blocks, by module name, or a trace of a pass over representative images. Counts are rounded
+            down to whole tokens.
+
+    Returns:
+        Counts per block and in all.
+
+    Raises:
+        ValueError: A model of no supported library, threshold routing without `kept`, `kept` for a model without
+            threshold routing, or an operation that cannot be counted.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig(capacity=0.25))
+        >>> round(flops(model, 160).speedup, 2)
+        1.42
+    """
+    inputs = _inputs(model, input_size)
+    routed = _meta_copy(model)
+    _fix_thresholds(routed, kept)
+    dense = _meta_copy(routed)
+    if is_routed(dense):
+        unroute_(dense)
+    dense_count, routed_count = _follow(dense, inputs), _follow(routed, inputs)
+    rows = [
+        _row(name, block, dense_count, routed_count)
+        for host in find_hosts(routed).values()
+        for name, block in zip(host.names, host.blocks)
+        if name in dense_count.tokens
+    ]
+    dense_parameters = sum(parameter.numel() for parameter in dense.parameters())
+    parameters = sum(parameter.numel() for parameter in routed.parameters())
+    return FlopReport(
+        inputs={name: tuple(value.shape[1:]) for name, value in inputs.items()},
+        blocks=tuple(rows),
+        rest=BlockFlops(REST, 0, 0, dense_count.flops[REST], routed_count.flops[REST]),
+        parameters=parameters,
+        router_parameters=parameters - dense_parameters,
+        dense_activation_bytes=dense_count.activation_bytes,
+        activation_bytes=routed_count.activation_bytes,
+        dense_training_bytes=dense_count.training_bytes,
+        training_bytes=routed_count.training_bytes,
+    )
+
+
+def _row(name: str, block: nn.Module, dense: _Counter, routed: _Counter) -> BlockFlops:
+    router = routed.flops[f"{name}.router"]
+    total = routed.flops[name] + router
+    importance = 0 if isinstance(block, RoutedBlock) else total - dense.flops[name]
+    tokens = dense.tokens[name]
+    return BlockFlops(name, tokens, routed.kept.get(name, tokens), dense.flops[name], total, router, importance)
+
+
+class _ToMeta(TorchFunctionMode):
+    """Makes deep copies of tensors on the meta device, those that are neither parameter nor buffer too."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__deepcopy__:
+            return torch.empty_like(args[0], device="meta", requires_grad=False)
+        return func(*args, **(kwargs or {}))
+
+
+def _meta_copy(model: nn.Module) -> nn.Module:
+    """Return the model on the meta device; its weights are neither moved nor copied."""
+    parameters = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.is_floating_point())
+        for p in model.parameters()
+    }
+    with _ToMeta():
+        return copy.deepcopy(model, parameters).eval()
+
+
+def _fix_thresholds(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> None:
+    """Turn threshold routing into top-k of the share of tokens it is said to keep."""
+    by_threshold = {
+        name: block
+        for name, block in model.named_modules()
+        if isinstance(block, RoutedBlock) and block.router.config.select == "threshold"
+    }
+    if not by_threshold:
+        if kept is not None:
+            raise ValueError("kept belongs to threshold routing; what this model keeps follows from its capacities")
+        return
+    if kept is None:
+        raise ValueError(
+            f"{', '.join(by_threshold)} route by threshold, so their cost follows from the data: give kept, the share "
+            "of tokens they keep, or a trace over representative images"
+        )
+    shares = _shares(kept, by_threshold)
+    missing = sorted(set(by_threshold) - set(shares))
+    if missing:
+        raise ValueError(f"kept names no share for {', '.join(missing)}; it names {', '.join(shares)}")
+    for name, block in by_threshold.items():
+        share = float(shares[name])
+        if not 0 < share <= 1:
+            raise ValueError(f"the kept share of {name} must be in (0, 1], got {share}")
+        router = block.router
+        router.config = router.config.replace(select="topk", min_tokens=0, max_tokens=None)
+        # A share is a count over N in most traces; the nearest simple fraction gives that count back exactly.
+        router.capacity = Fraction(share).limit_denominator(10_000)
+
+
+def _shares(kept: float | Mapping[str, float] | Trace, names: Iterable[str]) -> Mapping[str, float]:
+    if isinstance(kept, Trace):
+        return kept.kept_shares()
+    if isinstance(kept, (int, float)):
+        return dict.fromkeys(names, kept)
+    return kept
+
+
+class _Counter(TorchFunctionMode):
+    """Counts the calls made inside it under the name of the block that makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: Counter[str] = Counter()
+        self.tokens: dict[str, int] = {}
+        self.kept: dict[str, int] = {}
+        self.activation_bytes = 0
+        self.training_bytes = 0
+        self._inside = [REST]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _UNCOUNTED:
+            raise ValueError(f"cannot count the FLOPs of {func.__name__}, which this model calls")
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return multihead_attention(self._divert, *args, **kwargs)
+        result = func(*args, **kwargs)
+        formula = _FORMULAS.get(func)
+        if formula is not None:
+            self.flops[self._inside[-1]] += formula(result, *args, **kwargs)
+        return result
+
+    def _divert(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.__torch_function__(func, (), args, kwargs)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        per_pair = query.shape[-1] + value.shape[-1]
+        self.flops[self._inside[-1]] += 2 * prod(query.shape[:-1]) * key.shape[-2] * per_pair
+        return _FusedAttention.apply(query, key, value)
+
+    def watch(self, name: str, block: nn.Module) -> None:
+        """Count what a block and its router call under their own names."""
+
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._inside.append(name)
+            self.tokens[name] = args[0].shape[1]
+
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            self._inside.pop()
+            if isinstance(module, RoutedBlock):
+                # Not from its router, which blocks that share a decision do not call.
+                assert module.mod.routing is not None
+                self.kept[name] = module.mod.routing.index_BK.shape[1]
+
+        def enter_router(module: nn.Module, args: Any) -> None:
+            self._inside.append(f"{name}.router")
+
+        def leave_router(module: nn.Module, args: Any, routing: Any) -> None:
+            self._inside.pop()
+
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
+        if isinstance(block, RoutedBlock):
+            block.mod.start_recording()
+            block.router.register_forward_pre_hook(enter_router)
+            block.router.register_forward_hook(leave_router)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Attention as far as shapes and memory go: it holds queries, keys, values and its output, and no map."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        heads_first = (*query.shape[:-1], value.shape[-1])
+        out = query.new_empty([heads_first[d] for d in (0, 2, 1, 3)]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+
+def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a model's arguments by name, without data."""
+    if isinstance(given, Mapping):
+        return {name: value.to("meta") for name, value in given.items()}
+    if "image" not in find_parts(model):
+        raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
+    size = (3, given, given) if isinstance(given, int) else tuple(given)
+    if len(size) != 3 or min(size) < 1:
+        raise ValueError(
+            f"input_size must be (channels, height, width), one number or arguments by name, got {given!r}"
+        )
+    inputs = {"image": torch.empty(1, *size, device="meta", dtype=next(model.parameters()).dtype)}
+    for name, host in find_hosts(model).items():
+        if host.sequence is not None:
+            inputs[name] = torch.zeros(1, host.sequence, dtype=torch.int64, device="meta")
+    return inputs
+
+
+def _follow(model: nn.Module, inputs: dict[str, Tensor]) -> _Counter:
+    """Run a model on the meta device and return what it called and held."""
+    counter = _Counter()
+    for host in find_hosts(model).values():
+        for name, block in zip(host.names, host.blocks):
+            counter.watch(name, block)
+    # Models of images alone name their argument as they like.
+    args, kwargs = (tuple(inputs.values()), {}) if set(inputs) == {"image"} else ((), inputs)
+    known = [*inputs.values(), *model.parameters(), *model.buffers()]
+    with torch.no_grad(), counter, ActivationMemory(known) as inference:
+        model(*args, **kwargs)
+    counted = counter.flops.copy()
+    with torch.enable_grad(), counter, ActivationMemory(known) as training:
+        output = model(*args, **kwargs)
+    counter.flops, counter.activation_bytes, counter.training_bytes = counted, inference.peak, training.live
+    del output
+    return counter
+
+
+def _linear(result: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
+    return 2 * result.numel() * weight.shape[-1]
+
+
+def _convolution(result: Tensor, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * result.numel() * prod(weight.shape[1:])
+
+
+def _product(result: Tensor, left: Tensor, right: Tensor, **kwargs: Any) -> int:
+    return 2 * result.numel() * left.shape[-1]
+
+
+def _reversed_product(result: Tensor, right: Tensor, left: Tensor) -> int:
+    return 2 * result.numel() * left.shape[-1]
+
+
+def _added_product(result: Tensor, added: Tensor, left: Tensor, right: Tensor, **kwargs: Any) -> int:
+    return 2 * result.numel() * left.shape[-1]
+
+
+_FORMULAS: dict[Callable[..., Any], Callable[..., int]] = {
+    F.linear: _linear,
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _product),
+    **dict.fromkeys((torch.mm, Tensor.mm, torch.mv, Tensor.mv), _product),
+    Tensor.__rmatmul__: _reversed_product,
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _added_product),
+}
+_UNCOUNTED = {torch.einsum, torch.tensordot, F.bilinear}
+_UNCOUNTED |= {F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}

@@ -1,0 +1,151 @@
+"""What the prefill of a language model costs: FLOPs per layer, dense and as routed, from counts of tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mmod.adapters import find_hosts
+from mmod.analysis.flops import BlockFlops
+from mmod.blocks import ImportanceBlock, RoutedBlock, model_hooks
+
+
+@dataclass(frozen=True)
+class PrefillFlops:
+    """The cost of reading one prompt; `print(report)` shows it as a table.
+
+    Args:
+        tokens: Tokens of the prompt.
+        image_tokens: Image tokens among them.
+        layers: One row for each decoder layer, in order.
+        head: FLOPs of the logits of the last token.
+    """
+
+    tokens: int
+    image_tokens: int
+    layers: tuple[BlockFlops, ...]
+    head: int
+
+    @property
+    def dense(self) -> int:
+        """FLOPs without routing."""
+        return self.head + sum(row.dense for row in self.layers)
+
+    @property
+    def routed(self) -> int:
+        """FLOPs as routed, with routers and importance."""
+        return self.head + sum(row.routed for row in self.layers)
+
+    @property
+    def share(self) -> float:
+        """Share of the dense model's FLOPs that is spent."""
+        return self.routed / self.dense
+
+    @property
+    def cache_share(self) -> float:
+        """Share of the dense model's cache of keys and values that is held."""
+        return sum(row.kept for row in self.layers) / (self.tokens * len(self.layers))
+
+    def __str__(self) -> str:
+        """Return the report as a table, in MFLOPs."""
+        width = max(len(row.name) for row in self.layers)
+        form = f"{{:<{width}}}  {{:>7}}  {{:>12}}  {{:>12}}"
+        lines = [form.format("layer", "kept", "dense", "routed")]
+        lines += [
+            form.format(row.name, row.kept, f"{row.dense / 1e6:,.1f}", f"{row.routed / 1e6:,.1f}")
+            for row in self.layers
+        ]
+        lines.append(form.format("total MFLOPs", "", f"{self.dense / 1e6:,.1f}", f"{self.routed / 1e6:,.1f}"))
+        lines.append(
+            f"a prompt of {self.tokens} tokens, {self.image_tokens} of images: {self.share:.3f} of the FLOPs (2 per "
+            f"multiply-add), {self.cache_share:.3f} of the cache"
+        )
+        return "\n".join(lines)
+
+
+def prefill_flops(
+    model: nn.Module,
+    text_tokens: int,
+    image_tokens: int | Sequence[int] = 0,
+    kept: float | Mapping[str, float] | None = None,
+    protected_tokens: int = 0,
+) -> PrefillFlops:
+    """Count what reading one prompt costs the language model of a transformers model, dense and as routed.
+
+    One FLOP is one multiplication or one addition. Attention counts all pairs of kept tokens, as
+    `torch.utils.flop_counter` does: a kernel that leaves the masked half out spends less. Vision tower and projector
+    are not counted.
+
+    Args:
+        model: A model with a language part, routed or not.
+        text_tokens: Text tokens of the prompt.
+        image_tokens: Image tokens of the prompt, or those of each image.
+        kept: For threshold routing, whose cost follows from the data: the share kept of the tokens that may be
+            skipped, for all routed layers or by module name.
+        protected_tokens: Text tokens that `protected_mask` keeps where text may be skipped.
+
+    Returns:
+        Counts per layer and in all.
+
+    Raises:
+        ValueError: No language part, no tokens, more protected tokens than text, or threshold routing without `kept`.
+    """
+    host = find_hosts(model).get("language")
+    if host is None:
+        raise ValueError(f"this {type(model).__name__} has no language part")
+    images = [image_tokens] if isinstance(image_tokens, int) else list(image_tokens)
+    tokens = text_tokens + sum(images)
+    if tokens < 1:
+        raise ValueError("a prompt needs at least one token")
+    if not 0 <= protected_tokens <= text_tokens:
+        raise ValueError(f"protected_tokens={protected_tokens} must lie between 0 and text_tokens={text_tokens}")
+    hooks: list[Any] = [hook for hook in model_hooks(model) if hasattr(hook, "tokens")]
+    free = [tokens - protected_tokens] if hooks and hooks[0].tokens == "all" else images
+    rows = []
+    for name, block in zip(host.names, host.blocks):
+        own, share = tokens, None
+        if isinstance(block, RoutedBlock):
+            share = kept.get(name) if isinstance(kept, Mapping) else kept
+            own = tokens - sum(free) + _kept(name, block, free, share)
+        rows.append(_row(name, block, tokens, own, host.dim))
+    heads = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "lm_head"]
+    head = sum(2 * host.dim * int(module.out_features) for module in heads)
+    return PrefillFlops(tokens, sum(images), tuple(rows), head)
+
+
+def _kept(name: str, block: RoutedBlock, free: Sequence[int], share: float | None) -> int:
+    config, capacity = block.router.config, block.router.capacity
+    if config.select == "threshold" or config.inference_threshold is not None:
+        if share is None:
+            raise ValueError(f"what {name} keeps follows from the data: give kept, the share of tokens it keeps")
+        return int(sum(free) * share)
+    if isinstance(config.frames, int):
+        free = [config.frames] * (sum(free) // config.frames)
+    elif config.frames is None:
+        free = [sum(free)]
+    return sum(number * capacity.numerator // capacity.denominator for number in free)
+
+
+def _row(name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> BlockFlops:
+    attention: Any = block.get_submodule("self_attn")
+    width = int(attention.config.num_attention_heads) * int(attention.head_dim)
+    router = importance = 0
+    if isinstance(block, RoutedBlock):
+        router = 2 * tokens * sum(p.numel() for p in block.router.parameters() if p.ndim > 1)
+        if block.router.config.shared:
+            router += 2 * tokens * dim
+    elif isinstance(block, ImportanceBlock) and not block.mod.teaches:
+        importance = 2 * tokens * tokens * width
+    weights = sum(
+        module.in_features * module.out_features
+        for place, module in block.named_modules()
+        if isinstance(module, nn.Linear) and not place.startswith("router")
+    )
+
+    def layer(rows: int) -> int:
+        return 2 * rows * weights + 4 * rows * rows * width
+
+    return BlockFlops(name, tokens, kept, layer(tokens), layer(kept) + router + importance, router, importance)

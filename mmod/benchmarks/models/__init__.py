@@ -1,0 +1,1 @@
+"""Benchmark of whole routed models against dense ones and free routing."""

@@ -1,0 +1,1 @@
+"""Benchmark of single ops against their bounds and other implementations."""

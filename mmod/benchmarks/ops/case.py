@@ -1,0 +1,122 @@
+"""What a case is made of: sizes, inputs, definition, other implementations, and the work nobody can do without.
+
+Axes: B images, N tokens, K slots per image, D channels, H heads, E channels of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mmod.benchmarks.ops.roofline import Work
+from mmod.config import rational
+from mmod.ops.select import kept_count
+
+Result = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSize:
+    """Sizes that an op is timed at.
+
+    Args:
+        images: Images in the batch (B).
+        tokens: Tokens of an image (N).
+        heads: Heads of attention (H).
+        head_channels: Channels of a head (E); a token has `heads * head_channels` (D).
+        capacity: Share of tokens kept.
+    """
+
+    images: int
+    tokens: int
+    heads: int = 6
+    head_channels: int = 64
+    capacity: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("images", "tokens", "heads", "head_channels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        rational(self.capacity)
+
+    @property
+    def channels(self) -> int:
+        """Channels of a token (D)."""
+        return self.heads * self.head_channels
+
+    @property
+    def kept(self) -> int:
+        """Tokens kept of an image (K)."""
+        return kept_count(self.tokens, rational(self.capacity))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpCase:
+    """One op at one size.
+
+    Args:
+        op: The public function.
+        inputs: Its arguments.
+        learns: Names of the arguments that get a gradient in a training step, beside the parameters of modules.
+        exact: The definition, called with the same arguments in float64.
+        rivals: Other implementations with the same arguments; one may return the first of the results alone.
+        forward: Work of the call.
+        backward: Work of its gradients.
+        moves: Results are moved, not computed: they must equal torch's bit for bit.
+        choice: The op's name where backends are chosen, if it is another one.
+    """
+
+    op: Callable[..., Result]
+    inputs: Mapping[str, object]
+    learns: tuple[str, ...]
+    exact: Callable[..., Result]
+    rivals: Mapping[str, Callable[..., Result]]
+    forward: Work
+    backward: Work = field(default_factory=lambda: Work(0))
+    moves: bool = False
+    choice: str | None = None
+
+
+class Maker:
+    """Draws the inputs of a case.
+
+    Args:
+        size: Sizes.
+        dtype: Type of the inputs.
+        device: Where they are.
+        seed: Seed of their values.
+    """
+
+    def __init__(self, size: OpSize, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self.size, self.dtype, self.device = size, dtype, device
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return normal numbers of a shape."""
+        return torch.randn(shape, generator=self.generator, device=self.device).to(dtype or self.dtype)
+
+    def rows(self, tokens: int) -> Tensor:
+        """Return rows of some tokens of each image (B, tokens, D)."""
+        return self.normal(self.size.images, tokens, self.size.channels)
+
+    def heads(self, tokens: int) -> Tensor:
+        """Return what a host's projection gives attention (B, H, tokens, E): a view that is not contiguous."""
+        shape = (self.size.images, tokens, self.size.heads, self.size.head_channels)
+        return self.normal(*shape).transpose(1, 2)
+
+    def index(self) -> Tensor:
+        """Return kept tokens, ascending (B, K)."""
+        order_BN = torch.rand(self.size.images, self.size.tokens, generator=self.generator, device=self.device)
+        return order_BN.argsort(dim=1)[:, : self.size.kept].sort(dim=1).values
+
+    def row_bytes(self, tokens: int) -> int:
+        """Return the bytes of rows of some tokens of each image."""
+        return self.size.images * tokens * self.size.channels * self.dtype.itemsize
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of kept tokens' indices."""
+        return self.size.images * self.size.kept * 8

@@ -1,0 +1,131 @@
+"""Benchmarks that take long: run after run, each kept once it is done, so that a killed one goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mmod.benchmarks.report import (
+    UNFINISHED,
+    AnyRow,
+    BenchmarkReport,
+    Row,
+    check_same,
+    environment,
+    plain_options,
+    refuse_to_overwrite,
+)
+
+
+class Options(Protocol):
+    """What every benchmark is told, see its own config."""
+
+    @property
+    def out(self) -> str:
+        """Folder of the results."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where it runs."""
+        ...
+
+    @property
+    def threads(self) -> int | None:
+        """CPU threads; None leaves torch's choice."""
+        ...
+
+
+def run_all(
+    config: Options,
+    title: str,
+    row: type[AnyRow],
+    runs: Mapping[str, Callable[[], Sequence[AnyRow]]],
+    progress: bool,
+    notes: Callable[[Sequence[AnyRow]], Sequence[str]] | None = None,
+) -> BenchmarkReport:
+    """Make the runs of a benchmark that are not done yet, and write the results of all.
+
+    Args:
+        config: Its options.
+        title: What is measured, in a few words.
+        row: The class of its rows.
+        runs: Name of each run to what makes it.
+        progress: Show a progress bar on stderr.
+        notes: Returns what a reader of the table must know, from the rows.
+
+    Raises:
+        FileExistsError: The output folder holds a benchmark already.
+        ValueError: The output folder holds an unfinished benchmark with other options or of another machine.
+    """
+    from tqdm import tqdm
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    options, folder, machine = plain_options(config), Path(config.out), environment(config.device)
+    journal = Journal(folder, options, machine)
+    missing = [name for name in runs if name not in journal.runs]
+    with tqdm(total=len(runs), initial=len(runs) - len(missing), disable=not progress, unit="run") as bar:
+        for name in missing:
+            bar.set_description(name)
+            journal.add(name, runs[name]())
+            bar.update()
+    rows = [row.from_dict(values) for name in runs for values in journal.runs[name]]
+    report = BenchmarkReport(title, options, machine, rows, notes(rows) if notes else ())
+    report.save(folder)
+    journal.close()
+    return report
+
+
+class Journal:
+    """The runs of a benchmark that is not finished, a line each, so that a killed benchmark goes on where it was.
+
+    Args:
+        folder: Where the results will be; nothing is written before the first run is added.
+        config: The options, see `plain_options`.
+        environment: See `environment`.
+
+    Attributes:
+        runs: The rows of every finished run, as plain values.
+
+    Raises:
+        FileExistsError: The folder holds a finished benchmark.
+        ValueError: The folder holds one that was begun with other options or in another environment.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+        refuse_to_overwrite(folder)
+        self.runs: dict[str, list[dict[str, Any]]] = {}
+        self._path = folder / UNFINISHED
+        self._head = {"config": config, "environment": environment}
+        if not self._path.exists():
+            return
+        lines = self._path.read_text().splitlines(keepends=True)
+        whole = [json.loads(line) for line in lines if line.endswith("\n")]
+        if whole:
+            check_same(self._path, whole[0], self._head)
+        self.runs = {entry["run"]: entry["rows"] for entry in whole[1:]}
+        if len(whole) < len(lines):
+            self._path.write_text("".join(line for line in lines if line.endswith("\n")))
+
+    def add(self, run: str, rows: Sequence[Row]) -> None:
+        """Keep the rows of a finished run.
+
+        Args:
+            run: Its name.
+            rows: Its rows.
+        """
+        self.runs[run] = [row.to_dict() for row in rows]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            if not file.tell():
+                file.write(json.dumps(self._head) + "\n")
+            file.write(json.dumps({"run": run, "rows": self.runs[run]}) + "\n")
+
+    def close(self) -> None:
+        """Remove the file, once the results are saved."""
+        self._path.unlink(missing_ok=True)

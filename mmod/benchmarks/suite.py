@@ -1,0 +1,241 @@
+"""Several benchmarks by one command, and which of the bars set for them are met."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmod.benchmarks.generation.benchmark import GenerationConfig, GenerationRow, benchmark_generation
+from mmod.benchmarks.models.benchmark import BenchmarkConfig, benchmark
+from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig, OpRow, benchmark_ops
+from mmod.benchmarks.report import (
+    UNFINISHED,
+    BenchmarkReport,
+    BenchmarkRow,
+    Row,
+    environment,
+    finished_rows,
+    plain_options,
+    refuse_to_overwrite,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A limit that rows of a benchmark must keep.
+
+    Args:
+        name: What is asked for, in words.
+        parts: Folders of the benchmarks whose rows count.
+        where: Values of columns that a row must have to count; a list names several valid ones.
+        column: The column that is limited; of a spread, the median is.
+        at_least: Lower limit, or None.
+        at_most: Upper limit, or None.
+
+    Raises:
+        ValueError: No limit or two.
+    """
+
+    name: str
+    parts: list[str]
+    column: str
+    where: dict[str, Any] = field(default_factory=dict)
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError(f"the bar {self.name!r} needs either at_least or at_most")
+
+    def judge(self, rows: Sequence[Mapping[str, Any]]) -> BarRow:
+        """Return whether rows keep the limit, and by how much the worst of them keeps or misses it.
+
+        Args:
+            rows: Rows of its parts, as plain values.
+
+        Example:
+            >>> bar = Bar(name="fast", parts=["ops"], column="of_bound", at_least=0.85, where={"op": "merge_rows"})
+            >>> row = bar.judge([{"op": "merge_rows", "of_bound": {"median": 0.8}}])
+            >>> row.met, round(row.margin, 2)
+            (False, -0.05)
+        """
+        limit = self.at_least if self.at_least is not None else self.at_most
+        assert limit is not None
+        counted = [(row, value) for row in rows if self._counts(row) and (value := self._value(row)) is not None]
+        if not counted:
+            return BarRow(self.name, 0, "", None, limit, None, False)
+        sign = 1.0 if self.at_least is not None else -1.0
+        row, worst = min(counted, key=lambda pair: sign * pair[1])
+        margin = sign * (worst - limit)
+        return BarRow(self.name, len(counted), _describe(row), worst, limit, margin, margin >= 0)
+
+    def _counts(self, row: Mapping[str, Any]) -> bool:
+        return all(row[name] in (v if isinstance(v, list) else [v]) for name, v in self.where.items())
+
+    def _value(self, row: Mapping[str, Any]) -> float | None:
+        value = row[self.column]
+        found: float | None = value["median"] if isinstance(value, Mapping) else value
+        return found
+
+
+@dataclass(frozen=True)
+class BarRow(Row):
+    """A bar and what was measured.
+
+    Args:
+        name: What is asked for.
+        rows: Rows that count.
+        worst_row: The one that keeps the limit least.
+        worst: Its value; None where no row counts.
+        limit: The limit.
+        margin: By how much it is kept; negative where it is missed.
+        met: Whether every row keeps it; not where nothing was measured.
+    """
+
+    HEADER = ("bar", "verdict", "limit", "worst", "rows", "worst row")
+
+    name: str
+    rows: int
+    worst_row: str
+    worst: float | None
+    limit: float
+    margin: float | None
+    met: bool
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the line as text."""
+        if self.worst is None or self.margin is None:
+            return (self.name, "not measured", f"{self.limit:g}", "", "0", "")
+        verdict = "met" if self.met else f"missed by {-self.margin:.3g}"
+        return (self.name, verdict, f"{self.limit:g}", f"{self.worst:.4g}", str(self.rows), self.worst_row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteConfig:
+    """Benchmarks and the bars set for them.
+
+    Args:
+        ops: Benchmarks of ops; `out` names the folder of each within that of the suite.
+        models: Benchmarks of models, likewise.
+        generation: Benchmarks of generation, likewise.
+        bars: Limits that their rows must keep.
+        out: Folder for all results. A suite that was killed goes on in the same folder.
+
+    Raises:
+        ValueError: Parts that share a folder, or a bar over parts or columns that do not exist.
+    """
+
+    ops: list[OpBenchmarkConfig] = field(default_factory=list)
+    models: list[BenchmarkConfig] = field(default_factory=list)
+    generation: list[GenerationConfig] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
+    out: str = "runs/benchmark_suite"
+
+    def __post_init__(self) -> None:
+        every: list[Any] = [*self.ops, *self.models, *self.generation]
+        names = [part.out for part in every]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"a suite needs at least one part, each with an out folder of its own, got {names}")
+        columns = {part.out: _columns(OpRow) for part in self.ops}
+        columns |= {part.out: _columns(BenchmarkRow) for part in self.models}
+        columns |= {part.out: _columns(GenerationRow) for part in self.generation}
+        for bar in self.bars:
+            for part in bar.parts:
+                if part not in columns:
+                    raise ValueError(f"the bar {bar.name!r} is set for {part!r}; parts are {', '.join(names)}")
+                unknown = sorted({bar.column, *bar.where} - columns[part])
+                if unknown:
+                    raise ValueError(
+                        f"the bar {bar.name!r} names columns {unknown}; {part} has {', '.join(sorted(columns[part]))}"
+                    )
+
+
+class SuiteFailedError(RuntimeError):
+    """Parts of a suite failed; the others were measured and judged.
+
+    Args:
+        failures: What went wrong, by part.
+        report: The report, which names the failures too.
+    """
+
+    def __init__(self, failures: Mapping[str, str], report: BenchmarkReport) -> None:
+        super().__init__(f"parts of the suite failed: {'; '.join(f'{part}: {why}' for part, why in failures.items())}")
+        self.report = report
+
+
+def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkReport:
+    """Run all benchmarks of a suite that are not finished yet, and judge them by its bars.
+
+    A part that fails does not keep the next ones from running; the same command tries it again.
+
+    Args:
+        config: The suite.
+        progress: Show progress bars on stderr.
+
+    Returns:
+        A row for each bar. The benchmarks' own tables are in the folders of the parts.
+
+    Raises:
+        FileExistsError: The output folder holds a finished suite.
+        ValueError: It holds a part with other options or of another machine.
+        SuiteFailedError: Parts failed. The report is written all the same, and bars over those parts are not judged.
+    """
+    folder = Path(config.out)
+    refuse_to_overwrite(folder)
+    measures: list[tuple[Any, Any]] = [(part, benchmark_ops) for part in config.ops]
+    measures += [(part, benchmark) for part in config.models]
+    measures += [(part, benchmark_generation) for part in config.generation]
+    rows: dict[str, list[dict[str, Any]]] = {}
+    failures: dict[str, str] = {}
+    for part, run in measures:
+        found = _finished(part, folder)
+        try:
+            rows[part.out] = _run(part, run, folder, progress) if found is None else found
+        except Exception as error:
+            failures[part.out] = f"{type(error).__name__}: {error}"
+    judged = [
+        bar.judge([] if failures.keys() & set(bar.parts) else [row for part in bar.parts for row in rows[part]])
+        for bar in config.bars
+    ]
+    notes = [f"{part} failed: {why}" for part, why in failures.items()]
+    report = BenchmarkReport("bars", plain_options(config), environment(measures[0][0].device), judged, notes)
+    report.save(folder)
+    if failures:
+        (folder / UNFINISHED).touch()
+        raise SuiteFailedError(failures, report)
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    return report
+
+
+def _finished(part: Any, folder: Path) -> list[dict[str, Any]] | None:
+    """Return the rows of a part that was measured before, or None."""
+    if part.threads is not None:
+        torch.set_num_threads(part.threads)
+    return finished_rows(folder / part.out, plain_options(part), environment(part.device))
+
+
+def _run(part: Any, run: Any, folder: Path, progress: bool) -> list[dict[str, Any]]:
+    """Measure a part and return its rows."""
+    report: BenchmarkReport = run(replace(part, out=str(folder / part.out)), progress)
+    return [row.to_dict() for row in report.rows]
+
+
+def _columns(row: type[Row]) -> set[str]:
+    derived = {name for name, value in vars(row).items() if isinstance(value, property)}
+    return {f.name for f in fields(row)} | derived
+
+
+def _describe(row: Mapping[str, Any]) -> str:
+    """Return what a row is about: its texts and counts, without what was measured."""
+    about = [f"{v:g}" if isinstance(v, float) else str(v) for n, v in row.items() if n in _ABOUT and v is not None]
+    return " ".join(about)
+
+
+_ABOUT = (
+    "op", "images", "tokens", "kept", "dtype", "path", "router", "select", "context", "capacity", "batch_size",
+    "execution", "step", "preset", "image_tokens",
+)  # fmt: skip

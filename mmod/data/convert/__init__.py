@@ -1,0 +1,1 @@
+"""Converters of tables and conversation files into shards."""

@@ -1,0 +1,1 @@
+"""Readers of shards, image folders, image-text pairs and conversations."""

@@ -1,0 +1,189 @@
+"""Conversations become batches: a chat template, a processor, and labels on the answers alone.
+
+Axes: B samples, N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmod.data.readers.conversations import Protected, Talk
+from mmod.data.readers.records import Message
+from mmod.data.synthetic.questions import IMAGE
+
+IGNORED = -100
+"""Label of a token that no loss is taken of."""
+
+
+class ChatCollator:
+    """Makes training batches of conversations: inputs of the model, padded on the right, and `labels`.
+
+    A label stands where the assistant speaks, its end-of-turn mark included; that is what the template adds when the
+    answer is appended to a prompt that asks for it.
+
+    Args:
+        processor: A transformers processor with a fast tokenizer and a chat template.
+        max_length: Longest sequence in tokens; longer ones are cut on the right. None for no limit.
+        packed: Put the samples of a batch into one row without padding; positions start anew with each, by which models
+            of transformers keep them apart.
+        protected: Tokens that no routed layer may skip in training, see `ConversationsConfig`.
+
+    Raises:
+        ValueError: If the processor has no chat template, no fast tokenizer or no image token.
+    """
+
+    def __init__(
+        self, processor: Any, max_length: int | None = None, packed: bool = False, protected: Protected | None = None
+    ) -> None:
+        tokenizer = getattr(processor, "tokenizer", None)
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(
+                f"{type(processor).__name__} has no fast tokenizer, which says where each token comes from"
+            )
+        if not getattr(processor, "chat_template", None):
+            raise ValueError(f"{type(processor).__name__} has no chat template")
+        if getattr(processor, "image_token_id", None) is None:
+            raise ValueError(f"{type(processor).__name__} names no image_token_id")
+        self.processor = processor
+        self.max_length = max_length
+        self.packed = packed
+        self.protected = protected
+
+    def __call__(self, talks: Sequence[Talk]) -> dict[str, Any]:
+        """Encode a batch.
+
+        Args:
+            talks: The conversations.
+
+        Returns:
+            What the processor returns, `labels` (B, N) and, where tokens are protected, `protected_mask` (B, N).
+            Packed, these, `input_ids` and `position_ids` are of one row, and there is no `attention_mask`.
+
+        Raises:
+            ValueError: If a template rewrites what was said before, a processor writes an image in other tokens than
+                the image's, or `max_length` leaves an image or all answers out.
+        """
+        texts = [self._render(talk.messages) for talk in talks]
+        spans = [self._answers(text, talk) for text, talk in zip(texts, talks)]
+        batch = self._process(texts, talks, "right")
+        labels_BN = torch.full_like(batch["input_ids"], IGNORED)
+        for row, (text, talk, answers) in enumerate(zip(texts, talks, spans)):
+            mask_N = batch["attention_mask"][row].bool()
+            ids = batch["input_ids"][row][mask_N]
+            said = self._is_answer(text, talk, answers, ids)
+            labels_BN[row, mask_N] = torch.where(said, ids, IGNORED)
+        batch["labels"] = labels_BN
+        if self.protected is not None:
+            text_BN = batch["attention_mask"].bool() & (batch["input_ids"] != self.processor.image_token_id)
+            is_asked_BN = labels_BN == IGNORED
+            batch["protected_mask"] = text_BN & is_asked_BN if self.protected == "question" else text_BN
+        batch = self._cut(batch, talks)
+        return _pack(batch) if self.packed else batch
+
+    def prompts(self, talks: Sequence[Talk]) -> dict[str, Tensor]:
+        """Encode conversations up to the last answer, padded on the left, as `generate` wants them.
+
+        Args:
+            talks: The conversations.
+        """
+        texts = [self._render(talk.messages[:-1], ask=True) for talk in talks]
+        return self._process(texts, talks, "left")
+
+    def _render(self, messages: Sequence[Message], ask: bool = False) -> str:
+        said = [{"role": message.role, "content": _content(message)} for message in messages]
+        text: str = self.processor.apply_chat_template(said, tokenize=False, add_generation_prompt=ask)
+        return text
+
+    def _answers(self, text: str, talk: Talk) -> list[tuple[int, int]]:
+        """Return where in the rendered text each answer starts and ends."""
+        spans = []
+        for place, message in enumerate(talk.messages):
+            if message.role != "assistant":
+                continue
+            before = self._render(talk.messages[:place], ask=True)
+            after = text if place + 1 == len(talk.messages) else self._render(talk.messages[: place + 1])
+            if not (text.startswith(after) and after.startswith(before)):
+                raise ValueError(f"the chat template changes earlier turns when later ones follow, as in {talk.key!r}")
+            spans.append((len(before), len(after)))
+        return spans
+
+    def _process(self, texts: list[str], talks: Sequence[Talk], side: str) -> dict[str, Tensor]:
+        images = [image for talk in talks for image in talk.images]
+        batch = self.processor(
+            images=images or None,
+            text=texts,
+            padding=True,
+            padding_side=side,
+            return_tensors="pt",
+            add_special_tokens=self._adds_special(texts[0]),
+        )
+        return dict(batch)
+
+    def _adds_special(self, text: str) -> bool:
+        """Whether the tokenizer must add its first token, because the template has not."""
+        first = self.processor.tokenizer.bos_token
+        return first is None or not text.startswith(first)
+
+    def _is_answer(self, text: str, talk: Talk, answers: list[tuple[int, int]], ids_N: Tensor) -> Tensor:
+        """Return True where a token of the processed text belongs to an answer (N)."""
+        image = self.processor.image_token_id
+        plain = self.processor.tokenizer(
+            text, return_offsets_mapping=True, add_special_tokens=self._adds_special(text), return_attention_mask=False
+        )
+        tokens = torch.tensor(plain["input_ids"])
+        said = torch.tensor(
+            [any(start <= first and last <= end and first < last for start, end in answers)
+             for first, last in plain["offset_mapping"]]
+        )  # fmt: skip
+        if not torch.equal(tokens[tokens != image], ids_N[ids_N != image]):
+            raise ValueError(
+                f"{type(self.processor).__name__} writes more than image tokens in the place of an image, as in "
+                f"{talk.key!r}: labels cannot be placed"
+            )
+        is_answer_N = torch.zeros_like(ids_N, dtype=torch.bool)
+        is_answer_N[ids_N != image] = said[tokens != image]
+        return is_answer_N
+
+    def _cut(self, batch: dict[str, Tensor], talks: Sequence[Talk]) -> dict[str, Tensor]:
+        length = batch["input_ids"].shape[1]
+        if self.max_length is not None and length > self.max_length:
+            over = batch["input_ids"][:, self.max_length :] == self.processor.image_token_id
+            if over.any():
+                key = talks[int(over.any(1).nonzero()[0])].key
+                raise ValueError(f"max_length={self.max_length} cuts an image off in {key!r}; give more")
+            batch = {
+                name: value[:, : self.max_length] if value.ndim == 2 and value.shape[1] == length else value
+                for name, value in batch.items()
+            }
+        empty = (batch["labels"] == IGNORED).all(1)
+        if empty.any():
+            raise ValueError(f"max_length={self.max_length} leaves no answer in {talks[int(empty.nonzero()[0])].key!r}")
+        return batch
+
+
+def _pack(batch: dict[str, Any]) -> dict[str, Any]:
+    """Join the rows of a padded batch without their padding."""
+    if "image_grid_thw" in batch:
+        raise ValueError("samples of Qwen-VL models cannot be packed: their positions are worked out row by row")
+    mask_BN = batch.pop("attention_mask").bool()
+    position_BN = torch.arange(mask_BN.shape[1]).expand_as(mask_BN)
+    for name, value in {**batch, "position_ids": position_BN}.items():
+        if value.shape == mask_BN.shape:
+            batch[name] = value[mask_BN].unsqueeze(0)
+    # With a cache, positions that start anew would be overlooked, and samples would see each other.
+    return {**batch, "use_cache": False}
+
+
+def _content(message: Message) -> list[dict[str, str]]:
+    """Split a message at its images, as chat templates want it."""
+    content: list[dict[str, str]] = []
+    for place, words in enumerate(message.text.split(IMAGE)):
+        if place:
+            content.append({"type": "image"})
+        if words.strip():
+            content.append({"type": "text", "text": words.strip()})
+    return content

@@ -1,0 +1,153 @@
+"""Conversations in LLaVA's format: what a record may be, and files of them.
+
+A record has an `id`, an `image` (a path, a list of several, or none), and `conversations`: what "human" and "gpt" say
+in turn, with `<image>` where each image stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmod.data.synthetic.questions import IMAGE
+from mmod.io.files import check_regular, parse_json
+
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+class Message(NamedTuple):
+    """What one side says.
+
+    Attributes:
+        role: "system", "user" or "assistant".
+        text: Its words, with `<image>` where an image stands.
+    """
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True)
+class BrokenLine:
+    """What stands in the place of a record that is no JSON.
+
+    Args:
+        reason: Which line it is and what is wrong with it.
+    """
+
+    reason: str
+
+
+def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
+    """Check a record in LLaVA's format.
+
+    Args:
+        record: The JSON value, or a `BrokenLine`.
+        images: How many images it has, where the record itself does not say.
+
+    Returns:
+        What is said, by chat templates' names of the roles.
+
+    Raises:
+        ValueError: If it is a broken line, or has no conversation, an unknown role, roles out of turn, an empty
+            message or one without a form in UTF-8, or another number of `<image>` than of images.
+
+    Example:
+        >>> said = [{"from": "human", "value": "<image>\\nWhat?"}, {"from": "gpt", "value": "A cat."}]
+        >>> check_record({"id": "1", "image": "1.jpg", "conversations": said})[0].role
+        'user'
+    """
+    if isinstance(record, BrokenLine):
+        raise ValueError(record.reason)
+    if not isinstance(record, Mapping) or not isinstance(record.get("conversations"), list):
+        raise ValueError("no list of conversations")
+    messages = [_check_message(place, said) for place, said in enumerate(record["conversations"])]
+    _check_turns(messages)
+    counted = sum(message.text.count(IMAGE) for message in messages)
+    expected = len(image_names(record)) if images is None else images
+    if counted != expected:
+        raise ValueError(f"{counted} {IMAGE} for {expected} images")
+    if any(IMAGE in message.text for message in messages if message.role != "user"):
+        raise ValueError(f"{IMAGE} outside a question")
+    kinds = record.get("kinds") or []
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise ValueError(f"`kinds` must be a list of words, got {kinds!r}")
+    if kinds and len(kinds) != sum(message.role == "user" for message in messages):
+        raise ValueError(f"{len(kinds)} kinds for another number of questions")
+    return tuple(messages)
+
+
+def _check_message(place: int, said: Any) -> Message:
+    if not isinstance(said, Mapping) or not isinstance(said.get("value"), str):
+        raise ValueError(f"message {place} is not of the form {{from, value}}")
+    if not isinstance(said.get("from"), str) or said["from"] not in ROLES:
+        raise ValueError(f"message {place} is from {said.get('from')!r}; valid: {', '.join(ROLES)}")
+    if not said["value"].strip():
+        raise ValueError(f"message {place} is empty")
+    try:
+        said["value"].encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"message {place} has no form in UTF-8: {error}") from error
+    return Message(ROLES[said["from"]], said["value"])
+
+
+def _check_turns(messages: list[Message]) -> None:
+    spoken = [message.role for message in messages if message.role != "system"]
+    if not spoken:
+        raise ValueError("nothing is said")
+    if any(message.role == "system" for message in messages[1:]):
+        raise ValueError("a system message that is not the first")
+    for place, role in enumerate(spoken):
+        if role != ("user", "assistant")[place % 2]:
+            raise ValueError(f"turn {place} is the {role}'s: a question must come first and an answer after each")
+    if spoken[-1] != "assistant":
+        raise ValueError("the last question has no answer")
+
+
+def image_names(record: Mapping[str, Any]) -> list[str]:
+    """Return the image paths that a record names.
+
+    Args:
+        record: A record in LLaVA's format.
+
+    Raises:
+        ValueError: If `image` is neither a path nor a list of paths.
+    """
+    names = record.get("image")
+    if names is None or isinstance(names, str):
+        names = [names] if names else []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"`image` must be a path or a list of paths, got {names!r}")
+    return names
+
+
+def read_records(path: Path) -> list[Any]:
+    """Read the records of a `.json` file, which holds a list, or of a `.jsonl` file, which holds one a line.
+
+    Args:
+        path: The file.
+
+    Returns:
+        A JSON value for each record, or a `BrokenLine`.
+
+    Raises:
+        FileNotFoundError: If it is not there.
+        ValueError: If it is no regular file, no JSON, or no list.
+    """
+    check_regular(path)
+    if path.suffix == ".jsonl":
+        with open(path, "rb") as file:
+            return [_parse_line(number, line) for number, line in enumerate(file, 1) if line.strip()]
+    records = parse_json(path.read_bytes(), str(path))
+    if not isinstance(records, list):
+        raise ValueError(f"{path} holds no list of conversations")
+    return records
+
+
+def _parse_line(number: int, line: bytes) -> Any:
+    try:
+        return parse_json(line, f"line {number}")
+    except ValueError as error:
+        return BrokenLine(str(error))

@@ -1,0 +1,149 @@
+"""Image folders and every other data set by number that `timm.data.create_dataset` knows."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from PIL import Image
+
+from mmod.data.config import FOLDERS, check_name
+from mmod.data.corrupt import Fault
+from mmod.data.readers.image_files import read_image
+from mmod.data.readers.images import convert_image, decode_image, open_image
+from mmod.data.readers.source import UnreadableSampleError
+
+_SYNONYMS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluation"))
+
+
+class TimmSource:
+    """The samples of a timm data set.
+
+    timm's own data set replaces an unreadable image by the next one with a log line; this class reads through
+    timm's reader instead, so that such images are counted.
+
+    Args:
+        name: Name for `timm.data.create_dataset`: "" or "folder" for a folder with one folder per class, "torch/...",
+            "hfds/...".
+        root: Folder of the data set.
+        split: Its split; for a folder, a folder within `root` ("" is `root` itself).
+        options: Further arguments of `create_dataset`, as `class_map`.
+        train_split: Split that the classes of another one must agree with, where there is a folder for it.
+
+    Raises:
+        ValueError: If the name is unknown, the split's folder does not exist or holds no image, or its classes have
+            other numbers than those of the training split.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> root = Path(tempfile.mkdtemp())
+        >>> for label in ("cat", "dog"):
+        ...     (root / "train" / label).mkdir(parents=True)
+        ...     Image.new("RGB", (8, 8)).save(root / "train" / label / "0.png")
+        >>> len(TimmSource("", str(root), "train"))
+        2
+    """
+
+    def __init__(
+        self,
+        name: str,
+        root: str | None,
+        split: str,
+        options: dict[str, Any] | None = None,
+        train_split: str = "train",
+    ):
+        check_name(name)
+        options = dict(options or {})
+        folder = _split_folder(root, split) if name.lower() in FOLDERS else None
+        self._dataset = _open(name, folder or root, split, options)
+        self._reader = getattr(self._dataset, "reader", None)
+        self._name = f"{name or 'folder'}:{folder or root}"
+        # timm passes a class map on to its own reader alone.
+        if folder is not None and ("class_map" not in options or self._reader is None):
+            train = _find_folder(str(root), train_split)
+            if train not in (None, folder):
+                _check_classes(self._dataset, folder, _open(name, train, train_split, options), str(train))
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, index: int, mode: str) -> tuple[Image.Image, int]:
+        """Read one sample; see `ImageSource.read`."""
+        try:
+            if self._reader is None:
+                image, label = self._dataset[index]
+                return convert_image(image, mode), int(label)
+            if hasattr(self._reader, "samples"):
+                path, label = self._reader.samples[index]
+                return decode_image(read_image(path), mode), int(label)
+            stream, label, *_ = self._reader[index]
+            with stream:
+                return decode_image(stream.read(), mode), int(label)
+        except (OSError, ValueError, SyntaxError) as error:
+            raise UnreadableSampleError(Fault(*self._place(index), str(error))) from error
+
+    def _place(self, index: int) -> tuple[str, str]:
+        if hasattr(self._reader or self._dataset, "samples"):
+            return str((self._reader or self._dataset).samples[index][0]), ""
+        return self._name, str(index)
+
+
+def _open(name: str, root: str | None, split: str, options: dict[str, Any]) -> Any:
+    from timm.data import create_dataset
+
+    if name.lower() in FOLDERS:
+        options = {**options, "search_split": False}
+    try:
+        dataset = create_dataset("" if name == "folder" else name, root, split, input_img_mode="", **options)
+    except (RuntimeError, FileNotFoundError, AssertionError) as error:
+        # No image in a folder, in torchvision's case in that of any class; a class map that is not there.
+        raise ValueError(f"source {name!r} cannot be read: {error}") from error
+    if hasattr(dataset, "loader"):
+        # torchvision's own would take 16-bit images for white.
+        dataset.loader = _load
+    return dataset
+
+
+def _load(path: str) -> Image.Image:
+    return open_image(read_image(path))
+
+
+def _split_folder(root: str | None, split: str) -> str:
+    """timm reads all of `root` when the split has no folder; here that is an error."""
+    if root is None or not os.path.isdir(root):
+        raise ValueError(f"root={root!r} is no folder")
+    found = _find_folder(root, split)
+    if found is None:
+        raise ValueError(f"{root} has no folder for the split {split!r}; it has: {', '.join(_folders(root)) or 'none'}")
+    return found
+
+
+def _find_folder(root: str, split: str) -> str | None:
+    """Return the folder of a split, under any of the names it usually has; `root` itself for no split."""
+    if not split:
+        return root
+    names = next((synonyms for synonyms in _SYNONYMS if split in synonyms), ())
+    folders = [os.path.join(root, name) for name in (split, *names)]
+    return next((folder for folder in folders if os.path.isdir(folder)), None)
+
+
+def _check_classes(dataset: Any, folder: str, train: Any, train_folder: str) -> None:
+    """A class's number is its rank among those with files, so that a class without any would shift the others."""
+    here, there = _class_numbers(dataset), _class_numbers(train)
+    if here != there:
+        alone = sorted({*here} ^ {*there})
+        raise ValueError(
+            f"{folder} and {train_folder} have images of different classes, so labels would not agree: "
+            f"{', '.join(alone[:5])} {'and more ' if len(alone) > 5 else ''}only in one of them; "
+            "give options={'class_map': ...}"
+        )
+
+
+def _class_numbers(dataset: Any) -> dict[str, int]:
+    numbers: dict[str, int] = getattr(dataset, "reader", dataset).class_to_idx
+    return numbers
+
+
+def _folders(path: str) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(path) if entry.is_dir())

@@ -1,0 +1,278 @@
+"""Cluttered questions: a visual question-answering set made from scikit-learn's handwritten digits.
+
+Up to three digits of different classes lie on a canvas among fragments of others, and conversations ask of several
+kinds what is to be seen. Digits are drawn without regard to their class, so a question alone says nothing about its
+answer beyond what kind of answer it wants; `priors` measures how much that is. As in cluttered digits, no
+handwriting crosses from one split to another, not even as clutter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from mmod.data.synthetic.digits import (
+    SPLITS,
+    SourceDigits,
+    check_fragments,
+    cut_fragment,
+    load_sources,
+    paste,
+    scale_digit,
+)
+
+IMAGE = "<image>"
+ONE_IMAGE = ("count", "largest", "beside", "read")
+KINDS = (*ONE_IMAGE, "two", "text")
+"""Kinds of questions: four about one image, "two" about one of two, "text" about none."""
+WORDS = (
+    *("is", "there", "?", "how", "many", "digits", "are", "which", "digit", "the", "largest", "left", "right", "of"),
+    *(",", "from", "to", "in", "image", "first", "or", "second", "larger"),
+)
+"""Every word of questions and answers beside the ten digits."""
+# Least distance of two centres from left to right, in pixels: less would not show which digit comes first.
+_GAP = 4
+
+
+@dataclass(frozen=True)
+class QuestionsConfig:
+    """The parameters of one build; equal parameters give equal bytes.
+
+    Args:
+        canvas: Side of an image, in pixels.
+        large: Smallest and largest side of the largest digit's box, in pixels.
+        small: The same of the other digits.
+        step: Digits lie at multiples of this, in pixels. The side of a patch makes the set much faster to learn.
+        digits: Smallest and largest number of digits in an image, at most 4.
+        clutter: Number of digit fragments in an image.
+        fragment: Smallest and largest side of a fragment, as a share of its digit's box.
+        contrast: Faintest and strongest ink of a fragment, as a share of the digits'.
+        turns: Questions about the same image in a training conversation. Those of "val" and "test" have one.
+        shares: Share of training conversations about two images and about none.
+        conversations: Number of conversations of each split; in "val" and "test" all kinds are as frequent.
+        shard_size: Conversations in one shard.
+        seed: Seed of the split of the source images and of every conversation.
+
+    Raises:
+        ValueError: If a parameter is out of range.
+    """
+
+    canvas: int = 32
+    large: tuple[int, int] = (12, 12)
+    small: tuple[int, int] = (8, 8)
+    step: int = 4
+    digits: tuple[int, int] = (1, 3)
+    clutter: int = 3
+    fragment: tuple[float, float] = (0.2, 0.4)
+    contrast: tuple[float, float] = (0.3, 0.6)
+    turns: int = 4
+    shares: tuple[float, float] = (0.1, 0.05)
+    conversations: dict[str, int] = field(default_factory=lambda: {"train": 16000, "val": 1200, "test": 1800})
+    shard_size: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        sides = (*self.small, *self.large)
+        if not (4 <= sides[0] <= sides[1] < sides[2] <= sides[3] <= self.canvas // 2):
+            raise ValueError(f"small={self.small} and large={self.large} must ascend from 4 to canvas/2, apart")
+        check_fragments(self.fragment, self.contrast)
+        if not 1 <= self.digits[0] < self.digits[1] <= 4:
+            raise ValueError(f"digits={self.digits} must ascend within 1 to 4")
+        if min(self.shares) < 0 or sum(self.shares) >= 1:
+            raise ValueError(f"shares={self.shares} must not be negative and leave room for one image")
+        if set(self.conversations) != set(SPLITS) or min(self.conversations.values()) < len(KINDS):
+            raise ValueError(f"conversations={self.conversations} must give each of {SPLITS} at least {len(KINDS)}")
+        if min(self.clutter, self.seed) < 0 or min(self.shard_size, self.turns, self.step) < 1:
+            raise ValueError(
+                f"clutter={self.clutter} and seed={self.seed} must be >= 0, shard_size={self.shard_size}, "
+                f"turns={self.turns} and step={self.step} >= 1"
+            )
+
+
+LEVELS: dict[str, QuestionsConfig] = {
+    "default": QuestionsConfig(),
+    "tiny": QuestionsConfig(conversations={"train": 256, "val": 72, "test": 72}, shard_size=128),
+    "hard": QuestionsConfig(
+        canvas=64, large=(19, 24), small=(10, 14), step=1, digits=(1, 4), clutter=16, contrast=(0.5, 0.9),
+        conversations={"train": 64000, "val": 1200, "test": 3000},
+    ),
+}  # fmt: skip
+"""Named parameter sets: `default` learns in minutes on two cores, `tiny` is for tests, `hard` wants a GPU."""
+
+
+class Scene(NamedTuple):
+    """An image and the digits in it, from left to right.
+
+    Attributes:
+        image: Grey values, uint8, (canvas, canvas).
+        classes: Class of each digit.
+        largest: Place of the largest among them.
+        sources: Index of each among the source images.
+    """
+
+    image: np.ndarray
+    classes: tuple[int, ...]
+    largest: int
+    sources: tuple[int, ...]
+
+
+class Turn(NamedTuple):
+    """One question and its answer, in words separated by spaces.
+
+    Attributes:
+        kind: One of `KINDS`.
+        question: The question.
+        answer: The answer.
+    """
+
+    kind: str
+    question: str
+    answer: str
+
+
+class Conversation(NamedTuple):
+    """Some turns about some images.
+
+    Attributes:
+        scenes: The images.
+        turns: The turns.
+    """
+
+    scenes: tuple[Scene, ...]
+    turns: tuple[Turn, ...]
+
+
+def compose_conversations(config: QuestionsConfig, split: str) -> Iterator[Conversation]:
+    """Compose the conversations of one split, each from its own seed.
+
+    Args:
+        config: Parameters of the build.
+        split: One of `SPLITS`.
+
+    Yields:
+        `config.conversations[split]` conversations.
+
+    Raises:
+        ValueError: If the split is unknown.
+
+    Example:
+        >>> next(compose_conversations(LEVELS["tiny"], "test")).turns[0].kind
+        'count'
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is unknown; valid: {', '.join(SPLITS)}")
+    painter = _Painter(config, load_sources(config.seed), split)
+    for index in range(config.conversations[split]):
+        rng = np.random.default_rng([config.seed, SPLITS.index(split), index, 2])
+        if split != "train":
+            yield _single(KINDS[index % len(KINDS)], painter, rng)
+            continue
+        draw = rng.random()
+        if draw < sum(config.shares):
+            yield _single("two" if draw < config.shares[0] else "text", painter, rng, config.turns)
+            continue
+        scene = painter.paint(int(rng.integers(config.digits[0], config.digits[1] + 1)), rng)
+        kinds = [kind for kind in ONE_IMAGE if len(scene.classes) >= _NEEDED[kind]]
+        chosen = [kinds[place] for place in rng.permutation(len(kinds))[: config.turns]]
+        yield Conversation((scene,), tuple(_ASK[kind](scene, rng) for kind in chosen))
+
+
+def _single(kind: str, painter: _Painter, rng: np.random.Generator, turns: int = 1) -> Conversation:
+    """Make a conversation whose kind is given, of one turn unless both images may be asked about."""
+    low, high = painter.config.digits
+    if kind == "text":
+        first, second = (int(value) for value in rng.permutation(10)[:2])
+        return Conversation((), (Turn(kind, f"which is larger , {first} or {second} ?", str(max(first, second))),))
+    if kind == "two":
+        scenes = tuple(painter.paint(int(rng.integers(max(low, 2), high + 1)), rng) for _ in range(2))
+        return Conversation(scenes, tuple(_ask_two(scenes, int(place)) for place in rng.permutation(2)[:turns]))
+    scene = painter.paint(int(rng.integers(max(low, _NEEDED[kind]), high + 1)), rng)
+    return Conversation((scene,), (_ASK[kind](scene, rng),))
+
+
+def _ask_two(scenes: tuple[Scene, ...], place: int) -> Turn:
+    question = f"which digit is the largest in the {('first', 'second')[place]} image ?"
+    return Turn("two", question, str(scenes[place].classes[scenes[place].largest]))
+
+
+def _ask_count(scene: Scene, rng: np.random.Generator) -> Turn:
+    return Turn("count", "how many digits are there ?", str(len(scene.classes)))
+
+
+def _ask_largest(scene: Scene, rng: np.random.Generator) -> Turn:
+    return Turn("largest", "which digit is the largest ?", str(scene.classes[scene.largest]))
+
+
+def _ask_beside(scene: Scene, rng: np.random.Generator) -> Turn:
+    left = int(rng.integers(len(scene.classes) - 1))
+    first, second = scene.classes[left : left + 2]
+    if rng.integers(2):
+        return Turn("beside", f"which digit is left of the {second} ?", str(first))
+    return Turn("beside", f"which digit is right of the {first} ?", str(second))
+
+
+def _ask_read(scene: Scene, rng: np.random.Generator) -> Turn:
+    return Turn("read", "which digits are there , from left to right ?", " ".join(map(str, scene.classes)))
+
+
+_ASK: dict[str, Callable[[Scene, np.random.Generator], Turn]] = {
+    "count": _ask_count,
+    "largest": _ask_largest,
+    "beside": _ask_beside,
+    "read": _ask_read,
+}
+_NEEDED = {"count": 1, "largest": 2, "beside": 2, "read": 1}
+
+
+class _Painter:
+    """Draws scenes from the handwriting of one split."""
+
+    def __init__(self, config: QuestionsConfig, sources: SourceDigits, split: str) -> None:
+        self.config = config
+        self.sources = sources
+        self.pool = sources.splits[split]
+        self.by_class = [self.pool[sources.labels[self.pool] == digit] for digit in range(10)]
+
+    def paint(self, count: int, rng: np.random.Generator) -> Scene:
+        """Draw digits of different classes, apart from each other, one of them the largest.
+
+        Args:
+            count: How many.
+            rng: What decides.
+        """
+        config = self.config
+        canvas = np.zeros((config.canvas, config.canvas), np.uint8)
+        for source in rng.choice(self.pool, config.clutter):
+            digit = scale_digit(self.sources.images[source], config.large, rng)
+            paste(canvas, cut_fragment(digit, config.fragment, config.contrast, rng), rng)
+        classes = [int(digit) for digit in rng.permutation(10)[:count]]
+        chosen = [int(rng.choice(self.by_class[digit])) for digit in classes]
+        digits = [
+            scale_digit(self.sources.images[source], config.small if place else config.large, rng)
+            for place, source in enumerate(chosen)
+        ]
+        lefts, tops = self._place([len(digit) for digit in digits], rng)
+        for digit, left, top in zip(digits, lefts, tops):
+            region = canvas[top : top + len(digit), left : left + len(digit)]
+            np.maximum(region, digit, out=region)
+        centres = [left + len(digit) / 2 for left, digit in zip(lefts, digits)]
+        order = sorted(range(count), key=centres.__getitem__)
+        return Scene(canvas, tuple(classes[i] for i in order), order.index(0), tuple(chosen[i] for i in order))
+
+    def _place(self, sides: list[int], rng: np.random.Generator) -> tuple[list[int], list[int]]:
+        """Draw corners at which no two boxes meet and no two centres are about as far left."""
+        corners, step = np.zeros((len(sides), 2), int), self.config.step
+        while True:
+            for place, side in enumerate(sides):
+                corners[place] = rng.integers(0, (self.config.canvas - side) // step + 1, 2) * step
+            if all(self._apart(corners, sides, i, j) for i in range(len(sides)) for j in range(i)):
+                return corners[:, 0].tolist(), corners[:, 1].tolist()
+
+    @staticmethod
+    def _apart(corners: np.ndarray, sides: list[int], one: int, other: int) -> bool:
+        reach = (sides[one] + sides[other]) / 2
+        across, down = abs(corners[one] - corners[other] + (sides[one] - sides[other]) / 2)
+        return bool(across >= _GAP and max(across, down) >= reach)

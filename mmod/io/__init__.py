@@ -1,0 +1,1 @@
+"""Files: strict YAML and JSON in, whole files out, locked folders."""

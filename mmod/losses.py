@@ -1,0 +1,170 @@
+"""Auxiliary objectives of routers, collected over a model.
+
+Axes: B images, N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmod.blocks import RoutedBlock
+from mmod.model import routed_blocks
+from mmod.routing import Router, Routing, apply_gate, select_topk, select_within
+
+
+def membership_loss(routing: Routing, router: Router) -> Tensor:
+    """Return the binary cross-entropy between scores and what was kept.
+
+    It pushes scores of kept tokens above 0 and others below, so that one token's score tells whether it is kept.
+    Padding and tokens that are kept whatever their score do not count. Where a network predicts what is kept, it is
+    that network which learns.
+
+    Args:
+        routing: A block's decision.
+        router: The router that made it.
+
+    Source: Raposo et al., arXiv 2404.02258, section 3.5.
+    """
+    logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
+    return _cross_entropy(logit_BN, routing.keep_BN, routing, router)
+
+
+def load_loss(routing: Routing, router: Router) -> Tensor:
+    """Return the kept share, without a gradient, times the mean gate, of the tokens that the router may skip.
+
+    Args:
+        routing: A block's decision.
+        router: The router that made it.
+
+    Source: MoDification, arXiv 2410.14268.
+    """
+    gate_BN = apply_gate(routing.score_BN, str(router.config.gate), float(router.config.gate_scale or 0))
+    if gate_BN is None:
+        raise ValueError("the load loss needs a gate other than 'identity'")
+    counted_BN = _skippable(routing, router)
+    return _mean(routing.keep_BN.float(), counted_BN) * _mean(gate_BN, counted_BN)
+
+
+def capacity_loss(routing: Routing, router: Router) -> Tensor:
+    """Return the distance of the kept share from the router's capacity.
+
+    The value is that of the hard decision; the gradient is the sigmoid's (straight-through). Like capacity itself, the
+    share counts protected tokens of an image and none of its padding.
+
+    Args:
+        routing: A block's decision.
+        router: The router that made it.
+
+    Source: Router-Tuning, arXiv 2410.13184, and D-LLM, NeurIPS 2024, with a two-sided distance.
+    """
+    soft_BN = torch.sigmoid(routing.score_BN)
+    counted_BN = routing.real_BN if routing.roles is None else routing.roles.gated_BN
+    share = _mean(routing.keep_BN.float() + soft_BN - soft_BN.detach(), counted_BN)
+    return (share - float(router.capacity)).abs()
+
+
+def importance_loss(routing: Routing, router: Router) -> Tensor:
+    """Return the binary cross-entropy between scores and the selection that importance would make.
+
+    Args:
+        routing: A block's decision.
+        router: The router that made it.
+
+    Raises:
+        ValueError: Importance was not computed in this forward pass.
+    """
+    if routing.importance_BN is None:
+        raise ValueError("the importance loss reads importance, which is computed in training mode only")
+    if routing.roles is None:
+        index_BK, valid_BK, *_ = select_topk(
+            routing.importance_BN, router.capacity, router.prefix, routing.real_BN, routing.protect_BN
+        )
+    else:
+        index_BK, valid_BK, _ = select_within(routing.importance_BN, router.capacity, routing.roles)
+    target_BN = Routing(routing.importance_BN, index_BK, valid_BK=valid_BK).keep_BN
+    return _cross_entropy(routing.score_BN, target_BN, routing, router)
+
+
+def _cross_entropy(logit_BN: Tensor, target_BN: Tensor, routing: Routing, router: Router) -> Tensor:
+    """Return the mean binary cross-entropy over the tokens whose score counts."""
+    loss_BN = F.binary_cross_entropy_with_logits(logit_BN, target_BN.to(logit_BN.dtype), reduction="none")
+    return _mean(loss_BN, _skippable(routing, router))
+
+
+def _skippable(routing: Routing, router: Router) -> Tensor:
+    """Return True where a token's score counts: it is neither padding nor protected, or its role has it gated."""
+    if routing.roles is not None:
+        return routing.roles.gated_BN
+    if routing.protect_BN is None:
+        skippable_BN = (torch.arange(routing.score_BN.shape[1], device=routing.score_BN.device) >= router.prefix)[None]
+    else:
+        skippable_BN = ~routing.protect_BN
+    skippable_BN = skippable_BN if routing.real_BN is None else skippable_BN & routing.real_BN
+    return skippable_BN.expand_as(routing.score_BN)
+
+
+def _mean(value_BN: Tensor, counted_BN: Tensor | None) -> Tensor:
+    """Return the mean over the tokens that count, all of them for None; 0 where there are none."""
+    if counted_BN is None:
+        return value_BN.mean()
+    return torch.where(counted_BN, value_BN, 0.0).sum() / counted_BN.sum().clamp(min=1)
+
+
+OBJECTIVES: dict[str, Callable[[Routing, Router], Tensor]] = {
+    "membership": membership_loss,
+    "load": load_loss,
+    "capacity": capacity_loss,
+    "importance": importance_loss,
+}
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor:
+    """Return the weighted auxiliary losses of a routed model's last forward pass.
+
+    Each objective is a mean over tokens and a sum over the routed blocks, as in the sources whose weights the presets
+    have. Every forward pass can be collected once, by the thread that made it.
+
+    Args:
+        model: A routed model, possibly wrapped, after a forward pass in training mode.
+
+    Raises:
+        ValueError: Nothing is routed, or the routing config has no losses.
+        RuntimeError: There was no forward pass in training mode since the last call, or its graph is gone, as it is
+            under `torch.no_grad` and with reentrant gradient checkpointing.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.route_(timm.create_model("test_vit"), mmod.preset("distilled"))
+        >>> _ = model(torch.randn(2, 3, 160, 160))
+        >>> mmod.auxiliary_loss(model).requires_grad
+        True
+    """
+    blocks = routed_blocks(model)
+    if not any(block.router.config.losses for block in blocks.values()):
+        raise ValueError("no auxiliary loss is configured: set RoutingConfig(losses={'membership': 0.01}) or the like")
+    terms = [_block_loss(name, block) for name, block in blocks.items() if block.router.config.losses]
+    # Blocks may stand on several devices.
+    return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+
+
+def _block_loss(name: str, block: RoutedBlock) -> Tensor:
+    routing = block.mod.routing
+    if routing is None or not block.mod.fresh:
+        if not block.training:
+            raise RuntimeError(
+                f"{name} is in evaluation mode, in which no auxiliary loss is kept: write `if model.training: loss = "
+                "loss + mmod.auxiliary_loss(model)`"
+            )
+        raise RuntimeError(f"{name} has routed nothing in training mode since its loss was last collected")
+    if not routing.score_BN.requires_grad:
+        raise RuntimeError(
+            f"the scores of {name} carry no gradient: the forward pass ran under no_grad or with reentrant gradient "
+            "checkpointing (pass use_reentrant=False), or the router is frozen"
+        )
+    block.mod.collect()
+    weights = block.router.config.losses
+    return torch.stack([weight * OBJECTIVES[loss](routing, block.router) for loss, weight in weights.items()]).sum()

@@ -1,0 +1,1 @@
+"""Routed models in the registries of host libraries; a program imports the one it needs."""

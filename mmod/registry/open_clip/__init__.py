@@ -1,0 +1,80 @@
+"""Routed models from open_clip's own factory: whatever `open_clip.create_model` builds inside `routed` is routed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from mmod.adapters.open_clip import MODELS
+from mmod.config import RoutingConfig
+from mmod.model import is_routed, route_, routed_blocks
+
+__all__ = ["accept_dense_weights", "routed"]
+
+
+@contextlib.contextmanager
+def routed(config: RoutingConfig | None = None, **parts: RoutingConfig | None) -> Iterator[None]:
+    """Route every CLIP model that open_clip builds inside this context, before it loads weights or changes precision.
+
+    It serves code that calls open_clip's factory itself, such as open_clip's training program. Elsewhere
+    `mmod.route_` on the finished model does the same.
+
+    Args:
+        config: How to route both towers, as in `mmod.route_`.
+        parts: How to route one tower, `image` or `text`, instead; None leaves it dense.
+
+    Raises:
+        TypeError: Not a `RoutingConfig`, when a model is built.
+        ValueError: A tower that does not exist or cannot be routed, or a plan that does not fit, when a model is built.
+
+    Example:
+        >>> import open_clip
+        >>> sizes = {"width": 32, "heads": 2, "layers": 2, "context_length": 8, "vocab_size": 64}
+        >>> vision = {"width": 32, "head_width": 16, "layers": 2, "patch_size": 8, "image_size": 32}
+        >>> with routed(image=RoutingConfig(capacity=0.5)):
+        ...     model = open_clip.create_model("ViT-B-32", embed_dim=16, vision_cfg=vision, text_cfg=sizes)
+        >>> list(routed_blocks(model))
+        ['visual.transformer.resblocks.1']
+    """
+    originals = {model: model.__init__ for model in MODELS}
+
+    def routing(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            route_(self, config, **parts)
+            accept_dense_weights(self)
+
+        return build
+
+    for model, original in originals.items():
+        model.__init__ = routing(original)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for model, original in originals.items():
+            model.__init__ = original  # type: ignore[method-assign]
+
+
+def accept_dense_weights(model: nn.Module) -> None:
+    """Let a routed model load dense weights strictly: its new routers then stay as they are.
+
+    Weights with routers must still have all of them.
+
+    Args:
+        model: A routed model.
+    """
+    model.register_load_state_dict_pre_hook(_keep_new_routers)
+
+
+def _keep_new_routers(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    if not is_routed(model):
+        return
+    routers = tuple(f"{name}.router." for name in routed_blocks(model))
+    if any(name.startswith(tuple(prefix + router for router in routers)) for name in state):
+        return
+    state.update({prefix + name: value for name, value in model.state_dict().items() if name.startswith(routers)})

@@ -1,0 +1,126 @@
+"""How a dense entry of timm's registry becomes a routed one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from timm.models import build_model_with_cfg, generate_default_cfgs, get_arch_pretrained_cfgs, register_model
+from torch import Tensor, nn
+
+from mmod.adapters.find import find_host
+from mmod.config import RoutingConfig
+from mmod.model import route_, routed_blocks
+from mmod.planning import preset
+
+ROUTING_OPTIONS = tuple(field.name for field in dataclasses.fields(RoutingConfig))
+
+
+def routed_name(dense: str) -> str:
+    """Return the name of the routed entry: `_mod` after the patch size, so that the family comes first.
+
+    Args:
+        dense: Name of the dense entry.
+
+    Example:
+        >>> routed_name("deit_small_patch16_224")
+        'deit_small_patch16_mod_224'
+    """
+    named, found = re.subn(r"_patch\d+", r"\g<0>_mod", dense, count=1)
+    return named if found else f"{dense}_mod"
+
+
+def routed_cfgs(dense: Iterable[str]) -> dict[str, Any]:
+    """Return the pretrained configs of dense entries, tags included, under the names of the routed ones.
+
+    Args:
+        dense: Names of dense entries.
+    """
+    return dict(
+        generate_default_cfgs(
+            {
+                name.replace(entry, routed_name(entry), 1): cfg
+                for entry in dense
+                for name, cfg in get_arch_pretrained_cfgs(entry).items()
+            }
+        )
+    )
+
+
+def register_routed(module: str, host: ModuleType, dense: Iterable[str]) -> None:
+    """Register a routed entry for every dense one.
+
+    Args:
+        module: Name of the module that registers and holds `default_cfgs`, where timm looks for them.
+        host: timm's module with the dense entries.
+        dense: Their names.
+    """
+    for name in dense:
+        entry = _routed_entry(getattr(host, name), routed_name(name), module)
+        setattr(sys.modules[module], entry.__name__, entry)
+        register_model(entry)
+
+
+def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Build a dense model, route it, and only then load weights and pick features, as timm does it.
+
+    Args:
+        dense: The entry that builds the dense model.
+        name: Name of the routed entry.
+        pretrained: Load the dense model's published weights, or those of a routed model named by `pretrained_cfg`.
+        kwargs: Fields of `RoutingConfig`, or `preset`, a name for `mmod.preset`, with fields to change; everything
+            else goes to the dense entry.
+
+    Raises:
+        TypeError: An argument neither a routing option nor known to the model.
+        ValueError: A routing option that is out of range, or a plan that does not fit the model.
+    """
+    options = {option: kwargs.pop(option) for option in ROUTING_OPTIONS if option in kwargs}
+    method = kwargs.pop("preset", None)
+
+    def build(**arguments: Any) -> nn.Module:
+        model = dense(**arguments)
+        model.dense_entry = dense.__name__  # type: ignore[assignment]  # what mmod.save_pretrained builds again
+        if method is None:
+            return route_(model, RoutingConfig.from_dict(options))
+        return route_(model, preset(method, depth=len(find_host(model).blocks), **options))
+
+    host_filter = getattr(sys.modules[dense.__module__], "checkpoint_filter_fn")  # noqa: B009
+
+    def complete(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        return _with_routers(host_filter(state, model), model)
+
+    model: nn.Module = build_model_with_cfg(
+        build,
+        name,
+        pretrained,
+        pretrained_filter_fn=complete,
+        feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
+        **kwargs,
+    )
+    return model
+
+
+def _with_routers(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Let a dense checkpoint keep the new routers as they are; one with routers must have all of them."""
+    prefixes = tuple(f"{name}.router." for name in routed_blocks(model))
+    if any(key.startswith(prefixes) for key in state):
+        return state
+    return state | {key: value for key, value in model.state_dict().items() if key.startswith(prefixes)}
+
+
+def _routed_entry(dense: Callable[..., nn.Module], name: str, module: str) -> Callable[..., nn.Module]:
+    def entry(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        return create_routed(dense, name, pretrained, **kwargs)
+
+    entry.__name__ = entry.__qualname__ = name
+    entry.__module__ = module
+    entry.__doc__ = (
+        f"Make a routed {dense.__name__}; `kwargs` may hold fields of `mmod.RoutingConfig` and `preset` beside the "
+        "model's own arguments."
+    )
+    return entry

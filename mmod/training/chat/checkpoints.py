@@ -1,0 +1,93 @@
+"""The checkpoints of transformers' Trainer in a run folder: which are sound, and when they are written."""
+
+from __future__ import annotations
+
+import json
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from mmod.training.engine.checkpoint import DamagedFileError
+from mmod.training.engine.signals import StopRequest
+
+__all__ = ["RunCallback", "last_checkpoint"]
+
+_STATE = "trainer_state.json"
+
+
+class RunCallback(TrainerCallback):
+    """Claims the run folder after the first step, and saves and stops after a step when a signal asked for it.
+
+    Args:
+        claim: Writes the record of the run.
+        stop: What signals asked for.
+    """
+
+    def __init__(self, claim: Callable[[], None], stop: StopRequest) -> None:
+        self._claim: Callable[[], None] | None = claim
+        self._stop = stop
+        self.stopped = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Claim the folder once; see what signals ask for."""
+        if self._claim is not None:
+            self._claim()
+            self._claim = None
+        if self._stop.agreed() and state.global_step < state.max_steps:
+            self.stopped = control.should_save = control.should_training_stop = True
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """Return the newest sound checkpoint that a trainer left in a folder, and warn of newer ones that are damaged.
+
+    A checkpoint's `trainer_state.json` is written last: one without it was never finished, and is passed over.
+
+    Args:
+        folder: The trainer's folder. What else lies there is passed over, too.
+
+    Returns:
+        Its path; None when no checkpoint was finished.
+
+    Raises:
+        DamagedFileError: If there are finished checkpoints and none is sound.
+    """
+    found = [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal()]
+    faults: list[str] = []
+    for path in sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), reverse=True):
+        if not _is_finished(path):
+            continue
+        damaged = _find_damaged(path)
+        if damaged is None:
+            if faults:
+                warnings.warn(f"going on from {str(path)!r}: damaged are {', '.join(faults)}", stacklevel=2)
+            return str(path)
+        faults.append(repr(str(damaged)))
+    if faults:
+        raise DamagedFileError(f"no checkpoint is sound, so the run cannot go on: damaged are {', '.join(faults)}")
+    return None
+
+
+def _is_finished(checkpoint: Path) -> bool:
+    try:
+        return bool(json.loads((checkpoint / _STATE).read_text()))
+    except (OSError, ValueError):
+        return False
+
+
+def _find_damaged(checkpoint: Path) -> Path | None:
+    """Return the first file of a checkpoint that is not whole, without reading its tensors."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return path
+    # What torch writes is a ZIP file, whose directory stands at its end.
+    written = [path for path in sorted(checkpoint.glob("*.pt")) if path.is_file()]
+    return next((path for path in written if not zipfile.is_zipfile(path)), None)

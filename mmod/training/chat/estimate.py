@@ -1,0 +1,193 @@
+"""What fine-tuning a vision-language model costs, before it starts: tokens, FLOPs, memory, layers routed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from mmod import capacities, is_routed, routed_blocks
+from mmod.adapters import HostModel, find_hosts
+from mmod.analysis.prefill import PrefillFlops, prefill_flops
+from mmod.data.readers.chat import IGNORED, ChatCollator
+from mmod.data.readers.conversations import open_conversations
+from mmod.training.chat.config import VlmConfig
+from mmod.training.chat.model import create_vlm, router_parameters
+from mmod.training.chat.recipe import training_arguments
+
+__all__ = ["VlmPlan", "plan_run"]
+
+# Conversations that are encoded, evenly spread over the data.
+_SAMPLES = 64
+# Arguments of the trainer that ask for devices and packages of the run, and not of its plan.
+_DEVICES = ("bf16", "fp16", "tf32", "fsdp", "fsdp_config", "deepspeed")
+
+
+@dataclass(frozen=True)
+class VlmPlan:
+    """What a run would cost; `print(plan)` shows it.
+
+    Args:
+        samples: Training conversations.
+        steps: Optimiser steps.
+        batch: Conversations of one step over all processes.
+        processes: Processes that train together, those that were started now.
+        tokens: Mean tokens of a conversation, image tokens included.
+        image_tokens: Mean image tokens among them.
+        longest: Most tokens of a conversation that was encoded.
+        answers: Mean number of tokens with a label.
+        flops: FLOPs of the language model for a conversation of mean length.
+        kept: Name of each routed block to the share it keeps; None where that follows from the scores.
+        depth: Blocks of the parts that are routed; those of the language model when none is.
+        parameters: Parameters, routers included.
+        router_parameters: Those of routers.
+        trained: Parameters that are trained.
+        weight_bytes: Memory of the weights.
+        training_bytes: Memory of gradients and of two moments, in the parameters' type.
+        activation_bytes: What blocks hold for the backward pass of one process's batch: inputs and outputs of their
+            linear layers, or with gradient checkpointing their inputs alone.
+    """
+
+    samples: int
+    steps: int
+    batch: int
+    processes: int
+    tokens: int
+    image_tokens: int
+    longest: int
+    answers: float
+    flops: PrefillFlops
+    kept: dict[str, float | None]
+    depth: int
+    parameters: int
+    router_parameters: int
+    trained: int
+    weight_bytes: int
+    training_bytes: int
+    activation_bytes: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.samples} conversations, {self.steps} steps of {self.batch} in processes: {self.processes}",
+            f"tokens of a conversation: {self.tokens}, {self.image_tokens} of images; at most {self.longest}; "
+            f"{self.answers:.1f} to learn",
+            f"forward GFLOPs of the language model for it: {self.flops.routed / 1e9:.4g}, dense "
+            f"{self.flops.dense / 1e9:.4g}; a training step takes about three times as many",
+            f"{self.parameters:,} parameters, {self.router_parameters:,} of them in routers; {self.trained:,} trained",
+            f"memory of one process, nothing split: weights {_size(self.weight_bytes)}, gradients and moments "
+            f"{_size(self.training_bytes)}, activations about {_size(self.activation_bytes)}",
+            f"{len(self.kept)} of {self.depth} layers are routed",
+        ]
+        lines += [
+            f"  {name}: {'by threshold' if share is None else f'keeps {share:g}'}" for name, share in self.kept.items()
+        ]
+        return "\n".join(lines)
+
+
+def plan_run(config: VlmConfig) -> VlmPlan:
+    """Say what a run would cost, without weights and without training.
+
+    Args:
+        config: The run's config.
+
+    Returns:
+        Counts from shapes and from some of the data.
+
+    Raises:
+        ValueError: As `mmod.training.chat.recipe.finetune` does for a config that does not fit.
+    """
+    trainer = {name: value for name, value in config.trainer.items() if name not in _DEVICES}
+    arguments = training_arguments(replace(config, trainer=trainer), progress=False)
+    train = open_conversations(config.data.train, config.data)
+    model, processor = create_vlm(config, on_meta=True)
+    collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)
+    places = np.linspace(0, len(train) - 1, min(_SAMPLES, len(train))).astype(int)
+    batches = [collator([train[int(place)]]) for place in places]
+    lengths = [batch["input_ids"].shape[1] for batch in batches]
+    tokens = round(mean(lengths))
+    image_tokens = round(mean(float((entry["input_ids"] == processor.image_token_id).sum()) for entry in batches))
+    masks = [entry["protected_mask"] for entry in batches if config.data.protected is not None]
+    protected = min(round(mean(float(mask.sum()) for mask in masks)) if masks else 0, tokens - image_tokens)
+    patches = round(mean(_patches(model, entry) for entry in batches))
+    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    epochs = math.ceil(arguments.num_train_epochs * math.ceil(len(train) / batch))
+    blocks = routed_blocks(model) if is_routed(model) else {}
+    shares = dict(capacities(model)) if blocks else {}
+    hosts = find_hosts(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    flops = prefill_flops(model, tokens - image_tokens, image_tokens, shares or None, protected)
+    kept = {row.name: row.kept for row in flops.layers}
+    kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
+    held = arguments.train_batch_size * sum(
+        _held_bytes(host, patches if name == "vision" else tokens, kept, config.trainer)
+        for name, host in hosts.items()
+        # Below the language model, a frozen tower has no backward pass.
+        if name == "language" or any(weight.requires_grad for block in host.blocks for weight in block.parameters())
+    )
+    return VlmPlan(
+        samples=len(train),
+        steps=arguments.max_steps if arguments.max_steps > 0 else epochs,
+        batch=batch,
+        processes=arguments.world_size,
+        tokens=tokens,
+        image_tokens=image_tokens,
+        longest=max(lengths),
+        answers=mean(float((entry["labels"] != IGNORED).sum()) for entry in batches),
+        flops=flops,
+        kept={name: shares[name] if block.router.config.select == "topk" else None for name, block in blocks.items()},
+        depth=sum(len(host.blocks) for name, host in hosts.items() if name in (config.routing or ["language"])),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        router_parameters=sum(parameter.numel() for parameter in router_parameters(model).values()),
+        trained=sum(parameter.numel() for parameter in trained),
+        weight_bytes=_weight_bytes(model, config.model.args.get("quantization_config")),
+        training_bytes=3 * sum(parameter.numel() * parameter.element_size() for parameter in trained),
+        activation_bytes=held,
+    )
+
+
+def _weight_bytes(model: Any, quantization: Mapping[str, Any] | None) -> int:
+    """Return the memory of the weights, those of linear layers in as many bits as bitsandbytes would store."""
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if quantization is None:
+        return total
+    bits = next((bits for bits in (4, 8) if quantization.get(f"load_in_{bits}bit")), None)
+    if bits is None:
+        raise ValueError(f"a plan knows load_in_4bit and load_in_8bit, not the quantization {dict(quantization)}")
+    inner = model.get_base_model()
+    skipped = quantization.get("llm_int8_skip_modules") or get_keys_to_not_convert(inner)
+    for name, module in inner.named_modules():
+        # Adapters are not quantized, and nor are routers, whose layers are of a class of their own.
+        if type(module) is nn.Linear and ".lora_" not in name and should_convert_module(name, skipped):
+            total -= module.weight.numel() * (8 * module.weight.element_size() - bits) // 8
+    return total
+
+
+def _patches(model: Any, batch: Mapping[str, Tensor]) -> int:
+    """Return the tokens that enter the vision tower's layers for a conversation."""
+    if "image_grid_thw" in batch:
+        return int(batch["image_grid_thw"].prod(-1).sum())
+    if "pixel_values" not in batch:
+        return 0
+    *images, _, height, width = batch["pixel_values"].shape
+    side = model.config.vision_config.patch_size
+    return math.prod(images) * (height // side) * (width // side)
+
+
+def _held_bytes(host: HostModel, tokens: int, kept: Mapping[str, int], trainer: Mapping[str, Any]) -> int:
+    total, is_half = 0, bool(trainer.get("bf16") or trainer.get("fp16"))
+    for name, block in zip(host.names, host.blocks):
+        width = sum(part.in_features + part.out_features for part in block.modules() if isinstance(part, nn.Linear))
+        held = host.dim * tokens + (0 if trainer.get("gradient_checkpointing") else kept.get(name, tokens) * width)
+        total += held * (2 if is_half else next(block.parameters()).element_size())
+    return total
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,238 @@
+"""Fine-tuning of vision-language models on image conversations, from a config to answers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmod.data.readers.chat import ChatCollator
+from mmod.data.readers.conversations import open_conversations
+from mmod.data.synthetic.priors import prior_of
+from mmod.io.files import write_atomically
+from mmod.io.locks import locked
+from mmod.training.chat.checkpoints import RunCallback, last_checkpoint
+from mmod.training.chat.config import VlmConfig
+from mmod.training.chat.evaluate import AnswerResult, answer_questions, mean_over_kinds
+from mmod.training.chat.model import create_vlm
+from mmod.training.chat.trainer import RoutedTrainer, watch_routing
+from mmod.training.engine.run_folder import check_folder, readable, write_record
+from mmod.training.engine.signals import stop_signals
+from mmod.values import refuse_unknown
+
+__all__ = ["VlmResult", "finetune", "training_arguments"]
+
+_RESULT = "result.json"
+_CHECKPOINTS = "checkpoints"
+_GATHERED = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+MODEL = "model"
+"""Folder of the final model in the run folder."""
+
+
+@dataclass(frozen=True)
+class VlmResult:
+    """The outcome of fine-tuning.
+
+    Args:
+        folder: The run folder; `model/` holds the final model and its processor.
+        steps: Optimiser steps done.
+        answers: The final model on the evaluation questions; None without any.
+        prior: Share of them that each question's most frequent answer in training gets right, in percent, by kind.
+        history: What the trainer logged.
+        skipped: Number of records with a fault that were left out, by file.
+        reused: Whether the run had finished before and its result was read from the folder.
+    """
+
+    folder: str
+    steps: int
+    answers: AnswerResult | None
+    prior: dict[str, float]
+    history: list[dict[str, float]]
+    skipped: dict[str, int]
+    reused: bool = False
+
+    def __str__(self) -> str:
+        state = "had finished before" if self.reused else "finished"
+        lines = [f"{self.folder}: {state} after {self.steps} steps"]
+        if self.answers is not None:
+            lines.append(
+                f"answers right: {self.answers.accuracy:.2f} % "
+                f"(language-only prior {mean_over_kinds(self.prior):.2f} %)"
+            )
+            for kind, share in self.answers.right.items():
+                lines.append(f"  {kind}: {share:.2f} % of {self.answers.asked[kind]} (prior {self.prior[kind]:.2f} %)")
+            lines += [f"  {name} kept {share:.3f}" for name, share in self.answers.kept.items()]
+        lines += [f"left out with a fault: {count} in {file}" for file, count in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def training_arguments(config: VlmConfig, progress: bool = True) -> Any:
+    """Make transformers' training arguments of a run.
+
+    Args:
+        config: The run's config.
+        progress: Show bars, and print logs.
+
+    Raises:
+        ValueError: If an argument is unknown; the valid ones are named. If ZeRO-3 would leave the final model split.
+
+    Example:
+        >>> from mmod.training.chat.config import VlmModelConfig
+        >>> run = VlmConfig(output="run", model=VlmModelConfig(checkpoint="x"), trainer={"learning_rate": 2e-5})
+        >>> training_arguments(run).learning_rate
+        2e-05
+    """
+    from transformers import TrainingArguments
+
+    known = [item.name for item in dataclasses.fields(TrainingArguments) if item.init]
+    refuse_unknown("argument of the trainer", config.trainer, known)
+    # A copy: what it is given for fsdp and deepspeed, the trainer completes in place.
+    given = copy.deepcopy(config.trainer)
+    chosen = {"report_to": "none", "disable_tqdm": not progress, "logging_nan_inf_filter": False, **given}
+    # YAML reads the word no as False.
+    chosen |= {name: "no" for name, value in chosen.items() if name.endswith("_strategy") and value is False}
+    arguments = TrainingArguments(
+        output_dir=str(Path(config.output) / _CHECKPOINTS),
+        seed=config.seed,
+        data_seed=config.seed,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        **chosen,
+    )
+    deepspeed = getattr(arguments, "hf_deepspeed_config", None)
+    if deepspeed is not None and deepspeed.is_zero3() and not deepspeed.get_value(_GATHERED):
+        raise ValueError(f"ZeRO-3 would not gather the final model: set {_GATHERED} in trainer.deepspeed to true")
+    return arguments
+
+
+def finetune(config: VlmConfig, *, progress: bool = True) -> VlmResult:
+    """Fine-tune a model, from the start or from the last checkpoint of a run that was interrupted.
+
+    Args:
+        config: The run's config.
+        progress: Show bars.
+
+    Returns:
+        What came out; read from the run folder when the run had finished before.
+
+    Raises:
+        ValueError: If the folder belongs to a run with another config, or a part of the config does not fit.
+        LockedError: If another process trains into the folder.
+        SystemExit: If SIGTERM or SIGINT asked to stop: after the step that was being done, which is saved.
+        FileNotFoundError: If the data or the checkpoint is not there.
+    """
+    folder = Path(config.output)
+    record = {**config.to_dict(), "world_size": int(os.environ.get("WORLD_SIZE", 1))}
+
+    def finished() -> VlmResult | None:
+        check_folder(folder, record, config.free_keys)
+        return read_outcome(folder)
+
+    is_first = int(os.environ.get("RANK", 0)) == 0
+    done = finished()
+    if done is None:
+        with locked(folder, wait=False) if is_first else nullcontext():
+            # Another process may have finished the run since.
+            done = finished() or _finetune(config, record, progress)
+    return done
+
+
+def _finetune(config: VlmConfig, record: dict[str, Any], progress: bool) -> VlmResult:
+    """Train, evaluate and write the result, in a folder that no other process writes to."""
+    folder = Path(config.output)
+    arguments = training_arguments(config, progress)
+    train = open_conversations(config.data.train, config.data, progress)
+    val = None if config.data.val is None else open_conversations(config.data.val, config.data, progress)
+    model, processor = create_vlm(config)
+    collator = ChatCollator(processor, config.data.max_length, config.data.packed, config.data.protected)
+
+    def claim() -> None:
+        if arguments.should_save:
+            write_record(folder, record)
+
+    with ExitStack() as stack:
+        stop = stack.enter_context(stop_signals())
+        callback = RunCallback(claim, stop)
+        trainer = RoutedTrainer(
+            stack.enter_context(watch_routing(model)),
+            config.optim,
+            model=model,
+            args=arguments,
+            train_dataset=train,
+            data_collator=collator,
+            processing_class=processor,
+            callbacks=[callback],
+        )
+        trainer.train(resume_from_checkpoint=last_checkpoint(folder / _CHECKPOINTS))
+        if callback.stopped:
+            stop.leave(folder, trainer.state.global_step, loud=arguments.should_save)
+    model = _save(trainer, folder / MODEL, config)
+    answers = None
+    if val is not None:
+        answers = answer_questions(
+            model, collator, val, batch_size=config.eval_batch_size, max_new_tokens=config.max_new_tokens,
+            rank=arguments.process_index, world=arguments.world_size, progress=progress and arguments.should_save,
+        )  # fmt: skip
+    prior = {} if val is None else {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
+    skipped = {**train.report.counts, **({} if val is None else val.report.counts)}
+    result = VlmResult(str(folder), trainer.state.global_step, answers, prior, trainer.state.log_history, skipped)
+    if arguments.should_save:
+        write_atomically(folder / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+    return result
+
+
+def read_outcome(folder: Path) -> VlmResult | None:
+    """Return the result of a finished run; None when the run in `folder` is not finished.
+
+    Args:
+        folder: The run folder.
+    """
+    path = folder / _RESULT
+    if not path.exists():
+        return None
+    with readable(path):
+        fields = json.loads(path.read_text())
+        answers = fields["answers"] and AnswerResult(**fields["answers"])
+        return VlmResult(**{**fields, "folder": str(folder), "answers": answers, "reused": True})
+
+
+def _save(trainer: RoutedTrainer, folder: Path, config: VlmConfig) -> Any:
+    """Save the final model, adapters merged, and return it: one that was split in the process that saves alone."""
+    model: Any = None
+    if not config.is_sharded:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+    else:
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if trainer.args.should_save:
+            model = _whole(config, state, trainer.model)
+    if config.lora is not None and model is not None:
+        model = model.merge_and_unload()
+    if trainer.args.should_save:
+        model.save_pretrained(folder)
+        trainer.processing_class.save_pretrained(folder)  # type: ignore[union-attr]
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    return model
+
+
+def _whole(config: VlmConfig, state: dict[str, torch.Tensor], split: Any) -> Any:
+    """Make the model that was split from its gathered weights, in the type the config asks for."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    # ZeRO-3 would otherwise split this model, too.
+    unset_hf_deepspeed_config()
+    model, _ = create_vlm(config, on_meta=True)
+    own = model.state_dict()
+    model.load_state_dict({name: value.to(own[name].dtype) for name, value in state.items()}, assign=True)
+    inner = model if config.lora is None else model.get_base_model()
+    # Weights that are one are gathered twice.
+    inner.tie_weights()
+    inner.generation_config = split.generation_config
+    return model

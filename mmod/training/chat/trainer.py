@@ -1,0 +1,306 @@
+"""transformers' Trainer with the losses of routers, their figures in its logs, and their weights in its checkpoints.
+
+Axes: B samples, N tokens, K slots per sample.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import Trainer
+
+from mmod import Routing, auxiliary_loss, is_routed, routed_blocks
+from mmod.adapters import find_hosts
+from mmod.blocks import host_class
+from mmod.data.readers.conversations import Conversations
+from mmod.training.chat.model import check_routers_learn, router_parameters
+from mmod.training.chat.sampler import LengthSampler
+from mmod.training.engine.muon import single_precision
+
+__all__ = ["RoutedTrainer", "RoutingWatch", "watch_routing"]
+
+_ROUTERS = "routers.safetensors"
+
+
+class RoutingWatch:
+    """What routers decided while they were watched, summed on their device.
+
+    Args:
+        names: Names of the routed blocks.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._sums: dict[str, Tensor | None] = dict.fromkeys(names)
+
+    def add(self, name: str, routing: Routing) -> None:
+        """Count one decision.
+
+        Args:
+            name: Name of the block.
+            routing: Its decision.
+        """
+        with torch.no_grad():
+            keep_BN = routing.keep_BN
+            roles = routing.roles
+            free_BN = torch.ones_like(keep_BN) if roles is None else roles.free_BN
+            kept = (keep_BN & free_BN).sum().double()
+            figures = [kept, free_BN.sum().double(), *[torch.zeros_like(kept)] * 3]
+            if routing.gate_BK is not None:
+                gated_BN = free_BN if roles is None else roles.gated_BN
+                counts_BK = gated_BN.gather(1, routing.index_BK)
+                counts_BK = counts_BK if routing.valid_BK is None else counts_BK & routing.valid_BK
+                gate_BK = torch.where(counts_BK, routing.gate_BK, 0.0).double()
+                figures[2:] = [gate_BK.sum(), gate_BK.square().sum(), counts_BK.sum().double()]
+            sums, found = self._sums[name], torch.stack(figures)
+            self._sums[name] = found if sums is None else sums + found
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """Return the figures of each block since the last call and start again.
+
+        Returns:
+            Name of each block that decided to `kept`, the share kept of the tokens that could be skipped, and where
+            a gate weighs them, `gate` and `gate_std`, mean and standard deviation over the kept ones.
+        """
+        figures = {}
+        for name, sums in self._sums.items():
+            if sums is None:
+                continue
+            kept, free, gate, square, gated = sums.tolist()
+            figures[name] = {"kept": kept / free if free else 1.0}
+            if gated:
+                mean = gate / gated
+                figures[name] |= {"gate": mean, "gate_std": max(0.0, square / gated - mean * mean) ** 0.5}
+        self._sums = dict.fromkeys(self._sums)
+        return figures
+
+
+@contextmanager
+def watch_routing(model: nn.Module) -> Iterator[RoutingWatch]:
+    """Watch the routers of a model, in training and evaluation.
+
+    Args:
+        model: A model, routed or not.
+
+    Yields:
+        What they decide.
+    """
+    blocks = routed_blocks(model) if is_routed(model) else {}
+    watch = RoutingWatch(list(blocks))
+
+    def hook(name: str) -> Any:
+        return lambda module, args, routing: watch.add(name, routing)
+
+    handles = [block.router.register_forward_hook(hook(name)) for name, block in blocks.items()]
+    try:
+        yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class RoutedTrainer(Trainer):
+    """A Trainer for dense and routed vision-language models.
+
+    Auxiliary losses of the routing configs are added to the model's loss; each log says what every routed layer kept
+    and how its gate lies, in this process, since the last one; checkpoints hold the weights of routers beside
+    adapters.
+
+    Args:
+        watch: Where the routers' decisions are counted.
+        optim: Name of one of timm's optimisers, or None for the trainer's own.
+        options: Arguments of `transformers.Trainer`.
+
+    Raises:
+        ValueError: If several GPUs would share one process, fsdp is asked for and cannot split the model, or routers
+            would not learn.
+    """
+
+    def __init__(self, watch: RoutingWatch, optim: str | None = None, **options: Any) -> None:
+        arguments, model = options["args"], options["model"]
+        check_routers_learn(model)
+        if arguments.fsdp:
+            names = arguments.fsdp_plugin_args.get("transformer_cls_names_to_wrap")
+            arguments.fsdp_plugin_args["transformer_cls_names_to_wrap"] = ",".join(_layer_classes(model, names))
+        super().__init__(**options)
+        if arguments.fsdp and not self.is_fsdp_enabled:
+            raise ValueError("fsdp splits models over GPUs: accelerate would leave this one whole in every process")
+        if self.args.n_gpu > 1:
+            raise ValueError(f"{self.args.n_gpu} GPUs in one process: start one process for each with torchrun")
+        self.watch = watch
+        self.optim = optim
+        module: Any = self.model
+        blocks = routed_blocks(module).values() if is_routed(module) else ()
+        self._losses = _RouterLosses() if any(block.router.config.losses for block in blocks) else None
+        if self._losses is not None:
+            module.register_forward_hook(self._losses)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimiser; see `transformers.Trainer.create_optimizer`."""
+        if self.optim is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        from timm.optim import create_optimizer_v2
+
+        module: Any = self.model if model is None else model
+        optimizer = create_optimizer_v2(
+            module, self.optim, lr=self.args.learning_rate, weight_decay=self.args.weight_decay
+        )
+        self.optimizer = single_precision(optimizer)
+        return self.optimizer
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the model's loss with the routers' own; see `transformers.Trainer.compute_loss`."""
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if model.training and self._losses is not None:
+            auxiliary = self._losses.take()
+            # The model's loss is then a sum over all accumulated batches, of which this is one.
+            if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+                auxiliary = auxiliary / self.current_gradient_accumulation_steps
+            loss = loss + auxiliary.to(loss.dtype)
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log the routers' figures with the rest."""
+        for name, figures in self.watch.take().items():
+            logs |= {f"{key}/{name}": round(value, 5) for key, value in figures.items()}
+        super().log(logs, start_time)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        grouped = self.args.train_sampling_strategy == "group_by_length"
+        # Plain data parallelism finds unused weights by itself, unless gradients are checkpointed.
+        waits = self.args.fsdp or self.args.deepspeed or self.args.gradient_checkpointing
+        together = self.args.world_size > 1 and bool(waits)
+        if not isinstance(dataset, Conversations) or not (grouped or together):
+            return super()._get_train_sampler(train_dataset)
+        # Letters only: images have an even length in most models, and several of them weigh the most.
+        lengths = dataset.images * (1 + int(dataset.letters.max())) + dataset.letters
+        share, seed = self.args.train_batch_size, int(self.args.seed)
+        lengths = lengths if grouped else np.zeros_like(lengths)
+        return LengthSampler(lengths, share * self.args.world_size, seed, dataset.images if together else None, share)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        model: Any = self.model
+        folder = str(output_dir or self.args.output_dir)
+        if not _has_adapters(model):
+            # By the names of its own modules: a checkpoint is read by them, and not by those of published weights.
+            model.save_pretrained = functools.partial(type(model).save_pretrained, model, save_original_format=False)
+        try:
+            super()._save(folder, state_dict)
+        finally:
+            vars(model).pop("save_pretrained", None)
+        if _has_adapters(model) and self.args.should_save:
+            _save_routers(model, folder, state_dict or {})
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.is_fsdp_enabled:
+            _complete_states(self.optimizer)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        path = Path(resume_from_checkpoint) / _ROUTERS
+        if path.exists():
+            from safetensors.torch import load_file
+
+            module: Any = self.model if model is None else model
+            own = router_parameters(module)
+            with torch.no_grad():
+                for name, value in load_file(path).items():
+                    weight = own[name]
+                    if isinstance(weight, DTensor):
+                        value = distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
+                    weight.copy_(value)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        module: Any = self.model
+        tied = set(getattr(module, "all_tied_weights_keys", None) or {})
+        wrong = [*(set(load_result.missing_keys) - tied), *load_result.unexpected_keys]
+        if wrong:
+            raise ValueError(
+                f"the checkpoint does not fit the model in {len(wrong)} names, {', '.join(sorted(wrong)[:3])}"
+            )
+
+
+class _RouterLosses:
+    """A forward hook that collects the routers' losses, and lets the model's loss depend on them with weight 0.
+
+    Data parallelism asks the outputs which weights a pass has used. A router that only its own loss reaches would be
+    reported as unused, and its gradient, which comes all the same, as a second one.
+    """
+
+    def __init__(self) -> None:
+        self._loss: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not module.training or output.get("loss") is None:
+            return None
+        self._loss = auxiliary_loss(module)
+        output["loss"] = output["loss"] + 0.0 * self._loss.to(output["loss"])
+        return output
+
+    def take(self) -> Tensor:
+        """Return the losses of the last pass, for once."""
+        assert self._loss is not None
+        loss, self._loss = self._loss, None
+        return loss
+
+
+def _complete_states(optimizer: Any) -> None:
+    """Give parameters that no gradient has reached an empty state: a split one is loaded only when it has all."""
+    for group in optimizer.param_groups:
+        weights = [weight for weight in group["params"] if weight.requires_grad]
+        reached = next((weight for weight in weights if optimizer.state.get(weight)), None)
+        if reached is None:
+            continue
+        form = optimizer.state[reached]
+        for weight in weights:
+            if not optimizer.state.get(weight):
+                optimizer.state[weight] = {
+                    key: torch.zeros_like(weight if value.shape == reached.shape else value)
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in form.items()
+                }
+
+
+def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
+    """Return the classes of layers that are split one by one: all that can be routed, or those of some host classes.
+
+    What models say themselves does not serve: LLaVA names layers that it does not have.
+    """
+    if names is None:
+        layers = [block for host in find_hosts(model).values() for block in host.blocks]
+        return sorted({type(layer).__name__ for layer in layers})
+    found: set[str] = set()
+    for name in names.split(","):
+        own = [type(m).__name__ for m in model.modules() if name in (type(m).__name__, host_class(m).__name__)]
+        found |= set(own or [name])
+    return sorted(found)
+
+
+def _save_routers(model: nn.Module, folder: str, state: dict[str, Tensor]) -> None:
+    """Write the weights of routers, which adapters are not saved with."""
+    from safetensors.torch import save_file
+
+    routers = router_parameters(model)
+    if routers:
+        values = {name: state.get(name, value).detach().cpu().contiguous() for name, value in routers.items()}
+        save_file(values, Path(folder) / _ROUTERS)
+
+
+def _has_adapters(model: Any) -> bool:
+    return hasattr(model, "peft_config")

@@ -1,0 +1,1 @@
+"""The training loop and what every kind of run shares: folders, checkpoints, logging, processes, configs."""

@@ -1,0 +1,268 @@
+"""Checkpoints that are either whole or not there, and the reading of weights from files others wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmod.io.files import sync
+
+__all__ = [
+    "Checkpoint",
+    "DamagedFileError",
+    "find_weights",
+    "list_checkpoints",
+    "load_checkpoint",
+    "load_newest",
+    "read_weights",
+    "remove_checkpoints",
+    "save_checkpoint",
+    "set_aside",
+]
+
+# What a checkpoint is called; with a prefix, one that is being written or was found damaged.
+_NAME = re.compile(r"(?:partial-|damaged-)?step-(\d{9,})-epoch-(\d{5,})")
+_KEPT = 2
+_WEIGHTS = "model.safetensors"
+# What open_clip calls the weights in a folder of its own.
+_CLIP_WEIGHTS = "open_clip_model.safetensors"
+_AVERAGE = "ema.safetensors"
+_TRAINING = "training.pt"
+
+
+class DamagedFileError(ValueError):
+    """A file that is not whole, or holds something else than it should."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run needs to go on as if it had never stopped.
+
+    Args:
+        weights: The model's state dict.
+        average: The moving average's state dict; None when there is none.
+        training: Optimiser, loss scaler, position and metrics so far, of plain values and tensors.
+    """
+
+    weights: dict[str, Tensor]
+    average: dict[str, Tensor] | None
+    training: dict[str, Any]
+
+
+def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> Path:
+    """Write a checkpoint beside the earlier ones, then remove all but the newest two.
+
+    It is written under a temporary name and renamed when it is on disk, so a process killed at any
+    moment leaves the earlier checkpoint whole.
+
+    Args:
+        folder: Where the checkpoints of the run lie.
+        epoch: Epochs finished, their evaluation included.
+        step: Optimiser steps done.
+        checkpoint: What to write.
+        metadata: Written as JSON into the header of the weight files, such as the routing config.
+
+    Returns:
+        The checkpoint's folder. One that is there already stays as it is: position decides content.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"step-{step:09d}-epoch-{epoch:05d}"
+    if target.exists():
+        return target
+    partial = folder / f"partial-{target.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    header = {key: json.dumps(value) for key, value in metadata.items()}
+    save_file(_storable(checkpoint.weights), partial / _WEIGHTS, metadata=header)
+    if checkpoint.average is not None:
+        save_file(_storable(checkpoint.average), partial / _AVERAGE, metadata=header)
+    torch.save(checkpoint.training, partial / _TRAINING)
+    for path in (*partial.iterdir(), partial):
+        sync(path)
+    os.replace(partial, target)
+    sync(folder)
+    unfinished = [path for path in _own(folder) if path.name.startswith("partial-")]
+    for path in (*list_checkpoints(folder)[_KEPT:], *unfinished):
+        shutil.rmtree(path)
+    return target
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the whole checkpoints in a folder, the newest first.
+
+    Args:
+        folder: Where the checkpoints of the run lie. What else lies there is passed over.
+    """
+    return sorted((path for path in _own(folder) if path.name.startswith("step-")), key=_place, reverse=True)
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints in a folder, and the folder when nothing else is in it.
+
+    Args:
+        folder: Where the checkpoints of the run lie.
+    """
+    for path in _own(folder):
+        shutil.rmtree(path)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def set_aside(folder: Path, chosen: Path) -> None:
+    """Rename the checkpoints that are newer than the one a run goes on from, so that it can write them again.
+
+    Args:
+        folder: Where the checkpoints of the run lie.
+        chosen: The one it goes on from.
+    """
+    for path in list_checkpoints(folder):
+        if path == chosen:
+            break
+        aside = folder / f"damaged-{path.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(path, aside)
+
+
+def load_checkpoint(path: Path, *, averaged: bool = False) -> Checkpoint:
+    """Read a checkpoint that `save_checkpoint` wrote, onto the CPU.
+
+    Args:
+        path: Its folder.
+        averaged: Whether it must hold a moving average.
+
+    Raises:
+        DamagedFileError: If a part is missing or cannot be read.
+    """
+    average = path / _AVERAGE
+    training = _load_pickle(path / _TRAINING)
+    if not isinstance(training, dict):
+        raise DamagedFileError(f"{str(path / _TRAINING)!r} holds no state of a training run")
+    return Checkpoint(
+        weights=_load_tensors(path / _WEIGHTS),
+        average=_load_tensors(average) if averaged or average.exists() else None,
+        training=training,
+    )
+
+
+def load_newest(folder: Path, *, averaged: bool = False) -> tuple[Path, Checkpoint] | None:
+    """Read the newest checkpoint that can be read, and warn of those that cannot.
+
+    Args:
+        folder: Where the checkpoints of the run lie.
+        averaged: Whether they must hold a moving average.
+
+    Returns:
+        Its folder and its content; None when there is no checkpoint.
+
+    Raises:
+        DamagedFileError: If there are checkpoints and none can be read.
+    """
+    paths = list_checkpoints(folder)
+    faults: list[str] = []
+    for path in paths:
+        try:
+            found = load_checkpoint(path, averaged=averaged)
+        except DamagedFileError as error:
+            faults.append(str(error))
+            continue
+        if faults:
+            warnings.warn(f"going on from {str(path)!r}, because {'; '.join(faults)}", stacklevel=2)
+        return path, found
+    if faults:
+        raise DamagedFileError(f"no checkpoint can be read, so the run cannot go on: {'; '.join(faults)}")
+    return None
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """Read a state dict from a file or folder without running code from it.
+
+    Args:
+        path: A `.safetensors` file, a PyTorch file (a state dict, or one under `state_dict`, `model` or
+            `model_ema`), a folder that holds one `model.safetensors`, or a run folder.
+
+    Returns:
+        Parameter names to CPU tensors; a `module.` prefix is removed.
+
+    Raises:
+        FileNotFoundError: If nothing is there.
+        ValueError: If the file is damaged, holds no state dict, or holds more than tensors and plain values.
+    """
+    file = find_weights(path)
+    if file.suffix == ".safetensors":
+        return _load_tensors(file)
+    content = _load_pickle(file)
+    for key in ("state_dict", "model", "model_ema"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    values = content.values() if isinstance(content, dict) else [None]
+    if not all(isinstance(value, Tensor) for value in values):
+        raise ValueError(f"{str(file)!r} holds no state dict (a mapping of names to tensors)")
+    return {name.removeprefix("module."): value for name, value in content.items()}
+
+
+def find_weights(path: str | Path) -> Path:
+    """Find the file that holds the weights: the path itself, or one in a run folder or a saved model's folder.
+
+    Args:
+        path: A file or a folder.
+
+    Raises:
+        FileNotFoundError: If nothing is there.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        folders = [path, path / "model", *list_checkpoints(path / "checkpoints")[:1]]
+        for candidate in (folder / name for folder in folders for name in (_WEIGHTS, _CLIP_WEIGHTS)):
+            if candidate.is_file():
+                return candidate
+        raise FileNotFoundError(f"no {_WEIGHTS} in the folder {str(path)!r}")
+    raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
+
+
+def _own(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, those that were never finished included."""
+    return [path for path in folder.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _place(path: Path) -> tuple[int, int]:
+    """Return step and epoch of a checkpoint."""
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise DamagedFileError(f"{str(path)!r} is no whole safetensors file: {error}") from error
+
+
+def _load_pickle(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle may fail in any way
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise DamagedFileError(f"{str(path)!r} is no whole file of tensors and plain values: {reason}") from error
+
+
+def _storable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous CPU tensors, as safetensors wants them."""
+    return {name: value.detach().cpu().contiguous() for name, value in state.items()}

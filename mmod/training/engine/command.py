@@ -1,0 +1,47 @@
+"""How the tools end: with one line where something is refused, and with the exit codes that shells expect."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["one_line_errors"]
+
+_PACKAGE = Path(__file__).parents[2]
+_REFUSALS = (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, ModuleNotFoundError)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the program with one line when mmod refuses something; any other error keeps its traceback.
+
+    Raises:
+        SystemExit: With code 1 after a refusal, 130 after an interrupt.
+
+    Example:
+        >>> from mmod.config import RoutingConfig
+        >>> with one_line_errors():
+        ...     RoutingConfig(capacity=2)
+        Traceback (most recent call last):
+        SystemExit: error: capacity must be a number in (0, 1] or several values, each a number in (0, 1], got 2
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted: nothing was saved since the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+    except _REFUSALS as error:
+        if not _is_refusal(error):
+            raise
+        sys.exit(f"error: {error}")
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Return whether mmod raised an error itself, or the system named the file that it concerns."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return True
+    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return _PACKAGE in raised.parents

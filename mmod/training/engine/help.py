@@ -1,0 +1,98 @@
+"""What `--help` says of a config: every field, those of optional groups and of routing included."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import jsonargparse
+from docstring_parser import parse
+
+from mmod.config import RoutingConfig
+from mmod.io.yaml import STRICT
+from mmod.planning.presets import PRESETS
+from mmod.values import describe
+
+__all__ = ["create_parser", "dataclass_in"]
+
+
+class _ConfigParser(jsonargparse.ArgumentParser):
+    """A parser whose help goes on with the fields that are no options of their own."""
+
+    kind: type | None = None
+
+    def format_help(self, *arguments: Any, **options: Any) -> str:
+        """Return the help with the fields of groups that are null unless they are given."""
+        sections = [] if self.kind is None else list(_sections(self.kind))
+        return "\n\n".join([super().format_help(*arguments, **options).rstrip(), *sections]) + "\n"
+
+
+def create_parser(kind: type, **options: Any) -> jsonargparse.ArgumentParser:
+    """Make a parser with one option for each field of a config, named as in the YAML file.
+
+    Args:
+        kind: The config's dataclass.
+        options: Arguments of `jsonargparse.ArgumentParser`.
+    """
+    parser = _ConfigParser(exit_on_error=False, parser_mode=STRICT, **options)
+    parser.kind = kind
+    parser.add_argument("--config", action="config", help="The config file; its place is the first argument.")
+    parser.add_class_arguments(kind)
+    return parser
+
+
+def dataclass_in(hint: Any) -> type | None:
+    """Return the dataclass that a field's type is or allows; None when its keys are free.
+
+    Args:
+        hint: The type.
+    """
+    for item in (hint, *typing.get_args(hint)):
+        if isinstance(item, type) and dataclasses.is_dataclass(item):
+            return item
+    return None
+
+
+def _sections(kind: type) -> Iterator[str]:
+    yield from (_describe(group, key) for key, group in _optional_groups(kind))
+    routing = typing.get_type_hints(kind).get("routing")
+    if routing is None:
+        return
+    # A model of several parts has a routing for each of them.
+    parts = dataclass_in(routing) is not None or dict[str, dict[str, Any]] in typing.get_args(routing)
+    key = "routing.PART" if parts else "routing"
+    yield _describe(RoutingConfig, key)
+    presets = f"Instead of all of them the fields to change of a preset: {', '.join(sorted(PRESETS))}."
+    yield f"  {key}.preset\n{_fill(presets)}"
+
+
+def _optional_groups(kind: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Yield the groups that may be null, which the parser lists as one option each."""
+    for name, hint in typing.get_type_hints(kind).items():
+        group = dataclass_in(hint)
+        if group is None:
+            continue
+        if group is not hint:
+            yield f"{prefix}{name}", group
+        yield from _optional_groups(group, f"{prefix}{name}.")
+
+
+def _describe(kind: Any, key: str) -> str:
+    """Return the fields of a dataclass with their meanings, types and defaults, as options under a key."""
+    document = parse(kind.__doc__ or "")
+    meanings = {item.arg_name: item.description or "" for item in document.params}
+    hints = typing.get_type_hints(kind)
+    lines = [document.short_description or kind.__name__]
+    for item in dataclasses.fields(kind):
+        default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        lines.append(f"  {key}.{item.name}")
+        lines.append(_fill(f"{meanings[item.name]} ({describe(hints[item.name])}; default: {json.dumps(default)})"))
+    return "\n".join(lines)
+
+
+def _fill(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 80, initial_indent=" " * 24, subsequent_indent=" " * 24)

@@ -1,0 +1,123 @@
+"""What a run shows and writes while it goes: the bar, running means, the CSV file and TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.utils import AverageMeter
+from torch import Tensor
+
+from mmod.io.files import write_atomically
+from mmod.training.engine.distributed import sum_over_processes
+
+__all__ = ["Meters", "TensorBoard", "write_csv"]
+
+
+class Meters:
+    """Running means over images that stay on the device until they are read.
+
+    Args:
+        device: Where the figures are made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._meters: dict[str, AverageMeter] = {}
+
+    def update(self, values: Mapping[str, Tensor], count: int) -> None:
+        """Add the means of a batch.
+
+        Args:
+            values: Names to scalars.
+            count: Images of the batch.
+        """
+        for name, value in values.items():
+            self._meters.setdefault(name, AverageMeter()).update(value.detach().double(), count)
+
+    def means(self) -> dict[str, float]:
+        """Return the means so far."""
+        return {name: float(meter.sum) / meter.count for name, meter in self._meters.items()}
+
+    def gather(self, keep: bool) -> None:
+        """Replace the sums by those over all processes.
+
+        Args:
+            keep: Whether this process holds the total from now on; the others start again from zero, so
+                that a later call does not count anything twice.
+        """
+        for name, meter in self._meters.items():
+            own = torch.tensor([float(meter.sum), meter.count], dtype=torch.float64, device=self._device)
+            total = sum_over_processes(own).tolist()
+            self._set(name, total if keep else [0.0, 0])
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Return sums and counts as plain numbers."""
+        return {name: [float(meter.sum), meter.count] for name, meter in self._meters.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Take up sums and counts again."""
+        self._meters = {}
+        for name, values in state.items():
+            self._set(name, values)
+
+    def _set(self, name: str, values: Sequence[float]) -> None:
+        meter: Any = self._meters.setdefault(name, AverageMeter())
+        meter.sum = torch.tensor(values[0], dtype=torch.float64, device=self._device)
+        meter.count = int(values[1])
+
+
+class TensorBoard:
+    """TensorBoard's writer, or nothing when it is not wanted.
+
+    Args:
+        folder: Where the logs go; None for no logs.
+        step: Optimiser steps done; what an interrupted run wrote beyond it is hidden.
+
+    Raises:
+        ModuleNotFoundError: If it is wanted and the tensorboard package is not installed.
+    """
+
+    def __init__(self, folder: Path | None, step: int) -> None:
+        self._writer: Any = None
+        self._open: Callable[[], Any] | None = None
+        if folder is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ModuleNotFoundError as error:
+                raise ModuleNotFoundError("`tensorboard: true` needs the package tensorboard") from error
+            # Opened with the first figures: a start that fails leaves no file behind.
+            self._open = functools.partial(SummaryWriter, str(folder), purge_step=step)
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Write scalars under their names."""
+        if self._writer is None and self._open is not None:
+            self._writer = self._open()
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows under the names of all their columns; rows may lack some.
+
+    Args:
+        path: The file, replaced as a whole so that it never disagrees with what is written beside it.
+        rows: One mapping of column to value for each row.
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue())

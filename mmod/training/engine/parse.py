@@ -1,0 +1,224 @@
+"""Configs from YAML files and command lines, read strictly."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from argparse import ArgumentError
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+from typing_extensions import TypeVar
+
+from mmod.io.yaml import read_yaml
+from mmod.training.engine.help import create_parser, dataclass_in
+from mmod.training.image.config import TrainConfig
+from mmod.values import check_value, describe
+
+__all__ = ["load_config", "make_config", "parse_config", "train_config"]
+
+# What the parser itself says of a value, apart from what the config's classes say.
+_OF_PARSER = ("- Expected a", "- Problem with given class_path")
+_PARSER_OPTIONS = ("--config", "--help", "--print_config", "--print_shtab")
+
+
+class AnyConfig(typing.Protocol):
+    """A dataclass."""
+
+    __dataclass_fields__: typing.ClassVar[dict[str, Any]]
+
+
+Config = TypeVar("Config", bound=AnyConfig, default=TrainConfig)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), kind: type[Config] = TrainConfig) -> Config:  # type: ignore[assignment]
+    """Read a config file and apply command-line overrides to it.
+
+    Args:
+        path: A YAML file with the fields of `TrainConfig`.
+        overrides: Arguments such as `["--epochs", "1", "--optim.lr=1e-4"]`.
+        kind: The dataclass whose fields the keys are.
+
+    Returns:
+        The checked config.
+
+    Raises:
+        ValueError: If a key is unknown (the valid ones are named) or a value does not fit its type.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.yaml"
+        >>> _ = path.write_text("{output: run, model: {name: deit_tiny_patch16_224}, data: {source: digits}}")
+        >>> load_config(path, ["--optim.lr", "2e-4"]).optim.lr
+        0.0002
+    """
+    return parse_config([str(path), *overrides], kind, exit_on_error=False)
+
+
+def train_config(fields: Mapping[str, Any], kind: type[Config] = TrainConfig) -> Config:  # type: ignore[assignment]
+    """Make a config from plain nested values, as a YAML file holds them.
+
+    Args:
+        fields: Fields of the config.
+        kind: Its dataclass.
+
+    Returns:
+        The checked config.
+
+    Raises:
+        ValueError: If a key is unknown (the valid ones are named) or a value does not fit its type.
+
+    Example:
+        >>> fields = {"output": "run", "model": {"name": "deit_tiny_patch16_224"}, "data": {"source": "digits"}}
+        >>> train_config({**fields, "optim": {"lr": 2e-4}}).optim.lr
+        0.0002
+    """
+    _check_tree(fields, kind)
+    parser = _create_parser(kind)
+    return _instantiate(parser, lambda: parser.parse_object(dict(fields)), kind)
+
+
+def parse_config(
+    arguments: Sequence[str],
+    kind: type[Config] = TrainConfig,  # type: ignore[assignment]
+    *,
+    exit_on_error: bool = True,
+) -> Config:
+    """Turn the command line `CONFIG [--key.sub value ...]` into a config.
+
+    Args:
+        arguments: The command line without the program's name.
+        kind: The dataclass whose fields the keys are.
+        exit_on_error: Print errors and end the process, as a script does, instead of raising.
+
+    Returns:
+        The checked config.
+
+    Raises:
+        ValueError: If a key is unknown or a value does not fit its type, unless `exit_on_error`.
+    """
+    parser = _create_parser(kind)
+    try:
+        return _parse(parser, list(arguments), kind)
+    except (ValueError, TypeError, OSError) as error:
+        if not exit_on_error:
+            raise
+        parser.exit(2, f"error: {error}\n")
+        raise AssertionError("unreachable") from error
+
+
+def make_config(parser: jsonargparse.ArgumentParser, kind: type[Config], fields: Mapping[str, Any]) -> Config:
+    """Make a config from parsed values, ending the program with one line when they do not fit each other.
+
+    Args:
+        parser: What read the command line.
+        kind: The dataclass whose fields the keys are.
+        fields: The values.
+
+    Raises:
+        SystemExit: The config refuses a value.
+    """
+    try:
+        return kind(**fields)
+    except (ValueError, TypeError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
+        raise AssertionError("unreachable") from error
+
+
+def _create_parser(kind: type[AnyConfig]) -> jsonargparse.ArgumentParser:
+    return create_parser(
+        kind,
+        usage="%(prog)s CONFIG [--key value] [--group.key value] [--print_config]",
+        description="Train a dense or routed model as a config file says; options override the file.",
+    )
+
+
+def _parse(parser: jsonargparse.ArgumentParser, arguments: list[str], kind: type[Config]) -> Config:
+    if arguments and not arguments[0].startswith("-"):
+        _check_tree(read_yaml(arguments[0]), kind)
+        arguments = ["--config", *arguments]
+    names = (word.split("=")[0] for word in arguments if word.startswith("--"))
+    _check_options((name[2:] for name in names if name not in _PARSER_OPTIONS), kind)
+    return _instantiate(parser, lambda: parser.parse_args(arguments), kind)
+
+
+def _instantiate(
+    parser: jsonargparse.ArgumentParser, parse: Callable[[], jsonargparse.Namespace], kind: type[Config]
+) -> Config:
+    """Make the dataclasses from what the parser reads."""
+    try:
+        fields = parser.instantiate(parse())
+        return kind(**{item.name: fields[item.name] for item in dataclasses.fields(kind)})
+    except ArgumentError as error:
+        raise ValueError(_one_line(error.message, kind)) from error
+    except ValueError as error:
+        raise ValueError(_one_line(str(error), kind)) from error
+
+
+def _one_line(message: str, kind: type[AnyConfig]) -> str:
+    """Return one line in place of the several in which the parser says what does not fit."""
+    lines = [line.strip() for line in message.splitlines()]
+    own = [line[2:] for line in lines if line.startswith("- ") and not line.startswith(_OF_PARSER)]
+    keys = re.findall(r'Parser key "([^"]+)":', message)
+    given = re.search(r"(?:Got|Given) value: (.*)", message)
+    hint = _find_hint(".".join(keys), kind) if keys else None
+    if own:
+        return own[0]
+    if hint is not None and given is not None:
+        return f"{'.'.join(keys)} must be {describe(hint)}, got {given[1]}"
+    return " ".join(lines)
+
+
+def _check_tree(fields: Any, kind: type[AnyConfig], prefix: str = "") -> None:
+    """Raise at the first key that is no field, group that is no mapping, or value of another type."""
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"a config file holds a mapping of keys to values, got {type(fields).__name__}")
+    hints = typing.get_type_hints(kind)
+    for key, value in fields.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            raise ValueError(_unknown(name, prefix.rstrip("."), hints))
+        group = dataclass_in(hints[key])
+        if group is not None and isinstance(value, Mapping):
+            _check_tree(value, group, f"{name}.")
+        elif not isinstance(value, str):
+            # A text may be a number in quotes, which the parser reads.
+            check_value(name, value, hints[key])
+
+
+def _check_options(names: Iterable[str], kind: type[AnyConfig]) -> None:
+    """Raise at the first option that is no field of the config, naming the fields there are."""
+    for key in names:
+        owner: type | None = kind
+        group = ""
+        parts = key.split(".")
+        for place, part in enumerate(parts):
+            if owner is None:
+                if place + 1 < len(parts):
+                    # The parser would keep the last of several such options only.
+                    raise ValueError(f"--{key} is nested too deep; give the mapping --{group}.{part} as a whole")
+                break
+            hints = typing.get_type_hints(owner)
+            if part not in hints:
+                raise ValueError(_unknown(key, group, hints))
+            owner = dataclass_in(hints[part])
+            group = f"{group}.{part}" if group else part
+
+
+def _unknown(key: str, group: str, hints: Iterable[str]) -> str:
+    where = f"in group {group!r}" if group else "at the top level"
+    return f"unknown config key {key!r}; valid keys {where}: {', '.join(sorted(hints))}"
+
+
+def _find_hint(key: str, kind: type | None) -> Any:
+    """Return the type of the field with a dotted key; None when there is no such field."""
+    hint: Any = None
+    for part in key.split("."):
+        if kind is None:
+            return None
+        hint = typing.get_type_hints(kind).get(part)
+        kind = dataclass_in(hint)
+    return hint

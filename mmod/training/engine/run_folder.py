@@ -1,0 +1,155 @@
+"""The run folder: which config it belongs to, whether the run is finished, and what came out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import yaml
+
+from mmod.io.files import write_atomically
+from mmod.io.yaml import read_yaml
+
+__all__ = ["FitResult", "Result", "check_folder", "read_result", "readable", "write_record", "write_result"]
+
+_CONFIG = "config.yaml"
+_RESULT = "result.json"
+
+
+class Result(Protocol):
+    """What an evaluation found; a dataclass of plain values."""
+
+    def columns(self) -> dict[str, float]:
+        """Return the figures as columns of the run's history."""
+        ...
+
+
+Found = TypeVar("Found", bound=Result)
+
+
+@dataclass(frozen=True)
+class FitResult(Generic[Found]):
+    """The outcome of a training run.
+
+    Args:
+        folder: The run folder. `model/` holds the final weights, `ema/` their moving average.
+        epochs: Epochs trained.
+        steps: Optimiser steps done.
+        evaluation: The final weights on the evaluation data.
+        average: Their moving average on it; None without one.
+        history: One row for each epoch, as in `metrics.csv`.
+        skipped: For "train" and "val", the files that were unreadable in part and passed over, with the
+            number of samples each.
+        reused: Whether the run had finished before and its result was read from the folder.
+    """
+
+    folder: str
+    epochs: int
+    steps: int
+    evaluation: Found
+    average: Found | None
+    history: list[dict[str, float]]
+    skipped: dict[str, dict[str, int]] = field(default_factory=dict)
+    reused: bool = False
+
+    @property
+    def best(self) -> Found:
+        """What is to be reported: the moving average where there is one."""
+        return self.average or self.evaluation
+
+
+def check_folder(folder: Path, record: Mapping[str, Any], free: Collection[str]) -> None:
+    """Raise unless `folder` is free or holds a run of the same config.
+
+    Args:
+        folder: The run folder.
+        record: The config as plain values, with `world_size`.
+        free: Keys in which the configs may differ.
+
+    Raises:
+        ValueError: If another config made the folder (the keys that differ are named), or if it holds
+            files that no run wrote.
+    """
+    names = folder.iterdir() if folder.exists() else ()
+    if not any(_holds_file(path) for path in names if not path.name.startswith(".")):
+        return
+    kept = folder / _CONFIG
+    if not kept.exists():
+        raise ValueError(f"output {str(folder)!r} holds files but no {_CONFIG}: choose a new or empty folder")
+    old, new = _flat(read_yaml(kept)), _flat(record)
+    differing = sorted(key for key in {*old, *new} - set(free) if old.get(key) != new.get(key))
+    if differing:
+        lines = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} now" for key in differing]
+        raise ValueError(
+            f"output {str(folder)!r} belongs to a run with another config; choose another folder. "
+            f"Differing keys: {'; '.join(lines)}"
+        )
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write the resolved config into the run folder, once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / _CONFIG).exists():
+        write_atomically(folder / _CONFIG, yaml.safe_dump(dict(record), sort_keys=False))
+
+
+def read_result(folder: Path, kind: type[Found]) -> FitResult[Found] | None:
+    """Return the result of a finished run; None when the run in `folder` is not finished.
+
+    Args:
+        folder: The run folder.
+        kind: The dataclass of its evaluations.
+    """
+    path = folder / _RESULT
+    if not path.exists():
+        return None
+    with readable(path):
+        fields = json.loads(path.read_text())
+        fields["evaluation"] = kind(**fields["evaluation"])
+        fields["average"] = kind(**fields["average"]) if fields["average"] else None
+        return FitResult(**{**fields, "folder": str(folder), "reused": True})
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Name the file of a result when it cannot be read as one.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If what is done inside fails on what the file holds.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{str(path)!r} is no result of a finished run ({type(error).__name__}: {error}); remove it to finish the "
+            "run again"
+        ) from error
+
+
+def write_result(result: FitResult[Any]) -> None:
+    """Mark the run as finished by writing its result."""
+    write_atomically(Path(result.folder) / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+
+
+def _holds_file(path: Path) -> bool:
+    """Return whether a path is a file or has one below it: a start that failed may leave empty folders."""
+    return not path.is_dir() or any(not below.is_dir() for below in path.rglob("*"))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted keys to leaves."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves |= _flat(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves

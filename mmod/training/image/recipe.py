@@ -1,0 +1,108 @@
+"""Training image classifiers: what the loop needs to know of timm models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from timm.models import save_for_hf
+from torch import nn
+
+from mmod import is_routed, set_capacity
+from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream, normalisation
+from mmod.pretrained import save_pretrained
+from mmod.training.engine.distributed import Process
+from mmod.training.engine.loop import run
+from mmod.training.engine.recipe import Recipe, Streams
+from mmod.training.engine.run_folder import FitResult
+from mmod.training.image.config import TrainConfig
+from mmod.training.image.evaluate import EvalResult, evaluate
+from mmod.training.image.model import create_criterion, create_mixup, create_models
+from mmod.training.image.task import ClassificationTask
+
+__all__ = ["Classification", "fit"]
+
+
+def fit(config: TrainConfig, *, streams: Streams | None = None, progress: bool = True) -> FitResult[EvalResult]:
+    """Train a classifier as a config says, from the start or from where the run in its folder stopped.
+
+    Args:
+        config: The run's config.
+        streams: Training and evaluation batches to use instead of those `config.data` names.
+        progress: Show bars.
+
+    Returns:
+        The outcome; that of the earlier run when the folder holds a finished run of the same config.
+
+    Raises:
+        ValueError: If the folder belongs to another config, or the config does not fit the data or model.
+        FloatingPointError: If the loss stops being finite.
+
+    Example:
+        >>> import tempfile
+        >>> from mmod.data.config import DataConfig
+        >>> from mmod.training import ModelConfig
+        >>> folder = tempfile.mkdtemp()
+        >>> args = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
+        >>> model = ModelConfig("vit_tiny_patch16_224", {**args, "num_classes": 10})
+        >>> data = DataConfig("digits:tiny", root=f"{folder}/digits")
+        >>> config = TrainConfig(output=f"{folder}/run", model=model, data=data, epochs=1)
+        >>> result = fit(config, progress=False)
+        >>> result.steps, result.evaluation.samples
+        (4, 64)
+    """
+    return run(Classification(config), streams=streams, progress=progress)
+
+
+class Classification(Recipe[TrainConfig, EvalResult]):
+    """Image classification with timm's models, criteria and mixup; see `Recipe`."""
+
+    result = EvalResult
+
+    def create_models(self) -> tuple[nn.Module, nn.Module | None]:
+        """Make model and teacher; see `mmod.training.image.model.create_models`."""
+        return create_models(self.config)
+
+    def create_streams(self, process: Process, model: nn.Module) -> Streams:
+        """Make the streams that `config.data` names."""
+        train = create_train_stream(self.config.data, self.config.seed, process.rank, process.world)
+        return train, create_eval_stream(self.config.data, process.rank, process.world)
+
+    def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> ClassificationTask:
+        """Make the task with the config's criterion, mixup and distillation."""
+        config = self.config
+        routing = config.routing_config()
+        return ClassificationTask(
+            model,
+            create_criterion(config.loss, mixed=config.mixup is not None),
+            teacher=teacher,
+            distill_weight=config.distill.weight,
+            temperature=config.distill.temperature,
+            auxiliary=routing is not None and bool(routing.losses),
+            precision=config.precision,
+            mixup=create_mixup(config.mixup, config.loss.smoothing, getattr(model, "num_classes", 0)),
+        )
+
+    def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
+        """Measure accuracy; see `mmod.training.image.evaluate.evaluate`."""
+        return evaluate(model, stream, process.device, self.config.precision, progress=progress)
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write a folder for `mmod.load_pretrained`, or for timm's `local-dir:` when the model is dense."""
+        if is_routed(model):
+            save_pretrained(model, folder)
+        else:
+            mean, std = (values.tolist() for values in normalisation(self.config.data))
+            save_for_hf(model, str(folder), safe_serialization=True, data_config={"mean": mean, "std": std})
+
+    def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
+        """Follow the capacity schedule."""
+        schedule, routing = self.config.capacity_schedule, self.config.routing_config()
+        if schedule is None or routing is None:
+            return
+        if not isinstance(routing.capacity, (int, float)):
+            raise ValueError(f"capacity_schedule needs one capacity for all blocks, got {routing.capacity}")
+        share = min(1.0, epoch / schedule.epochs)
+        capacity = round(schedule.start + share * (routing.capacity - schedule.start), 6)
+        for model in models:
+            set_capacity(model, capacity)

@@ -1,0 +1,142 @@
+"""The configuration of one run on image-text pairs, as typed dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mmod.config import RoutingConfig
+from mmod.data.config import PairsConfig
+from mmod.training.image.config import RunConfig, resolve_routing
+from mmod.values import check_fields
+
+__all__ = ["ClipConfig", "ClipDistillConfig", "ClipModelConfig", "RoutingParts"]
+
+
+@dataclass(frozen=True)
+class ClipModelConfig:
+    """Which open_clip model is trained and from which weights.
+
+    Args:
+        name: A name that open_clip knows, `local-dir:FOLDER` or `hf-hub:REPOSITORY`.
+        config: A JSON file with a model config of open_clip's form; its name without `.json` becomes one that
+            open_clip knows.
+        checkpoint: Starting weights, dense or routed: a file that open_clip reads (PyTorch, safetensors, big_vision's
+            `.npz`), or a run folder. None starts from `pretrained` or from scratch.
+        pretrained: Start from published weights: a tag of `open_clip.list_pretrained()`.
+    """
+
+    name: str
+    config: str | None = None
+    checkpoint: str | None = None
+    pretrained: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "model")
+        if self.pretrained is not None and self.checkpoint is not None:
+            raise ValueError(
+                f"model.pretrained={self.pretrained!r} and model.checkpoint={self.checkpoint!r} exclude each other"
+            )
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether training starts from trained weights."""
+        return self.pretrained is not None or self.checkpoint is not None
+
+
+@dataclass(frozen=True)
+class RoutingParts:
+    """How each tower is routed: fields of `mmod.RoutingConfig`, or `preset: NAME` with the fields to change.
+
+    Args:
+        image: Routing of the image tower; None leaves it dense.
+        text: Routing of the text tower; None leaves it dense.
+    """
+
+    image: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "routing")
+        if self.image is None and self.text is None:
+            raise ValueError("routing needs an entry for image or text; use `routing: null` for a dense model")
+
+    def configs(self) -> dict[str, RoutingConfig]:
+        """Return the routing of each routed tower, presets resolved."""
+        parts = {"image": self.image, "text": self.text}
+        return {name: resolve_routing(fields) for name, fields in parts.items() if fields is not None}
+
+
+@dataclass(frozen=True)
+class ClipDistillConfig:
+    """Distillation from a model's embeddings: the teacher's similarities within a batch are imitated.
+
+    Args:
+        teacher: "auto" is "dense" when a model with trained weights is routed and "none" otherwise; "dense" is the
+            unrouted copy of the starting weights; anything else is a checkpoint of the same architecture.
+        weight: Weight of open_clip's distillation loss.
+    """
+
+    teacher: str = "auto"
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "distill", weight="(0, inf)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipConfig(RunConfig):
+    """Everything that decides the outcome of training on image-text pairs; the common keys are those of `RunConfig`.
+
+    Batches are accumulated with the negatives of all of them, as if they were one.
+
+    Args:
+        model: The model and its starting weights.
+        data: Where pairs come from.
+        routing: How each tower is routed; None trains the dense model.
+        augment: Augmentation of training images: fields of `open_clip.transform.AugmentationCfg` (`{}` for open_clip's
+            defaults). None prepares them as for evaluation.
+        loss: "clip" for the contrastive loss, "siglip" for the sigmoid one, "coca" for contrast and captioning.
+        distill: The teacher, if any.
+        zero_shot: Also classify images by prompts: "scenes" asks which digit the captions of the embedded set name
+            first, "imagenet:FOLDER" classifies the images in FOLDER/CLASS/ by open_clip's ImageNet names and templates.
+    """
+
+    model: ClipModelConfig
+    data: PairsConfig = field(default_factory=PairsConfig)
+    routing: RoutingParts | None = None
+    augment: dict[str, Any] | None = field(default_factory=dict)
+    loss: Literal["clip", "siglip", "coca"] = "clip"
+    distill: ClipDistillConfig = field(default_factory=ClipDistillConfig)
+    zero_shot: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distill.teacher == "dense" and not self.model.has_weights:
+            raise ValueError("distill.teacher='dense' needs trained weights: set model.checkpoint or model.pretrained")
+        kind = (self.zero_shot or "scenes").partition(":")[0]
+        if kind not in ("scenes", "imagenet") or self.zero_shot == "imagenet":
+            raise ValueError(f"zero_shot must be 'scenes' or 'imagenet:FOLDER', got {self.zero_shot!r}")
+        self.routing_configs()
+
+    @property
+    def free_keys(self) -> frozenset[str]:
+        """Keys in which a continued run may differ; when resampled, the number of workers decides what is drawn."""
+        return super().free_keys - ({"data.workers"} if self.data.sampling == "resampled" else set())
+
+    def routing_configs(self) -> dict[str, RoutingConfig]:
+        """Return the routing of each routed tower, presets resolved; empty for a dense model."""
+        return {} if self.routing is None else self.routing.configs()
+
+    def teacher(self) -> str | None:
+        """Return the teacher with "auto" resolved; None for no distillation."""
+        if self.distill.teacher == "none":
+            return None
+        if self.distill.teacher == "auto":
+            return "dense" if self.routing is not None and self.model.has_weights else None
+        return self.distill.teacher
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values only, with routing presets resolved, as the run folder keeps them."""
+        routing = {name: config.to_dict() for name, config in self.routing_configs().items()}
+        return {**super().to_dict(), "routing": routing or None}

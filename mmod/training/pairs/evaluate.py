@@ -1,0 +1,264 @@
+"""How well images and captions find each other, how well prompts classify, and how many tokens were kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from mmod import is_routed, routed_blocks
+from mmod.data.loader import BatchStream
+from mmod.data.readers.pairs import Tokenizer, Transform
+from mmod.data.synthetic.scenes import zero_shot_prompts
+from mmod.training.engine.distributed import sum_over_processes
+from mmod.training.image.evaluate import kept_columns, traced
+from mmod.training.image.task import autocast
+
+__all__ = ["ClipResult", "evaluate_clip", "rank_matches"]
+
+_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class ClipResult:
+    """The outcome of an evaluation on pairs; shares in percent.
+
+    Args:
+        image_to_text_r1: Images whose own caption is the first of all captions.
+        image_to_text_r5: Images whose own caption is among the first five.
+        text_to_image_r1: Captions whose own image is the first of all images.
+        text_to_image_r5: Captions whose own image is among the first five.
+        samples: Pairs seen; guessing finds one in so many first.
+        zero_shot_top1: Images whose class is the first guess from prompts; None without zero-shot classes.
+        zero_shot_top5: Images whose class is among the first five guesses.
+        kept: Name of each routed block to its mean kept share of tokens, in [0, 1].
+    """
+
+    image_to_text_r1: float
+    image_to_text_r5: float
+    text_to_image_r1: float
+    text_to_image_r5: float
+    samples: int
+    zero_shot_top1: float | None
+    zero_shot_top5: float | None
+    kept: dict[str, float]
+
+    @property
+    def recall1(self) -> float:
+        """Recall at 1, mean of both directions."""
+        return (self.image_to_text_r1 + self.text_to_image_r1) / 2
+
+    @property
+    def recall5(self) -> float:
+        """Recall at 5, mean of both directions."""
+        return (self.image_to_text_r5 + self.text_to_image_r5) / 2
+
+    @property
+    def mean_kept(self) -> float:
+        """Mean kept share over the routed blocks; 1 for a dense model."""
+        return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
+
+    def columns(self) -> dict[str, float]:
+        """Return the figures as columns of the run's history."""
+        names = ("image_to_text_r1", "image_to_text_r5", "text_to_image_r1", "text_to_image_r5")
+        columns: dict[str, float] = {name: getattr(self, name) for name in names}
+        if self.zero_shot_top1 is not None and self.zero_shot_top5 is not None:
+            columns |= {"zero_shot_top1": self.zero_shot_top1, "zero_shot_top5": self.zero_shot_top5}
+        return columns | kept_columns(self.kept)
+
+
+@torch.no_grad()
+def evaluate_clip(
+    model: Any,
+    stream: BatchStream,
+    tokenizer: Tokenizer,
+    device: torch.device | str = "cpu",
+    precision: str = "fp32",
+    *,
+    zero_shot: str | None = None,
+    transform: Transform | None = None,
+    workers: int = 0,
+    place: tuple[int, int] = (0, 1),
+    progress: bool = False,
+) -> ClipResult:
+    """Measure retrieval in both directions, zero-shot accuracy and kept shares over one pass of a stream.
+
+    A caption that belongs to several images is right for each of them. With several processes each passes its own
+    part of the data and all get the result of the whole.
+
+    Args:
+        model: An open_clip model, on `device`; its mode is restored at the end.
+        stream: The batches of images and tokens.
+        tokenizer: From prompts to tokens (B, L).
+        device: Where the model is.
+        precision: "fp32", "bf16" or "fp16".
+        zero_shot: "scenes", "imagenet:FOLDER" or None; see `ClipConfig`.
+        transform: From a PIL image to a tensor, for the images of a folder.
+        workers: Worker processes that read the images of a folder.
+        place: Number of this process and number of processes.
+        progress: Show a bar.
+
+    Returns:
+        The figures.
+
+    Raises:
+        ValueError: If the stream is empty, or an image of it has no zero-shot class.
+    """
+    device = torch.device(device)
+    was_training = model.training
+    model.eval()
+    try:
+        images, texts, tokens, kept = _embed(model, stream, device, precision, progress)
+        first = rank_matches(images, texts, tokens)
+        second = rank_matches(texts, images, tokens)
+        guesses = None
+        if zero_shot is not None:
+            with autocast(device, precision):
+                if zero_shot == "scenes":
+                    guesses = _classify_scenes(model, tokenizer, images, tokens)
+                else:
+                    folder = zero_shot.partition(":")[2]
+                    assert transform is not None
+                    batches = _folder_batches(folder, transform, workers, place)
+                    guesses = _classify_folder(model, tokenizer, tqdm(batches, disable=not progress), device)
+    finally:
+        model.train(was_training)
+    return ClipResult(
+        image_to_text_r1=_share(first < 1),
+        image_to_text_r5=_share(first < 5),
+        text_to_image_r1=_share(second < 1),
+        text_to_image_r5=_share(second < 5),
+        samples=len(tokens),
+        zero_shot_top1=None if guesses is None else guesses[0],
+        zero_shot_top5=None if guesses is None else guesses[1],
+        kept=kept,
+    )
+
+
+def rank_matches(queries: Tensor, found: Tensor, tokens: Tensor) -> Tensor:
+    """Return how many wrong entries come before the best right one of each query; a tie counts against the query.
+
+    Args:
+        queries: Embeddings (N, D), of length 1.
+        found: Embeddings (N, D) of the other kind; entry `i` belongs to query `i`.
+        tokens: The captions' tokens (N, L): entries whose caption equals the query's are right, too.
+
+    Returns:
+        Ranks from 0, int64 (N,).
+
+    Example:
+        >>> rank_matches(torch.eye(3), torch.eye(3).roll(1, 0), torch.arange(3)[:, None])
+        tensor([2, 2, 2])
+    """
+    same = torch.unique(tokens, dim=0, return_inverse=True)[1].to(queries.device)
+    ranks = []
+    for first in range(0, len(queries), _ROWS):
+        similarity = queries[first : first + _ROWS] @ found.T
+        right = same[first : first + _ROWS, None] == same[None]
+        best = similarity.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
+        # Written so that what is not a number counts as before.
+        ranks.append((~right & ~(similarity < best)).sum(1))
+    return torch.cat(ranks)
+
+
+def _embed(
+    model: nn.Module, stream: BatchStream, device: torch.device, precision: str, progress: bool
+) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
+    """Return all processes' image and text embeddings, tokens and kept shares."""
+    names = list(routed_blocks(model)) if is_routed(model) else []
+    sums = torch.zeros(1 + len(names), dtype=torch.float64, device=device)
+    parts: list[list[Tensor]] = []
+    batches: Iterable[tuple[Tensor, Tensor]] = stream.batches(0)
+    for images, texts in tqdm(
+        batches, total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False
+    ):
+        moved = images.to(device, non_blocking=True), texts.to(device, non_blocking=True)
+        with autocast(device, precision), traced(model, bool(names)) as routings:
+            found = model(*moved)
+        parts.append([found["image_features"].float(), found["text_features"].float(), moved[1]])
+        shares = [routings[name].keep_BN.double().mean() for name in names]
+        sums += len(images) * torch.stack([torch.ones((), dtype=torch.float64, device=device), *shares])
+    whole = _gather([torch.cat(column) for column in zip(*parts)] if parts else [])
+    if not whole:
+        raise ValueError("the evaluation stream holds no pairs")
+    count, *kept = sum_over_processes(sums).tolist()
+    images, texts, tokens = whole
+    return images, texts, tokens, {name: share / count for name, share in zip(names, kept, strict=True)}
+
+
+def _gather(parts: list[Tensor]) -> list[Tensor]:
+    """Concatenate each tensor over all processes, which may hold different numbers of rows."""
+    if not dist.is_initialized():
+        return parts
+    everything: list[list[Tensor]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everything, [part.cpu() for part in parts])
+    device = parts[0].device if parts else torch.device("cpu")
+    return [torch.cat(column).to(device) for column in zip(*(one for one in everything if one))]
+
+
+def _classifier(model: Any, tokenizer: Tokenizer, names: Sequence[str], templates: Sequence[Any]) -> Tensor:
+    from open_clip import build_zero_shot_classifier
+
+    device = next(model.parameters()).device
+    weights: Tensor = build_zero_shot_classifier(model, tokenizer, names, templates, device=device)
+    return weights.float()
+
+
+def _classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Tensor) -> tuple[float, float]:
+    """Guess the first digit of each scene; its class is that of the prompt that equals its caption."""
+    names, templates = zero_shot_prompts()
+    prompts = tokenizer([template.format(name) for name in names for template in templates])
+    places = {tuple(row): place // len(templates) for place, row in enumerate(prompts.tolist())}
+    classes = [places.get(tuple(row)) for row in tokens.tolist()]
+    if None in classes:
+        raise ValueError(f"pair {classes.index(None)} has a caption of another kind than the embedded set's")
+    logits = images @ _classifier(model, tokenizer, names, templates)
+    return _top(logits, torch.tensor(classes, device=images.device))
+
+
+def _folder_batches(
+    folder: str, transform: Transform, workers: int, place: tuple[int, int]
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return the batches of this process of the images in FOLDER/CLASS/."""
+    from open_clip import IMAGENET_CLASSNAMES
+    from torch.utils.data import DataLoader, Subset
+    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
+
+    data = ImageFolder(folder, transform=transform)
+    if len(data.classes) != len(IMAGENET_CLASSNAMES):
+        raise ValueError(
+            f"{folder!r} holds {len(data.classes)} classes, ImageNet's validation set has {len(IMAGENET_CLASSNAMES)}"
+        )
+    mine = Subset(data, range(place[0], len(data), place[1]))
+    loader: Iterable[tuple[Tensor, Tensor]] = DataLoader(mine, batch_size=64, num_workers=workers)
+    return loader
+
+
+def _classify_folder(
+    model: Any, tokenizer: Tokenizer, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
+) -> tuple[float, float]:
+    """Classify images by open_clip's ImageNet names and templates."""
+    from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
+
+    weights = _classifier(model, tokenizer, IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, classes in batches:
+        logits = model.encode_image(images.to(device), normalize=True).float() @ weights
+        first, five = _top(logits, classes.to(device))
+        sums += len(images) * torch.tensor([first, five, 1.0], dtype=torch.float64, device=device)
+    first, five, count = sum_over_processes(sums).tolist()
+    return first / count, five / count
+
+
+def _top(logits: Tensor, classes: Tensor) -> tuple[float, float]:
+    hits = logits.topk(5, dim=1).indices == classes[:, None]
+    return _share(hits[:, 0]), _share(hits.any(1))
+
+
+def _share(hits: Tensor) -> float:
+    return 100 * float(hits.double().mean())

@@ -1,0 +1,200 @@
+"""From a config to the objects that train on pairs: open_clip's model, transforms, tokeniser and losses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import open_clip
+from open_clip.loss import SigLipLoss
+from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from mmod import route_
+from mmod.data.readers.pairs import Tokenizer, Transform
+from mmod.training.engine.checkpoint import find_weights
+from mmod.training.engine.distributed import Process
+from mmod.training.pairs.config import ClipConfig, ClipModelConfig
+from mmod.values import refuse_unknown
+
+__all__ = ["create_clip_loss", "create_clip_model", "create_clip_models", "create_transforms", "save_dense_clip"]
+
+
+def create_clip_models(config: ClipConfig) -> tuple[nn.Module, nn.Module | None]:
+    """Make the model to train and its teacher, on the CPU and from the weights the config names.
+
+    A dense checkpoint is loaded before routing, so the dense teacher is what the model was when routing began. A
+    checkpoint with router weights is loaded after routing.
+
+    Args:
+        config: The run's config.
+
+    Returns:
+        The model, and the frozen teacher in eval mode or None.
+
+    Raises:
+        ValueError: If open_clip does not know the name, or the checkpoint does not fit the model.
+        FileNotFoundError: If the checkpoint is not there.
+    """
+    model = create_clip_model(config.model)
+    is_coca = isinstance(model, open_clip.CoCa)
+    if is_coca != (config.loss == "coca"):
+        raise ValueError(f"loss={config.loss!r} does not fit a {type(model).__name__}: 'coca' is for CoCa models alone")
+    if config.loss == "siglip" and getattr(model, "logit_bias", None) is None:
+        raise ValueError("loss='siglip' needs a model with a logit bias: set init_logit_bias in the model's config")
+    routers = _load(model, config.model.checkpoint) if config.model.checkpoint is not None else None
+    teacher = _create_teacher(config, model)
+    parts = config.routing_configs()
+    if parts:
+        route_(model, **parts)
+    if routers:
+        missing = [name for name in model.state_dict() if ".router" in name and name not in routers]
+        unknown = model.load_state_dict(routers, strict=False).unexpected_keys
+        if missing or unknown:
+            raise ValueError(
+                f"checkpoint {config.model.checkpoint!r} was routed in another way: it lacks {missing[:3]} and has "
+                f"{unknown[:3]} that the model does not know"
+            )
+    if config.grad_checkpointing:
+        model.set_grad_checkpointing(True)
+    return model, teacher
+
+
+def create_clip_model(config: ClipModelConfig) -> Any:
+    """Make the dense open_clip model that a config names, without its checkpoint.
+
+    Args:
+        config: Name and, where it is a new one, the JSON file that describes it.
+
+    Returns:
+        The model, in training mode.
+
+    Raises:
+        FileNotFoundError: If the JSON file is not there.
+        ValueError: If open_clip does not know the name; similar names are listed.
+    """
+    if config.config is not None:
+        path = Path(config.config)
+        if not path.is_file():
+            raise FileNotFoundError(f"no model config at {config.config!r}")
+        if path.stem != config.name:
+            raise ValueError(f"{config.config!r} describes a model of the name {path.stem!r}, not {config.name!r}")
+        if path.stem not in open_clip.list_models():
+            open_clip.add_model_config(path)
+    if ":" not in config.name and config.name not in open_clip.list_models():
+        import difflib
+
+        near = difflib.get_close_matches(config.name, open_clip.list_models(), n=5, cutoff=0.5)
+        hint = f"near ones: {', '.join(near)}" if near else "open_clip.list_models() lists the known ones"
+        raise ValueError(f"open_clip knows no model {config.name!r}; {hint}")
+    return open_clip.create_model(config.name, pretrained=config.pretrained, output_dict=True)
+
+
+def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> tuple[Transform, Transform, Tokenizer]:
+    """Make open_clip's transforms and tokeniser of a model.
+
+    Args:
+        model: The model.
+        name: Its name.
+        augment: Fields of `AugmentationCfg`; None prepares training images as those for evaluation.
+
+    Returns:
+        Transform of training images, transform of evaluation images, tokeniser.
+
+    Raises:
+        ValueError: If a field is unknown; the valid ones are named.
+    """
+    preprocess = PreprocessCfg(**model.visual.preprocess_cfg)
+    known = [field.name for field in dataclasses.fields(AugmentationCfg)]
+    refuse_unknown("field of augment", augment or {}, known)
+    evaluation: Transform = image_transform_v2(preprocess, is_train=False)
+    training = evaluation
+    if augment is not None:
+        training = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(**augment))
+    return training, evaluation, open_clip.get_tokenizer(name)
+
+
+def create_clip_loss(kind: str, process: Process) -> nn.Module:
+    """Make the loss of open_clip that a config names.
+
+    Several processes compute the loss of their own rows against all gathered features and pass gradients through the
+    gathering, so that together they do what one process would on the whole batch.
+
+    Args:
+        kind: "clip", "siglip" or "coca".
+        process: This process.
+    """
+    place: dict[str, Any] = {"rank": process.rank, "world_size": process.world}
+    gathering = {"local_loss": True, "gather_with_grad": True, **place} if process.world > 1 else place
+    if kind == "siglip":
+        loss: nn.Module = SigLipLoss(**place)
+    elif kind == "coca":
+        loss = open_clip.CoCaLoss(caption_loss_weight=2.0, clip_loss_weight=1.0, **gathering)
+    else:
+        loss = open_clip.ClipLoss(**gathering)
+    return loss
+
+
+def create_distill_loss(process: Process) -> nn.Module:
+    """Make open_clip's distillation loss, gathered like `create_clip_loss`."""
+    place: dict[str, Any] = {"rank": process.rank, "world_size": process.world}
+    gathering = {"local_loss": True, "gather_with_grad": True} if process.world > 1 else {}
+    loss: nn.Module = open_clip.DistillClipLoss(**gathering, **place)
+    return loss
+
+
+def save_dense_clip(model: Any, name: str, folder: Path) -> None:
+    """Write a dense model as open_clip does, so that `open_clip.create_model("local-dir:FOLDER")` reads it.
+
+    Args:
+        model: The model.
+        name: Its name, which open_clip knows.
+        folder: Where it goes; made when it is not there.
+    """
+    from open_clip.push_to_hf_hub import save_config_for_hf
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_config_for_hf(model, folder / "open_clip_config.json", model_config=open_clip.get_model_config(name))
+    state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+    save_file(state, folder / "open_clip_model.safetensors")
+
+
+def clamp_scale(model: Any) -> None:
+    """Keep the logit scale at 100 at most, as CLIP and open_clip do after each step."""
+    model.logit_scale.data.clamp_(0, math.log(100))
+
+
+def _load(model: Any, checkpoint: str) -> dict[str, Tensor]:
+    """Load the dense part of a checkpoint, and return the weights of its routers."""
+    file = find_weights(checkpoint)
+    if file.suffix in (".npz", ".npy"):
+        open_clip.load_checkpoint(model, str(file))
+        return {}
+    state = open_clip.factory.load_state_dict(str(file), weights_only=True)
+    routers = {name: value for name, value in state.items() if ".router" in name}
+    try:
+        if routers:
+            model.load_state_dict({name: value for name, value in state.items() if name not in routers})
+        else:
+            open_clip.load_checkpoint(model, str(file), strict=True, weights_only=True)
+    except RuntimeError as error:
+        raise ValueError(f"checkpoint {checkpoint!r} does not fit the model: {error}") from error
+    return routers
+
+
+def _create_teacher(config: ClipConfig, dense: nn.Module) -> nn.Module | None:
+    """Make the frozen teacher that the config names; `dense` is the model before routing."""
+    name = config.teacher()
+    if name is None:
+        return None
+    if name == "dense":
+        teacher = copy.deepcopy(dense)
+    else:
+        teacher = create_clip_model(dataclasses.replace(config.model, checkpoint=None, pretrained=None))
+        if _load(teacher, name):
+            raise ValueError(f"teacher {name!r} is routed; distill from a dense model")
+    return teacher.eval().requires_grad_(False)

@@ -1,0 +1,154 @@
+"""What a batch of image-text pairs is worth: contrastive loss, distillation and auxiliary objectives as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmod import auxiliary_loss
+from mmod.training.image.task import Pass, Task, autocast
+from mmod.training.pairs.model import clamp_scale
+
+__all__ = ["ClipTask"]
+
+Features = dict[str, Tensor]
+_SCALARS = ("logit_scale", "logit_bias")
+
+
+class ClipTask(Task):
+    """An open_clip model with its criterion and, where there is one, its teacher and auxiliary objectives.
+
+    Several batches of one optimiser step are one batch as far as negatives go: features of all are computed first,
+    without gradients, then each batch is passed again and compared with the others' features. That takes a second
+    forward pass and no more memory than one batch, and gives the gradients of the one large batch.
+
+    Args:
+        model: The open_clip model, made with `output_dict=True`.
+        criterion: A loss of open_clip.
+        teacher: A frozen model whose similarities are imitated, or None.
+        distiller: open_clip's distillation loss; needed with a teacher.
+        distill_weight: Weight of that term.
+        auxiliary: Whether the routed model's auxiliary objectives are added.
+        precision: "fp32", "bf16" or "fp16"; losses are computed in fp32.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: nn.Module,
+        *,
+        teacher: nn.Module | None = None,
+        distiller: nn.Module | None = None,
+        distill_weight: float = 1.0,
+        auxiliary: bool = False,
+        precision: str = "fp32",
+    ) -> None:
+        super().__init__(model)
+        self.criterion = criterion
+        self.teacher = teacher
+        self.distiller = distiller
+        self.distill_weight = distill_weight
+        self.auxiliary = auxiliary
+        self.precision = precision
+
+    def train(self, mode: bool = True) -> ClipTask:
+        """Set the mode of the model; the teacher stays in eval mode."""
+        super().train(mode)
+        if self.teacher is not None:
+            self.teacher.eval()
+        return self
+
+    def passes(self, group: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Pass]:
+        """Yield one pass for each batch, which knows the features of the others; see `Task.passes`."""
+        moved = [tuple(part.to(device, non_blocking=True) for part in batch) for batch in group]
+        if len(moved) == 1:
+            yield Pass((*moved[0], [], 0), 1.0, len(moved[0][0]))
+            return
+        # Each batch draws the same in both of its passes (dropout, random routing).
+        seed = torch.initial_seed()
+        cached: list[Features] = []
+        for index, (images, texts) in enumerate(moved):
+            torch.manual_seed(seed + index)
+            with torch.no_grad(), autocast(device, self.precision):
+                features = self._encode(images, texts)
+            cached.append({name: value for name, value in features.items() if value.ndim})
+        for index, (images, texts) in enumerate(moved):
+            torch.manual_seed(seed + index)
+            yield Pass((images, texts, cached, index), 1.0, len(images))
+
+    def after_step(self) -> None:
+        """Keep the logit scale within CLIP's bound."""
+        clamp_scale(self.model)
+
+    def forward(self, images: Tensor, texts: Tensor, cached: list[Features], index: int) -> dict[str, Tensor]:
+        """Compute the loss of a step with the gradients of one of its batches.
+
+        Args:
+            images: (B, C, H, W).
+            texts: Tokens (B, L).
+            cached: Features of all batches of the step, without gradients; empty when it has one batch.
+            index: Which of them this batch is.
+
+        Returns:
+            "loss" to differentiate; its parts "contrastive", "caption", "distillation" and "auxiliary" as far as they
+            exist; and "scale", the factor of the similarities.
+        """
+        with autocast(images.device, self.precision):
+            features = self._encode(images, texts, cached[index] if cached else {})
+            parts = {"auxiliary": auxiliary_loss(self.model)} if self.auxiliary else {}
+        scalars: Features = {name: features.pop(name) for name in _SCALARS if name in features}
+        # Every pass sees the whole step's loss, so each gives scale and bias its share of their gradients.
+        scalars = {name: _scale_gradient(value, 1 / max(1, len(cached))) for name, value in scalars.items()}
+        share = len(images) / max(len(images), sum(len(one["image_features"]) for one in cached))
+        joined = _join(features, cached, index)
+        parts |= self._losses(joined, scalars)
+        weights = {"distillation": self.distill_weight, "auxiliary": share}
+        loss = torch.stack([weights.get(name, 1.0) * part.float() for name, part in parts.items()]).sum()
+        return {"loss": loss, **parts, "scale": scalars["logit_scale"].detach()}
+
+    def _encode(self, images: Tensor, texts: Tensor, known: Features | None = None) -> Features:
+        """Return what the losses take of a batch, the teacher's features from `known` when they are there."""
+        found: Features = dict(self.model(images, texts))
+        if self.teacher is None:
+            return found
+        with torch.no_grad():
+            own = known if known else _of_teacher(self.teacher(images, texts))
+            scale = self.teacher.get_parameter("logit_scale").exp().reshape(())
+        names = ("dist_image_features", "dist_text_features")
+        return {**found, **{name: own[name] for name in names}, "dist_logit_scale": scale}
+
+    def _losses(self, features: Features, scalars: Features) -> Features:
+        taught = {name: features.pop(name) for name in list(features) if name.startswith("dist_")}
+        found = self.criterion(**features, **scalars, output_dict=True)
+        if isinstance(found, Tensor):
+            found = {"contrastive_loss": found}
+        parts = {name.removesuffix("_loss"): value for name, value in found.items()}
+        if taught:
+            assert self.distiller is not None
+            pairs = {name: features[name] for name in ("image_features", "text_features")}
+            both = self.distiller(**pairs, logit_scale=scalars["logit_scale"], **taught, output_dict=True)
+            parts["distillation"] = both["distill_loss"]
+        return parts
+
+
+def _of_teacher(output: dict[str, Any]) -> Features:
+    return {f"dist_{name}": output[name] for name in ("image_features", "text_features")}
+
+
+def _join(features: Features, cached: list[Features], index: int) -> Features:
+    """Put this batch's features, which have gradients, among those of the step's other batches, in fp32."""
+    joined = {}
+    for name, own in features.items():
+        whole = own
+        if own.ndim and cached:
+            whole = torch.cat([own if place == index else one[name] for place, one in enumerate(cached)])
+        joined[name] = whole.float() if whole.is_floating_point() else whole
+    return joined
+
+
+def _scale_gradient(value: Tensor, factor: float) -> Tensor:
+    """Return the value with its gradient weighed by a factor."""
+    return value.detach() + factor * (value - value.detach())

@@ -1,0 +1,1 @@
+"""Trade-off studies: dense, routed and control models compared."""

@@ -1,0 +1,266 @@
+"""The runs of a study, one after another or in processes side by side, under a bar that says how long it will take."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from tqdm import tqdm
+
+from mmod.data.loader import BatchStream
+from mmod.training.engine.recipe import Recipe
+
+__all__ = ["Crew", "Job", "Tick", "counted", "in_words"]
+
+Config = TypeVar("Config")
+Result = TypeVar("Result")
+# Told the share of a run that is done, from 0 to 1.
+Tick = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Job(Generic[Config]):
+    """One training run of a study.
+
+    Args:
+        name: Its name in the study.
+        router: Its series.
+        capacity: Capacity that the study gives its routed blocks; 1 where it gives none.
+        seed: Its seed.
+        config: How it is trained.
+        given: It is not trained but evaluated as its starting weights and its routing leave it.
+        work: How long it takes, in any unit that all runs of the study share.
+    """
+
+    name: str
+    router: str
+    capacity: float
+    seed: int
+    config: Config
+    given: bool = False
+    work: float = 1.0
+
+
+@dataclass
+class Crew:
+    """Does the runs of a study.
+
+    Args:
+        processes: Runs done side by side, each in a process of one thread; 1 does them in this process with torch's
+            threads.
+        progress: Show a bar over all of them.
+
+    Attributes:
+        cpu: CPU seconds that each process has used so far, by its id.
+    """
+
+    processes: int = 1
+    progress: bool = True
+    cpu: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU seconds that this process and its workers have used so far."""
+        return sum((self.cpu | {os.getpid(): time.process_time()}).values())
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self.progress:
+            tqdm.write(line)
+
+    def run(
+        self, work: Sequence[Job[Config]], do: Callable[[Job[Config], Tick], Result]
+    ) -> Iterator[tuple[Job[Config], Result]]:
+        """Do the runs and yield each with its result as soon as it has one.
+
+        Args:
+            work: The runs. All runs of a seed wait for its first, from whose weights they start.
+            do: Does one; a function of a module, since other processes import it.
+        """
+        with _Bar(work, self.progress) as bar:
+            yield from self._in_turn(work, do, bar) if self.processes == 1 else self._side_by_side(work, do, bar)
+
+    def _in_turn(
+        self, work: Sequence[Job[Config]], do: Callable[[Job[Config], Tick], Result], bar: _Bar
+    ) -> Iterator[tuple[Job[Config], Result]]:
+        for index, job in enumerate(work):
+            bar.begin(index)
+            result = do(job, lambda share, index=index: bar.update(index, share))  # type: ignore[misc]
+            bar.update(index, 1.0)
+            yield job, result
+
+    def _side_by_side(
+        self, work: Sequence[Job[Config]], do: Callable[[Job[Config], Tick], Result], bar: _Bar
+    ) -> Iterator[tuple[Job[Config], Result]]:
+        context = multiprocessing.get_context("spawn")
+        reports = context.SimpleQueue()
+        before = multiprocessing.active_children()
+        pool = ProcessPoolExecutor(self.processes, context, _start_worker, (reports,))
+        first = {job.seed: index for index, job in reversed(list(enumerate(work)))}
+        running: dict[Future[Result], int] = {}
+        waiting, finished = list(range(len(work))), set[int]()
+        try:
+            while waiting or running:
+                ready = [i for i in waiting if i == first[work[i].seed] or first[work[i].seed] in finished]
+                for index in ready[: self.processes - len(running)]:
+                    waiting.remove(index)
+                    running[pool.submit(_work, do, work[index], index)] = index
+                    bar.begin(index)
+                done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+                self._read(reports, bar)
+                for future in done:
+                    index = running.pop(future)
+                    finished.add(index)
+                    bar.update(index, 1.0)
+                    yield work[index], future.result()
+        except BaseException:
+            # Runs can be resumed: what others are still doing is not waited for.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - set(before):
+                process.terminate()
+            raise
+        pool.shutdown()
+
+    def _read(self, reports: Any, bar: _Bar) -> None:
+        while not reports.empty():
+            index, share, process, seconds = reports.get()
+            self.cpu[process] = seconds
+            bar.update(index, share)
+
+
+class _Bar:
+    """One bar over all runs, with the time that is left at the rate measured so far."""
+
+    def __init__(self, work: Sequence[Job[Any]], progress: bool) -> None:
+        self.work = work
+        self.shares = [0.0] * len(work)
+        self.total = sum(job.work for job in work)
+        self.started: tuple[float, float] | None = None
+        layout = "study:{percentage:3.0f} % |{bar}| {desc}"
+        self.bar = tqdm(total=self.total, bar_format=layout, disable=not progress)
+        self.shown = 0.0
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    @property
+    def done(self) -> float:
+        """The work done so far."""
+        return sum(job.work * share for job, share in zip(self.work, self.shares))
+
+    def begin(self, index: int) -> None:
+        """Name the run that begins."""
+        job = self.work[index]
+        self.name = f"{job.name}, seed {job.seed}"
+        self._show()
+
+    def update(self, index: int, share: float) -> None:
+        """Take in how much of a run is done."""
+        self.shares[index] = max(share, self.shares[index])
+        # What an earlier start has done says nothing about the rate, so the clock starts at the first report.
+        self.started = self.started or (time.perf_counter(), self.done)
+        if time.monotonic() - self.shown > 0.5:
+            self._show()
+
+    def _show(self) -> None:
+        self.shown = time.monotonic()
+        self.bar.n = self.done
+        self.bar.set_description_str(f"{self.name}, {self._left()}")
+
+    def _left(self) -> str:
+        done = self.done
+        if self.started is None or done <= self.started[1]:
+            return "time left: measuring"
+        seconds = time.perf_counter() - self.started[0]
+        return in_words(seconds * (self.total - done) / (done - self.started[1]))
+
+
+def in_words(seconds: float) -> str:
+    """Say how much time is left.
+
+    Args:
+        seconds: The time.
+
+    Example:
+        >>> in_words(20), in_words(250), in_words(9000)
+        ('less than a minute left', 'about 4 minutes left', 'about 2.5 hours left')
+    """
+    if seconds < 60:
+        return "less than a minute left"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"about {minutes} minute{'' if minutes == 1 else 's'} left"
+    return f"about {seconds / 3600:.1f} hours left"
+
+
+class _CountedStream:
+    """A stream of batches that tells how much of a run it has given out."""
+
+    def __init__(self, stream: BatchStream, epochs: int, tick: Tick) -> None:
+        self.stream, self.epochs, self.tick = stream, epochs, tick
+        self.steps_per_epoch, self.num_samples = stream.steps_per_epoch, stream.num_samples
+        self.report = stream.report
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the batches of an epoch."""
+        total = self.epochs * self.steps_per_epoch
+        for step, batch in enumerate(self.stream.batches(epoch, start), epoch * self.steps_per_epoch + start):
+            yield batch
+            self.tick(min(1.0, (step + 1) / total))
+
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe[Any, Any])
+
+
+def counted(recipe: AnyRecipe, tick: Tick) -> AnyRecipe:
+    """Let a recipe's training batches tell how much of the run is done; return the recipe.
+
+    Args:
+        recipe: A kind of training, changed in place.
+        tick: Told the share that is done.
+    """
+    create = recipe.create_streams
+
+    def create_streams(process: Any, model: torch.nn.Module) -> tuple[BatchStream, BatchStream]:
+        train, test = create(process, model)
+        return _CountedStream(train, recipe.config.epochs, tick), test
+
+    recipe.create_streams = create_streams  # type: ignore[method-assign]
+    return recipe
+
+
+_reports: Any = None
+
+
+def _start_worker(reports: Any) -> None:
+    global _reports
+    _reports = reports
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Leave no run behind when the study is killed; it goes on from its last checkpoint."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(do: Callable[[Job[Config], Tick], Result], job: Job[Config], index: int) -> Result:
+    def tick(share: float) -> None:
+        _reports.put((index, share, os.getpid(), time.process_time()))
+
+    result = do(job, tick)
+    tick(1.0)
+    return result

@@ -1,0 +1,182 @@
+"""FLOPs and activation memory against torch's own counter and hand-computed cases."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import timm
+import torch
+
+import mmod
+from mmod.analysis import flops, trace
+from mmod.analysis.memory import ActivationMemory
+from tests.counting import flop_counter
+
+# Small versions of every kind of block that can be routed: name, image side, further arguments.
+MODELS = {
+    "vit": ("vit_tiny_patch16_224", 64, {}),
+    "vit-patch32": ("vit_small_patch32_224", 96, {"depth": 2}),
+    "deit": ("deit_tiny_patch16_224", 64, {"depth": 2}),
+    "deit-distilled": ("deit_tiny_distilled_patch16_224", 64, {"depth": 2}),
+    "deit3-layerscale": ("deit3_small_patch16_224", 64, {"depth": 2}),
+    "registers": ("vit_small_patch14_reg4_dinov2", 56, {"depth": 2}),
+    "swiglu": ("vit_giant_patch14_dinov2", 56, {"depth": 2, "embed_dim": 192, "num_heads": 3}),
+    "siglip-attention-pool": ("vit_base_patch16_siglip_224", 64, {"depth": 2, "embed_dim": 192, "num_heads": 3}),
+    "aimv2": ("aimv2_large_patch14_224", 56, {"depth": 2, "embed_dim": 192, "num_heads": 3}),
+    "qk-norm": ("vit_tiny_patch16_224", 64, {"depth": 2, "qk_norm": True}),
+    "parallel-scaling": ("vit_base_patch16_xp_224", 64, {"depth": 2, "embed_dim": 192, "num_heads": 3}),
+    "parallel-things": ("vit_small_patch16_18x2_224", 64, {"depth": 2, "embed_dim": 192, "num_heads": 3}),
+    "post-norm": ("vit_base_patch32_plus_256", 64, {"depth": 2, "embed_dim": 192, "num_heads": 3}),
+    "eva": ("eva02_tiny_patch14_224", 56, {"depth": 2}),
+    "eva-post-norm": ("eva02_small_patch14_224", 56, {"depth": 2, "use_post_norm": True}),
+    "dinov3": ("vit_small_patch16_dinov3", 64, {"depth": 2}),
+    "pe": ("vit_pe_core_tiny_patch16_384", 64, {"depth": 2}),
+    "rope-mixed": ("vit_small_patch16_rope_mixed_224", 64, {"depth": 2}),
+    "rope-axial": ("vit_small_patch16_rope_224", 64, {"depth": 2}),
+    "beit-shared-bias": (
+        "beit_base_patch16_224",
+        64,
+        {"depth": 2, "use_rel_pos_bias": False, "use_shared_rel_pos_bias": True, "embed_dim": 192, "num_heads": 3},
+    ),
+    "naflexvit": ("naflexvit_base_patch16_gap", 64, {"depth": 2, "embed_dim": 192, "num_heads": 3}),
+    "naflexvit-rope": ("naflexvit_base_patch16_par_gap", 64, {"depth": 2, "embed_dim": 192, "num_heads": 3}),
+}
+
+
+def make(case: str) -> tuple[torch.nn.Module, int]:
+    name, side, arguments = MODELS[case]
+    if not name.startswith("naflex"):
+        arguments = {"img_size": side, **arguments}
+    return timm.create_model(name, num_classes=10, **arguments).eval(), side
+
+
+def counted(model: torch.nn.Module, side: int, image: torch.Tensor | None = None) -> int:
+    with flop_counter() as counter:
+        model(torch.rand(1, 3, side, side) if image is None else image)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_equals_torchs_counter_dense_and_routed(case: str) -> None:
+    model, side = make(case)
+    dense = flops(model, side)
+    assert dense.dense == dense.routed
+    assert dense.dense == pytest.approx(counted(model, side), rel=0.005)
+    for router, context in (("attention", "kept"), ("linear", "kept"), ("linear", "all")):
+        mmod.route_(model, mmod.RoutingConfig(router=router, capacity=0.5, context=context))
+        report = flops(model, side)
+        assert report.routed == pytest.approx(counted(model, side), rel=0.005)
+        assert report.dense == dense.dense
+        assert report.routed < report.dense
+        mmod.unroute_(model)
+
+
+def test_attention_written_out_is_counted_too() -> None:
+    model, side = make("vit")
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    assert flops(model, side).dense == counted(model, side) == flops(make("vit")[0], side).dense
+
+
+def test_shared_probabilities_spend_no_importance_flops() -> None:
+    model, side = make("vit")
+    report = flops(mmod.route_(model), side)
+    with torch.no_grad():
+        assert counted(model, side) == report.routed - report.importance
+
+
+def test_a_block_by_hand() -> None:
+    model, side = make("vit")
+    report = flops(mmod.route_(model, mmod.RoutingConfig(router="linear", capacity=0.5)), side)
+    dim, tokens, kept = 192, 17, 8
+
+    def block(n: int) -> int:
+        return 2 * n * dim * (3 * dim + dim + 8 * dim) + 4 * n * n * dim
+
+    routed = report.blocks[1]
+    assert (routed.name, routed.tokens, routed.kept) == ("blocks.1", tokens, kept)
+    assert routed.dense == block(tokens)
+    assert routed.router == 2 * tokens * dim
+    assert routed.routed == block(kept) + routed.router
+    assert report.blocks[0].importance == 0
+    mmod.unroute_(model)
+    to_all = flops(mmod.route_(model, mmod.RoutingConfig(router="linear", context="all")), side).blocks[1]
+    own = 2 * kept * dim * (dim + dim + 8 * dim) + 4 * kept * tokens * dim
+    assert to_all.routed == own + 2 * tokens * dim * 2 * dim + to_all.router
+    importance = flops(mmod.route_(make("vit")[0]), side).blocks[0].importance
+    assert importance == 2 * tokens * tokens * dim
+
+
+def test_the_model_is_left_alone() -> None:
+    model, side = make("rope-mixed")
+    mmod.route_(model)
+    before = {name: (value.data_ptr(), value.device.type) for name, value in model.state_dict().items()}
+    flops(model, side)
+    assert {name: (value.data_ptr(), value.device.type) for name, value in model.state_dict().items()} == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert all(block.mod.routing is None for block in mmod.routed_blocks(model).values())
+
+
+def test_threshold_needs_what_was_kept() -> None:
+    model, side = make("vit")
+    mmod.route_(model, mmod.RoutingConfig(router="norm", select="threshold", threshold=1.0))
+    with pytest.raises(ValueError, match=r"blocks\.1, .* give kept"):
+        flops(model, side)
+    with pytest.raises(ValueError, match=r"names no share for blocks\.11"):
+        flops(model, side, kept={"blocks.1": 0.5})
+    with pytest.raises(ValueError, match=r"must be in \(0, 1\], got 2"):
+        flops(model, side, kept=2.0)
+    image = torch.rand(1, 3, side, side)
+    with trace(model) as decisions, torch.no_grad():
+        model(image)
+    traced = flops(model, side, kept=decisions)
+    slots = {name: int(routing.keep_BN.sum()) for name, routing in decisions.items()}
+    assert {row.name: row.kept for row in traced.blocks if row.name in slots} == slots
+    assert traced.routed == counted(model, side, image)
+    assert flops(model, side, kept=0.5).blocks[1].kept == 8
+
+
+def test_errors_name_what_is_wrong() -> None:
+    model, side = make("vit")
+    with pytest.raises(ValueError, match="kept belongs to threshold routing"):
+        flops(mmod.route_(model), side, kept=0.5)
+    with pytest.raises(ValueError, match=r"input_size must be .* got \(3, 64\)"):
+        flops(model, (3, 64))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot route ResNet"):
+        flops(timm.create_model("resnet18"), 64)
+
+
+def test_an_operation_without_a_formula_raises() -> None:
+    model, side = make("vit")
+    model.norm = torch.nn.Module()
+    model.norm.forward = lambda x: torch.einsum("bnd->bnd", x)
+    with pytest.raises(ValueError, match="cannot count the FLOPs of einsum"):
+        flops(model, side)
+
+
+def test_report_prints_and_saves() -> None:
+    report = flops(mmod.route_(make("vit")[0], mmod.RoutingConfig(router="linear")), 64)
+    text = str(report)
+    assert "blocks.11" in text
+    assert f"{report.speedup:.3f} times fewer FLOPs" in text
+    assert f"{report.parameters:,} parameters, {6 * 192:,} of them in routers" in text
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["routed"] == sum(row["routed"] for row in plain["blocks"]) + plain["rest"]["routed"]
+
+
+def test_memory_follows_what_is_held() -> None:
+    x, weight = torch.zeros(4, 256, device="meta"), torch.zeros(256, 256, device="meta", requires_grad=True)
+    with ActivationMemory([x, weight]) as memory:
+        y = torch.relu(x @ weight.t())
+    kilobyte = 4 * 256
+    assert memory.peak == 2 * 4 * kilobyte
+    assert memory.live == 4 * kilobyte, "relu saves its result alone"
+    del y
+    assert memory.live == 0
+
+
+def test_routing_saves_memory_for_training() -> None:
+    report = flops(mmod.route_(make("vit")[0], mmod.RoutingConfig(capacity=0.125)), 64)
+    assert 0 < report.training_bytes < report.dense_training_bytes
+    assert report.activation_bytes < report.training_bytes

@@ -1,0 +1,66 @@
+"""FLOPs of a prefill against torch's own counter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import mmod
+from mmod.analysis.prefill import prefill_flops
+from tests.adapters.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
+
+CONFIGS = {
+    "linear": mmod.RoutingConfig(router="linear", capacity=(0.5, 0.25), blocks=(1, 2), init_std=0.2),
+    "frames": mmod.preset("videollm-mod", capacity=0.34, blocks=(0, 3)),
+    "shared": mmod.RoutingConfig(router="linear", shared=True, blocks="all", init_std=0.2),
+    "random": mmod.RoutingConfig(router="random", capacity=0.5),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llava", "llava-qwen2", "llava-next"])
+@pytest.mark.parametrize("method", CONFIGS)
+def test_counts_equal_those_of_torch(name: str, method: str) -> None:
+    model: Any = mmod.route_(make_joint(name, attention="eager"), language=CONFIGS[method])
+    batch = prompt(name, (2,))
+    images, tokens = int((batch["input_ids"] == IMAGE).sum()), batch["input_ids"].shape[1]
+    report = prefill_flops(model, tokens - images, [images // 2] * 2)
+    with FlopCounterMode(display=False) as counter:
+        model(**batch, logits_to_keep=1)
+    counts = counter.get_flop_counts()
+    for row, layer in zip(report.layers, model.model.language_model.layers):
+        counted = sum(counts[f"{type(model).__name__}.{row.name}"].values())
+        # The product of tokens and one vector is no product of matrices to torch.
+        assert row.routed - row.router == counted, row.name
+        assert layer is model.get_submodule(row.name)
+    assert str(report).splitlines()[-1].startswith(f"a prompt of {tokens} tokens, {images} of images")
+
+
+def test_cache_share_is_the_kept_share() -> None:
+    model = mmod.route_(make_joint("llava"), language=CONFIGS["linear"])
+    report = prefill_flops(model, 5, PATCHES)
+    kept = [5 + PATCHES, 5 + int(PATCHES * 0.5), 5 + int(PATCHES * 0.25), 5 + PATCHES]
+    assert report.cache_share == pytest.approx(sum(kept) / (4 * (5 + PATCHES)))
+    assert report.dense == prefill_flops(mmod.unroute_(model), 5, PATCHES).routed
+    assert report.share < 1
+
+
+@pytest.mark.parametrize("protected", [0, 4, 10])
+def test_protected_text_is_counted_as_kept(protected: int) -> None:
+    model = mmod.route_(make_joint("llava"), language=mmod.RoutingConfig(router="linear", blocks=(1,), tokens="all"))
+    report = prefill_flops(model, 10, PATCHES, protected_tokens=protected)
+    assert report.layers[1].kept == protected + (10 + PATCHES - protected) // 2
+    with pytest.raises(ValueError, match="protected_tokens=11"):
+        prefill_flops(model, 10, PATCHES, protected_tokens=11)
+
+
+def test_thresholds_need_the_kept_share() -> None:
+    model = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear", select="threshold"))
+    with pytest.raises(ValueError, match="give kept"):
+        prefill_flops(model, 10)
+    assert prefill_flops(model, 10, kept=0.5).layers[1].kept == 5
+    with pytest.raises(ValueError, match="at least one token"):
+        prefill_flops(model, 0)

@@ -1,0 +1,74 @@
+"""Prefill and decoding are timed of right models only, and the cache's bytes are the kept share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmod.benchmarks import GenerationConfig, SuiteConfig, WrongOutputError, benchmark_generation
+from mmod.benchmarks.generation.models import GenerationModels
+from mmod.benchmarks.suite import Bar
+from mmod.planning.presets import PRESETS
+
+TINY: dict[str, Any] = {
+    "image_tokens": [24], "text_tokens": 8, "batch_sizes": [2], "hidden": 64, "layers": 6, "vocabulary": 50,
+    "seconds": 0.0, "rounds": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_passes_and_caches_what_it_keeps(name: str) -> None:
+    models = GenerationModels(GenerationConfig(presets=[name], **TINY, train=True), 24, 2)
+    models.check()
+    with torch.no_grad():
+        found = models.cached(name)
+        assert models.train_flop_speedup(name) > 1
+    assert found.share == pytest.approx(found.slots / 32)
+    assert 0 < found.share < 1 < found.flop_speedup
+
+
+def test_a_report_names_every_cell(tmp_path: Path) -> None:
+    sizes = {**TINY, "batch_sizes": [1, 2]}
+    config = GenerationConfig(presets=["p-mod", "a-mod"], **sizes, train=True, out=str(tmp_path))
+    report = benchmark_generation(config, progress=False)
+    rows = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
+    assert [(row["batch_size"], row["preset"]) for row in rows] == [(b, p) for b in (1, 2) for p in config.presets]
+    assert all(row["of_flops"] == row["speedup"]["median"] / row["flop_speedup"] for row in rows)
+    assert all(row["train_of_flops"] == row["train"]["median"] / row["train_flop_speedup"] for row in rows)
+    assert report.markdown() == (tmp_path / "benchmark.md").read_text()
+    bar = Bar(name="prefill", parts=["a"], column="of_flops", at_least=0.0, where={"preset": ["p-mod"]})
+    assert bar.judge(rows).rows == 2
+    assert SuiteConfig(generation=[GenerationConfig(out="a")], bars=[bar]).bars == [bar]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("mmod.blocks.decoder.merge", "against dense"), ("mmod.adapters.transformers.layers._rows", "against dense|pass")],
+)
+def test_a_wrong_path_is_never_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str, message: str
+) -> None:
+    wrong = {"merge": lambda x, z, y, routing: x, "_rows": lambda table, index: table[:, : index.shape[1]]}
+    monkeypatch.setattr(target, wrong[target.rpartition(".")[2]])
+    monkeypatch.setattr("mmod.analysis.timing._time_on_cpu", lambda *_: pytest.fail("timed"))
+    with pytest.raises(WrongOutputError, match=message):
+        benchmark_generation(GenerationConfig(presets=["p-mod"], **TINY, out=str(tmp_path)), progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"presets": []}, "at least one"),
+        ({"presets": ["nope"]}, "preset must be one of 'mod', .* got 'nope'"),
+        ({"hidden": 100}, "multiple of 64"),
+        ({"text_tokens": 0}, "positive"),
+    ],
+)
+def test_wrong_use_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GenerationConfig(**changes)

@@ -1,0 +1,270 @@
+"""Every op is checked against float64 before it is timed, bounds count what must be moved, and killed runs go on."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+
+import mmod
+from mmod.benchmarks import (
+    Bar,
+    BenchmarkConfig,
+    OpBenchmarkConfig,
+    OpSize,
+    SuiteConfig,
+    WrongOutputError,
+    benchmark_ops,
+    benchmark_suite,
+)
+from mmod.benchmarks.models.benchmark import _Bench
+from mmod.benchmarks.ops import benchmark as op_benchmark
+from mmod.benchmarks.ops import roofline
+from mmod.benchmarks.ops.baselines import packed_rivals
+from mmod.benchmarks.ops.benchmark import _calls, check_case
+from mmod.benchmarks.ops.cases import CASES, make_case
+from mmod.benchmarks.ops.roofline import Rates, Work
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+TINY = OpSize(images=3, tokens=11, heads=2, head_channels=8, capacity=0.3)
+SUITES = sorted((ROOT / "configs" / "benchmark").glob("*.yaml"))
+
+
+@pytest.fixture
+def small_controls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates mean nothing here, so their measurement may be quick."""
+    for sizes in (roofline.COPIED_BYTES, roofline.FLUSHED_BYTES):
+        monkeypatch.setitem(sizes, "cpu", 1 << 16)
+    monkeypatch.setitem(roofline.PRODUCT_SIDE, "cpu", 16)
+
+
+def config(tmp_path: Path, **options: Any) -> OpBenchmarkConfig:
+    quick: dict[str, Any] = {"sizes": [TINY], "backends": ["auto", "torch"], "seconds": 0.0, "rounds": 2}
+    return OpBenchmarkConfig(**{**quick, "out": str(tmp_path / "out"), **options})
+
+
+def check(op: str, size: OpSize, dtype: torch.dtype, train: bool, backends: list[Any], compiled: bool = False) -> None:
+    case = make_case(op, size, dtype, CPU)
+    options = OpBenchmarkConfig(backends=backends, compiled=compiled)
+    calls, left_out = _calls(options, op, case, case.learns if train else ())
+    assert not left_out
+    assert len(calls) == (len(backends) + len(case.rivals)) if not compiled else len(calls) > len(backends)
+    check_case(op, case, calls, dtype, train)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["forward", "train"])
+@pytest.mark.parametrize("op", CASES)
+def test_every_implementation_is_right(op: str, train: bool) -> None:
+    sizes = [
+        TINY,
+        OpSize(images=1, tokens=1, heads=1, head_channels=4),
+        OpSize(images=2, tokens=9, heads=3, head_channels=5, capacity=1.0),
+    ]
+    for size in sizes:
+        check(op, size, torch.float32, train, ["auto", "torch"])
+    check(op, TINY, torch.bfloat16, train, ["auto"])
+
+
+@pytest.mark.parametrize("op", ["gather_rows", "merge_rows"])
+def test_forced_kernels_are_checked_too(op: str) -> None:
+    check(op, OpSize(images=1, tokens=5, heads=1, head_channels=8), torch.float32, True, ["triton"])
+
+
+def test_compiled_forms_are_checked_too() -> None:
+    check("gather_rows", TINY, torch.float32, False, ["torch"], compiled=True)
+
+
+@pytest.mark.parametrize(
+    ("op", "target", "message"),
+    [
+        ("gather_rows", "mmod.ops.reference.gather_rows", "gather_rows by auto, result 0"),
+        ("merge_rows", "mmod.ops.reference.lerp_rows", "merge_rows by torch, result 0|merge_rows by auto, result 0"),
+    ],
+)
+@pytest.mark.usefixtures("small_controls")
+def test_a_wrong_op_is_never_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, op: str, target: str, message: str
+) -> None:
+    right = mmod.ops.reference.gather_rows if "gather" in target else mmod.ops.reference.lerp_rows
+    monkeypatch.setattr(target, lambda *args: right(*args) * 1.001)
+    monkeypatch.setattr(op_benchmark, "interleave", lambda *_, **__: pytest.fail("timed"))
+    with pytest.raises(WrongOutputError, match=message):
+        benchmark_ops(config(tmp_path, ops=[op]), progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_gradients_are_found() -> None:
+    case = make_case("gather_norm", TINY, torch.float32, CPU)
+    calls, _ = _calls(OpBenchmarkConfig(backends=["torch"]), "gather_norm", case, case.learns)
+    right = calls["torch"]
+    off: dict[str, Any] = {"half": lambda: (*right()[:2], *(0.5 * gradient for gradient in right()[2:]))}
+    with pytest.raises(WrongOutputError, match="gather_norm by half, result 2"):
+        check_case("gather_norm", case, off, torch.float32, True)
+
+
+@pytest.mark.usefixtures("small_controls")
+def test_a_killed_benchmark_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = config(tmp_path, ops=["gather_rows", "scatter_rows"], step=["forward"])
+    run, seen = op_benchmark._run, []
+
+    def killed_at_the_second(config: Any, op: str, *rest: Any) -> Any:
+        seen.append(op)
+        if seen == ["gather_rows", "scatter_rows"]:
+            raise KeyboardInterrupt
+        return run(config, op, *rest)
+
+    monkeypatch.setattr(op_benchmark, "_run", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark_ops(options, progress=False)
+    with pytest.raises(ValueError, match=r"begun with other rounds \(2, now 3\)"):
+        benchmark_ops(config(tmp_path, ops=["gather_rows", "scatter_rows"], step=["forward"], rounds=3))
+    unfinished = tmp_path / "out" / "unfinished.jsonl"
+    unfinished.write_text(unfinished.read_text() + '{"run": "cut of')
+    report = benchmark_ops(options, progress=False)
+    assert seen == ["gather_rows", "scatter_rows", "scatter_rows"], "the first run is not repeated"
+    assert {row.to_dict()["op"] for row in report.rows} == {"gather_rows", "scatter_rows"}
+    assert not unfinished.exists()
+    with pytest.raises(FileExistsError, match=r"benchmark\.json exists"):
+        benchmark_ops(options, progress=False)
+
+
+@pytest.mark.usefixtures("small_controls")
+def test_rows_hold_bound_rival_and_what_was_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(ROOT / "tools" / "benchmark.py"))["main"]
+    out = tmp_path / "out"
+    main([
+        "ops", "--ops=[packed_attention, attention_with_importance]", "--step=[forward]", "--dtypes=[bfloat16]",
+        "--sizes=[{images: 2, tokens: 9, heads: 2, head_channels: 8}]", "--backends=[auto, triton]", "--seconds=0",
+        "--rounds=2", f"--out={out}",
+    ])  # fmt: skip
+    assert (out / "benchmark.md").read_text() in capsys.readouterr().out
+    saved = json.loads((out / "benchmark.json").read_text())
+    rows = {(row["op"], row["path"]): row for row in saved["rows"]}
+    kernel = rows["packed_attention", "triton"]
+    assert kernel["ms"] is None
+    assert "bfloat16" in kernel["left_out"]
+    assert any(note.startswith("Left out: packed_attention") for note in saved["notes"])
+    timed = rows["packed_attention", "auto"]
+    assert timed["rival"] in packed_rivals([1], CPU, torch.float32)
+    assert rows["attention_with_importance", "auto"]["rival"] in ("attention alone", "map of all pairs")
+    assert rows["packed_attention", "padded"]["rival"] is None
+    assert timed["of_bound"]["median"] > 0
+    assert timed["extra_bytes"] >= 0
+
+
+def test_bounds_count_what_must_be_moved_and_computed() -> None:
+    size = OpSize(images=2, tokens=10, heads=2, head_channels=8, capacity=0.5)
+    row, index = 16 * 2, 2 * 5 * 8
+    works = {op: make_case(op, size, torch.bfloat16, CPU) for op in CASES}
+    assert works["gather_rows"].forward == Work(2 * 2 * 5 * row + index)
+    assert works["scatter_rows"].forward == Work(2 * 2 * 10 * row + index)
+    assert works["attention_with_importance"].forward.flops == 4 * 2 * 2 * 10 * 10 * 8
+    assert works["routed_attention"].forward.flops == 4 * 2 * 2 * 5 * 5 * 8
+    assert works["routed_attention_all"].forward.flops == 4 * 2 * 2 * 5 * 10 * 8
+    for op, case in works.items():
+        tensors = [value for value in case.inputs.values() if isinstance(value, torch.Tensor)]
+        assert 0 < case.forward.bytes <= 2 * (sum(t.nbytes for t in tensors) + 2 * 10 * row + 2 * 10 * 4), op
+    rates = Rates(bytes=100.0, flops=1000.0)
+    assert rates.bound_ms(Work(bytes=200, flops=1000)) == 2.0
+    assert rates.limit(Work(bytes=200, flops=1000)) == "copy"
+    assert rates.limit(Work(bytes=200, flops=3000)) == "matmul"
+
+
+def test_config_names_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"unknown ops \['gather'\]; valid are gather_rows"):
+        OpBenchmarkConfig(ops=["gather"])
+    with pytest.raises(ValueError, match="sizes must name at least one value"):
+        OpBenchmarkConfig(sizes=[])
+    with pytest.raises(ValueError, match="tokens must be positive, got 0"):
+        OpSize(images=1, tokens=0)
+    with pytest.raises(ValueError, match="needs either at_least or at_most"):
+        Bar(name="both", parts=["a"], column="ms", at_least=1, at_most=2)
+    part = OpBenchmarkConfig(out="a")
+    with pytest.raises(ValueError, match=r"names columns \['of_free'\]; a has"):
+        SuiteConfig(ops=[part], bars=[Bar(name="b", parts=["a"], column="of_free", at_least=1)])
+    with pytest.raises(ValueError, match="is set for 'b'; parts are a"):
+        SuiteConfig(ops=[part], bars=[Bar(name="b", parts=["b"], column="of_bound", at_least=1)])
+    with pytest.raises(ValueError, match="each with an out folder of its own"):
+        SuiteConfig(ops=[part], models=[BenchmarkConfig(out="a")])
+
+
+@pytest.mark.usefixtures("small_controls")
+def test_a_suite_judges_its_bars_and_measures_no_part_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny_ops = config(tmp_path, ops=["gather_rows"], step=["forward"], out="ops")
+    tiny_models = BenchmarkConfig(
+        model="test_vit", model_args={"img_size": 64}, routers=["linear"], capacities=[0.25], batch_sizes=[2],
+        execution=["eager"], step=["train"], seconds=0, rounds=2, out="models",
+    )  # fmt: skip
+    bars = [
+        Bar(name="easy", parts=["ops"], where={"path": ["auto", "torch"]}, column="of_bound", at_least=0),
+        Bar(name="hard", parts=["models"], column="of_free", at_least=1000),
+        Bar(name="memory", parts=["models"], column="peak_of_bound", at_most=10),
+        Bar(name="elsewhere", parts=["ops"], where={"op": "merge_rows"}, column="of_bound", at_least=0),
+    ]
+    suite = SuiteConfig(ops=[tiny_ops], models=[tiny_models], bars=bars, out=str(tmp_path / "suite"))
+    with monkeypatch.context() as patch:
+        patch.setattr(_Bench, "run", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            benchmark_suite(suite, progress=False)
+    monkeypatch.setattr(op_benchmark, "interleave", lambda *_, **__: pytest.fail("measured twice"))
+    report = benchmark_suite(suite, progress=False)
+    verdicts = [row.cells()[:2] for row in report.rows]
+    assert verdicts[0] == ("easy", "met")
+    assert verdicts[1][1].startswith("missed by ")
+    assert verdicts[2:] == [("memory", "met"), ("elsewhere", "not measured")]
+    assert (tmp_path / "suite" / "models" / "benchmark.md").exists()
+    with pytest.raises(FileExistsError, match=r"benchmark\.json exists"):
+        benchmark_suite(suite, progress=False)
+
+
+@pytest.mark.usefixtures("small_controls")
+def test_a_suite_goes_on_past_a_part_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "benchmark.py"))
+    command = ["suite", "--config", str(tmp_path / "suite.yaml")]
+    part = {"sizes": [asdict(TINY)], "backends": ["auto"], "step": ["forward"], "seconds": 0.0, "rounds": 2}
+    bars = [{"name": op, "parts": [op], "column": "of_bound", "at_least": 0} for op in ("gather_rows", "merge_rows")]
+    parts = [{**part, "ops": [op], "out": op} for op in ("gather_rows", "merge_rows")]
+    (tmp_path / "suite.yaml").write_text(json.dumps({"ops": parts, "bars": bars, "out": str(tmp_path / "out")}))
+    with monkeypatch.context() as patch:
+        right = mmod.ops.reference.gather_rows
+        patch.setattr("mmod.ops.reference.gather_rows", lambda *args: right(*args) * 1.001)
+        with pytest.raises(SystemExit, match="parts of the suite failed: gather_rows: WrongOutputError"):
+            tool["main"](command)
+    report = json.loads((tmp_path / "out" / "benchmark.json").read_text())
+    assert [row["met"] for row in report["rows"]] == [False, True]
+    assert report["notes"][0].startswith("gather_rows failed: WrongOutputError: gather_rows by auto")
+    assert report["notes"][0] in capsys.readouterr().out
+    tool["main"](command)
+    report = json.loads((tmp_path / "out" / "benchmark.json").read_text())
+    assert [row["met"] for row in report["rows"]] == [True, True]
+    assert not report["notes"]
+    with pytest.raises(FileExistsError, match=r"benchmark\.json exists"):
+        tool["main"](command)
+
+
+@pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
+def test_suites_are_read_strictly_and_name_their_command(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "benchmark.py"))
+    seen: list[SuiteConfig] = []
+
+    class Printed:
+        def markdown(self) -> str:
+            return ""
+
+    modes = {**tool["MODES"], "suite": (SuiteConfig, lambda suite: seen.append(suite) or Printed(), "")}
+    monkeypatch.setitem(tool["main"].__globals__, "MODES", modes)
+    tool["main"](["suite", "--config", str(path)])
+    relative = path.relative_to(ROOT)
+    assert f"python tools/benchmark.py suite --config {relative}" in path.read_text()
+    assert [bar.name for bar in seen[0].bars] == [bar["name"] for bar in yaml.safe_load(path.read_text())["bars"]]
+    assert seen[0].out == f"runs/benchmark/{path.stem}"

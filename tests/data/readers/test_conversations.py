@@ -1,0 +1,380 @@
+"""Conversations: what is accepted, what is refused, and how labels are placed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmod.data.convert.conversations import ConvertConversationsConfig, convert_conversations
+from mmod.data.corrupt import CorruptDataError
+from mmod.data.readers.chat import IGNORED, ChatCollator
+from mmod.data.readers.conversations import ConversationsConfig, Talk, open_conversations
+from mmod.data.readers.records import Message, check_record
+from mmod.training.chat.model import create_word_processor
+
+
+def said(*texts: str, roles: tuple[str, str] = ("human", "gpt")) -> list[dict[str, str]]:
+    return [{"from": roles[place % 2], "value": text} for place, text in enumerate(texts)]
+
+
+SOUND: dict[str, Any] = {"id": "0", "image": "a.png", "conversations": said("<image>\nwhich is the 7 ?", "3")}
+FAULTS: dict[str, dict[str, Any]] = {
+    "no list": {"id": "1"},
+    "nothing is said": {"id": "1", "conversations": []},
+    "valid: human": {"id": "1", "conversations": [{"from": "robot", "value": "hi"}]},
+    "is empty": {"id": "1", "conversations": said("which is the 7 ?", " ")},
+    "no answer": {"id": "1", "conversations": said("which is the 7 ?")},
+    "a question must come first": {"id": "1", "conversations": said("3", "no", roles=("gpt", "human"))},
+    "0 <image> for 1 images": {"id": "1", "image": "a.png", "conversations": said("which is the 7 ?", "3")},
+    "2 <image> for 1 images": {"id": "1", "image": "a.png", "conversations": said("<image> <image> a ?", "3")},
+    "1 <image> for 0 images": {"id": "1", "conversations": said("<image> a ?", "3")},
+    "outside a question": {"id": "1", "image": "a.png", "conversations": said("a ?", "<image>")},
+    "a path or a list": {"id": "1", "image": 7, "conversations": said("<image> a ?", "3")},
+    "another number of questions": {"id": "1", "kinds": ["a", "b"], "conversations": said("a ?", "3")},
+    "not of the form": {"id": "1", "conversations": ["which is the 7 ?", "3"]},
+    "not the first": {"id": "1", "conversations": [*said("a ?", "3"), {"from": "system", "value": "now"}]},
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_faults_are_named(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_record(FAULTS[message])
+
+
+def test_sound_records_pass() -> None:
+    assert check_record(SOUND) == (Message("user", "<image>\nwhich is the 7 ?"), Message("assistant", "3"))
+    several = {"image": ["a.png", "b.png"], "conversations": said("<image>\nand <image> ?", "no", "a ?", "3")}
+    assert len(check_record(several)) == 4
+    system = {"conversations": [{"from": "system", "value": "be brief"}, *said("a ?", "3")]}
+    assert check_record(system)[0].role == "system"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    Image.new("RGB", (12, 12), (255, 0, 0)).save(tmp_path / "a.png")
+    Image.new("L", (12, 24)).save(tmp_path / "b.png")
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    return tmp_path
+
+
+def write(folder: Path, records: list[Any], name: str = "all.json") -> str:
+    (folder / name).write_text(json.dumps(records))
+    return str(folder / name)
+
+
+def test_files_are_read_and_faults_counted(folder: Path) -> None:
+    path = write(folder, [SOUND, *FAULTS.values()])
+    with pytest.raises(CorruptDataError, match="no list"):
+        open_conversations(path)
+    found = open_conversations(path, ConversationsConfig(on_corrupt="skip"))
+    assert len(found) == 1
+    assert found.report.counts == {path: len(FAULTS)}
+    assert found[0].images[0].size == (12, 12)
+    lines = folder / "all.jsonl"
+    lines.write_text("\n".join(json.dumps(record) for record in [SOUND, SOUND]) + "\n")
+    assert len(open_conversations(str(lines))) == 2
+    assert [turn[2] for turn in pickle.loads(pickle.dumps(found)).turns()] == ["3"]
+
+
+def test_a_broken_image_always_stops(folder: Path) -> None:
+    path = write(folder, [{**SOUND, "image": "bad.png"}])
+    with pytest.raises(CorruptDataError, match=r"bad\.png"):
+        open_conversations(path, ConversationsConfig(on_corrupt="skip"))[0]
+
+
+def test_sources_that_are_none(folder: Path) -> None:
+    with pytest.raises(ValueError, match="must end in"):
+        open_conversations("table.csv")
+    with pytest.raises(ValueError, match="no shard matches"):
+        open_conversations(f"{folder}/none-*.tar")
+    with pytest.raises(FileNotFoundError):
+        open_conversations(f"{folder}/none.json")
+    with pytest.raises(ValueError, match="a split of"):
+        open_conversations("questions:tiny/other")
+    with pytest.raises(ValueError, match="no conversation is left"):
+        open_conversations(write(folder, [FAULTS["no list"]]), ConversationsConfig(on_corrupt="skip"))
+
+
+def test_a_damaged_shard_is_counted_once(tmp_path: Path) -> None:
+    config = ConversationsConfig(root=str(tmp_path / "set"), on_corrupt="skip")
+    whole = open_conversations("questions:tiny/test", config)
+    shard = tmp_path / "test-cut.tar"
+    data = (tmp_path / "set" / "test-000000.tar").read_bytes()
+    shard.write_bytes(data[: len(data) // 2])
+    found = open_conversations(str(shard), config)
+    assert 20 < len(found) < len(whole)
+    assert found.report.counts == {str(shard): 1}
+    with pytest.raises(CorruptDataError, match="test-cut"):
+        open_conversations(str(shard))
+
+
+TWO = {
+    "id": "2",
+    "image": ["a.png", "b.png"],
+    "conversations": said("<image> <image> which ?", "first", "sure ?", "5"),
+}
+NONE = {"id": "3", "conversations": said("which is larger , 3 or 7 ?", "7")}
+
+
+@pytest.fixture
+def talks(folder: Path) -> list[Talk]:
+    for name in ("a", "b"):
+        Image.new("RGB", (12, 12)).save(folder / f"{name}.png")
+    found = open_conversations(write(folder, [SOUND, TWO, NONE]))
+    return [found[index] for index in range(3)]
+
+
+def test_labels_stand_on_answers_alone(talks: list[Talk]) -> None:
+    processor = create_word_processor(image_size=12, patch_size=6)
+    batch = ChatCollator(processor)(talks)
+    assert batch["pixel_values"].shape == (3, 3, 12, 12)
+    images = (batch["input_ids"] == processor.image_token_id).sum(1)
+    assert images.tolist() == [4, 8, 0]
+    words = [processor.tokenizer.decode(row[row != IGNORED]) for row in batch["labels"]]
+    assert words == ["3 </s>", "first </s> 5 </s>", "7 </s>"]
+    kept = batch["labels"] != IGNORED
+    assert torch.equal(batch["labels"][kept], batch["input_ids"][kept])
+    assert not kept[batch["attention_mask"] == 0].any()
+
+
+def test_prompts_end_where_the_answer_starts(talks: list[Talk]) -> None:
+    collator = ChatCollator(create_word_processor(image_size=12, patch_size=6))
+    prompts, batch = collator.prompts(talks), collator(talks)
+    for row in range(3):
+        prompt = prompts["input_ids"][row][prompts["attention_mask"][row].bool()]
+        assert torch.equal(prompt, batch["input_ids"][row][: len(prompt)])
+        rest = batch["labels"][row][len(prompt) :]
+        assert (rest[rest != IGNORED] == batch["input_ids"][row][len(prompt) :][rest != IGNORED]).all()
+        assert rest[0] != IGNORED
+    assert prompts["attention_mask"][:, -1].all()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text() | st.sampled_from(["human", "gpt", "<image>", "\ud800", []]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["id", "image", "conversations", "kinds", "from", "value"]), inner, max_size=4
+        )
+    ),
+)
+
+
+@given(JSON, JSON, JSON)
+def test_any_json_is_sound_or_refused(record: Any, image: Any, kinds: Any) -> None:
+    answers = said("a ?", "3")
+    for value in (
+        record,
+        {**SOUND, "image": image},
+        {**SOUND, "conversations": record},
+        {"conversations": answers, "kinds": kinds},
+    ):
+        try:
+            messages = check_record(value)
+        except ValueError:
+            continue
+        assert messages[-1].role == "assistant"
+        assert all(message.text.encode() for message in messages)
+
+
+@given(st.lists(st.sampled_from(["3", "of 7", "first or second"]), min_size=1, max_size=4), st.integers(0, 2))
+def test_labels_of_random_conversations(answers: list[str], images: int) -> None:
+    processor = create_word_processor(image_size=12, patch_size=6)
+    messages = []
+    for place, text in enumerate(answers):
+        messages += [
+            Message("user", ("<image>\n" * images if not place else "") + "which is the 7 ?"),
+            Message("assistant", text),
+        ]
+    talk = Talk("x", tuple(messages), tuple(Image.new("RGB", (12, 12)) for _ in range(images)))
+    labels = ChatCollator(processor)([talk])["labels"][0]
+    assert processor.tokenizer.decode(labels[labels != IGNORED]) == " ".join(f"{text} </s>" for text in answers)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_protected_text_is_the_question_or_all_that_is_said(talks: list[Talk], packed: bool) -> None:
+    processor = create_word_processor(image_size=12, patch_size=6)
+    batches = {
+        protected: ChatCollator(processor, packed=packed, protected=protected)(talks)
+        for protected in (None, "question", "conversation")
+    }
+    plain = batches[None]
+    assert "protected_mask" not in plain
+    for batch in batches.values():
+        assert all(torch.equal(batch[name], plain[name]) for name in ("input_ids", "labels"))
+    question, conversation = (batches[name]["protected_mask"] for name in ("question", "conversation"))
+    assert torch.equal(conversation, question | (plain["labels"] != IGNORED))
+    assert not (question & (plain["labels"] != IGNORED)).any()
+    image = plain["input_ids"] == processor.image_token_id
+    padding = torch.zeros_like(image) if packed else plain["attention_mask"] == 0
+    assert torch.equal(~conversation, image | padding)
+    words = processor.tokenizer.decode(plain["input_ids"][question])
+    assert words.count("<assistant>") == words.count("<user>") == 4
+    assert "which is larger , 3 or 7 ?" in words
+    assert "first" not in words
+
+
+def test_long_conversations_are_cut_but_never_an_image(talks: list[Talk]) -> None:
+    processor = create_word_processor(image_size=12, patch_size=6)
+    whole = ChatCollator(processor)(talks[1:2])
+    cut = ChatCollator(processor, max_length=whole["input_ids"].shape[1] - 2)(talks[1:2])
+    assert processor.tokenizer.decode(cut["labels"][0][cut["labels"][0] != IGNORED]) == "first </s>"
+    assert cut["attention_mask"].shape == cut["input_ids"].shape
+    with pytest.raises(ValueError, match="cuts an image off"):
+        ChatCollator(processor, max_length=6)(talks)
+    with pytest.raises(ValueError, match="leaves no answer in '3'"):
+        ChatCollator(processor, max_length=5)(talks[2:])
+
+
+def test_templates_that_rewrite_the_past_are_refused(talks: list[Talk]) -> None:
+    processor = create_word_processor(image_size=12, patch_size=6)
+    processor.chat_template = "{{ messages | length }} " + processor.chat_template
+    with pytest.raises(ValueError, match="changes earlier turns"):
+        ChatCollator(processor)(talks[1:2])
+    processor.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        ChatCollator(processor)
+
+
+def convert(folder: Path, **changes: Any) -> Any:
+    config = ConvertConversationsConfig(f"{folder}/all.json", f"{folder}/out", **{"shard_size": 2, **changes})
+    return convert_conversations(config, progress=False)
+
+
+def test_conversion_lists_what_it_leaves_out(folder: Path) -> None:
+    bad = [{**SOUND, "image": "bad.png"}, {**SOUND, "image": "gone.png"}, *FAULTS.values()]
+    write(folder, [SOUND, TWO, *bad, NONE])
+    with pytest.raises(CorruptDataError, match="on_fault='drop'"):
+        convert(folder)
+    assert not (folder / "out" / "conversations.json").exists()
+    report = convert(folder, on_fault="drop")
+    assert (report.records, report.kept) == (len(bad) + 3, 3)
+    assert report.images == {"0": 1, "1": 1, "2": 1}
+    assert report.dropped == {"unsound record": len(FAULTS), "image cannot be decoded": 1, "image not found": 1}
+    assert json.loads((folder / "out" / "conversations.json").read_text()) == [SOUND, TWO, NONE]
+    assert len((folder / "out" / "dropped.csv").read_text().splitlines()) == 1 + len(bad)
+    found = open_conversations(str(folder / "out" / "conversations.json"), ConversationsConfig(images=str(folder)))
+    assert len(found) == 3
+
+
+def test_conversion_goes_on_where_it_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mmod.data.convert.conversations as module
+
+    write(folder, [SOUND, TWO, NONE, SOUND, {**SOUND, "id": "last"}])
+    whole = convert(folder, shards=True)
+    first = {path.name: path.read_bytes() for path in (folder / "out").glob("*.tar")}
+    shutil.rmtree(folder / "out")
+    check, seen = module._check, []
+
+    def stop_after_three(record: Any, *settings: Any) -> Any:
+        seen.append(record["id"])
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return check(record, *settings)
+
+    monkeypatch.setattr(module, "_check", stop_after_three)
+    with pytest.raises(KeyboardInterrupt):
+        convert(folder, shards=True, threads=1)
+
+    def count(record: Any, *settings: Any) -> Any:
+        seen.append(record["id"])
+        return check(record, *settings)
+
+    monkeypatch.setattr(module, "_check", count)
+    seen.clear()
+    again = convert(folder, shards=True)
+    assert again == whole
+    assert seen[0] != SOUND["id"] or len(seen) == 3
+    assert {path.name: path.read_bytes() for path in (folder / "out").glob("*.tar")} == first
+    found = open_conversations(f"{folder}/out/*.tar")
+    assert [len(found[index].images) for index in range(5)] == [1, 2, 0, 1, 1]
+
+
+SUFFIXES = (
+    "",
+    ".",
+    ".jfif",
+    ".JFIF",
+    ".jpe",
+    ".jpg",
+    ".JPG",
+    ".png",
+    ".webp",
+    ".gif",
+    ".bmp",
+    ".tif",
+    ".pgm",
+    ".dat",
+    ".a.b",
+)
+
+
+def test_shards_of_what_is_called_sound_are_read_whatever_files_are_called(folder: Path) -> None:
+    kinds = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+    names = []
+    for suffix in SUFFIXES:
+        for number, kind in enumerate(kinds):
+            names.append(f"photo{number}{suffix}")
+            Image.new("RGB", (9, 8), (20 * len(names) % 256, 200, 50)).save(folder / names[-1], format=kind)
+    records = [{**SOUND, "image": name} for name in names]
+    several = {"image": names, "conversations": said("<image>" * len(names) + " which ?", "first")}
+    path = write(folder, [*records, several])
+    assert convert(folder, shards=True).kept == len(names) + 1
+    here, there = open_conversations(path), open_conversations(f"{folder}/out/*.tar")
+    assert len(here) == len(there) == len(names) + 1
+    for index in range(len(here)):
+        assert [image.tobytes() for image in here[index].images] == [image.tobytes() for image in there[index].images]
+
+
+@pytest.mark.parametrize("on_corrupt", ["raise", "skip"])
+def test_missing_images_are_found_before_anything_is_read(folder: Path, on_corrupt: Any) -> None:
+    (folder / "sub").mkdir()
+    (folder / "gone.png").symlink_to(folder / "nowhere.png")
+    names = ["a.png", "sub/no.png", "b.png", "none/c.png", "gone.png", "sub", "../a.png", f"{folder}/b.png"]
+    path = write(folder, [{**SOUND, "id": str(place), "image": name} for place, name in enumerate(names)])
+    config = ConversationsConfig(on_corrupt=on_corrupt)
+    if on_corrupt == "raise":
+        with pytest.raises(CorruptDataError, match=r"all\.json \[1\]: image not found: .*sub/no\.png"):
+            open_conversations(path, config)
+        return
+    found = open_conversations(path, config)
+    assert [found.record(index)["key"] for index in range(len(found))] == ["0", "2", "7"]
+    assert found.report.counts == {path: 5}
+    assert "[6]: image outside the folder" in str(found.report)
+
+
+@pytest.mark.parametrize("line", [b'{"id": ', b"\xff\xfe", b"[" * 100_000, b'"\xe9"'])
+def test_broken_lines_are_named(folder: Path, line: bytes) -> None:
+    good = json.dumps(SOUND).encode()
+    path = folder / "all.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + good + b"\r\n\n" + line + b"\n" + good)
+    with pytest.raises(CorruptDataError, match=r"all\.jsonl \[1\]: line 3 is no JSON"):
+        open_conversations(str(path))
+    found = open_conversations(str(path), ConversationsConfig(on_corrupt="skip"))
+    assert (len(found), found.report.counts) == (2, {str(path): 1})
+    config = ConvertConversationsConfig(str(path), f"{folder}/out", on_fault="drop")
+    assert convert_conversations(config, progress=False).dropped == {"unsound record": 1}
+    assert "line 3 is no JSON" in (folder / "out" / "dropped.csv").read_text()
+
+
+def test_conversion_keeps_to_its_folder(folder: Path) -> None:
+    write(folder, [SOUND])
+    convert(folder)
+    with pytest.raises(FileExistsError, match="min_size"):
+        convert(folder, min_size=9)
+    (folder / "other").mkdir()
+    (folder / "other" / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match="holds no conversion"):
+        convert_conversations(ConvertConversationsConfig(f"{folder}/all.json", f"{folder}/other"), progress=False)
+    with pytest.raises(ValueError, match="on_fault"):
+        ConvertConversationsConfig("a.json", "b", on_fault="ignore")

@@ -1,0 +1,169 @@
+"""Decoding: every reader gives the same 8-bit image of a file, or says why it has none."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmod.data.corrupt import CorruptDataError, CorruptReport
+from mmod.data.loader import DataConfig, create_eval_stream
+from mmod.data.readers.conversations import ConversationsConfig, open_conversations
+from mmod.data.readers.images import EXTENSIONS, convert_image, decode_image, file_extension, open_image
+from mmod.data.readers.pairs import PairsConfig, create_eval_pairs, create_train_pairs
+from tests.data.pair_files import tokenizer, transform, write_tar
+
+RAMP = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+
+
+def encode(pixels: np.ndarray, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format=kind, **options)
+    return file.getvalue()
+
+
+def twelve_bits() -> bytes:
+    """Write a TIFF of 12 bits a pixel, which Pillow reads and does not write: 0, 16, 2048 and 4095 in one row."""
+    packed = bytes([0x00, 0x00, 0x10, 0x80, 0x0F, 0xFF])
+    tags = {256: 4, 257: 1, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: 1, 279: len(packed)}
+    entries = [tag.to_bytes(2, "little") + b"\3\0\1\0\0\0" + value.to_bytes(4, "little") for tag, value in tags.items()]
+    start = 8 + len(packed)
+    return b"II*\0" + start.to_bytes(4, "little") + packed + bytes([len(tags), 0]) + b"".join(entries) + bytes(4)
+
+
+DEEP = {
+    "png": encode(RAMP, "PNG"),
+    "tiff": encode(RAMP, "TIFF"),
+    "big-endian tiff": encode(RAMP.astype(">u2"), "TIFF"),
+    "pgm": encode(RAMP, "PPM"),
+    "jpeg 2000": encode(RAMP, "JPEG2000", irreversible=False),
+}
+UNSCALED = {
+    "float tiff": encode(RAMP.astype(np.float32) / 65535, "TIFF"),
+    "32-bit tiff": encode(RAMP.astype(np.int32), "TIFF"),
+    "pfm": encode(RAMP.astype(np.float32), "PPM"),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_16_bits_become_their_upper_8(name: str) -> None:
+    for mode in ("L", "RGB"):
+        found = np.asarray(decode_image(DEEP[name], mode))
+        assert np.array_equal(found[..., 0] if mode == "RGB" else found, RAMP >> 8)
+
+
+def test_other_depths_of_tiff() -> None:
+    assert list(decode_image(twelve_bits(), "L").tobytes()) == [0, 1, 128, 255]
+    inverted = encode(RAMP, "TIFF", tiffinfo={262: 0})
+    assert np.array_equal(np.asarray(decode_image(inverted, "L")), 255 - (RAMP >> 8))
+
+
+@given(st.integers(0, 255), st.sampled_from([1, 256, 257]))
+def test_grey_and_colour_of_16_bits_agree(value: int, scale: int) -> None:
+    # Both usual ways to write 8 bits as 16 come back as they were.
+    deep = np.full((2, 2), value * scale, np.uint16)
+    header = b"P6 2 2 65535\n" + np.repeat(deep[..., None], 3, -1).astype(">u2").tobytes()
+    grey = decode_image(encode(deep, "PNG"), "RGB")
+    assert np.asarray(grey)[0, 0, 0] == (value if scale > 1 else 0)
+    assert np.abs(np.asarray(decode_image(header, "RGB")).astype(int) - np.asarray(grey)).max() <= 1
+
+
+@pytest.mark.parametrize("name", UNSCALED)
+def test_pixels_of_unknown_range_are_no_image(name: str) -> None:
+    with pytest.raises(ValueError, match="whose range the file does not state"):
+        decode_image(UNSCALED[name], "RGB")
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])
+@pytest.mark.parametrize("target", ["L", "RGB"])
+def test_images_of_8_bits_are_converted_as_pillow_does(mode: str, target: str) -> None:
+    rng = np.random.default_rng(0)
+    image = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).convert(mode)
+    assert convert_image(image, target).tobytes() == image.convert(target).tobytes()
+
+
+def test_every_format_has_an_extension_that_shards_know() -> None:
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    for kind, extensions in EXTENSIONS.items():
+        assert file_extension(open_image(encode(pixels, kind))) == extensions[0]
+    several = encode(pixels, "MPO", save_all=True, append_images=[Image.fromarray(pixels)])
+    assert file_extension(open_image(several)) == "jpg"
+
+
+def test_formats_that_start_other_programs_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    import subprocess
+
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
+    monkeypatch.setattr(subprocess, "check_call", lambda *_, **__: pytest.fail("a program was started"))
+    with pytest.raises(ValueError, match="it is damaged or of none of the formats JPEG, PNG"):
+        decode_image(encode(np.zeros((8, 8, 3), np.uint8), "EPS"), "RGB")
+
+
+def read_folder(data: bytes, folder: Path, name: str, on_corrupt: Any) -> tuple[Any, CorruptReport]:
+    for label in "ab":
+        (folder / "val" / label).mkdir(parents=True)
+    (folder / "val" / "a" / "0.png").write_bytes(data)
+    (folder / "val" / "b" / "0.png").write_bytes(encode(np.zeros((256, 256), np.uint8), "PNG"))
+    unchanged = {"crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1 / 255,) * 3}
+    config = DataConfig(name, str(folder), channels=3, image_size=256, on_corrupt=on_corrupt, **unchanged)
+    stream = create_eval_stream(config)
+    return next(stream.batches(0))[0], stream.report
+
+
+def pairs(data: bytes, folder: Path) -> str:
+    folder.mkdir(exist_ok=True)
+    members = {"0.png": data, "0.txt": b"number 0", "1.png": DEEP["png"], "1.txt": b"number 1"}
+    return str(write_tar(folder / "a.tar", members))
+
+
+def read_exact(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, CorruptReport]:
+    stream = create_eval_pairs(PairsConfig(val=pairs(data, folder), on_corrupt=on_corrupt), transform, tokenizer)
+    return next(stream.batches(0))[0], stream.report
+
+
+def read_resampled(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, CorruptReport]:
+    options: dict[str, Any] = {"sampling": "resampled", "samples": 2, "batch_size": 2, "shuffle": 1}
+    config = PairsConfig(pairs(data, folder), on_corrupt=on_corrupt, **options)
+    stream = create_train_pairs(config, transform, tokenizer, 0)
+    return next(stream.batches(0))[0], stream.report
+
+
+def read_conversation(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, CorruptReport]:
+    said = [{"from": "human", "value": "<image> what ?"}, {"from": "gpt", "value": "3"}]
+    folder.mkdir(exist_ok=True)
+    (folder / "0.png").write_bytes(data)
+    (folder / "a.json").write_text(json.dumps([{"image": "0.png", "conversations": said}]))
+    found = open_conversations(f"{folder}/a.json", ConversationsConfig(on_corrupt=on_corrupt))
+    return transform(found[0].images[0])[None], found.report
+
+
+READERS = {
+    "folder": lambda *args: read_folder(*args[:2], "folder", args[2]),
+    "torch/image_folder": lambda *args: read_folder(*args[:2], "torch/image_folder", args[2]),
+    "exact pairs": read_exact,
+    "resampled pairs": read_resampled,
+    "conversation": read_conversation,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_reader_scales(name: str, tmp_path: Path) -> None:
+    images, _ = READERS[name](DEEP["png"], tmp_path, "raise")
+    assert torch.equal(images[0, 0].round(), torch.from_numpy((RAMP >> 8).astype(np.float32)))
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_reader_counts_pixels_of_unknown_range_as_a_fault(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CorruptDataError, match=r"floating-point pixels, whose range"):
+        READERS[name](UNSCALED["float tiff"], tmp_path / "raise", "raise")
+    if name != "conversation":
+        _, report = READERS[name](UNSCALED["float tiff"], tmp_path / "skip", "skip")
+        assert list(report.counts.values()) == [1]

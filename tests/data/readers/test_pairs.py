@@ -1,0 +1,229 @@
+"""Streams of pairs: who is in a batch, what is done about damage, and what a restarted stream repeats."""
+
+from __future__ import annotations
+
+import io
+import random
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmod.data.config import PairsConfig
+from mmod.data.corrupt import CorruptDataError
+from mmod.data.readers.pairs import create_eval_pairs, create_train_pairs
+from tests.data.pair_files import pair, png, tokenizer, transform, write_pairs, write_tar
+
+
+def train(config: PairsConfig, rank: int = 0, world: int = 1, seed: int = 0) -> Any:
+    return create_train_pairs(config, transform, tokenizer, seed, rank, world)
+
+
+def keys(batches: Any) -> list[int]:
+    return [key for _, tokens in batches for key in tokens[:, 0].tolist()]
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    for number in range(4):
+        write_pairs(tmp_path / f"a-{number:05d}.tar", range(10 * number, 10 * number + 10))
+    return str(tmp_path / "a-{00000..00003}.tar")
+
+
+def exact(pattern: str | list[str], **changes: Any) -> PairsConfig:
+    return PairsConfig(pattern, val=pattern, **{"batch_size": 4, **changes})
+
+
+def resampled(pattern: str | list[str], **changes: Any) -> PairsConfig:
+    options = {"batch_size": 4, "sampling": "resampled", "samples": 40, "shuffle": 12, **changes}
+    return PairsConfig(pattern, val=pattern, **options)
+
+
+def test_an_exact_epoch_has_every_pair_once_and_image_and_caption_belong_together(shards: str) -> None:
+    stream = train(exact(shards))
+    images, tokens = (torch.cat(parts) for parts in zip(*stream.batches(0)))
+    assert sorted(tokens[:, 0].tolist()) == list(range(40))
+    assert torch.equal(images[:, 0, 0, 0].long(), tokens[:, 0])
+    assert keys(stream.batches(0)) == tokens[:, 0].tolist() != keys(stream.batches(1))
+
+
+@pytest.mark.parametrize("make", [exact, resampled])
+def test_a_stream_that_goes_on_has_the_same_batches(shards: str, make: Any) -> None:
+    workers = random.Random().choice([0, 2, 3])
+    config = make(shards, workers=workers)
+    whole = keys(train(config).batches(1))
+    for start in (1, 5, 10):
+        assert keys(train(config).batches(1, start)) == whole[4 * start :], workers
+
+
+@pytest.mark.parametrize("make", [exact, resampled])
+def test_processes_share_the_work(shards: str, make: Any) -> None:
+    parts = [keys(train(make(shards, batch_size=5), rank, 2).batches(0)) for rank in range(2)]
+    assert len(parts[0]) == len(parts[1]) == 20
+    assert parts[0] != parts[1]
+    if make is exact:
+        assert sorted(parts[0] + parts[1]) == list(range(40))
+
+
+def test_one_process_and_two_see_the_same_global_batches(shards: str) -> None:
+    one = [sorted(tokens[:, 0].tolist()) for _, tokens in train(exact(shards, batch_size=8)).batches(0)]
+    parts = [train(exact(shards, batch_size=4), rank, 2).batches(0) for rank in range(2)]
+    two = [sorted(torch.cat([left, right])[:, 0].tolist()) for (_, left), (_, right) in zip(*parts)]
+    assert one == two
+
+
+def test_resampled_pipes_and_lists(tmp_path: Path, shards: str) -> None:
+    folder = Path(shards).parent
+    pattern = [f"pipe:cat {folder}/a-{{00000..00001}}.tar", str(folder / "a-00003.tar")]
+    seen = set(keys(train(resampled(pattern, samples=400)).batches(0)))
+    assert seen == {*range(20), *range(30, 40)}
+    local = set(keys(train(exact(pattern, root=str(tmp_path / "copies"))).batches(0)))
+    assert local <= seen
+    assert len(local) == 28
+
+
+def test_augmentation_draws_follow_the_place_not_the_worker(shards: str) -> None:
+    def noisy(image: Image.Image) -> Tensor:
+        return transform(image) + torch.rand(()) + random.random()
+
+    def first(workers: int) -> Tensor:
+        config = exact(shards, workers=workers)
+        return next(create_train_pairs(config, noisy, tokenizer, 0).batches(0))[0]
+
+    torch.manual_seed(9)
+    expected = torch.rand(())
+    torch.manual_seed(9)
+    assert torch.equal(first(0), first(2))
+    assert torch.equal(torch.rand(()), expected)
+
+
+def cut(data: bytes) -> bytes:
+    """Cut a PNG within its pixels."""
+    return data[: len(data) // 2]
+
+
+BROKEN = {
+    "truncated image": lambda key: {f"{key:06d}.png": cut(png(key)), f"{key:06d}.txt": f"number {key}".encode()},
+    "no image": lambda key: {f"{key:06d}.txt": f"number {key}".encode()},
+    "no caption": lambda key: {f"{key:06d}.png": png(key), f"{key:06d}.json": b"{}"},
+    "empty caption": lambda key: {f"{key:06d}.png": png(key), f"{key:06d}.txt": b" \n"},
+    "wrong encoding": lambda key: {f"{key:06d}.png": png(key), f"{key:06d}.txt": "Größe".encode("latin-1")},
+}
+REASONS = {
+    "truncated image": "cannot be decoded",
+    "no image": "needs one image and one .txt member",
+    "no caption": "needs one image and one .txt member",
+    "empty caption": "holds no text",
+    "wrong encoding": "is not UTF-8",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("make", [exact, resampled])
+def test_broken_samples_stop_or_are_counted_for_their_shard(tmp_path: Path, kind: str, make: Any) -> None:
+    members = {**pair(0), **pair(1), **BROKEN[kind](2), **pair(3), **pair(4), **pair(5)}
+    bad = write_tar(tmp_path / "a-1.tar", members)
+    write_pairs(tmp_path / "a-0.tar", range(6, 12))
+    pattern = str(tmp_path / "a-{0..1}.tar")
+    with pytest.raises(CorruptDataError, match=REASONS[kind]):
+        keys(train(make(pattern)).batches(0))
+    stream = train(make(pattern, on_corrupt="skip"))
+    seen = keys(stream.batches(0))
+    assert len(seen) == 4 * stream.steps_per_epoch
+    assert 2 not in seen
+    assert stream.report.counts == {str(bad): 1}
+    assert REASONS[kind] in str(stream.report)
+
+
+@pytest.mark.parametrize("make", [exact, resampled])
+@pytest.mark.parametrize("damage", ["cut in a member", "no end", "broken header", "empty", "no tar"])
+def test_damaged_shards_are_found(tmp_path: Path, damage: str, make: Any) -> None:
+    write_pairs(tmp_path / "a-0.tar", range(8))
+    bad = write_pairs(tmp_path / "a-1.tar", range(8, 16))
+    data = bad.read_bytes()
+    with tarfile.open(bad) as tar:
+        third = tar.getmembers()[9].offset
+    broken = data[:third] + b"\xff" * 512 + data[third + 512 :]
+    damaged = {"cut in a member": data[: third + 520], "no end": data[:third], "broken header": broken}
+    bad.write_bytes({**damaged, "empty": b"", "no tar": b"hello" * 300}[damage])
+    pattern = str(tmp_path / "a-{0..1}.tar")
+    with pytest.raises(CorruptDataError, match=r"damaged|ends at byte|holds no sample|no valid header"):
+        keys(train(make(pattern, samples=None if make is exact else 80)).batches(0))
+    stream = train(make(pattern, on_corrupt="skip", samples=None if make is exact else 80))
+    seen = set(keys(stream.batches(0)))
+    assert seen <= {*range(11)}
+    assert stream.report.counts.keys() == {str(bad)}
+
+
+@pytest.mark.parametrize("make", [exact, resampled])
+def test_a_list_that_matches_nothing_is_an_error_at_once(tmp_path: Path, make: Any) -> None:
+    with pytest.raises(ValueError, match="no shard matches"):
+        train(make(str(tmp_path / "none-{0..3}.tar")))
+    with pytest.raises(ValueError, match="no shard matches"):
+        create_eval_pairs(make(str(tmp_path / "*.tar")), transform, tokenizer)
+
+
+def test_shards_that_give_nothing_end_a_resampled_run(tmp_path: Path) -> None:
+    config = resampled("pipe:false", on_corrupt="skip", workers=1)
+    with pytest.raises(CorruptDataError, match="shards in a row gave no sample"):
+        next(train(config).batches(0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_full_pass_counts_exactly_the_good_samples(tmp_path: Path, workers: int) -> None:
+    rng = random.Random(3)
+    names, bad = list(BROKEN), 0
+    good: set[int] = set()
+    for shard in range(5):
+        members: dict[str, bytes] = {}
+        for key in range(200 * shard, 200 * shard + 200):
+            if rng.random() < 0.01:
+                members |= BROKEN[names[bad % len(names)]](key)
+                bad += 1
+            else:
+                members |= pair(key)
+                good.add(key)
+        write_tar(tmp_path / f"{shard:05d}.tar", members)
+    config = PairsConfig(val=str(tmp_path / "*.tar"), batch_size=32, workers=workers, on_corrupt="skip")
+    stream = create_eval_pairs(config, transform, tokenizer)
+    seen = keys(stream.batches(0))
+    assert bad >= 5
+    assert len(seen) == len(good) == 1000 - bad
+    assert set(seen) == good
+    assert sum(stream.report.counts.values()) == bad
+
+
+def test_open_clip_shards_with_other_members_are_read(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.new("L", (8, 8), 7).save(file, format="JPEG")
+    members = {"00000/0.JPG": file.getvalue(), "00000/0.txt": b" Zahl 7 ", "00000/0.json": b"{}", "x.md": b""}
+    path = write_tar(tmp_path / "a.tar", members, mode="w")
+    stream = create_eval_pairs(PairsConfig(val=str(path), on_corrupt="skip"), transform, tokenizer)
+    images, tokens = next(stream.batches(0))
+    assert images.shape == (1, 3, 8, 8)
+    assert tokens.tolist() == [[7]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"samples": 5}, "samples=5 with sampling='exact'"),
+        ({"sampling": "resampled"}, "samples=None with sampling='resampled'"),
+        ({"sampling": "all"}, "must be one of 'exact', 'resampled', got 'all'"),
+        ({"batch_size": 0}, "data.batch_size must be an integer of at least 1, got 0"),
+    ],
+)
+def test_wrong_configs(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PairsConfig(**fields)
+
+
+@pytest.mark.parametrize("train", ["scenes:tiny", "scenes:tiny/tests", "scenes:huge/train"])
+def test_unknown_embedded_sets(train: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"scenes:LEVEL/SPLIT|is unknown; valid: default"):
+        create_train_pairs(PairsConfig(train, root=str(tmp_path / "x")), transform, tokenizer, 0)
+    assert not (tmp_path / "x").exists()

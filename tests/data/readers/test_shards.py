@@ -1,0 +1,199 @@
+import gzip
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmod.data.corrupt import CorruptDataError, CorruptReport
+from mmod.data.readers.shards import ShardSource, expand_pattern
+from mmod.data.readers.source import UnreadableSampleError
+from tests.data.pair_files import write_tar
+
+
+def png(value: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("L", (8, 8), value).save(file, format="PNG")
+    return file.getvalue()
+
+
+def sample(key: int) -> dict[str, bytes]:
+    return {f"{key:04d}.png": png(key), f"{key:04d}.cls": str(key % 10).encode()}
+
+
+def write_samples(path: Path, keys: range) -> Path:
+    return write_tar(path, {name: data for key in keys for name, data in sample(key).items()})
+
+
+def read_all(source: ShardSource) -> list[tuple[int, int]]:
+    found = [source.read(index, "L") for index in range(len(source))]
+    return [(int(np.asarray(image)[0, 0]), label) for image, label in found]
+
+
+def test_samples_of_all_shards_in_order_and_by_number(tmp_path):
+    write_samples(tmp_path / "a-0.tar", range(5))
+    write_samples(tmp_path / "a-1.tar", range(5, 7))
+    source = ShardSource(str(tmp_path / "a-{0..1}.tar"), CorruptReport())
+    assert read_all(source) == [(key, key % 10) for key in range(7)]
+    assert source.read(6, "RGB")[0].mode == "RGB"
+
+
+def test_the_same_samples_as_webdataset_reads(tmp_path):
+    from webdataset import WebDataset
+
+    members = {"./dir/1.png": png(1), "./dir/1.cls": b"1", "__meta__": b"x", "._junk": b"", "dir/2.cls": b" 2\n"}
+    members |= {"dir/2.seg.png": png(9), "dir/2.PNG": png(2), "dir/2.json": b"{}"}
+    path = write_tar(tmp_path / "a.tar", members)
+    theirs = [
+        (int(np.asarray(Image.open(io.BytesIO(item["png"])))[0, 0]), int(item["cls"]))
+        for item in WebDataset(str(path), shardshuffle=False)
+    ]
+    assert read_all(ShardSource(str(path), CorruptReport())) == theirs == [(1, 1), (2, 2)]
+
+
+def test_patterns(tmp_path):
+    for number in range(3):
+        write_samples(tmp_path / f"train-{number}.tar", range(1))
+    train = [str(tmp_path / f"train-{number}.tar") for number in range(3)]
+    assert expand_pattern(f"{tmp_path}/train-*.tar") == train
+    assert expand_pattern(f"{tmp_path}/train-{{0..2}}.tar") == train
+    assert expand_pattern(f"file://{tmp_path}/train-[12].tar::{train[0]}") == [*train[1:], train[0]]
+    assert expand_pattern("pipe:cat {a,b}.tar") == ["pipe:cat a.tar", "pipe:cat b.tar"]
+
+
+@pytest.mark.parametrize("pattern", ["train-{0..3}.tar", "val-*.tar", ""])
+def test_a_pattern_that_matches_nothing_is_an_error(tmp_path, pattern):
+    for number in range(3):
+        write_samples(tmp_path / f"train-{number}.tar", range(1))
+    with pytest.raises(ValueError, match=r"no shard matches|names no shard"):
+        ShardSource(str(tmp_path / pattern) if pattern else "", CorruptReport())
+
+
+def test_a_shard_named_twice_is_an_error(tmp_path):
+    path = write_samples(tmp_path / "a.tar", range(1))
+    with pytest.raises(ValueError, match=r"a\.tar twice"):
+        expand_pattern(f"{path}::{tmp_path}/*.tar")
+
+
+def test_a_compressed_shard_is_an_error_even_when_skipping(tmp_path):
+    plain = write_samples(tmp_path / "a.tar", range(2))
+    packed = tmp_path / "a.tar.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    with pytest.raises(ValueError, match="is compressed; decompress it"):
+        ShardSource(str(packed), CorruptReport("skip"))
+
+
+def cut_within_member(data: bytes) -> bytes:
+    return data[: 512 * 9 + 20]
+
+
+def cut_between_members(data: bytes) -> bytes:
+    return data[: 512 * 12]
+
+
+def break_header(data: bytes) -> bytes:
+    return data[: 512 * 8] + bytes([255]) * 512 + data[512 * 9 :]
+
+
+DAMAGES = [
+    (cut_within_member, 2, "within this member"),
+    (cut_between_members, 3, "no valid header at byte 6144 of 6144"),
+    (break_header, 2, "no valid header at byte 4096"),
+    (lambda data: b"", 0, "empty file"),
+    (lambda data: b"not a tar file at all" * 100, 0, "damaged tar file"),
+    (lambda data: bytes(10240), 0, "holds no sample"),
+]
+
+
+@pytest.mark.parametrize(("damage", "left", "reason"), DAMAGES)
+def test_a_damaged_shard_raises_or_is_counted(tmp_path, damage, left, reason):
+    # One sample is four blocks: header, image, header, label.
+    good, bad = write_samples(tmp_path / "0.tar", range(2)), write_samples(tmp_path / "1.tar", range(2, 7))
+    bad.write_bytes(damage(bad.read_bytes()))
+    pattern = str(tmp_path / "*.tar")
+    with pytest.raises(CorruptDataError, match=f"1.tar.*{reason}.*on_corrupt='skip'"):
+        ShardSource(pattern, CorruptReport())
+    report = CorruptReport("skip")
+    source = ShardSource(pattern, report)
+    assert read_all(source) == [(key, key % 10) for key in range(2 + left)]
+    assert report.counts == {str(bad): 1}
+    assert str(good) not in report.counts
+    assert reason in str(report)
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        ({"0003.png": png(3)}, r"needs one image and one .cls member, has .png x 1"),
+        ({"0003.cls": b"3"}, r"has .cls x 1"),
+        ({"0003.png": png(3), "0003.jpg": png(3), "0003.cls": b"3"}, r".jpg x 1"),
+        ({"0003.png": png(3), "0003.PNG": png(3), "0003.cls": b"3"}, r".png x 2"),
+    ],
+)
+def test_an_incomplete_sample_raises_or_is_counted(tmp_path, members, reason):
+    path = write_tar(tmp_path / "a.tar", {**sample(1), **members, **sample(2)})
+    with pytest.raises(CorruptDataError, match=reason):
+        ShardSource(str(path), CorruptReport())
+    report = CorruptReport("skip")
+    assert read_all(ShardSource(str(path), report)) == [(1, 1), (2, 2)]
+    assert report.counts == {str(path): 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"0001.png": png(1)[:40]}, "image of 40 bytes cannot be decoded"),
+        ({"0001.png": b""}, "image of 0 bytes cannot be decoded"),
+        ({"0001.png": b"<html>404</html>"}, "cannot be decoded"),
+        ({"0001.cls": b"cat"}, "holds 'cat', not a class number"),
+        ({"0001.cls": b"-1"}, "holds '-1'"),
+    ],
+)
+def test_an_unreadable_sample_names_shard_member_and_reason(tmp_path, change, reason):
+    path = write_tar(tmp_path / "a.tar", {**sample(0), **sample(1), **change})
+    source = ShardSource(str(path), CorruptReport())
+    with pytest.raises(UnreadableSampleError, match=reason) as caught:
+        source.read(1, "L")
+    assert caught.value.fault.file == str(path)
+    assert caught.value.fault.sample.startswith("0001.")
+
+
+def test_a_shard_that_shrinks_later_is_an_unreadable_sample(tmp_path):
+    path = write_samples(tmp_path / "a.tar", range(3))
+    source = ShardSource(str(path), CorruptReport())
+    path.write_bytes(path.read_bytes()[:600])
+    with pytest.raises(UnreadableSampleError, match="changed since it was indexed"):
+        source.read(2, "L")
+
+
+def test_remote_shards_are_copied_once(tmp_path):
+    for number in range(2):
+        write_samples(tmp_path / f"{number}.tar", range(number * 3, number * 3 + 3))
+    pattern = f"pipe:cat {tmp_path}/{{0..1}}.tar"
+    cache = tmp_path / "cache"
+    assert len(ShardSource(pattern, CorruptReport(), cache)) == 6
+    (tmp_path / "0.tar").unlink()
+    assert read_all(ShardSource(pattern, CorruptReport(), cache)) == [(key, key) for key in range(6)]
+    with pytest.raises(ValueError, match="needs a folder"):
+        ShardSource(pattern, CorruptReport())
+
+
+def test_a_remote_shard_that_fails_leaves_no_copy(tmp_path):
+    path = write_samples(tmp_path / "0.tar", range(3))
+    with pytest.raises(OSError, match="exit"):
+        ShardSource(f"pipe:head -c 900 {path}; exit 3", CorruptReport("skip"), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_long_member_names(tmp_path):
+    name = "x" * 150
+    path = tmp_path / "a.tar"
+    for tar_format in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        with tarfile.open(path, "w", format=tar_format) as tar:
+            for key, data in ((f"{name}.png", png(5)), (f"{name}.cls", b"5")):
+                info = tarfile.TarInfo(key)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        assert read_all(ShardSource(str(path), CorruptReport())) == [(5, 5)]

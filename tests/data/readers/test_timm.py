@@ -1,0 +1,121 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmod.data import DataConfig, create_eval_stream
+from mmod.data.readers.source import UnreadableSampleError
+from mmod.data.readers.timm import TimmSource
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    for split, classes in (("train", "abc"), ("validation", "abc"), ("odd", "ac")):
+        for number, label in enumerate(classes):
+            (tmp_path / split / label).mkdir(parents=True)
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / split / label / "0.png")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("split", "folder"), [("train", "train"), ("val", "validation"), ("validation", "validation")])
+def test_a_split_is_a_folder_under_any_of_its_usual_names(root, split, folder):
+    source = TimmSource("folder", str(root), split)
+    assert [source.read(index, "RGB")[1] for index in range(len(source))] == [0, 1, 2]
+    (root / folder / "b" / "0.png").write_bytes(b"broken")
+    with pytest.raises(UnreadableSampleError, match=f"{folder}/b/0.png: image of 6 bytes"):
+        source.read(1, "RGB")
+
+
+def test_no_split_is_the_folder_itself(root):
+    assert len(TimmSource("", str(root / "odd"), "")) == 2
+
+
+def test_a_missing_split_is_an_error_not_the_whole_root(root):
+    with pytest.raises(ValueError, match=r"has no folder for the split 'test'; it has: odd, train, validation"):
+        TimmSource("folder", str(root), "test")
+    with pytest.raises(ValueError, match="is no folder"):
+        TimmSource("folder", str(root / "nowhere"), "train")
+
+
+def test_splits_with_different_classes_are_an_error_without_a_class_map(root):
+    with pytest.raises(ValueError, match=r"images of different classes.*: b only in one"):
+        TimmSource("folder", str(root), "odd")
+    source = TimmSource("folder", str(root), "odd", {"class_map": {"a": 0, "b": 1, "c": 2}})
+    assert [source.read(index, "RGB")[1] for index in range(2)] == [0, 2]
+
+
+def test_torchvision_sets_are_read_by_their_own_names(tmp_path):
+    # A CIFAR-10 test split of two images, written in the format that torchvision reads.
+    import hashlib
+    import pickle
+
+    from torchvision.datasets import CIFAR10
+
+    folder = tmp_path / CIFAR10.base_folder
+    folder.mkdir()
+    rows = np.arange(2 * 3072, dtype=np.int64).reshape(2, 3072).astype(np.uint8)
+    (folder / "test_batch").write_bytes(pickle.dumps({"data": rows, "labels": [7, 2]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    sums = {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in ("test_batch", "batches.meta")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
+        patch.setattr(CIFAR10, "train_list", [])
+        patch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": sums["batches.meta"]})
+        config = DataConfig("torch/cifar10", str(tmp_path), channels=3, crop_pct=1.0, mean=(0.0,) * 3, std=(1.0,) * 3)
+        images, classes = next(create_eval_stream(config).batches(0))
+    assert classes.tolist() == [7, 2]
+    assert np.array_equal((images[0] * 255).round().numpy().astype(np.uint8).ravel(), rows[0])
+
+
+@pytest.mark.parametrize("name", ["tfds/imagenet2012", "wds/imagenet", "hfids/user/set"])
+def test_streams_without_numbered_samples_are_refused(name):
+    with pytest.raises(ValueError, match=rf"'{name}' is a stream.*shards:PATTERN"):
+        TimmSource(name, "", "train")
+
+
+@pytest.mark.parametrize("name", ["folder", "torch/image_folder"])
+@pytest.mark.parametrize("emptied", ["train", "val"])
+def test_a_class_folder_without_images_would_shift_labels(tmp_path, name, emptied):
+    for split in ("train", "val"):
+        for label in "abc":
+            (tmp_path / split / label).mkdir(parents=True)
+            if (split, label) != (emptied, "b"):
+                Image.new("RGB", (8, 8)).save(tmp_path / split / label / "0.png")
+    (tmp_path / emptied / "b" / "note.txt").write_text("no image")
+    # torchvision itself refuses such a folder.
+    message = "only in one of them" if name == "folder" else "no valid file for the classes b"
+    config = DataConfig(name, str(tmp_path), channels=3)
+    with pytest.raises(ValueError, match=message):
+        create_eval_stream(config)
+
+
+def test_classes_are_compared_with_those_of_the_training_split_that_is_named(root):
+    TimmSource("folder", str(root), "val")
+    with pytest.raises(ValueError, match=r"validation and .*odd have images of different classes"):
+        create_eval_stream(DataConfig("folder", str(root), train_split="odd"))
+
+
+@pytest.mark.parametrize(
+    "name", ["fodler", "Folders", "digit", "shard:x.tar", "folder:x", "torch/cifar", "torch/", "torch", "hfds/", "tfds"]
+)
+def test_unknown_sources_are_refused_before_anything_is_read(root, name):
+    for make in (lambda: DataConfig(name, str(root)), lambda: TimmSource(name, str(root), "train")):
+        with pytest.raises(ValueError, match=rf"source '{name}' is unknown; valid: digits, .*folder, .*cifar10"):
+            make()
+
+
+@pytest.mark.parametrize("name", ["folder", "torch/cifar10", "torch/folder", "TORCH/MNIST", "hfds/user/set", "digits"])
+def test_known_sources_stay_possible(name):
+    assert DataConfig(name).source == name
+
+
+def test_a_torchvision_folder_never_falls_back_on_its_root(root):
+    with pytest.raises(ValueError, match=r"has no folder for the split 'test'"):
+        TimmSource("torch/image_folder", str(root), "test")
+
+
+def test_a_folder_without_any_image_is_an_error(tmp_path):
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    with pytest.raises(ValueError, match="source 'folder' cannot be read: Found 0 images"):
+        TimmSource("folder", str(tmp_path), "train")

@@ -1,0 +1,43 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from mmod.data.synthetic.digits import LEVELS, build_digits
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "datasets" / "cluttered_digits.py"), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_level_gives_defaults_and_flags_change_them(tmp_path):
+    done = run(str(tmp_path / "set"), "--level", "tiny")
+    assert done.returncode == 0, done.stderr
+    assert "train-000003.tar: 64 scenes" in done.stdout
+    # Raises if the script had built anything else.
+    build_digits(tmp_path / "set", LEVELS["tiny"])
+    done = run(str(tmp_path / "set"), "--level", "tiny", "--clutter", "1", "--scenes.train", "9")
+    assert done.returncode != 0
+    assert "clutter: 4 there, 1 asked for" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_picture_is_drawn_and_never_overwritten(tmp_path):
+    path = tmp_path / "scenes.png"
+    assert run("--montage", str(path)).returncode == 0
+    drawn = path.read_bytes()
+    assert len(drawn) < 100_000
+    assert run("--montage", str(path)).returncode != 0
+    assert path.read_bytes() == drawn
+
+
+def test_the_command_line_is_strict(tmp_path):
+    assert run(str(tmp_path / "a"), "--cluter", "3").returncode == 2
+    done = run(str(tmp_path / "a"), "--digit_size", "[20,10]")
+    assert done.returncode != 0
+    assert done.stderr.startswith("error: digit_size=(20, 10)")
+    assert not (tmp_path / "a").exists()

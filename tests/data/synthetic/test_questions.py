@@ -1,0 +1,136 @@
+"""The embedded questions: true of their images, not to be guessed, and the same bytes each time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmod.data.synthetic.digits import load_sources
+from mmod.data.synthetic.priors import measure_prior, prior_of
+from mmod.data.synthetic.question_files import build_questions, export_questions
+from mmod.data.synthetic.questions import KINDS, LEVELS, WORDS, Conversation, QuestionsConfig, compose_conversations
+
+TINY = LEVELS["tiny"]
+
+
+@pytest.fixture(scope="module")
+def talks() -> dict[str, list[Conversation]]:
+    config = replace(TINY, conversations={"train": 600, "val": 72, "test": 420})
+    return {split: list(compose_conversations(config, split)) for split in ("train", "test")}
+
+
+def answer(talk: Conversation, kind: str, question: str) -> str:
+    """Work the answer out anew from what is known of the scenes."""
+    words = question.split()
+    if kind == "text":
+        return str(max(int(word) for word in words if word.isdecimal()))
+    scene = talk.scenes[kind == "two" and "second" in words]
+    if kind == "count":
+        return str(len(scene.classes))
+    if kind in ("largest", "two"):
+        return str(scene.classes[scene.largest])
+    if kind == "read":
+        return " ".join(map(str, scene.classes))
+    place = scene.classes.index(int(words[-2]))
+    return str(scene.classes[place - 1 if "left" in words else place + 1])
+
+
+def test_answers_are_true_and_in_the_vocabulary(talks: dict[str, list[Conversation]]) -> None:
+    known = {*WORDS, *map(str, range(10))}
+    for talk in talks["train"] + talks["test"]:
+        for turn in talk.turns:
+            assert turn.answer == answer(talk, turn.kind, turn.question)
+            assert {*turn.question.split(), *turn.answer.split()} <= known
+
+
+def test_kinds_images_and_turns(talks: dict[str, list[Conversation]]) -> None:
+    assert {len(talk.scenes) for talk in talks["train"]} == {0, 1, 2}
+    assert max(len(talk.turns) for talk in talks["train"]) == TINY.turns
+    assert [talk.turns[0].kind for talk in talks["test"][: len(KINDS)]] == list(KINDS)
+    assert all(len(talk.turns) == 1 for talk in talks["test"])
+    for talk in talks["train"]:
+        assert len({turn.question for turn in talk.turns}) == len(talk.turns)
+
+
+def test_digits_do_not_overlap_and_the_largest_is_larger(talks: dict[str, list[Conversation]]) -> None:
+    for talk in talks["test"][:100]:
+        for scene in talk.scenes:
+            assert len(set(scene.classes)) == len(scene.classes)
+            assert scene.image.max() > 200
+    assert TINY.large[0] > TINY.small[1]
+
+
+def test_questions_alone_give_little_away() -> None:
+    prior = measure_prior(replace(TINY, conversations={"train": 3000, "val": 72, "test": 720}))
+    # Three counts, ten classes, and the class of the other digit; what needs no image is left out.
+    highest = {"count": 0.45, "largest": 0.2, "beside": 0.22, "read": 0.15, "two": 0.2}
+    assert {kind: prior[kind] <= share for kind, share in highest.items()} == dict.fromkeys(highest, True), prior
+
+
+def test_prior_answers_unknown_questions_by_their_kind() -> None:
+    train = [("count", "how many ?", "2"), ("count", "how many ?", "2"), ("count", "and now ?", "1")]
+    assert prior_of(train, [("count", "once more ?", "2"), ("count", "and now ?", "1"), ("new", "why ?", "so")]) == {
+        "count": 1.0,
+        "new": 0.0,
+    }
+
+
+def test_no_handwriting_crosses_splits(talks: dict[str, list[Conversation]]) -> None:
+    splits = load_sources().splits
+    for split, some in talks.items():
+        used = {source for talk in some for scene in talk.scenes for source in scene.sources}
+        assert used <= set(splits[split].tolist())
+
+
+def test_builds_are_equal_and_refuse_others(tmp_path: Path) -> None:
+    config = replace(TINY, conversations={"train": 20, "val": 7, "test": 7}, shard_size=10)
+    first, second = build_questions(tmp_path / "a", config), build_questions(tmp_path / "b", config)
+    assert first == second
+    assert build_questions(tmp_path / "a", config) == first
+    with pytest.raises(FileExistsError, match="clutter"):
+        build_questions(tmp_path / "a", replace(config, clutter=9))
+
+
+def test_json_says_what_shards_say(tmp_path: Path) -> None:
+    from mmod.data.readers.conversations import open_conversations
+
+    config = replace(TINY, conversations={"train": 40, "val": 7, "test": 7}, shard_size=30)
+    build_questions(tmp_path / "shards", config)
+    files = export_questions(tmp_path / "json", config)["files"]
+    assert {name: entry["samples"] for name, entry in files.items()} == {
+        "train.json": 40,
+        "val.json": 7,
+        "test.json": 7,
+    }
+    one, other = (open_conversations(f"{tmp_path}/{name}") for name in ("shards/train-*.tar", "json/train.json"))
+    assert len(one) == len(other) == 40
+    for index in range(40):
+        assert one[index].messages == other[index].messages
+        assert one[index].kinds == other[index].kinds
+        for left, right in zip(one[index].images, other[index].images, strict=True):
+            np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+    talks = compose_conversations(config, "train")
+    assert list(one.turns()) == [tuple(turn) for talk in talks for turn in talk.turns]
+    assert json.loads((tmp_path / "json" / "train.json").read_text())[0]["conversations"][0]["from"] == "human"
+    with pytest.raises(FileExistsError, match="not empty"):
+        export_questions(tmp_path / "json", config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"large": (12, 22)}, "apart"),
+        ({"digits": (2, 5)}, "digits"),
+        ({"shares": (0.6, 0.5)}, "shares"),
+        ({"conversations": {"train": 10}}, "conversations"),
+        ({"turns": 0}, "turns"),
+        ({"contrast": (0.9, 0.1)}, "contrast"),
+    ],
+)
+def test_wrong_parameters_are_named(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(QuestionsConfig(), **changes)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+import tarfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmod.data.synthetic.digits import SPLITS, load_sources
+from mmod.data.synthetic.scenes import LEVELS, ScenesConfig, all_kinds, build_scenes, compose_pairs
+
+TINY = LEVELS["tiny"]
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(root.iterdir())}
+
+
+def test_builds_are_equal_byte_for_byte_and_tell_open_clip_their_sizes(tmp_path: Path) -> None:
+    for name in "ab":
+        build_scenes(tmp_path / name, TINY)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    sizes = json.loads((tmp_path / "a/sizes.json").read_text())
+    assert sizes["train-00003.tar"] == 64
+    assert sum(sizes.values()) == 256 + 64 + 64
+    with tarfile.open(tmp_path / "a/val-00000.tar") as tar:
+        names = tar.getnames()
+        record = json.load(tar.extractfile("000000000.json"))  # type: ignore[arg-type]
+        text = tar.extractfile("000000000.txt").read().decode()  # type: ignore[union-attr]
+    assert sorted(names[:3]) == ["000000000.json", "000000000.png", "000000000.txt"]
+    assert record["caption"] == text
+    assert (record["width"], record["height"], record["status"]) == (48, 48, "success")
+
+
+def test_captions_tell_scenes_apart_and_none_comes_twice_where_pairs_are_looked_for() -> None:
+    captions = [kind.caption for kind in all_kinds()]
+    assert len(set(captions)) == len(captions) == 1600
+    for split in ("val", "test"):
+        counts = Counter(pair.kind.caption for pair in compose_pairs(TINY, split))
+        assert set(counts.values()) == {1}
+
+
+def test_scenes_show_what_captions_say() -> None:
+    sources = load_sources()
+    for pair in compose_pairs(replace(TINY, clutter=0), "train"):
+        assert tuple(int(sources.labels[source]) for source in pair.sources) == pair.kind.digits
+        (left, top, right, bottom), other = pair.boxes
+        if pair.kind.relation == "left of":
+            assert right <= other[0]
+        else:
+            assert bottom <= other[1]
+        for box, size in zip(pair.boxes, pair.kind.sizes):
+            low, high = TINY.large if size == "large" else TINY.small
+            assert low <= box[2] - box[0] == box[3] - box[1] <= high
+        outside = pair.image.copy()
+        outside[top:bottom, left:right] = 0
+        outside[other[1] : other[3], other[0] : other[2]] = 0
+        assert not outside.any()
+
+
+def test_no_handwriting_crosses_splits() -> None:
+    splits = load_sources().splits
+    for split in SPLITS:
+        used = {source for pair in compose_pairs(TINY, split) for source in pair.sources}
+        assert used <= set(splits[split].tolist())
+
+
+def test_clutter_stands_where_the_caption_says() -> None:
+    ink = {"clutter": [], "plain": []}
+    for pair in compose_pairs(TINY, "train"):
+        ink[pair.kind.ground].append(np.count_nonzero(pair.image))
+    assert np.mean(ink["clutter"]) > 1.2 * np.mean(ink["plain"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"large": (10, 30)}, {"small": (14, 12)}, {"contrast": (0, 1)}, {"scenes": {"train": 1, "val": 1601, "test": 1}}],
+)
+def test_wrong_parameters(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        ScenesConfig(**changes)

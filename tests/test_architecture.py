@@ -1,0 +1,200 @@
+"""The rules of the house, as tests."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mmod
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "mmod"
+LADDER = [
+    "lazy",
+    "own_folder",
+    "values",
+    "io",
+    "config",
+    "ops",
+    "routing",
+    "blocks",
+    "adapters",
+    "model",
+    "pretrained",
+    "losses",
+    "planning",
+    "analysis",
+    "registry",
+    "data",
+    "training",
+    "benchmarks",
+]
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+    if path.name != "__main__.py"
+)
+# What the package's face (`import mmod`) stands on: rungs below it may use the face itself.
+FACE = LADDER.index("analysis")
+REGISTRY = PACKAGE / "registry"
+HEAVY = ("torch", "timm", "triton", "open_clip", "transformers", "matplotlib", "webdataset", "sklearn", "torchvision")
+
+
+def imported_rungs(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mmod"):
+            parts = (node.module or "").split(".")
+            found |= {parts[1]} if len(parts) > 1 else {"face"}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("mmod.")}
+            found |= {"face" for a in node.names if a.name == "mmod"}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_each_folder_imports_only_from_those_above_it(path: Path) -> None:
+    rung = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if rung == "__init__":
+        return
+    assert rung in LADDER, f"{rung} has no place on the ladder"
+    place = LADDER.index(rung)
+    allowed = LADDER[: place + 1] + (["face"] if place > FACE else [])
+    below = [name for name in imported_rungs(path) if name not in allowed]
+    assert not below, f"{path.name} imports {below}, which stand below {rung}"
+
+
+def test_only_programs_import_the_registries() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if REGISTRY not in path.parents and PACKAGE / "training" not in path.parents:
+            assert "registry.timm" not in path.read_text(), path
+            assert "registry.open_clip" not in path.read_text(), path
+
+
+def test_import_is_lean() -> None:
+    code = f"import sys, mmod; print([m for m in {HEAVY!r} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", mmod.__all__)
+def test_public_names_say_what_they_do(name: str) -> None:
+    thing = getattr(mmod, name)
+    assert inspect.getdoc(thing), f"mmod.{name} has no docstring"
+    if inspect.isfunction(thing):
+        doc = inspect.getdoc(thing) or ""
+        for parameter in inspect.signature(thing).parameters:
+            assert f"{parameter}:" in doc, f"the docstring of mmod.{name} does not explain {parameter}"
+        assert "Returns:" in doc or "Raises:" in doc or doc.startswith("Return ")
+        assert all(p.annotation is not inspect.Parameter.empty for p in inspect.signature(thing).parameters.values())
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_and_functions_stay_short(path: Path) -> None:
+    source = path.read_text()
+    assert len(source.splitlines()) <= 420
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            doc = node.body[0].end_lineno - node.body[0].lineno + 1 if ast.get_docstring(node) else 0
+            length = (node.end_lineno or 0) - node.lineno - doc
+            assert length <= 60, f"{node.name} has {length} lines"
+
+
+def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert blocks
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block.replace("pretrained=True", "pretrained=False"), "README.md", "exec"), scope)
+
+
+def test_readme_commands_exist() -> None:
+    for script in re.findall(r"python (tools/\S+\.py|datasets/\S+\.py)", (ROOT / "README.md").read_text()):
+        assert (ROOT / script).is_file(), f"README names {script}"
+    for config in re.findall(r"configs/\S+\.yaml", (ROOT / "README.md").read_text()):
+        assert (ROOT / config).is_file(), f"README names {config}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["tools/tradeoff.py", "configs/tradeoff/digits.yaml", "--seed", "3"],
+        ["tools/benchmark.py", "models", "--batch_size", "1"],
+        ["tools/train.py", "configs/digits/dense.yaml", "--epoch", "1"],
+        ["tools/train_clip.py", "configs/clip/scenes.yaml", "--epoch", "1"],
+        ["datasets/cluttered_digits.py", "folder", "--clut", "3"],
+        ["datasets/cluttered_pairs.py", "folder", "--clut", "3"],
+        ["datasets/convert_pairs.py", "table.csv", "folder", "--resiz", "3"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_options_are_never_guessed(command: list[str]) -> None:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert command[-2].lstrip("-") in done.stderr
+    assert not (ROOT / "folder").exists()
+
+
+MISSING = """
+import runpy, sys
+sys.modules[sys.argv[1]] = None
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("open_clip", ["tools/train_clip.py", "configs/clip/scenes.yaml"]),
+        ("open_clip", ["tools/tradeoff.py", "configs/tradeoff/clip-scenes.yaml"]),
+        ("open_clip", ["tools/benchmark_pairs.py", "shards"]),
+        ("open_clip", ["tools/train_open_clip.py", "--image", "{}"]),
+        ("transformers", ["tools/finetune_vlm.py", "configs/vlm/tiny-llava.yaml"]),
+        ("transformers", ["tools/tradeoff.py", "configs/tradeoff/vlm.yaml"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
+)
+def test_tools_say_which_extra_to_install(package: str, command: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", MISSING, package, *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert f"error: this needs the package {package}, which is not installed: pip install" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("tool", ["tools/train.py", "tools/train_clip.py", "tools/finetune_vlm.py"])
+def test_help_needs_no_torch(tool: str) -> None:
+    command = [sys.executable, "-c", MISSING, "torch", tool, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "--output OUTPUT" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["tools/tradeoff.py", "configs/tradeoff/digits.yaml", "--capacities", "[0.0]"], "capacity must be in (0, 1]"),
+        (["tools/benchmark.py", "ops", "--ops", "[nope]"], "unknown ops ['nope']; valid are gather_rows"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_values_a_config_refuses_are_one_line(command: list[str], message: str) -> None:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert f"error: {message}" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,57 @@
+"""A tiny model and tiny data for tests of fine-tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmod.data.readers.conversations import ConversationsConfig
+from mmod.training.chat.config import VlmConfig, VlmModelConfig
+
+TEXT = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+    "vision_use_head": False,
+}
+MODEL = {
+    "model_type": "llava",
+    "vision_config": VISION,
+    "text_config": TEXT,
+    "vision_feature_select_strategy": "full",
+    "vision_feature_layer": -1,
+    "image_seq_length": 16,
+}
+TRAINER = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3,
+    "save_steps": 2,
+    "logging_steps": 2,
+    "train_sampling_strategy": "group_by_length",
+}
+
+
+def vlm_config(folder: Path, name: str = "run", trainer: dict[str, Any] | None = None, **changes: Any) -> VlmConfig:
+    """Return the config of a run of a few steps; the data is built in `folder` once."""
+    fields: dict[str, Any] = {
+        "output": str(folder / name),
+        "model": VlmModelConfig(config=MODEL, processor="words"),
+        "data": ConversationsConfig("questions:tiny/train", "questions:tiny/val", root=str(folder / "data")),
+        "trainer": {**TRAINER, **(trainer or {})},
+        "max_new_tokens": 3,
+        **changes,
+    }
+    return VlmConfig(**fields)

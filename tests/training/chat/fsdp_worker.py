@@ -1,0 +1,82 @@
+"""One of two processes that split a model on the CPU: `torchrun --nproc-per-node 2 fsdp_worker.py FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
+
+from mmod.blocks import RoutedBlock
+from mmod.training.chat import recipe
+from mmod.training.chat.config import VlmConfig
+from mmod.training.chat.trainer import RoutedTrainer
+from tests.training.chat.configs import vlm_config
+
+P_MOD = {"language": {"preset": "p-mod"}}
+SHARED = {
+    "language": {"preset": "gamma-mod", "depth": 6, "blocks": [1, 2], "tokens": "image", "inference_threshold": None}
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "shared": {"routing": SHARED},
+    "adapters": {"routing": P_MOD, "lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]}},
+}
+
+
+def run_config(folder: Path, name: str, processes: int) -> VlmConfig:
+    """Return a run on so many processes, split where there are several, of four conversations a step in all."""
+    fields = {"logging_steps": 1, "max_grad_norm": 0.0, "per_device_train_batch_size": 4 // processes, "use_cpu": True}
+    if processes > 1:
+        fields |= {
+            "ddp_backend": "gloo",
+            "fsdp": True,
+            "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+        }
+    data = replace(vlm_config(folder).data, val=None)
+    return vlm_config(folder, f"{name}-{processes}", fields, data=data, **RUNS[name])
+
+
+def main(folder: Path) -> None:
+    """Train every run, take its second half back, and train that again."""
+    made, split = recipe.training_arguments, []
+
+    def on_cpu(config: VlmConfig, progress: bool = True) -> Any:
+        arguments = made(config, progress)
+        # accelerate splits models on accelerators alone: this one passes for such a device.
+        assert arguments.device.type == "cpu"
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        return arguments
+
+    class Watching(RoutedTrainer):
+        def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            blocks = [module for module in model.modules() if isinstance(module, RoutedBlock)]
+            split.append(isinstance(model, FSDPModule) and all(isinstance(block, FSDPModule) for block in blocks))
+            return super().compute_loss(model, *args, **kwargs)
+
+    recipe.training_arguments, recipe.RoutedTrainer = on_cpu, Watching  # type: ignore[assignment,misc]
+    for name in RUNS:
+        config = run_config(folder, name, 2)
+        recipe.finetune(config, progress=False)
+        run = Path(config.output)
+        state = PartialState()
+        if state.is_main_process:
+            shutil.copytree(run / "model", folder / f"{name}-whole")
+            (run / "result.json").unlink()
+            shutil.rmtree(run / "model")
+            shutil.rmtree(run / "checkpoints" / "checkpoint-4")
+        state.wait_for_everyone()
+        assert not recipe.finetune(config, progress=False).reused
+    if PartialState().is_main_process:
+        (folder / "split.json").write_text(json.dumps(split))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,146 @@
+"""Recipes of 7 billion parameters: what their plans say, from published sizes and without weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from PIL import Image
+
+from mmod.training.chat.config import VlmConfig
+from mmod.training.chat.estimate import VlmPlan, plan_run
+from mmod.training.chat.model import create_word_processor
+from mmod.training.engine.parse import load_config
+
+ROOT = Path(__file__).parents[3]
+LLAMA = transformers.LlamaConfig(vocab_size=32064, max_position_embeddings=4096)  # Vicuna's sizes are the defaults
+CLIP = transformers.CLIPVisionConfig(
+    hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=336,
+    patch_size=14, projection_dim=768, vocab_size=32000,
+)  # fmt: skip
+SQUARE = {"height": 336, "width": 336}
+QWEN: dict[str, Any] = {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 128000,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+}  # fmt: skip
+QWEN_VISION = {
+    "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
+    "patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+}  # fmt: skip
+
+
+def write_model(folder: Path, recipe: str) -> None:
+    """Write config and processor of a recipe's model, as its checkpoint has them but for the words of the tokenizer."""
+    processor: Any = create_word_processor(image_size=336, patch_size=14)
+    words = processor.tokenizer
+    if recipe.startswith("qwen"):
+        words.add_tokens(["<|video_pad|>"], special_tokens=True)
+        config: Any = transformers.Qwen2_5_VLConfig(
+            text_config=QWEN, vision_config=QWEN_VISION, image_token_id=words.image_token_id,
+            video_token_id=words.convert_tokens_to_ids("<|video_pad|>"), tie_word_embeddings=False,
+        )  # fmt: skip
+        images, videos = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
+        processor = transformers.Qwen2_5_VLProcessor(images, words, videos, chat_template=processor.chat_template)
+    elif recipe.startswith("llava-next"):
+        config = transformers.LlavaNextConfig(
+            text_config=LLAMA, vision_config=CLIP, image_token_index=words.image_token_id, vision_feature_layer=-2
+        )
+        processor = transformers.LlavaNextProcessor(
+            transformers.LlavaNextImageProcessor(size={"shortest_edge": 336}, crop_size=SQUARE), words, patch_size=14,
+            vision_feature_select_strategy="default", num_additional_image_tokens=1,
+            chat_template=processor.chat_template,
+        )  # fmt: skip
+    else:
+        config = transformers.LlavaConfig(
+            text_config=LLAMA, vision_config=CLIP, image_token_index=words.image_token_id, vision_feature_layer=-2
+        )
+    config.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def plan_of(folder: Path, recipe: str, text_tokens: int) -> tuple[VlmConfig, VlmPlan]:
+    """Plan a recipe on conversations of one picture of 640 x 480 pixels and so many text tokens."""
+    write_model(folder, recipe)
+    Image.new("RGB", (640, 480)).save(folder / "a.png")
+    # Two marks of roles, a first and a last token, and an answer of one word.
+    question = " ".join(["<image>", *["what"] * (text_tokens - 5)])
+    said = [{"from": "human", "value": question}, {"from": "gpt", "value": "yes"}]
+    (folder / "all.json").write_text(json.dumps([{"id": "1", "image": "a.png", "conversations": said}] * 3))
+    config = load_config(ROOT / "configs" / "vlm" / f"{recipe}.yaml", kind=VlmConfig)
+    model = replace(config.model, checkpoint=str(folder))
+    data = replace(config.data, train=str(folder / "all.json"), images=str(folder))
+    return config, plan_run(replace(config, model=model, data=data))
+
+
+def decayed(depth: int) -> list[float]:
+    """Return p-MoD's shares of image tokens, written out from its paper."""
+    shares = [0.5 * math.cos(math.pi * layer / (depth - 1)) + 0.5 for layer in range(depth)]
+    return [1.0 if share > 0.85 else max(share, 0.15) for share in shares]
+
+
+def layer_flops(tokens: int, weights: int, width: int) -> int:
+    """Two per weight and token; two products of all pairs of tokens, each two per channel."""
+    return 2 * tokens * weights + 4 * tokens**2 * width
+
+
+LLAMA_WEIGHTS = 4 * 4096**2 + 3 * 4096 * 11008
+QWEN_WEIGHTS = 2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944
+# Rank 16 beside queries, keys, values and the output.
+QWEN_ADAPTERS = 16 * (2 * (3584 + 3584) + 2 * (3584 + 512))
+GAMMA = [1.0] * 3 + [0.7] * 28 + [1.0]
+RECIPES = {
+    # text and image tokens; shares; weights of a layer and its width; vocabulary; parameters without routers
+    "llava-1.5-7b-p-mod": (55, 576, decayed(32), LLAMA_WEIGHTS, 4096, 32064, 7_063_427_072),
+    "llava-1.5-7b-gamma-mod": (224, 576, GAMMA, LLAMA_WEIGHTS, 4096, 32064, 7_063_427_072),
+    # A view of 24 x 24, and 36 of 48 rows, each ended by a token: the picture is no square.
+    "llava-next-7b-p-mod": (60, 576 + 36 * 49, decayed(32), LLAMA_WEIGHTS, 4096, 32064, 7_063_431_168),
+    # 34 x 46 patches, four to a token.
+    "qwen2.5-vl-7b-p-mod": (60, 391, decayed(28), QWEN_WEIGHTS + QWEN_ADAPTERS, 3584, 152064, 8_292_166_656),
+}
+# TFLOPs of a prompt that the sources state, dense and routed, for as many tokens as give the dense one; and how far the
+# plan's routed ones lie from the stated. gamma-MoD's count lets 29 layers skip text, too.
+PUBLISHED = {"llava-1.5-7b-p-mod": (8.38, 4.92, 0.978), "llava-1.5-7b-gamma-mod": (10.7, 7.7, 1.118)}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_plans_equal_what_a_hand_computes(recipe: str, tmp_path: Path) -> None:
+    text, images, shares, weights, width, vocabulary, parameters = RECIPES[recipe]
+    config, plan = plan_of(tmp_path, recipe, text)
+    tokens, depth = text + images, len(shares)
+    assert (plan.tokens, plan.image_tokens, plan.longest, plan.depth) == (tokens, images, tokens, depth)
+    routed = [layer for layer, share in enumerate(shares) if share < 1]
+    found = {int(name.rsplit(".", 1)[1]): share for name, share in plan.kept.items()}
+    assert found == pytest.approx({layer: shares[layer] for layer in routed}, abs=1e-3)
+    head = 2 * width * vocabulary
+    assert plan.flops.dense == head + depth * layer_flops(tokens, weights, width)
+    # The answer and its end are not protected.
+    free = images + (2 if config.data.protected == "question" else 0)
+    kept = [tokens - free + math.floor(free * found.get(layer, 1.0) + 1e-9) for layer in range(depth)]
+    routers = len(routed) * 2 * tokens * width
+    assert plan.flops.routed == head + routers + sum(layer_flops(rows, weights, width) for rows in kept)
+    if recipe in PUBLISHED:
+        dense, published, above = PUBLISHED[recipe]
+        assert plan.flops.dense / 1e12 == pytest.approx(dense, rel=2e-3)
+        assert plan.flops.routed / 1e12 == pytest.approx(published * above, rel=2e-3)
+    adapters = depth * QWEN_ADAPTERS if config.lora else 0
+    assert plan.parameters == parameters + adapters + plan.router_parameters
+    # peft keeps adapters in 32 bits.
+    assert plan.weight_bytes == 2 * plan.parameters + 2 * adapters
+    trained = plan.trained if config.lora is None else adapters + plan.router_parameters
+    assert plan.trained == trained
+    assert plan.training_bytes == 3 * (2 * trained + 2 * adapters)
+    # Inputs of the layers alone, in half precision: the backward pass computes the rest again.
+    held = config.trainer["per_device_train_batch_size"] * depth * tokens * width * 2
+    assert plan.activation_bytes == held
+    assert not (ROOT / config.output).exists()
+
+
+def test_the_count_of_gamma_mod_is_explained() -> None:
+    stated = 3 * layer_flops(800, LLAMA_WEIGHTS, 4096) + 29 * layer_flops(560, LLAMA_WEIGHTS, 4096)
+    assert stated / 1e12 == pytest.approx(PUBLISHED["llava-1.5-7b-gamma-mod"][1], rel=5e-3)

@@ -1,0 +1,46 @@
+"""Muon on a CPU: the same steps as timm's but for rounding, and timm left as it was."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from timm.optim import Muon
+from timm.optim import muon as timm_muon
+
+from mmod.training.engine.muon import single_precision
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (32, 8), (8, 32), (5,)])
+def test_steps_are_nearer_to_float64_than_timms(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(shape, generator=generator), torch.randn(3, *shape, generator=generator)
+    plain = timm_muon.zeropower_via_newtonschulz
+
+    def train(dtype: torch.dtype, single: bool) -> torch.Tensor:
+        weight = torch.nn.Parameter(start.to(dtype))
+        optimizer = Muon([weight], lr=0.1, weight_decay=0.05)
+        optimizer = single_precision(optimizer) if single else optimizer
+        for gradient in gradients:
+            weight.grad = gradient.to(dtype)
+            optimizer.step()
+        return weight.detach().double()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(timm_muon, "zeropower_via_newtonschulz", partial(plain, dtype=torch.float64))
+        exact = train(torch.float64, single=False)
+    errors = [float((train(torch.float32, single) - exact).abs().max()) for single in (True, False)]
+    assert errors[0] < 1e-4
+    assert errors[0] <= errors[1]
+    assert timm_muon.zeropower_via_newtonschulz is plain
+
+
+def test_state_goes_from_one_to_the_other() -> None:
+    weight = torch.nn.Parameter(torch.ones(8, 8))
+    weight.grad = torch.ones(8, 8)
+    saved = single_precision(Muon([weight], lr=0.1))
+    saved.step()
+    loaded = Muon([weight], lr=0.1)
+    loaded.load_state_dict(saved.state_dict())
+    assert torch.equal(loaded.state[weight]["momentum_buffer"], saved.state[weight]["momentum_buffer"])

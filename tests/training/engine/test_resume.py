@@ -1,0 +1,283 @@
+"""A run that is interrupted at any moment ends as if it had not been, and a finished one stays as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmod.io.locks import LockedError, locked
+from mmod.training import OptimConfig, TrainConfig
+from mmod.training.engine.checkpoint import (
+    Checkpoint,
+    DamagedFileError,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+from tests.training.worker import run, tiny_config, weights
+from tests.trap import Trap
+
+ROOT = Path(__file__).parents[3]
+
+
+def start(options: dict[str, Any], path: Path) -> subprocess.Popen[str]:
+    path.write_text(json.dumps(options))
+    command = [sys.executable, "-m", "tests.training.worker", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+
+
+def kill_at(options: dict[str, Any], path: Path, step: int) -> None:
+    """Start a run and kill it with SIGKILL when it begins `step`."""
+    process = start(options, path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == f"step {step}":
+            process.kill()
+            break
+    process.stdout.read()
+    assert process.wait() == -9, f"the run ended before step {step}"
+
+
+@pytest.mark.parametrize(
+    ("options", "kills"),
+    [
+        ({"epochs": 2, "checkpoint_every": 2}, 1),
+        (
+            {
+                "epochs": 3,
+                "checkpoint_every": 1,
+                "routing": {"router": "linear", "gate": "tanh", "capacity": 0.5, "losses": {"membership": 0.1}},
+                "ema": {"decay": 0.9},
+                "mixup": {"mode": "elem"},
+                "args": {"drop_path_rate": 0.2, "proj_drop_rate": 0.1},
+            },
+            2,
+        ),
+    ],
+    ids=["dense", "routed with EMA, mixup and dropout"],
+)
+def test_killed_run_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any], kills: int) -> None:
+    torch.set_num_threads(1)
+    steps = sorted(random.Random().sample(range(1, 6 * options["epochs"]), kills))
+    whole = run(tiny_config(output=tmp_path / "whole", **options))
+    interrupted = {**options, "output": str(tmp_path / "killed")}
+    for step in steps:
+        kill_at(interrupted, tmp_path / "options.json", step)
+    process = start(interrupted, tmp_path / "options.json")
+    assert process.wait() == 0, f"killed at {steps}"
+    for name in ("model", "ema")[: 1 + ("ema" in options)]:
+        left, right = weights(tmp_path / "whole" / name), weights(tmp_path / "killed" / name)
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[key], right[key]) for key in left), f"killed at {steps}"
+    first, second = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed"))
+    assert {**first, "folder": ""} == {**second, "folder": ""}, f"killed at {steps}"
+    assert (tmp_path / "whole/metrics.csv").read_text() == (tmp_path / "killed/metrics.csv").read_text()
+    assert whole.steps == 6 * options["epochs"]
+
+
+def test_finished_run_is_returned_and_not_touched(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1)
+    first = run(config)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    second = run(config)
+    assert second.reused
+    assert not first.reused
+    assert replace(second, reused=False) == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_folder_of_another_config_names_the_differing_keys(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1)
+    run(config)
+    other = replace(config, epochs=2, optim=OptimConfig(lr=0.5))
+    with pytest.raises(ValueError, match=r"epochs: 1 there, 2 now; optim\.lr: 0\.001 there, 0\.5 now"):
+        run(other)
+    assert run(replace(config, log_every=7, checkpoint_every=3)).reused
+
+
+def test_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds files but no config\.yaml"):
+        run(tiny_config(output=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_a_run_after_its_step_and_another_start_goes_on(
+    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"epochs": 2, "args": {"drop_path_rate": 0.2}}
+    run(tiny_config(output=tmp_path / "whole", **options))
+    config = tiny_config(output=tmp_path / "stopped", **options)
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as stop:
+        run(config, signals={3: number})
+    assert stop.value.code == 128 + number
+    assert capsys.readouterr().err == (
+        f"{config.output}: {number.name} after step 4, which is saved; the same command goes on\n"
+    )
+    assert signal.getsignal(number) == before
+    assert run(config).steps == 12
+    left, right = weights(tmp_path / "whole/model"), weights(tmp_path / "stopped/model")
+    assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    options = {"output": str(tmp_path / "run"), "signals": {"2": signal.SIGTERM}, "hold": True}
+    process = start(options, tmp_path / "options.json")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "held":
+            process.terminate()
+            break
+    process.stdout.read()
+    assert process.wait() == -signal.SIGTERM
+    assert not list_checkpoints(tmp_path / "run/checkpoints")
+
+
+def test_processes_that_train_together_stop_after_the_same_step(tmp_path: Path) -> None:
+    options = {"output": str(tmp_path / "run"), "epochs": 1, "batch_size": 4}
+    path = tmp_path / "options.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--module", "tests.training.worker", str(path)]
+    # Only the second process hears of it.
+    path.write_text(json.dumps({**options, "signals": {"2": signal.SIGTERM}, "hears": 1}))
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode != 0
+    assert "SIGTERM after step 3, which is saved; the same command goes on" in done.stderr
+    (newest,) = list_checkpoints(tmp_path / "run/checkpoints")
+    assert newest.name == "step-000000003-epoch-00000"
+    path.write_text(json.dumps(options))
+    subprocess.run(command, check=True, cwd=ROOT)
+    assert json.loads((tmp_path / "run/result.json").read_text())["steps"] == 6
+
+
+def test_a_second_start_leaves_the_first_alone(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1)
+    with locked(config.output, wait=False), pytest.raises(LockedError, match=r"another process is writing to '.*run'"):
+        run(config)
+    assert run(config).steps == 6
+
+
+def test_a_lock_is_not_inherited_by_a_forked_process(tmp_path: Path) -> None:
+    ready, say = os.pipe()
+    with locked(tmp_path / "run", wait=False):
+        child = os.fork()
+        if not child:
+            os.write(say, b"1")
+            time.sleep(60)
+            os._exit(0)
+    try:
+        assert os.read(ready, 1)
+        with locked(tmp_path / "run", wait=False):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"optim": {"opt": "adamww"}}, "timm knows no optimiser 'adamww' .*near ones: adamw"),
+        ({"args": {"num_classes": 3}}, "labels run from 0 to 3"),
+        ({"model": {"checkpoint": "nowhere"}}, "no checkpoint at 'nowhere'"),
+        ({"device": "gpu"}, "device must be 'auto', 'cpu', 'cuda' .*, got 'gpu'"),
+    ],
+    ids=["optimiser", "classes", "weights", "device"],
+)
+def test_a_start_that_fails_leaves_the_folder_to_another(tmp_path: Path, changes: dict[str, Any], error: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=error):
+        run(tiny_config(output=tmp_path / "run", epochs=1, tensorboard=True, **changes))
+    assert run(tiny_config(output=tmp_path / "run", epochs=1)).steps == 6
+
+
+class TestCheckpoints:
+    """What lies in `checkpoints/` of a run that was interrupted."""
+
+    @staticmethod
+    def interrupted(folder: Path, **options: Any) -> TrainConfig:
+        config = tiny_config(output=folder / "run", epochs=1, checkpoint_every=1, **options)
+        with pytest.raises(SystemExit):
+            run(config, signals={3: signal.SIGTERM})
+        return config
+
+    def test_a_users_own_files_stay(self, tmp_path: Path) -> None:
+        folder = tmp_path / "run/checkpoints"
+        own = [folder / name for name in ("best.pt", "step-4", "step-000000001-epoch-00000-mine/model.pt")]
+        config = self.interrupted(tmp_path)
+        for path in own:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("mine")
+        assert run(config).steps == 6
+        assert [path.read_text() for path in own] == ["mine"] * 3
+        assert len(list(folder.iterdir())) == 3
+
+    def test_the_newest_two_are_kept(self, tmp_path: Path) -> None:
+        self.interrupted(tmp_path)
+        names = [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")]
+        assert names == ["step-000000004-epoch-00000", "step-000000003-epoch-00000"]
+
+    @pytest.mark.parametrize("damage", ["cut weights", "cut state", "no average", "foreign state", "code in the state"])
+    def test_a_damaged_one_gives_way_to_the_one_before(self, tmp_path: Path, damage: str) -> None:
+        config = self.interrupted(tmp_path, ema={"decay": 0.9})
+        newest, older = list_checkpoints(tmp_path / "run/checkpoints")
+        harm(newest, damage, tmp_path / "executed")
+        shutil.copytree(tmp_path / "run", tmp_path / "both")
+        with pytest.warns(UserWarning, match=rf"going on from '{older}', because '{newest}/"):
+            assert run(config).steps == 6
+        both = replace(config, output=str(tmp_path / "both"))
+        harm(tmp_path / "both/checkpoints" / older.name, damage, tmp_path / "executed")
+        with pytest.raises(DamagedFileError, match=r"no checkpoint can be read.*step-000000004.*step-000000003"):
+            run(both)
+        assert len(list_checkpoints(tmp_path / "both/checkpoints")) == 2
+        assert not (tmp_path / "executed").exists()
+
+
+def harm(checkpoint: Path, damage: str, executed: Path) -> None:
+    """Damage a file of a checkpoint; code in it would leave a trace at `executed`."""
+    weights, state = checkpoint / "model.safetensors", checkpoint / "training.pt"
+    if damage == "cut weights":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "cut state":
+        state.write_bytes(state.read_bytes()[:-100])
+    elif damage == "no average":
+        (checkpoint / "ema.safetensors").unlink()
+    elif damage == "foreign state":
+        torch.save([1, 2], state)
+    else:
+        state.write_bytes(pickle.dumps(Trap(executed), protocol=2))
+
+
+def test_checkpoint_killed_while_written_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = Checkpoint({"weight": torch.ones(2)}, None, {"step": 1})
+    save_checkpoint(tmp_path, 0, 1, content, {})
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", die)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, 0, 2, content, {})
+    path = next(iter(list_checkpoints(tmp_path)), None)
+    assert path is not None
+    assert load_checkpoint(path).training == {"step": 1}
+    save_checkpoint(tmp_path, 0, 2, Checkpoint({"weight": torch.zeros(2)}, None, {"step": 2}), {})
+    assert len(list(tmp_path.iterdir())) == 2

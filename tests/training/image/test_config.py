@@ -1,0 +1,140 @@
+"""Configs are strict, and the command line is one call of the library."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmod import RoutingConfig
+from mmod.training import TrainConfig, load_config, train_config
+
+ROOT = Path(__file__).parents[3]
+MINIMAL = """
+output: {output}
+model: {{name: vit_tiny_patch16_224, args: {{num_classes: 10}}}}
+data: {{source: digits, image_size: 32, channels: 1, batch_size: 8}}
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text(MINIMAL.format(output=tmp_path / "run"))
+    return file
+
+
+def test_overrides_reach_groups_and_free_mappings(path: Path) -> None:
+    options = ["--epochs", "3", "--optim.lr=2e-4", "--model.args.depth", "4", "--ema.decay", "0.9"]
+    losses = ["--routing.losses", "{membership: 0.1, capacity: 0.2}"]
+    config = load_config(path, [*options, "--routing.router=linear", "--routing.capacity", "0.25", *losses])
+    assert (config.epochs, config.optim.lr, config.model.args) == (3, 2e-4, {"num_classes": 10, "depth": 4})
+    routing = config.routing_config()
+    assert routing is not None
+    assert (routing.router, routing.capacity) == ("linear", 0.25)
+    assert routing.losses == {"membership": 0.1, "capacity": 0.2}
+    assert config.ema is not None
+    assert config.ema.decay == 0.9
+
+
+def test_plain_values_are_as_strict_as_a_file(path: Path) -> None:
+    fields = yaml.safe_load(path.read_text())
+    assert train_config(fields) == load_config(path)
+    assert train_config({**fields, "routing": {"blocks": [1, 3]}}).routing_config() == RoutingConfig(blocks=(1, 3))
+    with pytest.raises(ValueError, match=r"unknown config key 'data\.sauce'; valid keys in group 'data': augment"):
+        train_config({**fields, "data": {"sauce": "digits"}})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--optim.lrr=1", r"unknown config key 'optim\.lrr'; valid keys in group 'optim': args, .*lr, .*weight_decay"),
+        ("--optimizer=adamw", r"unknown config key 'optimizer'; valid keys at the top level: accumulate, .*optim"),
+        ("--ema.decai=1", r"unknown config key 'ema\.decai'; valid keys in group 'ema': decay, use_warmup"),
+        ("--routing.capcity=0.5", r"unknown routing option capcity; valid ones are router, capacity"),
+        ("--routing.losses.load=1", r"nested too deep; give the mapping --routing\.losses as a whole"),
+        ("--routing.capacity=1.5", r"capacity must be a number in \(0, 1\] or"),
+        ("--epochs=0", "epochs must be an integer of at least 1, got 0"),
+        ("--epochs=many", "epochs must be an integer, got many"),
+        ("--precision=fp8", "precision must be one of 'fp32', 'bf16', 'fp16', got fp8"),
+        ("--distill.teacher=dense", r"needs trained weights: set model\.checkpoint or model\.pretrained"),
+        ("--loss.smoothing=2", r"loss\.smoothing must be a number in \[0, 1\), got 2"),
+        ("--schedule.sched=plateau", "depends on metrics"),
+        ("--capacity_schedule.epochs=2", "needs a routing config"),
+        ("--mixup.mixup_alpha=0 --mixup.cutmix_alpha=0", "use `mixup: null` for none"),
+        ("--data.batch_size=7 --mixup.mode=elem", r"needs an even data\.batch_size, got 7"),
+        ("--model.pretrained=true --model.checkpoint=x", "exclude each other"),
+    ],
+)
+def test_wrong_option_is_named_with_the_valid_ones(path: Path, option: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(path, option.split())
+
+
+def test_wrong_key_in_the_file_is_named_with_the_valid_ones(path: Path) -> None:
+    path.write_text(path.read_text() + "schedule: {warmup: 3}\n")
+    with pytest.raises(ValueError, match=r"'schedule\.warmup'; valid keys in group 'schedule': .*warmup_epochs"):
+        load_config(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no config file at '.*nowhere\.yaml'"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_resolved_config_reads_back_as_itself(path: Path, tmp_path: Path) -> None:
+    config = load_config(path, ["--routing.preset", "p-mod", "--routing.depth", "12", "--mixup.mode", "elem"])
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(yaml.safe_dump(config.to_dict()))
+    again = load_config(copy)
+    assert isinstance(again, TrainConfig)
+    assert again.to_dict() == config.to_dict()
+    assert again.routing_config() == config.routing_config()
+
+
+def test_command_line_ends_with_an_error_that_names_valid_keys(path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tools/train.py"), str(path), "--optim.lrr", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert "valid keys in group 'optim'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_and_print_config(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from mmod.training import parse_config
+
+    with pytest.raises(SystemExit) as stop:
+        parse_config(["--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--optim.layer_decay" in shown
+    assert "Optimiser steps between checkpoints" in " ".join(shown.split())
+    with pytest.raises(SystemExit) as stop:
+        parse_config([str(path), "--epochs", "7", "--print_config"])
+    assert stop.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["epochs"] == 7
+    assert printed["data"]["source"] == "digits"
+
+
+def test_script_trains_and_says_when_it_had_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("train", ROOT / "tools/train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    arguments = [str(ROOT / "configs/digits/a-mod.yaml"), "--model.checkpoint=null", "--epochs=1"]
+    arguments += [f"--output={tmp_path / 'run'}", "--data.source=digits:tiny", f"--data.root={tmp_path / 'digits'}"]
+    arguments += ["--model.args.embed_dim=12", "--model.args.depth=2", "--data.batch_size=128"]
+    script.main(arguments)
+    assert "finished after 1 epochs, 2 steps" in capsys.readouterr().out
+    script.main(arguments)
+    shown = capsys.readouterr().out
+    assert "had finished before after 1 epochs" in shown
+    assert "(64 images)" in shown

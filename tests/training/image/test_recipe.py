@@ -1,0 +1,201 @@
+"""What the loop does to weights, and how it fails."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import mmod
+from mmod.training import CapacityScheduleConfig, DistillConfig, EmaConfig, evaluate, fit
+from mmod.training.engine.loop import seed_draws
+from mmod.training.image.model import create_models
+from tests.training.worker import TensorStream, run, tiny_config, weights
+
+ROOT = Path(__file__).parents[3]
+ROUTED = {"router": "linear", "capacity": 0.5, "losses": {"membership": 0.1}}
+
+
+def assert_close(one: Path, other: Path) -> None:
+    left, right = weights(one / "model"), weights(other / "model")
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_accumulated_batches_equal_the_large_batch(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 1, "optim": {"opt": "sgd", "lr": 0.1}, "grad_clip": 0.5}
+    large = run(tiny_config(output=tmp_path / "large", batch_size=24, **options))
+    small = run(tiny_config(output=tmp_path / "small", batch_size=6, accumulate=4, **options))
+    assert large.steps == small.steps == 2
+    assert_close(tmp_path / "large", tmp_path / "small")
+
+
+def test_shorter_last_group_counts_each_image_once(tmp_path: Path) -> None:
+    result = run(tiny_config(output=tmp_path / "run", batch_size=8, accumulate=4, epochs=1))
+    assert result.steps == 2
+
+
+def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path) -> None:
+    options = {"epochs": 1, "optim": {"opt": "sgd", "lr": 0.1}, "routing": ROUTED, "checkpoint_every": 2}
+    one = run(tiny_config(output=tmp_path / "one", batch_size=8, **options))
+    (tmp_path / "options.json").write_text(json.dumps({**options, "batch_size": 4, "output": str(tmp_path / "two")}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--module", "tests.training.worker", str(tmp_path / "options.json")]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert_close(tmp_path / "one", tmp_path / "two")
+    two = json.loads((tmp_path / "two/result.json").read_text())
+    assert two["evaluation"]["samples"] == one.evaluation.samples == 48
+    assert two["history"][0]["train_loss"] == pytest.approx(one.history[0]["train_loss"], rel=1e-4)
+
+
+def test_bf16_learns(tmp_path: Path) -> None:
+    result = run(tiny_config(output=tmp_path / "run", epochs=6, precision="bf16", optim={"lr": 3e-3}, routing=ROUTED))
+    assert result.history[-1]["train_loss"] < 0.9 * result.history[0]["train_loss"]
+    assert all(value.dtype == torch.float32 for value in weights(tmp_path / "run/model").values())
+
+
+def test_fp16_without_a_gpu_says_what_to_use(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'fp16' needs a CUDA device, got cpu; use 'bf16' or 'fp32'"):
+        run(tiny_config(output=tmp_path / "run", precision="fp16"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 1, "routing": ROUTED, "ema": EmaConfig(decay=0.5)}
+    run(tiny_config(output=tmp_path / "plain", **options))
+    run(tiny_config(output=tmp_path / "checkpointed", grad_checkpointing=True, **options))
+    assert_close(tmp_path / "plain", tmp_path / "checkpointed")
+
+
+def test_average_follows_timm(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1, ema=EmaConfig(decay=0.0))
+    result = run(config)
+    assert result.average == result.evaluation
+
+
+def test_capacity_schedule_ends_at_the_configured_capacity(tmp_path: Path) -> None:
+    schedule = CapacityScheduleConfig(start=1.0, epochs=2)
+    result = run(tiny_config(output=tmp_path / "run", epochs=3, routing={"capacity": 0.25}, capacity_schedule=schedule))
+    assert [round(row["kept"], 3) for row in result.history] == [1.0, round(10 / 17, 3), round(4 / 17, 3)]
+
+
+def test_routed_checkpoint_is_distilled_from_the_dense_model_unless_told_otherwise(tmp_path: Path) -> None:
+    run(tiny_config(output=tmp_path / "dense", epochs=1))
+    options: dict[str, Any] = {"epochs": 1, "model": {"checkpoint": str(tmp_path / "dense")}}
+    options |= {"routing": {"capacity": 0.5}}
+    auto = run(tiny_config(output=tmp_path / "auto", **options))
+    none = run(tiny_config(output=tmp_path / "none", distill=DistillConfig("none"), **options))
+    assert auto.history[-1]["train_distillation"] > 0
+    assert "train_distillation" not in none.history[-1]
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_nonfinite_loss_names_the_step_and_the_last_checkpoint(tmp_path: Path, poison: float) -> None:
+    class Poisoned(TensorStream):
+        def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+            for step, (images, targets) in enumerate(super().batches(epoch, start), start):
+                yield images * (poison if step == 3 else 1), targets
+
+    config = tiny_config(output=tmp_path / "run", checkpoint_every=2, log_every=50)
+    streams = Poisoned(8, seed=0), TensorStream(8, seed=None)
+    with pytest.raises(FloatingPointError, match=r"at step 4 \(epoch 1\); last good checkpoint: .*step-000000002"):
+        fit(config, streams=streams, progress=False)
+
+
+def test_label_outside_the_classes_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"labels run from 0 to 3 and the model has 3 classes.*num_classes"):
+        run(tiny_config(output=tmp_path / "run", args={"num_classes": 3}))
+
+
+def test_evaluation_counts_what_a_loop_counts(tmp_path: Path) -> None:
+    seed_draws(0, 0, 0)
+    model, _ = create_models(tiny_config(output=tmp_path, routing={"capacity": 0.5}))
+    stream = TensorStream(8, seed=None)
+    result = evaluate(model, stream)
+    assert model.training
+    model.eval()
+    with torch.no_grad():
+        logits = torch.cat([model(images) for images, _ in stream.batches(0)])
+    right = (logits.argmax(1) == stream.targets).double().mean().item()
+    assert result.top1 == pytest.approx(100 * right)
+    assert result.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, stream.targets).item(), rel=1e-5)
+    assert result.top5 == 100
+    assert result.kept == pytest.approx({"blocks.1": 8 / 17, "blocks.3": 8 / 17})
+
+
+def test_draws_depend_on_seed_step_and_process_only() -> None:
+    def draw(*place: int) -> tuple[float, float]:
+        seed_draws(*place)
+        return torch.rand(()).item(), random.random()
+
+    assert draw(0, 1, 0) == draw(0, 1, 0)
+    assert len({draw(0, 1, 0), draw(1, 1, 0), draw(0, 2, 0), draw(0, 1, 1)}) == 4
+
+
+class TestStartingWeights:
+    def test_dense_teacher_is_the_model_before_routing(self, tmp_path: Path) -> None:
+        run(tiny_config(output=tmp_path / "dense", epochs=1))
+        config = tiny_config(output=tmp_path / "routed", model={"checkpoint": str(tmp_path / "dense")}, routing=ROUTED)
+        model, teacher = create_models(config)
+        assert teacher is not None
+        assert not mmod.is_routed(teacher)
+        assert mmod.is_routed(model)
+        dense = weights(tmp_path / "dense/model")
+        assert teacher.state_dict().keys() == dense.keys()
+        for name, value in teacher.state_dict().items():
+            assert torch.equal(value, dense[name])
+            assert torch.equal(model.state_dict()[name], dense[name])
+        assert not any(parameter.requires_grad for parameter in teacher.parameters())
+
+    def test_routed_run_starts_another(self, tmp_path: Path) -> None:
+        run(tiny_config(output=tmp_path / "routed", epochs=1, routing=ROUTED))
+        config = tiny_config(output=tmp_path / "again", model={"checkpoint": str(tmp_path / "routed")}, routing=ROUTED)
+        model, _ = create_models(config)
+        for name, value in weights(tmp_path / "routed/model").items():
+            assert torch.equal(model.state_dict()[name], value)
+
+    def test_missing_checkpoint(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=r"no checkpoint at '.*nowhere'"):
+            create_models(tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "nowhere")}))
+
+    def test_other_number_of_classes(self, tmp_path: Path) -> None:
+        model, _ = create_models(tiny_config(output=tmp_path, args={"num_classes": 7}))
+        save_file(model.state_dict(), tmp_path / "seven.safetensors")
+        with pytest.raises(ValueError, match=r"has 7 classes, the model 4: head\."):
+            create_models(tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "seven.safetensors")}))
+
+    def test_other_architecture(self, tmp_path: Path) -> None:
+        torch.save({"model": {"conv.weight": torch.zeros(1)}}, tmp_path / "other.pth")
+        with pytest.raises(ValueError, match=r"lacks \d+ keys \(.*\) and has 1 keys \(conv\.weight\)"):
+            create_models(tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "other.pth")}))
+
+    def test_code_in_a_checkpoint_is_not_run(self, tmp_path: Path) -> None:
+        torch.save({"model": copy.deepcopy(TensorStream(8, seed=0))}, tmp_path / "code.pth")
+        with pytest.raises(Exception, match=r"[Ww]eights.only"):
+            create_models(tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "code.pth")}))
+
+    def test_unknown_model_lists_near_names(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"knows no model 'deit_smal_patch16_224'.*deit_small_patch16_224"):
+            create_models(tiny_config(output=tmp_path, model={"name": "deit_smal_patch16_224"}))
+
+    @pytest.mark.parametrize(
+        ("field", "message"),
+        [("channels", r"data\.channels is 3 and the model takes 1"), ("image_size", r"set model\.args\.img_size to 3")],
+    )
+    def test_images_that_do_not_fit(self, tmp_path: Path, field: str, message: str) -> None:
+        config = tiny_config(output=tmp_path)
+        config = replace(config, data=replace(config.data, **{field: 3}))
+        with pytest.raises(ValueError, match=message):
+            create_models(config)

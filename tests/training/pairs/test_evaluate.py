@@ -1,0 +1,143 @@
+"""Retrieval and zero-shot accuracy are what a plain count of similarities says they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor, nn
+
+import mmod
+from mmod.data.config import PairsConfig
+from mmod.data.readers.pairs import create_eval_pairs
+from mmod.training.pairs.evaluate import evaluate_clip, rank_matches
+from tests.training.pairs.worker import MODEL
+
+
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 12), kinds=st.integers(1, 12))
+def test_ranks_are_those_of_a_loop(seed: int, count: int, kinds: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # Coarse embeddings, so that ties happen.
+    queries, found = (torch.randint(-1, 2, (count, 3), generator=generator).float() for _ in range(2))
+    tokens = torch.randint(0, kinds, (count, 1), generator=generator).expand(-1, 2)
+    expected = []
+    for query, own in zip(queries, tokens):
+        right = max(float(query @ other) for other, name in zip(found, tokens) if torch.equal(name, own))
+        expected.append(
+            sum(float(query @ other) >= right for other, name in zip(found, tokens) if not torch.equal(name, own))
+        )
+    assert rank_matches(queries, found, tokens).tolist() == expected
+
+
+def test_embeddings_that_say_nothing_find_nothing() -> None:
+    tokens = torch.arange(6)[:, None]
+    for value in (1.0, float("nan")):
+        constant = torch.full((6, 4), value)
+        assert rank_matches(constant, constant, tokens).tolist() == [5] * 6
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(3)
+    vision = {**MODEL["vision_cfg"], "image_size": 48, "patch_size": 16}  # type: ignore[dict-item]
+    text = {**MODEL["text_cfg"], "context_length": 12}  # type: ignore[dict-item]
+    config = {**MODEL, "vision_cfg": vision, "text_cfg": text}
+    return open_clip.create_model("ViT-B-32", output_dict=True, **config).train()
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory: pytest.TempPathFactory, model: Any) -> Any:
+    root = tmp_path_factory.mktemp("scenes")
+    config = PairsConfig(val="scenes:tiny/val", root=str(root / "data"), batch_size=24)
+    return create_eval_pairs(config, open_clip.image_transform(48, is_train=False), tokenizer)
+
+
+def tokenizer(captions: list[str]) -> Tensor:
+    return open_clip.get_tokenizer("ViT-B-32")(captions, context_length=12)
+
+
+def test_recalls_are_those_of_the_whole_similarity_matrix(model: Any, stream: Any) -> None:
+    result = evaluate_clip(model, stream, tokenizer)
+    assert model.training
+    model.eval()
+    images, texts = (torch.cat(parts) for parts in zip(*stream.batches(0)))
+    with torch.no_grad():
+        found = model(images, texts)
+    model.train()
+    similarity = found["image_features"] @ found["text_features"].T
+    assert result.samples == 64
+    for matrix, first, five in (
+        (similarity, result.image_to_text_r1, result.image_to_text_r5),
+        (similarity.T, result.text_to_image_r1, result.text_to_image_r5),
+    ):
+        order = matrix.argsort(1, descending=True) == torch.arange(64)[:, None]
+        assert first == pytest.approx(100 * order[:, 0].double().mean().item())
+        assert five == pytest.approx(100 * order[:, :5].any(1).double().mean().item())
+
+
+def test_kept_shares_of_both_towers(model: Any, stream: Any) -> None:
+    routing = mmod.RoutingConfig(capacity=0.5)
+    mmod.route_(model, routing)
+    try:
+        result = evaluate_clip(model, stream, tokenizer)
+    finally:
+        mmod.unroute_(model)
+    assert result.kept["visual.transformer.resblocks.1"] == pytest.approx(5 / 10)
+    assert 0.3 < result.kept["transformer.resblocks.1"] < 0.6
+    assert set(result.columns()) >= {"kept", "kept/transformer.resblocks.1", "image_to_text_r1"}
+
+
+class KnowsDigits(nn.Module):
+    """Embeds captions by the digit they name first, and every image as the same digit."""
+
+    logit_scale = torch.zeros(())
+
+    def __init__(self, digit: str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.digit = tokenizer([digit])[0, 1]
+        self.digits = tokenizer([str(digit) for digit in range(10)])[:, 1]
+
+    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
+        same = (self.digits == self.digit).float()
+        return {"image_features": same.expand(len(images), 10), "text_features": self.encode_text(texts)}
+
+    def encode_text(self, texts: Tensor, normalize: bool = True) -> Tensor:
+        return (texts[:, 3, None] == self.digits).float()
+
+
+def test_zero_shot_asks_for_the_digit_that_captions_name_first(stream: Any) -> None:
+    classes = [tokens[3].item() for _, batch in stream.batches(0) for tokens in batch]
+    result = evaluate_clip(KnowsDigits("7"), stream, tokenizer, zero_shot="scenes")
+    share = classes.count(tokenizer(["7"])[0, 1].item()) / len(classes)
+    assert 0 < share < 1
+    assert result.zero_shot_top1 == pytest.approx(100 * share)
+
+
+def test_zero_shot_on_a_folder_of_classes(
+    model: Any, stream: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate(("n0", "n1", "n2", "n3", "n4", "n5")):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (50, 60), (40 * number, 0, 99)).save(tmp_path / name / "a.png")
+    options: dict[str, Any] = {"transform": open_clip.image_transform(48, is_train=False)}
+    with pytest.raises(ValueError, match="holds 6 classes, ImageNet's validation set has 1000"):
+        evaluate_clip(model, stream, tokenizer, zero_shot=f"imagenet:{tmp_path}", **options)
+    monkeypatch.setattr(open_clip, "IMAGENET_CLASSNAMES", ["cat", "dog", "cup", "car", "sea", "tree"])
+    result = evaluate_clip(model, stream, tokenizer, zero_shot=f"imagenet:{tmp_path}", **options)
+    assert result.zero_shot_top1 in [pytest.approx(100 * hits / 6) for hits in range(7)]
+    assert result.zero_shot_top5 >= result.zero_shot_top1
+
+
+def test_captions_of_another_kind_have_no_zero_shot_class(model: Any, stream: Any) -> None:
+    def other(captions: list[str]) -> Tensor:
+        return tokenizer([f"the {caption}" for caption in captions])
+
+    with pytest.raises(ValueError, match="pair 0 has a caption of another kind"):
+        evaluate_clip(model, stream, other, zero_shot="scenes")

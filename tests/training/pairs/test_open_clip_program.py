@@ -1,0 +1,61 @@
+"""open_clip's own training program, routed, on shards that its own reader could not read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import webdataset
+
+import mmod
+from mmod.data.synthetic.scenes import LEVELS, build_scenes
+from mmod.training.pairs.open_clip_program import readable_shards, train_open_clip
+from tests.training.pairs.worker import MODEL
+
+ARGUMENTS = ["--dataset-type", "webdataset", "--epochs", "1", "--batch-size", "32", "--workers", "1"]
+
+
+def test_the_program_trains_a_routed_model_from_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_scenes(tmp_path / "data", LEVELS["tiny"])
+    model = MODEL | {"vision_cfg": {**MODEL["vision_cfg"], "image_size": 48}}  # type: ignore[dict-item]
+    (tmp_path / "program-clip.json").write_text(json.dumps(model))
+    seen: list[torch.nn.Module] = []
+    import open_clip_train.main as program
+
+    real = program.train_one_epoch
+
+    def watched(model: torch.nn.Module, data: object, *args: object, **kwargs: object) -> object:
+        seen.append(model)
+        return real(model, data, *args, **kwargs)
+
+    monkeypatch.setattr(program, "train_one_epoch", watched)
+    shards = f"{tmp_path}/data/train-{{00000..00003}}.tar"
+    logs = ["--logs", str(tmp_path / "logs"), "--name", "run"]
+    train_open_clip(
+        [*ARGUMENTS, *logs, "--model", "program-clip", "--train-data", shards, "--accum-freq", "2"],
+        models=str(tmp_path / "program-clip.json"),
+        image=mmod.RoutingConfig(capacity=0.5),
+    )
+    assert list(mmod.routed_blocks(seen[0])) == ["visual.transformer.resblocks.1"]
+    saved = torch.load(tmp_path / "logs/run/checkpoints/epoch_1.pt", weights_only=True)
+    assert saved["epoch"] == 1
+    assert saved["state_dict"].keys() == seen[0].state_dict().keys()
+
+
+def test_without_the_preparation_its_reader_fails_on_the_mark_at_a_shards_end(tmp_path: Path) -> None:
+    from open_clip_train import data
+
+    build_scenes(tmp_path / "data", LEVELS["tiny"])
+    urls = [{"url": str(path)} for path in sorted((tmp_path / "data").glob("val-*.tar"))]
+    with pytest.raises(KeyError, match="fname"):
+        list(data.tarfile_to_samples_nothrow(iter([dict(url) for url in urls])))
+    with readable_shards():
+        assert len(list(data.tarfile_to_samples_nothrow(iter(urls)))) == 64
+    assert data.tar_file_expander is webdataset.tariterators.tar_file_expander
+
+
+def test_a_teacher_is_refused() -> None:
+    with pytest.raises(ValueError, match="would be routed like the model"):
+        train_open_clip(["--distill-model", "ViT-B-32"])

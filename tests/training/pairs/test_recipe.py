@@ -1,0 +1,239 @@
+"""What training on pairs does to weights: accumulation, processes, interruption, teachers and starting weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from torch import Tensor
+
+import mmod
+from mmod.data.corrupt import CorruptDataError
+from mmod.training import load_config, train_config
+from mmod.training.pairs.config import ClipConfig
+from mmod.training.pairs.model import create_clip_models, create_transforms
+from tests.data.pair_files import png, write_tar
+from tests.training.pairs.worker import clip_config, run, write_model
+from tests.training.worker import weights
+
+ROOT = Path(__file__).parents[3]
+ROUTED = {"image": {"router": "linear", "capacity": 0.5, "losses": {"membership": 0.1}}, "text": {"capacity": 0.5}}
+WORDS = ("red", "green", "blue", "black", "white", "yellow", "pink", "grey")
+
+
+def members(key: int) -> dict[str, bytes]:
+    caption = f"{WORDS[key % 8]} {WORDS[key // 8 % 8]} thing"
+    return {f"{key:06d}.png": png(key, side=16), f"{key:06d}.txt": caption.encode(), f"{key:06d}.json": b"{}"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, first in (("train-0", 0), ("train-1", 24), ("val-0", 8)):
+        write_tar(tmp_path / f"{name}.tar", {k: v for key in range(first, first + 24) for k, v in members(key).items()})
+    return tmp_path
+
+
+def assert_close(one: Path, other: Path) -> None:
+    left, right = weights(one / "model"), weights(other / "model")
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    left, right = weights(one / "model"), weights(other / "model")
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    first, second = (json.loads((path / "result.json").read_text()) for path in (one, other))
+    assert {**first, "folder": ""} == {**second, "folder": ""}
+
+
+def siglip(folder: Path) -> dict[str, Any]:
+    return {"model": write_model(folder, "test-sigmoid", init_logit_bias=-3.0), "loss": "siglip"}
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip", "routed", "distilled"])
+def test_accumulated_batches_are_one_batch_with_all_its_negatives(folder: Path, kind: str) -> None:
+    changes: dict[str, Any] = {"siglip": siglip(folder), "routed": {"routing": ROUTED}}.get(kind, {})
+    if kind == "distilled":
+        run(clip_config(folder, "dense", seed=5))
+        changes = {"model": {"checkpoint": str(folder / "dense")}, "distill": {"teacher": "dense"}, "seed": 1}
+    large = run(clip_config(folder, "large", data={"batch_size": 24}, **changes))
+    small = run(clip_config(folder, "small", data={"batch_size": 6}, accumulate=4, **changes))
+    assert large.steps == small.steps == 2
+    assert_close(folder / "large", folder / "small")
+    assert small.history[0]["train_contrastive"] == pytest.approx(large.history[0]["train_contrastive"], rel=1e-4)
+
+
+def test_a_batch_on_its_own_has_other_negatives(folder: Path) -> None:
+    large = run(clip_config(folder, "large", data={"batch_size": 24}))
+    small = run(clip_config(folder, "small", data={"batch_size": 6}))
+    assert small.history[0]["train_loss"] < large.history[0]["train_loss"] - 0.5
+
+
+def test_two_processes_equal_one_with_the_same_global_batch(folder: Path) -> None:
+    ones, configs = {}, []
+    for kind, accumulate in (("clip", 1), ("clip", 2), ("siglip", 1), ("routed", 1)):
+        changes: dict[str, Any] = {"siglip": siglip(folder), "routed": {"routing": ROUTED}}.get(kind, {})
+        changes["epochs"] = 3
+        name = f"{kind}-{accumulate}"
+        ones[name] = run(clip_config(folder, f"one-{name}", data={"batch_size": 12}, **changes))
+        changes |= {"data": {"batch_size": 6 // accumulate}, "accumulate": accumulate}
+        configs.append(clip_config(folder, f"two-{name}", **changes))
+    (folder / "two.json").write_text(json.dumps(configs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--module", "tests.training.pairs.worker", str(folder / "two.json")]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    for name, one in ones.items():
+        assert_close(folder / f"one-{name}", folder / f"two-{name}")
+        two = json.loads((folder / f"two-{name}/result.json").read_text())
+        assert two["evaluation"]["samples"] == one.evaluation.samples == 24
+        for left, right in zip(one.history, two["history"], strict=True):
+            assert right["train_contrastive"] == pytest.approx(left["train_contrastive"], abs=1e-4), name
+
+
+@pytest.mark.parametrize("sampling", ["exact", "resampled"])
+def test_killed_run_ends_bitwise_equal(folder: Path, sampling: str) -> None:
+    torch.set_num_threads(1)
+    data = {"exact": {}, "resampled": {"sampling": "resampled", "samples": 48, "shuffle": 10, "workers": 2}}[sampling]
+    changes: dict[str, Any] = {"data": data, "augment": {}, "routing": ROUTED, "epochs": 2, "checkpoint_every": 2}
+    changes["optim"] = {"opt": "adamw", "lr": 1e-3}
+    run(clip_config(folder, "whole", **changes))
+    killed = clip_config(folder, "killed", **changes)
+    (folder / "killed.json").write_text(json.dumps([killed]))
+    command = [sys.executable, "-m", "tests.training.pairs.worker", str(folder / "killed.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    last = random.Random().randrange(3, 11)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == f"step {last}":
+            process.kill()
+            break
+    process.stdout.read()
+    assert process.wait() == -9, f"the run ended before step {last}"
+    run(killed)
+    assert_equal(folder / "whole", folder / "killed")
+
+
+def test_workers_decide_nothing_when_exact_and_are_recorded_when_resampled(folder: Path) -> None:
+    fields = clip_config(folder, "run")
+    run(fields)
+    assert run(fields | {"data": fields["data"] | {"workers": 2}}).reused
+    data = {"sampling": "resampled", "samples": 16, "shuffle": 4}
+    fields = clip_config(folder, "other", data=data)
+    run(fields)
+    with pytest.raises(ValueError, match=r"data\.workers: 0 there, 2 now"):
+        run(fields | {"data": fields["data"] | {"workers": 2}})
+
+
+def test_bf16_with_augmentation_learns_the_training_pairs(folder: Path) -> None:
+    optim = {"opt": "adamw", "lr": 3e-3}
+    result = run(clip_config(folder, "run", epochs=8, precision="bf16", augment={"scale": [0.9, 1.0]}, optim=optim))
+    assert result.history[-1]["train_loss"] < result.history[0]["train_loss"] - 0.3
+    assert all(value.dtype == torch.float32 for value in weights(folder / "run/model").values())
+
+
+class TestStartingWeights:
+    def state(self, config: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+        model, teacher = create_clip_models(train_config(config, ClipConfig))
+        return model.state_dict(), teacher
+
+    def test_open_clips_own_files_start_a_run(self, folder: Path) -> None:
+        fields = clip_config(folder, "x")
+        dense = open_clip.create_model("ViT-B-32", **_model_cfg(folder))
+        state = dense.state_dict()
+        torch.save({"state_dict": {f"module.{name}": value for name, value in state.items()}}, folder / "epoch_1.pt")
+        found, _ = self.state(fields | {"model": fields["model"] | {"checkpoint": str(folder / "epoch_1.pt")}})
+        assert all(torch.equal(value, found[name]) for name, value in state.items())
+
+    def test_dense_and_routed_runs_start_others(self, folder: Path) -> None:
+        run(clip_config(folder, "dense"))
+        start = {"model": {"checkpoint": str(folder / "dense")}}
+        found, teacher = self.state(clip_config(folder, "x", routing=ROUTED, **start))
+        assert not mmod.is_routed(teacher)
+        for name, value in weights(folder / "dense/model").items():
+            assert torch.equal(value, found[name])
+            assert torch.equal(value, teacher.state_dict()[name])
+        result = run(clip_config(folder, "routed", routing=ROUTED, **start))
+        assert result.history[0]["train_distillation"] > 0
+        found, _ = self.state(clip_config(folder, "x", routing=ROUTED, model={"checkpoint": str(folder / "routed")}))
+        for name, value in weights(folder / "routed/model").items():
+            assert torch.equal(value, found[name])
+        other = {"image": {"router": "linear", "capacity": 0.5, "blocks": [0]}}
+        with pytest.raises(ValueError, match="was routed in another way"):
+            self.state(clip_config(folder, "x", routing=other, model={"checkpoint": str(folder / "routed")}))
+
+    def test_exports_are_read_by_open_clip_and_by_mmod(self, folder: Path) -> None:
+        run(clip_config(folder, "dense"))
+        model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{folder}/dense/model")
+        for name, value in weights(folder / "dense/model").items():
+            assert torch.equal(value, model.state_dict()[name])
+        run(clip_config(folder, "routed", routing=ROUTED))
+        routed = mmod.load_pretrained(folder / "routed/model")
+        assert mmod.is_routed(routed)
+
+    def test_checkpoints_that_do_not_fit(self, folder: Path) -> None:
+        run(clip_config(folder, "dense"))
+        wide = write_model(folder, "test-wide", embed_dim=24)
+        with pytest.raises(ValueError, match="does not fit the model"):
+            self.state(clip_config(folder, "x", model={**wide, "checkpoint": str(folder / "dense")}))
+        with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+            self.state(clip_config(folder, "x", model={"checkpoint": str(folder / "nowhere")}))
+
+
+def _model_cfg(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "test-clip.json").read_text()))
+
+
+def test_corrupt_pairs_stop_a_run_or_are_reported_by_it(folder: Path) -> None:
+    broken = members(3) | {"000003.png": b"no image"}
+    good = {k: v for key in (0, 1, 2, 4, 5, 6, 7, 8) for k, v in members(key).items()}
+    bad = write_tar(folder / "train-2.tar", good | broken)
+    with pytest.raises(CorruptDataError, match="it is damaged or of none of the formats"):
+        run(clip_config(folder, "stops", epochs=2))
+    result = run(clip_config(folder, "goes on", epochs=2, data={"on_corrupt": "skip"}))
+    assert result.skipped == {"train": {str(bad): 1}, "val": {}}
+    assert result.steps == 14
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": "siglip"}, "needs a model with a logit bias"),
+        ({"loss": "coca"}, "'coca' is for CoCa models alone"),
+        ({"augment": {"scales": 1}}, "unknown field of augment scales; valid ones are scale, ratio"),
+        ({"routing": {"images": {}}}, "unknown config key 'routing.images'"),
+        ({"routing": {"image": {"router": "atention"}}}, "router must be one of"),
+        ({"data": {"train": "none-*.tar"}}, "no shard matches 'none-"),
+        ({"data": {"batch_size": 49}}, "fewer than one batch"),
+        ({"zero_shot": "imagenet"}, "zero_shot must be 'scenes' or 'imagenet:FOLDER'"),
+        ({"model": {"name": "ViT-B-33", "config": None}}, "open_clip knows no model 'ViT-B-33'; near ones: ViT-B-32"),
+        ({"distill": {"teacher": "dense"}}, "needs trained weights"),
+    ],
+)
+def test_wrong_configs_fail_before_the_first_step(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(clip_config(folder, "run", **changes))
+
+
+CONFIGS = sorted((ROOT / "configs/clip").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_builds_its_model_and_says_what_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config(path, kind=ClipConfig)
+    assert config.output == f"runs/clip/{path.stem}"
+    assert f"tools/train_clip.py {path.relative_to(ROOT)}" in path.read_text()
+    start = config.model.__class__(config.model.name, config.model.config)
+    model, _ = create_clip_models(train_config({**config.to_dict(), "model": vars(start)}, ClipConfig))
+    assert mmod.is_routed(model) == (config.routing is not None)
+    create_transforms(model, config.model.name, config.augment)

@@ -1,0 +1,131 @@
+"""The study of routed vision-language models: what it compares, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmod import Plan
+from mmod.training.chat.config import VlmConfig
+from mmod.training.image.config import resolve_routing
+from mmod.training.studies.chat import VlmTradeoffConfig, run_vlm_tradeoff, vlm_jobs
+from tests.training.chat.configs import vlm_config
+
+ROOT = Path(__file__).parents[3]
+ROUTERS = {"p-mod": {"preset": "p-mod"}, "random": {"router": "random", "blocks": [1, 2], "capacity": 0.25}}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> VlmTradeoffConfig:
+    folder = tmp_path_factory.mktemp("study")
+    fields = vlm_config(folder).to_dict()
+    fields["trainer"]["save_strategy"] = "no"
+    (folder / "dense.yaml").write_text(yaml.safe_dump(fields))
+    return VlmTradeoffConfig(
+        output=str(folder / "out"), dense=str(folder / "dense.yaml"), routers=ROUTERS,
+        finetune={"trainer": {"max_steps": 2}}, seeds=2, timed_prompts=2, timed_tokens=2, timed_rounds=2,
+    )  # fmt: skip
+
+
+def test_a_study_compares_and_can_be_continued(study: VlmTradeoffConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_vlm_tradeoff(study, progress=False)
+    points = {point.name: point for point in result.points}
+    assert list(points) == ["dense", "p-mod", "random"]
+    dense = points["dense"]
+    assert dense.image_share == dense.flops_share == dense.kept == 1
+    assert dense.prefill_speedup == 1
+    assert points["p-mod"].image_share == pytest.approx((1 + 0.75 + 0.25 + 2 / 16) / 4)
+    assert points["random"].image_share == pytest.approx((2 + 2 * 0.25) / 4)
+    assert all(point.seeds == 2 and point.accuracy_std is not None for point in result.points)
+    assert dense.to_dense is dense.to_control is None
+    for name in ("p-mod", "random"):
+        gap = points[name].to_dense
+        assert gap is not None
+        assert gap.mean == pytest.approx(points[name].accuracy - dense.accuracy)
+        assert (points[name].to_control is None) == (name == "random")
+    # Every image token that a layer skips leaves the keys and values of one token, fp32, out of its cache.
+    per_token = 2 * 32 * 4
+    skipped = round(4 * 16 * (1 - points["random"].image_share))
+    assert dense.cache_bytes - points["random"].cache_bytes == skipped * per_token
+    folder = Path(result.folder)
+    assert (folder / "tradeoff.png").stat().st_size
+    assert (folder / "answers.png").stat().st_size
+    assert sorted(path.name for path in folder.glob("maps-*.png")) == ["maps-p-mod.png", "maps-random.png"]
+    assert "Paired over 2 seeds, 95 % intervals" in result.table()
+    rows = list(csv.DictReader((folder / "tradeoff.csv").open()))
+    assert [row["name"] for row in rows] == list(points)
+    assert float(rows[0]["right/count"]) == dense.right["count"]
+    assert json.loads((folder / "tradeoff.json").read_text())["prior"] == result.prior
+    table = result.table().split("\n\n")[0].splitlines()
+    assert table[-1].startswith("| language-only prior")
+    assert len({line.count("|") for line in table}) == 1
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr("mmod.training.chat.recipe.RoutedTrainer", refuse)
+    again = run_vlm_tradeoff(study, progress=False)
+    assert [point.accuracy for point in again.points] == [point.accuracy for point in result.points]
+
+
+def test_jobs_start_from_the_dense_model_of_their_seed(study: VlmTradeoffConfig) -> None:
+    jobs = list(vlm_jobs(dataclasses.replace(study, capacities=[0.5, 0.25])))
+    names = ["base", "dense", "p-mod-0.5", "p-mod-0.25", "random-0.5", "random-0.25"]
+    assert [job.name for job in jobs] == names * 2
+    for job in jobs:
+        assert job.config.seed == job.seed
+        if job.name != "base":
+            assert job.config.model.checkpoint == f"{study.output}/seed{job.seed}/base/model"
+            assert job.config.trainer["max_steps"] == 2
+    capacities = [job.config.routing["language"]["capacity"] for job in jobs if job.config.routing]
+    assert capacities == [0.5, 0.25] * 4
+
+
+def test_a_given_checkpoint_is_not_trained(study: VlmTradeoffConfig) -> None:
+    jobs = list(vlm_jobs(dataclasses.replace(study, train_dense=False, seeds=1)))
+    assert [job.name for job in jobs] == ["dense", "p-mod", "random"]
+
+
+def test_wrong_studies_are_named(study: VlmTradeoffConfig) -> None:
+    with pytest.raises(ValueError, match="at least one entry"):
+        dataclasses.replace(study, routers={})
+    with pytest.raises(ValueError, match="must not set seed"):
+        dataclasses.replace(study, changes={"seed": 3})
+    with pytest.raises(ValueError, match="timed_rounds"):
+        dataclasses.replace(study, timed_rounds=0)
+    with pytest.raises(ValueError, match="maps must not be negative, got -1"):
+        dataclasses.replace(study, maps=-1)
+    with pytest.raises(ValueError, match=r"no data\.val"):
+        list(vlm_jobs(dataclasses.replace(study, changes={"data": {"val": None}})))
+
+
+def shipped(name: str) -> dict[str, VlmConfig]:
+    path = ROOT / "configs" / "tradeoff" / name
+    config = VlmTradeoffConfig(**yaml.safe_load(path.read_text()))
+    assert f"tools/tradeoff.py configs/tradeoff/{name}" in path.read_text()
+    return {
+        job.name: job.config for job in vlm_jobs(dataclasses.replace(config, dense=str(ROOT / config.dense), seeds=1))
+    }
+
+
+def test_shipped_studies_are_read_and_say_what_they_are() -> None:
+    small, full = shipped("vlm.yaml"), shipped("vlm-controls.yaml")
+    assert list(small)[:2] == list(full)[:2] == ["base", "dense"]
+    assert all((full[name].routing, full[name].trainer) == (c.routing, c.trainer) for name, c in small.items())
+    plans = {name: plan_of(config) for name, config in full.items() if config.routing}
+    # The same share of image tokens everywhere, and for each method the same plan with random tokens.
+    assert all(plan.mean_capacity == pytest.approx(0.53125, abs=0.01) for plan in plans.values())
+    assert plans["distilled"] == plans["a-mod"] == plans["random"] == plans["stride"]
+    assert plans["p-mod"] == plans["p-mod-random"]
+    assert plans["gamma-mod"] == plans["gamma-mod-random"]
+
+
+def plan_of(config: VlmConfig) -> Plan:
+    assert config.routing is not None
+    fields = config.routing["language"]
+    return resolve_routing({**fields, **({"depth": 8} if "preset" in fields else {})}).plan(8)
