@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+
+
+class DamagedFileError(ValueError):
+    """A file that is not whole, or holds something else than it should."""
 
 
 def check_regular(path: str | Path) -> None:
@@ -25,7 +30,7 @@ def check_regular(path: str | Path) -> None:
         raise ValueError(f"{path} is no regular file")
 
 
-def parse_json(data: bytes, name: str) -> Any:
+def parse_json(data: str | bytes, name: str) -> Any:
     """Parse JSON in any encoding of Unicode.
 
     Args:
@@ -46,17 +51,58 @@ def parse_json(data: bytes, name: str) -> Any:
         raise ValueError(f"{name} is no JSON: {error}") from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a reader finds the old content or the new, never a part.
+@contextmanager
+def replacing(target: str | Path, *, shared: bool = False) -> Iterator[Path]:
+    """Write a file or folder under a temporary name; it takes its own name, on disk, when the block ends.
+
+    A reader finds the old content or the new, never a part. When the block fails, nothing is left; what a killed
+    process left is removed by the next one that writes the same target.
 
     Args:
-        path: The file, in UTF-8. What has no form in it is written as an escape.
-        text: Its content.
+        target: The file, replaced if it is there, or the folder, which must not be there or be empty.
+        shared: Whether several processes may write the target at once. Otherwise the caller holds a lock.
+
+    Yields:
+        A path beside `target` at which the block makes the file or folder.
+
+    Raises:
+        FileExistsError: If `target` is a folder with files in it.
+
+    Example:
+        >>> import tempfile
+        >>> target = Path(tempfile.mkdtemp()) / "images"
+        >>> with replacing(target) as folder:
+        ...     folder.mkdir()
+        ...     _ = (folder / "0.txt").write_text("pixels")
+        ...     target.exists()
+        False
+        >>> target.exists()
+        True
     """
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    sync(partial)
-    os.replace(partial, path)
+    target = Path(target)
+    if target.is_dir() and any(target.iterdir()):
+        raise FileExistsError(f"{str(target)!r} is not empty; choose another folder")
+    partial = target.with_name(f".{target.name}.partial" + f"-{os.getpid()}" * shared)
+    _remove(partial)
+    try:
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+        os.replace(partial, target)
+    finally:
+        _remove(partial)
+    sync(target.parent)
+
+
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write a file so that a reader finds the old content or the new, never a part.
+
+    Args:
+        path: The file, replaced if it is there.
+        content: Bytes, or a text for UTF-8. What has no form in UTF-8 is written as an escape.
+    """
+    with replacing(path) as partial:
+        partial.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
 
 def sync(path: Path) -> None:
@@ -84,7 +130,15 @@ def open_shard(path: Path) -> Iterator[Any]:
     """
     from webdataset import TarWriter
 
-    partial = path.with_name(f".{path.name}.partial")
-    with closing(TarWriter(str(partial), mtime=0, user="", group="", encoder=False)) as writer:
+    with (
+        replacing(path) as partial,
+        closing(TarWriter(str(partial), mtime=0, user="", group="", encoder=False)) as writer,
+    ):
         yield writer
-    os.replace(partial, path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,56 @@
+from pathlib import Path
+
+import pytest
+
+from mmod.io.claim import FolderTakenError, claim_folder
+
+RECORD = {"lr": 1e-4, "sizes": (1, 2), "data": {"name": "2020-01-01", "seed": 3}, "args": {}}
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "config.json"])
+def test_a_record_claims_its_folder_once(tmp_path: Path, file: str) -> None:
+    def claim(free_keys: tuple[str, ...] = (), write: bool = True, **changes: object) -> bool:
+        record = {**RECORD, **changes}
+        return claim_folder(tmp_path / "run", record, file=file, kind="a run", free_keys=free_keys, write=write)
+
+    assert not claim(write=False)
+    assert not (tmp_path / "run").exists()
+    assert not claim()
+    written = (tmp_path / "run" / file).read_bytes()
+    assert claim()
+    assert claim(("data.seed",), data={"name": "2020-01-01", "seed": 4})
+    with pytest.raises(FolderTakenError) as error:
+        claim(lr=0.1, data={"name": "2020-01-01", "seed": 4}, extra=None, args={"x": 1})
+    assert str(error.value).endswith(
+        "Differing keys: args: {} there, None now; args.x: None there, 1 now; data.seed: 3 there, 4 now; "
+        "lr: 0.0001 there, 0.1 now"
+    )
+    assert (tmp_path / "run" / file).read_bytes() == written
+
+
+def test_a_key_that_an_older_record_lacks_has_its_default(tmp_path: Path) -> None:
+    claim_folder(tmp_path, {"a": 1}, file="c.json", kind="a run")
+    assert claim_folder(tmp_path, {"a": 1, "b": 2}, file="c.json", kind="a run", defaults={"a": 0, "b": 2})
+    with pytest.raises(FolderTakenError, match="b: None there, 2 now"):
+        claim_folder(tmp_path, {"a": 1, "b": 2}, file="c.json", kind="a run")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "data/image.png"])
+def test_a_folder_with_other_files_is_not_taken(tmp_path: Path, name: str) -> None:
+    # Left by a start that failed before it kept its record.
+    (tmp_path / "checkpoints" / "empty").mkdir(parents=True)
+    (tmp_path / ".config.json.partial").touch()
+    assert not claim_folder(tmp_path, RECORD, file="config.json", kind="a run", write=False)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(FolderTakenError, match=r"holds files but no config\.json: choose a new or empty folder"):
+        claim_folder(tmp_path, RECORD, file="config.json", kind="a run")
+    with pytest.raises(FolderTakenError):
+        claim_folder(tmp_path / name, RECORD, file="config.json", kind="a run")
+
+
+def test_a_record_that_is_none_is_named(tmp_path: Path) -> None:
+    for content in ("[1]", "{"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"config\.json"):
+            claim_folder(tmp_path, RECORD, file="config.json", kind="a run")

@@ -1,0 +1,56 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmod.io.files import DamagedFileError, replacing, write_atomically
+from mmod.io.tensors import read_tensors, write_tensors
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path, shared: bool) -> None:
+    path = tmp_path / "result.json"
+    write_atomically(path, "old")
+
+    def write_half() -> None:
+        with replacing(path, shared=shared) as partial:
+            partial.write_text("half of the n")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_half()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_process_left_is_no_part_of_the_next_folder(tmp_path: Path) -> None:
+    left = tmp_path / ".set.partial"
+    left.mkdir()
+    (left / "old").touch()
+    with replacing(tmp_path / "set") as partial:
+        partial.mkdir()
+        (partial / "new").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["set", "new"]
+
+
+def test_a_folder_with_files_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not empty"), replacing(tmp_path):
+        pass
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_text_that_utf8_cannot_hold_is_escaped(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "names.csv", "caf\u00e9 \udcff")
+    assert (tmp_path / "names.csv").read_bytes() == b"caf\xc3\xa9 \\udcff"
+
+
+def test_tied_and_strided_tensors_are_written_in_full(tmp_path: Path) -> None:
+    whole = torch.arange(6.0).reshape(2, 3)
+    state = {"a": whole, "b": whole, "row": whole[1], "turned": whole.T}
+    write_tensors(tmp_path / "x", state)
+    assert all(torch.equal(value, state[name]) for name, value in read_tensors(tmp_path / "x")[0].items())
+    for content in (b"", (tmp_path / "x").read_bytes()[:-1]):
+        (tmp_path / "y").write_bytes(content)
+        with pytest.raises(DamagedFileError, match="y' is no whole safetensors file"):
+            read_tensors(tmp_path / "y")
