@@ -132,7 +132,7 @@ def _create_parser(kind: type[AnyConfig]) -> jsonargparse.ArgumentParser:
     return create_parser(
         kind,
         usage="%(prog)s CONFIG [--key value] [--group.key value] [--print_config]",
-        description="Train a dense or routed model as a config file says; options override the file.",
+        description="Do what a config file says; options override the file.",
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -29,11 +29,11 @@ from mmod.training.chat.recipe import MODEL, VlmResult, finetune
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.parse import train_config
 from mmod.training.studies.chat_pictures import draw_answers, draw_maps
+from mmod.training.studies.config import ChatStudyConfig
 from mmod.training.studies.paired import Difference, compare, spread, verdict
 from mmod.training.studies.runs import Crew, Job, Tick
 from mmod.training.studies.study import (
     BASE,
-    check_study,
     compared,
     markdown_table,
     merged,
@@ -44,56 +44,9 @@ from mmod.training.studies.study import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["VlmPoint", "VlmTradeoffConfig", "VlmTradeoffResult", "run_vlm_tradeoff"]
+__all__ = ["VlmPoint", "ChatStudyConfig", "VlmTradeoffResult", "run_vlm_tradeoff"]
 
 _DENSE = "dense"
-
-
-@dataclass(frozen=True)
-class VlmTradeoffConfig:
-    """One study: a dense model, how it is routed, and what it is compared with.
-
-    Args:
-        output: The study's folder; its runs, table and picture go there. A study goes on where it stopped.
-        dense: Config of the dense model, a YAML file with the fields of `VlmConfig`; the study sets its `output` and
-            `seed`.
-        routers: Name of each series to its routing: fields of `RoutingConfig`, or `preset: NAME` with changes.
-        changes: Fields of `VlmConfig` to set differently in all runs, nested as in the file.
-        finetune: Fields to set differently again when a model is fine-tuned from the dense one.
-        capacities: Capacities at which each series is run; null takes a series as it is.
-        part: The part that is routed, `language` or `vision`.
-        train_dense: Train the dense model first; False takes it as the config's checkpoint gives it.
-        seeds: Number of seeds; everything is repeated for each.
-        processes: Runs done side by side, each in a process of one thread; 1 does one after another in this process.
-        controls: Name of a series to the series that is its control, null for none; "random" is that of all others.
-        maps: Evaluation questions for which kept image tokens are drawn; 0 draws none.
-        timed_prompts: Prompts that are read at once when time is measured.
-        timed_tokens: Tokens that are decoded for each of them.
-        timed_rounds: Interleaved rounds of the measurement.
-        kind: Says to `tools/tradeoff.py` that this is a study of conversations.
-    """
-
-    output: str
-    dense: str
-    routers: dict[str, dict[str, Any]]
-    changes: dict[str, Any] = field(default_factory=dict)
-    finetune: dict[str, Any] = field(default_factory=dict)
-    capacities: list[float | None] = field(default_factory=lambda: [None])
-    part: str = "language"
-    train_dense: bool = True
-    seeds: int = 1
-    processes: int = 1
-    controls: dict[str, str | None] = field(default_factory=dict)
-    maps: int = 4
-    timed_prompts: int = 8
-    timed_tokens: int = 16
-    timed_rounds: int = 5
-    kind: str = "conversations"
-
-    def __post_init__(self) -> None:
-        check_study(self, ("seeds", "processes", "timed_prompts", "timed_tokens", "timed_rounds"))
-        if self.maps < 0:
-            raise ValueError(f"maps must not be negative, got {self.maps}")
 
 
 @dataclass(frozen=True)
@@ -178,7 +131,7 @@ def _spread(value: float, std: float | None) -> str:
     return f"{value:.1f}" if std is None else f"{value:.1f} ± {std:.1f}"
 
 
-def run_vlm_tradeoff(config: VlmTradeoffConfig, *, progress: bool = True) -> VlmTradeoffResult:
+def run_vlm_tradeoff(config: ChatStudyConfig, *, progress: bool = True) -> VlmTradeoffResult:
     """Run a study: train or load the dense model, route it, fine-tune, ask, time, and draw.
 
     Args:
@@ -216,7 +169,7 @@ def _do(job: Job[VlmConfig], tick: Tick) -> VlmResult:
     return finetune(job.config, progress=False)
 
 
-def vlm_jobs(config: VlmTradeoffConfig) -> Iterator[Job[VlmConfig]]:
+def vlm_jobs(config: ChatStudyConfig) -> Iterator[Job[VlmConfig]]:
     """Yield the runs of a study in the order they must be done.
 
     Args:
@@ -262,7 +215,7 @@ def _trained(first: Mapping[str, Job[VlmConfig]]) -> tuple[dict[str, Any], ChatC
 
 
 def _measure(
-    config: VlmTradeoffConfig,
+    config: ChatStudyConfig,
     work: Sequence[Job[VlmConfig]],
     results: Mapping[str, Mapping[int, VlmResult]],
     models: Mapping[str, Any],
@@ -343,7 +296,7 @@ def _cache_bytes(cache: Any) -> int:
 
 
 def _decode_rate(
-    model: Any, collator: ChatCollator, prompts: Mapping[str, Tensor], config: VlmTradeoffConfig, read_ms: list[float]
+    model: Any, collator: ChatCollator, prompts: Mapping[str, Tensor], config: ChatStudyConfig, read_ms: list[float]
 ) -> float:
     """Return tokens decoded in a second over a batch, without the time of reading the prompts."""
     taken = []

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,12 +27,12 @@ from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, evaluate
 from mmod.training.image.model import create_models
 from mmod.training.image.recipe import Classification
+from mmod.training.studies.config import ImageStudyConfig
 from mmod.training.studies.paired import Difference, compare, spread, verdict
 from mmod.training.studies.runs import Crew, Job, Tick, counted
 from mmod.training.studies.study import (
     BASE,
     by_threshold,
-    check_study,
     evaluated_before,
     markdown_table,
     merged,
@@ -41,59 +40,7 @@ from mmod.training.studies.study import (
     write_outcome,
 )
 
-__all__ = ["Point", "TradeoffConfig", "TradeoffResult", "run_tradeoff"]
-
-
-@dataclass(frozen=True)
-class TradeoffConfig:
-    """One study: a dense model, how it is routed, and what it is compared with.
-
-    Args:
-        output: The study's folder; its runs, table and pictures go there. A study goes on where it stopped.
-        dense: Training config of the dense model, a YAML file; the study sets its `output` and `seed`.
-        changes: Fields of `TrainConfig` to set differently in all runs, nested as in the file.
-        finetune: Fields to set differently again when a routed model is fine-tuned from the dense one.
-        routers: Name of each series to its routing: fields of `RoutingConfig`, or `preset: NAME` with changes. Each
-            is run at every capacity.
-        capacities: Capacities of the routed blocks.
-        train_dense: Train the dense model first; False takes it as `dense.model` gives it (pretrained or a
-            checkpoint).
-        tune: Fine-tune; False evaluates routed models as routing leaves them, beside the dense one.
-        tune_dense: Fine-tune the dense model like the routed ones, so that none is ahead by mere training.
-        isoflop: "scratch" also trains dense models with fewer blocks, as near in FLOPs to the routed ones as can be,
-            for as many epochs as training and fine-tuning have together; "none" leaves them out.
-        seeds: Number of seeds; everything is repeated for each.
-        processes: Runs done side by side, each in a process of one thread; 1 does one after another in this process.
-        bases: Folder of another study of the same dense model and as many seeds, whose models to start from are taken
-            and, where they are missing, trained.
-        controls: Name of a series to the series that is its control, null for none; "random" is that of all others.
-        latency_batch: Images in a batch whose latency is measured.
-        latency_rounds: Interleaved rounds of the measurement.
-        maps: Sample images over which routing is drawn.
-    """
-
-    output: str
-    dense: str
-    routers: dict[str, dict[str, Any]]
-    changes: dict[str, Any] = field(default_factory=dict)
-    finetune: dict[str, Any] = field(default_factory=dict)
-    capacities: list[float] = field(default_factory=lambda: [0.5])
-    train_dense: bool = True
-    tune: bool = True
-    tune_dense: bool = True
-    isoflop: Literal["scratch", "none"] = "scratch"
-    seeds: int = 1
-    processes: int = 1
-    bases: str | None = None
-    controls: dict[str, str | None] = field(default_factory=dict)
-    latency_batch: int = 32
-    latency_rounds: int = 15
-    maps: int = 6
-
-    def __post_init__(self) -> None:
-        check_study(self, ("seeds", "processes", "latency_batch", "latency_rounds"))
-        if self.tune_dense and not self.tune:
-            raise ValueError("tune=False leaves nothing to fine-tune: set tune_dense to False too")
+__all__ = ["Point", "ImageStudyConfig", "TradeoffResult", "run_tradeoff"]
 
 
 @dataclass(frozen=True)
@@ -102,7 +49,7 @@ class Point:
 
     Args:
         name: Name of the model in the study.
-        router: Its series: "dense", "shallow" (fewer blocks) or a name of `TradeoffConfig.routers`.
+        router: Its series: "dense", "shallow" (fewer blocks) or a name of `ImageStudyConfig.routers`.
         capacity: Capacity of its routed blocks; 1 without any.
         gflops: FLOPs of one image, in 1e9.
         latency_ms: Median latency of one image in a batch, in milliseconds; None until all models are there.
@@ -180,7 +127,7 @@ class _Model:
     gflops: float
 
 
-def run_tradeoff(config: TradeoffConfig, *, progress: bool = True) -> TradeoffResult:
+def run_tradeoff(config: ImageStudyConfig, *, progress: bool = True) -> TradeoffResult:
     """Run a study: train or load the dense model, route it, fine-tune, evaluate, time, and draw.
 
     Table and pictures are written as soon as there is a routed model to compare with the dense one, and again with each
@@ -215,7 +162,7 @@ def run_tradeoff(config: TradeoffConfig, *, progress: bool = True) -> TradeoffRe
     return _write(config, crew, _points(config, work, {name: models[name] for name in order}, found, times))
 
 
-def _write(config: TradeoffConfig, crew: Crew, points: list[Point]) -> TradeoffResult:
+def _write(config: ImageStudyConfig, crew: Crew, points: list[Point]) -> TradeoffResult:
     result = TradeoffResult(config.output, points, crew.cpu_seconds)
     write_outcome(config, result, draw_tradeoff, cpu_seconds=result.cpu_seconds)
     crew.say(f"{len(points)} models after {result.cpu_seconds:.0f} CPU seconds: {config.output}/tradeoff.{{md,png}}")
@@ -230,7 +177,7 @@ def _do(job: Job[TrainConfig], tick: Tick) -> _Found:
     return _Found(run(counted(Classification(job.config), tick), progress=False).best, before)
 
 
-def jobs(config: TradeoffConfig) -> Iterator[Job[TrainConfig]]:
+def jobs(config: ImageStudyConfig) -> Iterator[Job[TrainConfig]]:
     """Yield the training runs of a study in the order they must be done.
 
     Args:
@@ -255,7 +202,7 @@ def jobs(config: TradeoffConfig) -> Iterator[Job[TrainConfig]]:
         if config.tune_dense:
             yield Job("dense", "dense", 1.0, seed, tuned, work=tuned_epochs)
         for router, routing in config.routers.items():
-            for capacity in config.capacities:
+            for capacity in filter(None, config.capacities):
                 name = f"{router}-{capacity:g}"
                 fields = {"output": str(root / name), "routing": {**routing, "capacity": capacity}}
                 routed = dataclasses.replace(tuned, **fields)  # type: ignore[arg-type]
@@ -269,14 +216,14 @@ def jobs(config: TradeoffConfig) -> Iterator[Job[TrainConfig]]:
             yield Job(name, "shallow", 1.0, seed, shallow, work=share * epochs)
 
 
-def _isoflop_depths(config: TradeoffConfig, dense: TrainConfig) -> dict[int, float]:
+def _isoflop_depths(config: ImageStudyConfig, dense: TrainConfig) -> dict[int, float]:
     """Depths of the dense models nearest in FLOPs to the routed ones, each with its share of the dense depth."""
     plain = _weightless(dense)
     model = create_models(plain)[0]
     depth, size = len(find_host(model).blocks), (dense.data.channels, dense.data.image_size, dense.data.image_size)
     report = flops(model, size)
     depths = set()
-    for routing, capacity in product(config.routers.values(), config.capacities):
+    for routing, capacity in product(config.routers.values(), filter(None, config.capacities)):
         routed = create_models(dataclasses.replace(plain, routing={**routing, "capacity": capacity}))[0]
         # What thresholds cost follows from the data.
         if not by_threshold(routed):
@@ -305,7 +252,7 @@ def _trained(job: Job[TrainConfig]) -> nn.Module:
     return create_models(config)[0].to(choose_device(config.device)).eval()
 
 
-def _examine(job: Job[TrainConfig], config: TradeoffConfig, result: EvalResult) -> _Model:
+def _examine(job: Job[TrainConfig], config: ImageStudyConfig, result: EvalResult) -> _Model:
     """Count the FLOPs of a finished model and draw what it keeps."""
     model, data = _trained(job), job.config.data
     cost = flops(
@@ -318,7 +265,7 @@ def _examine(job: Job[TrainConfig], config: TradeoffConfig, result: EvalResult) 
     return _Model(job, cost.routed / 1e9)
 
 
-def _time(first: Mapping[str, Job[TrainConfig]], config: TradeoffConfig) -> dict[str, list[float]]:
+def _time(first: Mapping[str, Job[TrainConfig]], config: ImageStudyConfig) -> dict[str, list[float]]:
     """Return the times of a batch of evaluation images by model, in milliseconds for each image."""
     run = first["dense"].config
     device = choose_device(run.device)
@@ -330,7 +277,7 @@ def _time(first: Mapping[str, Job[TrainConfig]], config: TradeoffConfig) -> dict
 
 
 def _points(
-    config: TradeoffConfig,
+    config: ImageStudyConfig,
     work: Sequence[Job[TrainConfig]],
     models: Mapping[str, _Model],
     found: Mapping[str, Mapping[int, _Found]],
@@ -364,7 +311,7 @@ def _points(
     return points
 
 
-def _draw_maps(job: Job[TrainConfig], model: nn.Module, config: TradeoffConfig) -> None:
+def _draw_maps(job: Job[TrainConfig], model: nn.Module, config: ImageStudyConfig) -> None:
     """Draw what a routed model kept on the first evaluation images."""
     images = next(iter(create_eval_stream(job.config.data).batches(0)))[0][: config.maps]
     host = find_host(model)

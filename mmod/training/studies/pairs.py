@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,12 @@ from mmod.training.pairs.config import ClipConfig, RoutingParts
 from mmod.training.pairs.evaluate import ClipResult, evaluate_clip
 from mmod.training.pairs.model import create_clip_models, create_transforms
 from mmod.training.pairs.recipe import ImageText
+from mmod.training.studies.config import PairsStudyConfig
 from mmod.training.studies.paired import Difference, compare, spread, verdict
 from mmod.training.studies.runs import Crew, Job, Tick, counted
 from mmod.training.studies.study import (
     BASE,
     by_threshold,
-    check_study,
     compared,
     evaluated_before,
     markdown_table,
@@ -42,52 +42,7 @@ from mmod.training.studies.study import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ClipPoint", "ClipTradeoffConfig", "ClipTradeoffResult", "clip_jobs", "run_clip_tradeoff"]
-
-
-@dataclass(frozen=True)
-class ClipTradeoffConfig:
-    """A study: one dense CLIP model, its routed forms, and what they cost and find.
-
-    Args:
-        output: Folder of the study: its runs, and at the end `tradeoff.{csv,json,md,png}`.
-        dense: Config file of the dense training, as `tools/train_clip.py` takes it.
-        routers: Name of each series to the routing of its towers: `{image: {...}, text: {...}}`, each as in the
-            training config, without a capacity. Each is run at every capacity.
-        kind: "pairs" says that this is a study of image-text models.
-        changes: Fields of the training config to set differently in all runs, nested as in the file.
-        finetune: Fields to set differently again when a model is fine-tuned from the dense one.
-        capacities: Capacities of the routed blocks.
-        train_dense: Train the dense model first; False takes it as `dense.model` gives it.
-        tune_dense: Fine-tune the dense model like the routed ones, so that none is ahead by mere training.
-        seeds: Number of seeds; everything is repeated for each.
-        processes: Runs done side by side, each in a process of one thread; 1 does one after another in this process.
-        controls: Name of a series to the series that is its control, null for none; "random" is that of all others.
-        latency_batch: Images and captions in a batch whose latency is measured.
-        latency_rounds: Interleaved rounds of the measurement.
-    """
-
-    output: str
-    dense: str
-    routers: dict[str, dict[str, Any]]
-    kind: Literal["pairs"] = "pairs"
-    changes: dict[str, Any] = field(default_factory=dict)
-    finetune: dict[str, Any] = field(default_factory=dict)
-    capacities: list[float] = field(default_factory=lambda: [0.5])
-    train_dense: bool = True
-    tune_dense: bool = True
-    seeds: int = 1
-    processes: int = 1
-    controls: dict[str, str | None] = field(default_factory=dict)
-    latency_batch: int = 32
-    latency_rounds: int = 15
-
-    def __post_init__(self) -> None:
-        check_study(self, ("seeds", "processes", "latency_batch", "latency_rounds"))
-        for name, towers in self.routers.items():
-            unknown = sorted(set(towers) - {"image", "text"})
-            if unknown:
-                raise ValueError(f"routers.{name} names {', '.join(unknown)}; valid: image, text")
+__all__ = ["ClipPoint", "PairsStudyConfig", "ClipTradeoffResult", "clip_jobs", "run_clip_tradeoff"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +51,7 @@ class ClipPoint:
 
     Args:
         name: Name of the model in the study.
-        router: Its series: "dense" or a name of `ClipTradeoffConfig.routers`.
+        router: Its series: "dense" or a name of `PairsStudyConfig.routers`.
         capacity: Capacity of its routed blocks; 1 without any.
         image_gflops: FLOPs of one image, in 1e9.
         text_gflops: FLOPs of one caption, in 1e9.
@@ -191,7 +146,7 @@ class _Found:
     before: ClipResult | None = None
 
 
-def run_clip_tradeoff(config: ClipTradeoffConfig, *, progress: bool = True) -> ClipTradeoffResult:
+def run_clip_tradeoff(config: PairsStudyConfig, *, progress: bool = True) -> ClipTradeoffResult:
     """Run a study: train or load the dense model, route it, fine-tune, evaluate, time, and draw.
 
     Args:
@@ -221,7 +176,7 @@ def _do(job: Job[ClipConfig], tick: Tick) -> _Found:
     return _Found(run(counted(ImageText(job.config), tick), progress=False).best, before)
 
 
-def clip_jobs(config: ClipTradeoffConfig) -> Iterator[Job[ClipConfig]]:
+def clip_jobs(config: PairsStudyConfig) -> Iterator[Job[ClipConfig]]:
     """Yield the training runs of a study in the order they must be done.
 
     Args:
@@ -242,7 +197,7 @@ def clip_jobs(config: ClipTradeoffConfig) -> Iterator[Job[ClipConfig]]:
         if config.tune_dense:
             yield Job("dense", "dense", 1.0, seed, tuned, work=tuned.epochs)
         for router, towers in config.routers.items():
-            for capacity in config.capacities:
+            for capacity in filter(None, config.capacities):
                 name = f"{router}-{capacity:g}"
                 parts = RoutingParts(**{tower: {**fields, "capacity": capacity} for tower, fields in towers.items()})
                 routed = dataclasses.replace(tuned, routing=parts, output=str(root / name))
@@ -268,7 +223,7 @@ def _trained(job: Job[ClipConfig]) -> Any:
 
 
 def _points(
-    config: ClipTradeoffConfig,
+    config: PairsStudyConfig,
     work: Sequence[Job[ClipConfig]],
     found: Mapping[str, Mapping[int, _Found]],
 ) -> list[ClipPoint]:
@@ -324,7 +279,7 @@ def _points(
 
 
 def _time(
-    models: Mapping[str, Any], method: str, inputs: Tensor, config: ClipTradeoffConfig, device: torch.device
+    models: Mapping[str, Any], method: str, inputs: Tensor, config: PairsStudyConfig, device: torch.device
 ) -> dict[str, list[float]]:
     with torch.inference_mode():
         return interleave(

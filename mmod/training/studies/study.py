@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from mmod import is_routed, routed_blocks
-from mmod.config import rational
 from mmod.io.files import write_atomically
 from mmod.training.engine.logging import write_csv
+from mmod.training.studies.config import StudyConfig
 from mmod.training.studies.runs import Job
 
 if TYPE_CHECKING:
@@ -26,35 +26,6 @@ Result = TypeVar("Result")
 BASE = "base"
 # The series that others are compared with where a study names no other control.
 CONTROL = "random"
-
-
-class Study(Protocol):
-    """The fields that configs of all studies have."""
-
-    @property
-    def routers(self) -> Mapping[str, Any]:
-        """Name of each series to its routing."""
-        ...
-
-    @property
-    def capacities(self) -> Sequence[float | None]:
-        """Capacities of the routed blocks."""
-        ...
-
-    @property
-    def changes(self) -> Mapping[str, Any]:
-        """Fields of the training config to set differently in all runs."""
-        ...
-
-    @property
-    def finetune(self) -> Mapping[str, Any]:
-        """Fields to set differently again in fine-tuning."""
-        ...
-
-    @property
-    def controls(self) -> Mapping[str, str | None]:
-        """Series to the series that is its control, None for none."""
-        ...
 
 
 class Outcome(Protocol):
@@ -75,30 +46,6 @@ class Outcome(Protocol):
         ...
 
 
-def check_study(study: Study, counts: Sequence[str]) -> None:
-    """Raise a ValueError unless a study has something to do and leaves to itself what it sets.
-
-    Args:
-        study: The study's config.
-        counts: Names of its fields that must be at least 1.
-    """
-    if not study.routers or not study.capacities:
-        raise ValueError("a study needs at least one entry in routers and in capacities")
-    for capacity in study.capacities:
-        if capacity is not None:
-            rational(capacity)
-    for name in counts:
-        if getattr(study, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(study, name)}")
-    unknown = sorted({*study.controls, *filter(None, study.controls.values())} - set(study.routers))
-    if unknown:
-        raise ValueError(f"controls names {', '.join(unknown)}; routers has {', '.join(study.routers)}")
-    for group, given in (("changes", study.changes), ("finetune", study.finetune)):
-        taken = sorted({"output", "seed", "routing"} & set(given))
-        if taken:
-            raise ValueError(f"{group} must not set {', '.join(taken)}: the study sets them")
-
-
 def compared(work: Sequence[Job[Config]]) -> dict[str, Job[Config]]:
     """Return the runs of the first seed that become points, by name.
 
@@ -108,7 +55,7 @@ def compared(work: Sequence[Job[Config]]) -> dict[str, Job[Config]]:
     return {job.name: job for job in work if job.seed == 0 and job.router != BASE}
 
 
-def partners(study: Study, work: Sequence[Job[Any]]) -> dict[str, str | None]:
+def partners(study: StudyConfig, work: Sequence[Job[Any]]) -> dict[str, str | None]:
     """Return the name of each model's control, the same capacity of another series; None where it has none.
 
     Args:

@@ -13,7 +13,8 @@ import yaml
 from mmod import Plan
 from mmod.training.chat.config import VlmConfig
 from mmod.training.image.config import resolve_routing
-from mmod.training.studies.chat import VlmTradeoffConfig, run_vlm_tradeoff, vlm_jobs
+from mmod.training.studies.chat import run_vlm_tradeoff, vlm_jobs
+from mmod.training.studies.config import ChatStudyConfig
 from tests.training.chat.configs import vlm_config
 
 ROOT = Path(__file__).parents[3]
@@ -21,18 +22,18 @@ ROUTERS = {"p-mod": {"preset": "p-mod"}, "random": {"router": "random", "blocks"
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> VlmTradeoffConfig:
+def study(tmp_path_factory: pytest.TempPathFactory) -> ChatStudyConfig:
     folder = tmp_path_factory.mktemp("study")
     fields = vlm_config(folder).to_dict()
     fields["trainer"]["save_strategy"] = "no"
     (folder / "dense.yaml").write_text(yaml.safe_dump(fields))
-    return VlmTradeoffConfig(
+    return ChatStudyConfig(
         output=str(folder / "out"), dense=str(folder / "dense.yaml"), routers=ROUTERS,
         finetune={"trainer": {"max_steps": 2}}, seeds=2, timed_prompts=2, timed_tokens=2, timed_rounds=2,
     )  # fmt: skip
 
 
-def test_a_study_compares_and_can_be_continued(study: VlmTradeoffConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_vlm_tradeoff(study, progress=False)
     points = {point.name: point for point in result.points}
     assert list(points) == ["dense", "p-mod", "random"]
@@ -73,7 +74,7 @@ def test_a_study_compares_and_can_be_continued(study: VlmTradeoffConfig, monkeyp
     assert [point.accuracy for point in again.points] == [point.accuracy for point in result.points]
 
 
-def test_jobs_start_from_the_dense_model_of_their_seed(study: VlmTradeoffConfig) -> None:
+def test_jobs_start_from_the_dense_model_of_their_seed(study: ChatStudyConfig) -> None:
     jobs = list(vlm_jobs(dataclasses.replace(study, capacities=[0.5, 0.25])))
     names = ["base", "dense", "p-mod-0.5", "p-mod-0.25", "random-0.5", "random-0.25"]
     assert [job.name for job in jobs] == names * 2
@@ -86,19 +87,19 @@ def test_jobs_start_from_the_dense_model_of_their_seed(study: VlmTradeoffConfig)
     assert capacities == [0.5, 0.25] * 4
 
 
-def test_a_given_checkpoint_is_not_trained(study: VlmTradeoffConfig) -> None:
+def test_a_given_checkpoint_is_not_trained(study: ChatStudyConfig) -> None:
     jobs = list(vlm_jobs(dataclasses.replace(study, train_dense=False, seeds=1)))
     assert [job.name for job in jobs] == ["dense", "p-mod", "random"]
 
 
-def test_wrong_studies_are_named(study: VlmTradeoffConfig) -> None:
+def test_wrong_studies_are_named(study: ChatStudyConfig) -> None:
     with pytest.raises(ValueError, match="at least one entry"):
         dataclasses.replace(study, routers={})
     with pytest.raises(ValueError, match="must not set seed"):
         dataclasses.replace(study, changes={"seed": 3})
     with pytest.raises(ValueError, match="timed_rounds"):
         dataclasses.replace(study, timed_rounds=0)
-    with pytest.raises(ValueError, match="maps must not be negative, got -1"):
+    with pytest.raises(ValueError, match="maps must be an integer of at least 0, got -1"):
         dataclasses.replace(study, maps=-1)
     with pytest.raises(ValueError, match=r"no data\.val"):
         list(vlm_jobs(dataclasses.replace(study, changes={"data": {"val": None}})))
@@ -106,7 +107,7 @@ def test_wrong_studies_are_named(study: VlmTradeoffConfig) -> None:
 
 def shipped(name: str) -> dict[str, VlmConfig]:
     path = ROOT / "configs" / "tradeoff" / name
-    config = VlmTradeoffConfig(**yaml.safe_load(path.read_text()))
+    config = ChatStudyConfig(**yaml.safe_load(path.read_text()))
     assert f"tools/tradeoff.py configs/tradeoff/{name}" in path.read_text()
     return {
         job.name: job.config for job in vlm_jobs(dataclasses.replace(config, dense=str(ROOT / config.dense), seeds=1))

@@ -10,7 +10,8 @@ import yaml
 from matplotlib.figure import Figure
 
 from mmod.analysis.plots import draw_tradeoff
-from mmod.training.studies.image import TradeoffConfig, jobs, run_tradeoff
+from mmod.training.studies.config import ImageStudyConfig
+from mmod.training.studies.image import jobs, run_tradeoff
 
 DENSE = {
     "output": "unused",
@@ -25,10 +26,10 @@ DENSE = {
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> TradeoffConfig:
+def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
     folder = tmp_path_factory.mktemp("study")
     (folder / "dense.yaml").write_text(yaml.safe_dump(DENSE))
-    return TradeoffConfig(
+    return ImageStudyConfig(
         output=str(folder / "out"),
         dense=str(folder / "dense.yaml"),
         changes={"data": {"root": str(folder / "data"), "val_split": "test"}},
@@ -45,7 +46,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> TradeoffConfig:
     )
 
 
-def test_a_study_compares_and_can_be_continued(study: TradeoffConfig) -> None:
+def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig) -> None:
     result = run_tradeoff(study, progress=False)
     points = {point.name: point for point in result.points}
     assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5", "isoflop-3"]
@@ -93,7 +94,7 @@ def test_a_study_compares_and_can_be_continued(study: TradeoffConfig) -> None:
 
 
 def test_table_and_pictures_come_with_the_first_pair(
-    study: TradeoffConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    study: ImageStudyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages: list[list[dict[str, object]]] = []
 
@@ -112,7 +113,7 @@ def test_table_and_pictures_come_with_the_first_pair(
     assert "left" in printed.err
 
 
-def test_an_evaluation_of_another_routing_is_not_taken(study: TradeoffConfig, tmp_path: Path) -> None:
+def test_an_evaluation_of_another_routing_is_not_taken(study: ImageStudyConfig, tmp_path: Path) -> None:
     plain = dataclasses.replace(study, output=str(tmp_path / "out"), seeds=1, isoflop="none", maps=0)
     plain = dataclasses.replace(plain, tune=False, tune_dense=False)
     kept = []
@@ -127,10 +128,10 @@ def test_an_evaluation_of_another_routing_is_not_taken(study: TradeoffConfig, tm
     ("changes", "error", "message"),
     [
         ({"routers": {}}, ValueError, "at least one entry in routers and in capacities"),
-        ({"processes": 0}, ValueError, "processes must be at least 1, got 0"),
+        ({"processes": 0}, ValueError, "processes must be an integer of at least 1, got 0"),
         ({"tune": False}, ValueError, "tune=False leaves nothing to fine-tune"),
         ({"controls": {"a-mod": "rand"}}, ValueError, "controls names rand; routers has a-mod, threshold, random"),
-        ({"seeds": 0}, ValueError, "seeds must be at least 1, got 0"),
+        ({"seeds": 0}, ValueError, "seeds must be an integer of at least 1, got 0"),
         ({"changes": {"seed": 3}}, ValueError, "changes must not set seed: the study sets them"),
         ({"dense": "nowhere.yaml"}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
         ({"routers": {"x": {"router": "atention"}}}, ValueError, "router must be one of"),
@@ -138,11 +139,11 @@ def test_an_evaluation_of_another_routing_is_not_taken(study: TradeoffConfig, tm
     ],
 )
 def test_wrong_studies_fail_before_the_first_run(
-    study: TradeoffConfig, tmp_path: Path, changes: dict[str, object], error: type[Exception], message: str
+    study: ImageStudyConfig, tmp_path: Path, changes: dict[str, object], error: type[Exception], message: str
 ) -> None:
     fields = {**vars(study), "output": str(tmp_path / "out"), **changes}
     with pytest.raises(error, match=message):
-        run_tradeoff(TradeoffConfig(**fields), progress=False)
+        run_tradeoff(ImageStudyConfig(**fields), progress=False)
     assert not (tmp_path / "out").exists()
 
 
@@ -152,7 +153,7 @@ STUDIES = sorted(path for path in Path("configs/tradeoff").glob("*.yaml") if "\n
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_study_configs_plan_their_runs(path: Path) -> None:
-    config = TradeoffConfig(**yaml.safe_load(path.read_text()))
+    config = ImageStudyConfig(**yaml.safe_load(path.read_text()))
     planned = list(jobs(config))
     assert planned[0].router == ("base" if config.tune_dense else "dense")
     # No method stands without choices at random and evenly spread ones beside it.

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from mmod.training.studies.pairs import ClipTradeoffConfig, clip_jobs, run_clip_tradeoff
+from mmod.training.studies.config import PairsStudyConfig
+from mmod.training.studies.pairs import clip_jobs, run_clip_tradeoff
 from tests.training.pairs.worker import MODEL, write_model
 
 ROUTERS = {
@@ -17,7 +18,7 @@ ROUTERS = {
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> ClipTradeoffConfig:
+def study(tmp_path_factory: pytest.TempPathFactory) -> PairsStudyConfig:
     folder = tmp_path_factory.mktemp("study")
     vision = {**MODEL["vision_cfg"], "image_size": 48, "patch_size": 16}  # type: ignore[dict-item]
     text = {**MODEL["text_cfg"], "context_length": 12}  # type: ignore[dict-item]
@@ -30,7 +31,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ClipTradeoffConfig:
         "zero_shot": "scenes",
     }
     (folder / "dense.yaml").write_text(yaml.safe_dump(fields))
-    return ClipTradeoffConfig(
+    return PairsStudyConfig(
         output=str(folder / "out"),
         dense=str(folder / "dense.yaml"),
         changes={"data": {"val": "scenes:tiny/test"}},
@@ -42,7 +43,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ClipTradeoffConfig:
     )
 
 
-def test_a_study_compares_and_can_be_continued(study: ClipTradeoffConfig) -> None:
+def test_a_study_compares_and_can_be_continued(study: PairsStudyConfig) -> None:
     result = run_clip_tradeoff(study, progress=False)
     points = {point.name: point for point in result.points}
     assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5"]
@@ -73,7 +74,7 @@ def test_a_study_compares_and_can_be_continued(study: ClipTradeoffConfig) -> Non
     [
         ({"routers": {}}, "at least one entry in routers and in capacities"),
         ({"routers": {"x": {"images": {}}}}, r"routers\.x names images; valid: image, text"),
-        ({"seeds": 0}, "seeds must be at least 1, got 0"),
+        ({"seeds": 0}, "seeds must be an integer of at least 1, got 0"),
         ({"controls": {"a-mod": "even"}}, "controls names even; routers has a-mod, threshold"),
         ({"changes": {"seed": 3}}, "changes must not set seed: the study sets them"),
         ({"routers": {"x": {"text": {"router": "atention"}}}}, "router must be one of"),
@@ -81,16 +82,16 @@ def test_a_study_compares_and_can_be_continued(study: ClipTradeoffConfig) -> Non
     ],
 )
 def test_wrong_studies_fail_before_the_first_run(
-    study: ClipTradeoffConfig, tmp_path: Path, changes: dict[str, Any], message: str
+    study: PairsStudyConfig, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        run_clip_tradeoff(ClipTradeoffConfig(**{**vars(study), "output": str(tmp_path / "out"), **changes}))
+        run_clip_tradeoff(PairsStudyConfig(**{**vars(study), "output": str(tmp_path / "out"), **changes}))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs/tradeoff").glob("clip*.yaml")), ids=lambda path: path.stem)
 def test_study_configs_plan_their_runs(path: Path) -> None:
-    config = ClipTradeoffConfig(**yaml.safe_load(path.read_text()))
+    config = PairsStudyConfig(**yaml.safe_load(path.read_text()))
     planned = list(clip_jobs(config))
     assert [job.router for job in planned[:2]] == ["base", "dense"]
     assert "random" in config.routers

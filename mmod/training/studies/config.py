@@ -1,0 +1,145 @@
+"""The configuration of a study, for each kind of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mmod.config import rational
+from mmod.values import check_fields
+
+__all__ = ["ChatStudyConfig", "ImageStudyConfig", "PairsStudyConfig", "StudyConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    """What every study is told.
+
+    Args:
+        output: The study's folder; its runs, table and pictures go there. A study goes on where it stopped.
+        dense: Training config of the dense model, a YAML file; the study sets its `output`, `seed` and `routing`.
+        routers: Name of each series to its routing: fields of `RoutingConfig`, or `preset: NAME` with changes. Each
+            is run at every capacity.
+        changes: Fields of the training config to set differently in all runs, nested as in the file.
+        finetune: Fields to set differently again when a model is fine-tuned from the dense one.
+        capacities: Capacities of the routed blocks; null takes a series as it is.
+        train_dense: Train the dense model first; False takes it as the config's `model` gives it (pretrained or a
+            checkpoint).
+        tune: Fine-tune; False evaluates routed models as routing leaves them, beside the dense one.
+        tune_dense: Fine-tune the dense model like the routed ones, so that none is ahead by mere training.
+        before: Also evaluate models before they are fine-tuned.
+        seeds: Number of seeds; everything is repeated for each.
+        processes: Runs done side by side, each in a process of one thread; 1 does one after another in this process.
+        bases: Folder of another study of the same dense model and as many seeds, whose models to start from are taken
+            and, where they are missing, trained.
+        controls: Name of a series to the series that is its control, null for none; "random" is that of all others.
+    """
+
+    output: str
+    dense: str
+    routers: dict[str, dict[str, Any]]
+    kind: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    finetune: dict[str, Any] = field(default_factory=dict)
+    capacities: list[float | None] = field(default_factory=lambda: [0.5])
+    train_dense: bool = True
+    tune: bool = True
+    tune_dense: bool = True
+    before: bool = True
+    seeds: int = 1
+    processes: int = 1
+    bases: str | None = None
+    controls: dict[str, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.routers or not self.capacities:
+            raise ValueError("a study needs at least one entry in routers and in capacities")
+        for capacity in self.capacities:
+            if capacity is not None:
+                rational(capacity)
+        if self.tune_dense and not self.tune:
+            raise ValueError("tune=False leaves nothing to fine-tune: set tune_dense to False too")
+        unknown = sorted({*self.controls, *filter(None, self.controls.values())} - set(self.routers))
+        if unknown:
+            raise ValueError(f"controls names {', '.join(unknown)}; routers has {', '.join(self.routers)}")
+        for group, given in (("changes", self.changes), ("finetune", self.finetune)):
+            taken = sorted({"output", "seed", "routing"} & set(given))
+            if taken:
+                raise ValueError(f"{group} must not set {', '.join(taken)}: the study sets them")
+        check_fields(self, seeds="[1, inf)", processes="[1, inf)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageStudyConfig(StudyConfig):
+    """A study of image classifiers: accuracy against FLOPs and latency.
+
+    Args:
+        kind: The kind of study.
+        isoflop: "scratch" also trains dense models with fewer blocks, as near in FLOPs to the routed ones as can be,
+            for as many epochs as training and fine-tuning have together; "none" leaves them out.
+        latency_batch: Images in a batch whose latency is measured.
+        latency_rounds: Interleaved rounds of the measurement.
+        maps: Sample images over which routing is drawn.
+    """
+
+    kind: Literal["image"] = "image"
+    isoflop: Literal["scratch", "none"] = "scratch"
+    latency_batch: int = 32
+    latency_rounds: int = 15
+    maps: int = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, latency_batch="[1, inf)", latency_rounds="[1, inf)", maps="[0, inf)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsStudyConfig(StudyConfig):
+    """A study of image-text models: retrieval and zero-shot accuracy against FLOPs and latency of both towers.
+
+    Args:
+        kind: The kind of study.
+        routers: Name of each series to the routing of its towers: `{image: {...}, text: {...}}`, each with fields of
+            `RoutingConfig`, or `preset: NAME` with changes. Each is run at every capacity.
+        latency_batch: Images and captions in a batch whose latency is measured.
+        latency_rounds: Interleaved rounds of the measurement.
+    """
+
+    kind: Literal["pairs"] = "pairs"
+    latency_batch: int = 32
+    latency_rounds: int = 15
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, latency_batch="[1, inf)", latency_rounds="[1, inf)")
+        for name, towers in self.routers.items():
+            unknown = sorted(set(towers) - {"image", "text"})
+            if unknown:
+                raise ValueError(f"routers.{name} names {', '.join(unknown)}; valid: image, text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatStudyConfig(StudyConfig):
+    """A study of vision-language models: answers by kind of question against prefill, decoding and cache.
+
+    Args:
+        kind: The kind of study.
+        part: The part that is routed.
+        maps: Evaluation questions for which kept image tokens are drawn; 0 draws none.
+        timed_prompts: Prompts that are read at once when time is measured.
+        timed_tokens: Tokens that are decoded for each of them.
+        timed_rounds: Interleaved rounds of the measurement.
+    """
+
+    kind: Literal["conversations"] = "conversations"
+    capacities: list[float | None] = field(default_factory=lambda: [None])
+    before: bool = False
+    part: Literal["language", "vision"] = "language"
+    maps: int = 4
+    timed_prompts: int = 8
+    timed_tokens: int = 16
+    timed_rounds: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, maps="[0, inf)", timed_prompts="[1, inf)", timed_tokens="[1, inf)", timed_rounds="[1, inf)")
