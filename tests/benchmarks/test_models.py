@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from mmod.analysis.calibrate import SLACK, between, match_topk_
 from mmod.analysis.memory import held_by_blocks, peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks import BenchmarkConfig, WrongOutputError, benchmark, check_dense, check_reference, free_routing
+from mmod.benchmarks.command import main
 from mmod.benchmarks.models.free import sharing_copy
 from mmod.benchmarks.models.paths import control
 from mmod.benchmarks.models.steps import Step, check_compiled
@@ -26,7 +26,6 @@ from mmod.benchmarks.oracle import clear_images
 from mmod.benchmarks.report import markdown_table
 from mmod.ops.select import Selection
 
-TOOL = Path(__file__).parents[2] / "tools" / "benchmark.py"
 TINY: dict[str, Any] = {
     "model": "test_vit",
     "model_args": {"img_size": 64},
@@ -163,8 +162,7 @@ def test_long_sequences_are_clear_to_within_their_rounding() -> None:
         assert torch.equal(routing.index_BK, expected[name].index_BK)
 
 
-def test_the_tool_prints_a_table_and_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main = runpy.run_path(str(TOOL))["main"]
+def test_the_command_prints_a_table_and_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     arguments = [
         "models", "--model=test_vit", "--model_args={img_size: 64}", "--batch_sizes=[2]", "--capacities=[0.5]",

@@ -1,0 +1,69 @@
+"""Command line of the benchmarks: `models`, `ops`, `generation`, or a `suite` of them.
+
+`models --batch_sizes "[1, 8]" --execution "[eager]" --threads 2` times dense, routed and freely routed models side by
+side, `ops` each op on each backend beside its bound and other implementations, `generation` prefill and decoding of a
+routed LLaVA beside the dense one, and `suite --config configs/benchmark/h200.yaml` runs several of these and says
+which thresholds are met. `--config FILE` reads the same keys from YAML and `MODE --help` lists them. The table goes to
+stdout and, with its environment, to `benchmark.md` and `benchmark.json` in the folder `out`; the same command goes on
+where it was killed. A part of a suite that fails is named in the report, the others run, and the command ends with an
+error.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from mmod.benchmarks import (
+    BenchmarkConfig,
+    GenerationConfig,
+    OpBenchmarkConfig,
+    SuiteConfig,
+    SuiteFailedError,
+    benchmark,
+    benchmark_generation,
+    benchmark_ops,
+    benchmark_suite,
+)
+from mmod.io.yaml import STRICT
+from mmod.training.engine.parse import make_config
+
+MODES: dict[str, tuple[Any, Any, str]] = {
+    "models": (BenchmarkConfig, benchmark, "Time dense, routed and freely routed models side by side."),
+    "ops": (OpBenchmarkConfig, benchmark_ops, "Time each op on each backend beside its bound and its baselines."),
+    "generation": (GenerationConfig, benchmark_generation, "Time prefill and decoding of vision-language models."),
+    "suite": (SuiteConfig, benchmark_suite, "Run several benchmarks and say which thresholds are met."),
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Run a benchmark as the command line says and print its table.
+
+    Args:
+        arguments: Name of a mode, then its options.
+
+    Raises:
+        SystemExit: With code 2 where an option is refused, 1 where a part of a suite failed.
+        FileExistsError: The output folder holds a finished benchmark.
+    """
+    parser = ArgumentParser(
+        description="Time models, ops, generation, or a suite.", allow_abbrev=False, parser_mode=STRICT
+    )
+    modes = parser.add_subcommands(dest="mode")
+    for name, (config, _, purpose) in MODES.items():
+        mode = ArgumentParser(description=purpose, allow_abbrev=False, parser_mode=STRICT)
+        mode.add_argument("--config", action="config", help="YAML file with the same keys")
+        mode.add_class_arguments(config, None)
+        modes.add_subcommand(name, mode, help=purpose)
+    options = parser.instantiate(parser.parse_args(arguments))
+    config, run, _ = MODES[options.mode]
+    chosen = vars(options[options.mode])
+    chosen.pop("config", None)
+    try:
+        report = run(make_config(parser, config, chosen))
+    except SuiteFailedError as error:
+        print(error.report.markdown())
+        sys.exit(f"error: {error}")
+    print(report.markdown())
