@@ -6,7 +6,6 @@ from mmod.ops.context import Projection, attend_to_all, keys_and_values
 from mmod.ops.importance import attention_importance, attention_with_importance, importance_of_map
 from mmod.ops.packed import Packing, attend_within, pack_rows, packed_attention
 from mmod.ops.reference import inverse_rows, lerp_rows
-from mmod.ops.routed import routed_attention
 from mmod.ops.rows import gather_norm, gather_rows, merge_rows, scatter_rows
 from mmod.ops.select import Selection, select_topk
 
@@ -30,7 +29,6 @@ __all__ = [
     "merge_rows",
     "pack_rows",
     "packed_attention",
-    "routed_attention",
     "scatter_rows",
     "select_topk",
     "use",

@@ -79,7 +79,6 @@ REACH: dict[tuple[str, Backend], Reach] = {
     ("attention_with_importance", Backend.TRITON): Reach(_FLOAT, {"head_dim": 128, "dropout": 0, "mask_of_pairs": 0}),
     ("packed_attention", Backend.TRITON): Reach(_FLOAT, {"head_dim": 128, "dropout": 0}),
     ("packed_attention", Backend.XFORMERS): Reach(_FLOAT, {"head_dim": 256, "dropout": 0}),
-    ("routed_attention", Backend.TRITON): Reach(_FLOAT, {"head_dim": 128, "dropout": 0}),
 }
 OPS = tuple(dict.fromkeys(op for op, _ in REACH))
 
@@ -105,7 +104,6 @@ RULES: tuple[Rule, ...] = (
         "not yet measured; reason: probabilities stay on chip; torch's fused attention, where it returns log-sum-exps",
     ),
     Rule("packed_attention", Backend.TRITON, (torch.float32,), "torch's kernel for lengths takes half precision only"),
-    Rule("routed_attention", Backend.TRITON, _FLOAT, "not yet measured; reason: rows are read in place, not copied"),
 )
 
 _ROWS = "rows copied whole where they lie in order, else torch's gather and scatter, as in compiled graphs"

@@ -111,8 +111,7 @@ def packed_attention(
     if backend is Backend.TRITON:
         from mmod.ops.triton.attend import attend_rows
 
-        lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        return attend_rows(q_THE, k_THE, v_THE, *lengths, None, None, None, is_causal, scale)[0]
+        return attend_rows(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, None, is_causal, scale)[0]
     if backend is Backend.XFORMERS:
         return _by_xformers(q_THE, k_THE, v_THE, cu_seqlens, is_causal, scale)
     if _has_fused_lengths(q_THE, k_THE, dropout):

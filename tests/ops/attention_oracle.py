@@ -38,27 +38,21 @@ def attend_by_loops(
     q_THE: Tensor,
     k_THE: Tensor,
     v_THE: Tensor,
-    lengths_q: Sequence[int],
-    lengths_k: Sequence[int],
+    lengths: Sequence[int],
     *,
-    index_q: Tensor | None = None,
-    index_k: Tensor | None = None,
     valid: Tensor | None = None,
     is_causal: bool = False,
     scale: float = 0.3,
 ) -> Tensor:
     """Attend sequence by sequence; the arguments are those of the kernel."""
-    every_q, every_k = (torch.arange(x.shape[0], device=x.device) for x in (q_THE, k_THE))
-    places_q = (every_q if index_q is None else index_q).split(list(lengths_q))
-    places_k = (every_k if index_k is None else index_k).split(list(lengths_k))
-    valid_of = torch.ones(sum(lengths_k), dtype=torch.bool, device=q_THE.device) if valid is None else valid
+    valid_T = torch.ones_like(q_THE[:, 0, 0], dtype=torch.bool) if valid is None else valid
     outs = []
-    for rows, columns, keep in zip(places_q, places_k, valid_of.split(list(lengths_k)), strict=True):
-        seen = keep.expand(len(rows), -1)
+    for q, k, v, keep in zip(*(x.split(list(lengths)) for x in (q_THE, k_THE, v_THE, valid_T)), strict=True):
+        seen = keep.expand(len(keep), -1)
         if is_causal:
-            seen = seen & (rows.unsqueeze(1) >= columns)
-        if len(rows):
-            outs.append(attend(q_THE[rows], k_THE[columns], v_THE[columns], seen, scale))
+            seen = seen.tril()
+        if len(keep):
+            outs.append(attend(q, k, v, seen, scale))
     return torch.cat(outs) if outs else q_THE[:0]
 
 

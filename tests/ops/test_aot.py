@@ -33,7 +33,7 @@ def attention_cases(pointers: str, others: dict[str, str], *, backward: bool, sw
 
     Args:
         pointers: Names of the pointers to queries and their like.
-        others: Types of the other pointers; those of integers are optional.
+        others: Types of the other pointers; those of masks are optional.
         backward: The kernel computes gradients.
         swapped: The kernel streams queries past keys.
     """
@@ -44,7 +44,7 @@ def attention_cases(pointers: str, others: dict[str, str], *, backward: bool, sw
         options: dict[str, Any] = tiles(width, dtype, backward=backward).options()
         if swapped:
             options["BLOCK_M"], options["BLOCK_N"] = options["BLOCK_N"], options["BLOCK_M"]
-        optional = [name for name in others if name.startswith(("index", "valid"))]
+        optional = [name for name in others if name.startswith("valid")]
         absent = {} if full else dict.fromkeys(optional)
         types = {**dict.fromkeys(pointers.split(), kind), **others, "scale": "fp32"}
         present = {name: value for name, value in types.items() if name not in absent}
@@ -55,7 +55,7 @@ def attention_cases(pointers: str, others: dict[str, str], *, backward: bool, sw
 _INDEX = {"index": "*i64"}
 _STATISTICS = {"mean": "*fp32", "scale": "*fp32"}
 _MERGE = {"gate": "*fp32", "valid": "*u8"}
-_ROWS = {"start_q": "*i32", "start_k": "*i32", "index_q": "*i64", "index_k": "*i64", "valid": "*i1"}
+_ROWS = {"start": "*i32", "valid": "*i1"}
 _MASKS = {"valid": "*u8", "protect": "*u8", "filled": "*u8", "index": "*i64", "inverse": "*i32"}
 CASES: dict[str, list[Case]] = {
     "attention.forward_kernel": attention_cases("q k v out", {"lse": "*fp32", **_ROWS}, backward=False),

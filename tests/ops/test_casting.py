@@ -8,12 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mmod
-from mmod.ops import attention_with_importance, packed_attention, routed_attention, use
+from mmod.ops import attention_with_importance, packed_attention, use
 from tests.ops.kernels import PLACES, gradients
 from tests.zoo import make_images, make_model
 
 LENGTHS = torch.tensor([0, 9], dtype=torch.int32)
-INDEX = torch.arange(9).unsqueeze(0)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -24,7 +23,6 @@ def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 OPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "attention_with_importance": lambda q, k, v: attention_with_importance(q, k, v)[0],
     "packed_attention": packed,
-    "routed_attention": lambda q, k, v: routed_attention(q, k, v, INDEX.to(q.device), "all"),
 }
 
 

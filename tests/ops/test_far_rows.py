@@ -75,7 +75,7 @@ def select_topk(score: Tensor) -> tuple[Tensor, ...]:
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     start = torch.tensor([0, 3], dtype=torch.int32)
-    rest = start, start, 3, 3, None, None, None, False, 0.5
+    rest = start, 3, None, False, 0.5
     found = attend_rows(q, k, v, *rest)
     return *found, *attend_rows_backward(normal(3, 3, 4), q, k, v, *found, *rest)
 

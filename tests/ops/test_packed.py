@@ -27,7 +27,7 @@ def rows_of(lengths: list[int], heads: int = 4, shared: int = 4, width: int = 8,
 )
 def test_images_attend_to_themselves_alone(lengths: list[int], grouped: bool, causal: bool, slack: int) -> None:
     rows = [x.requires_grad_() for x in rows_of(lengths, shared=2 if grouped else 4, dtype=torch.float64)]
-    expected = attend_by_loops(by_the_map, *rows, lengths, lengths, is_causal=causal, scale=8**-0.5)
+    expected = attend_by_loops(by_the_map, *rows, lengths, is_causal=causal, scale=8**-0.5)
     expected_all = [expected, *gradients(expected, rows)]
     for worth in (1, 1000):
         with pytest.MonkeyPatch.context() as patch:

@@ -1,13 +1,11 @@
-"""Attention as it is timed: with importance, of kept tokens, and over rows of different numbers.
+"""Attention as it is timed: with importance, and over rows of different numbers.
 
-Axes: B images, N tokens, K slots per image, M keys, T packed rows, H heads, E channels of a head.
+Axes: B images, N tokens, T packed rows, H heads, E channels of a head.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmod.benchmarks.ops.baselines import packed_rivals
-from mmod.benchmarks.ops.case import Maker, OpCase, Result
+from mmod.benchmarks.ops.case import Maker, OpCase
 from mmod.benchmarks.ops.roofline import Work
-from mmod.ops import attention_with_importance, capture_importance, packed_attention, routed_attention
-
-Heads = tuple[Tensor, Tensor, Tensor]
+from mmod.ops import attention_with_importance, capture_importance, packed_attention
 
 
 def _attend_exactly(q_HNE: Tensor, k_HNE: Tensor, v_HNE: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,43 +59,6 @@ def importance_case(make: Maker) -> OpCase:
         },
         forward=forward + Work(size.images * size.tokens * 4),
         backward=backward,
-    )
-
-
-def routed_case(make: Maker, context: str = "kept") -> OpCase:
-    """Return the case of kept queries that attend to kept tokens or to all."""
-
-    def take(x_BHNE: Tensor, index_BK: Tensor) -> Tensor:
-        return torch.take_along_dim(x_BHNE, index_BK[:, None, :, None], dim=2)
-
-    def kept_only(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, index_BK: Tensor) -> Heads:
-        if context == "all":
-            return take(q_BHNE, index_BK), k_BHNE, v_BHNE
-        return take(q_BHNE, index_BK), take(k_BHNE, index_BK), take(v_BHNE, index_BK)
-
-    def gathered(**inputs: Tensor) -> Tensor:
-        q_BHKE, k_BHME, v_BHME = kept_only(**inputs)
-        return F.scaled_dot_product_attention(q_BHKE, k_BHME, v_BHME)
-
-    def every_query(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, index_BK: Tensor) -> Tensor:
-        return take(F.scaled_dot_product_attention(q_BHNE, k_BHNE, v_BHNE), index_BK)
-
-    size, rows, kept_rows = make.size, make.row_bytes(make.size.tokens), make.row_bytes(make.size.kept)
-    keys, key_rows = (size.tokens, rows) if context == "all" else (size.kept, kept_rows)
-    forward, backward = _attention_work(
-        kept_rows, key_rows, size.images * size.heads * size.kept * keys, size.head_channels
-    )
-    rivals: dict[str, Callable[..., Result]] = {"take_along_dim, attention": gathered}
-    return OpCase(
-        op=functools.partial(routed_attention, context=context),
-        inputs={**{name: make.heads(size.tokens) for name in ("q_BHNE", "k_BHNE", "v_BHNE")}, "index_BK": make.index()},
-        learns=("q_BHNE", "k_BHNE", "v_BHNE"),
-        exact=lambda **inputs: _attend_by_image(*kept_only(**inputs))[0],
-        rivals={**rivals, "attention of all tokens": every_query} if context == "all" else rivals,
-        forward=forward,
-        # Gradients of skipped rows are zeros that must be written.
-        backward=backward + Work((rows - kept_rows) + 2 * (rows - key_rows)),
-        choice="routed_attention",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -21,8 +20,6 @@ CASES: dict[str, Callable[[Maker], OpCase]] = {
     "attention_with_importance": attention.importance_case,
     "importance_block": attention.importance_block_case,
     "packed_attention": attention.packed_case,
-    "routed_attention": attention.routed_case,
-    "routed_attention_all": functools.partial(attention.routed_case, context="all"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Attention over sequences of any length, whose rows may be read through an index.
+"""Attention within sequences of any length.
 
 All images lie one after the other in one tensor of rows; `start` says where each begins. One program takes one block of
 rows of one head, and sums over blocks in a fixed order: no atomics, so results are the same bit by bit.
@@ -14,15 +14,6 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _place(index, first, offset, inside):  # type: ignore[no-untyped-def]
-    """Return the rows at some places of a sequence, through the index where there is one."""
-    rows = (first + offset).to(tl.int64)
-    if index is not None:
-        rows = tl.load(index + rows, mask=inside, other=0).to(tl.int64)
-    return rows
 
 
 @triton.jit
@@ -46,10 +37,10 @@ def store_rows(base, row, stride, inside, value, width: tl.constexpr, BLOCK_E: t
 
 
 @triton.jit
-def _hide(score, row_m, row_n, inside_n, valid, first, offset_n, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _hide(score, row_m, row_n, inside_n, valid, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Give pairs that may not attend the score minus infinity: padding, later tokens, places past the end."""
     if valid is not None:
-        inside_n = inside_n & (tl.load(valid + first + offset_n, mask=inside_n, other=0) != 0)
+        inside_n = inside_n & (tl.load(valid + row_n, mask=inside_n, other=0) != 0)
     seen = inside_n[None, :]
     if CAUSAL:
         seen = seen & (row_m[:, None] >= row_n[None, :])
@@ -58,29 +49,29 @@ def _hide(score, row_m, row_n, inside_n, valid, first, offset_n, CAUSAL: tl.cons
 
 @triton.jit
 def _locate(start, blocks, heads, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return which sequence, head and rows this program has: blocks of one head are neighbours and share its keys."""
+    """Return the head, rows and sequence of this program: blocks of one head are neighbours and share its keys."""
     program = tl.program_id(0)
     sequence = program // blocks // heads
     head = ((program // blocks) % heads).to(tl.int64)
     offset = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(start + sequence).to(tl.int64)
     length = tl.load(start + sequence + 1) - first
-    return sequence, head, offset, first, length
+    return head, offset, first, length
 
 
 @triton.jit
 def _softmax_step(  # type: ignore[no-untyped-def]
-    top, total, mixed, x_q, row_m, k, v, k_row, v_row, index_k, valid, first_n, length_n, begin, scale,
+    top, total, mixed, x_q, row_m, k, v, k_row, v_row, valid, first, length, begin, scale,
     width: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr, HIDE: tl.constexpr,
 ):  # fmt: skip
     """Take one more block of keys into the running softmax; without HIDE, all of them are seen by every query."""
     offset_n = begin + tl.arange(0, BLOCK_N)
-    inside_n = offset_n < length_n
-    row_n = _place(index_k, first_n, offset_n, inside_n)
+    inside_n = offset_n < length
+    row_n = first + offset_n
     x_k = load_rows(k, row_n, k_row, inside_n, width, BLOCK_E)
     score = tl.dot(x_q, tl.trans(x_k), input_precision="ieee")
     if HIDE:
-        score = _hide(score, row_m, row_n, inside_n, valid, first_n, offset_n, CAUSAL)
+        score = _hide(score, row_m, row_n, inside_n, valid, CAUSAL)
     highest = tl.maximum(top, tl.max(score, 1) * scale)
     base = highest
     if HIDE:
@@ -96,18 +87,16 @@ def _softmax_step(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def forward_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, start_q, start_k, index_q, index_k, valid,
+    q, k, v, out, lse, start, valid,
     q_row, q_head, k_row, k_head, v_row, v_head, heads, group, blocks, queries, scale,
     width: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Attend: one block of queries of one head against all keys of its sequence, keeping a running softmax."""
-    sequence, head, offset_m, first_m, length_m = _locate(start_q, blocks, heads, BLOCK_M)
-    inside_m = offset_m < length_m
-    row_m = _place(index_q, first_m, offset_m, inside_m)
-    first_n = tl.load(start_k + sequence).to(tl.int64)
-    length_n = tl.load(start_k + sequence + 1) - first_n
-    end = tl.where(tl.program_id(0) % blocks * BLOCK_M < length_m, length_n, 0)
-    if CAUSAL and index_q is None:
+    head, offset_m, first, length = _locate(start, blocks, heads, BLOCK_M)
+    inside_m = offset_m < length
+    row_m = first + offset_m
+    end = tl.where(tl.program_id(0) % blocks * BLOCK_M < length, length, 0)
+    if CAUSAL:
         end = tl.minimum(end, (tl.program_id(0) % blocks + 1) * BLOCK_M)
     whole = end // BLOCK_N * BLOCK_N
     if CAUSAL or valid is not None:
@@ -120,56 +109,52 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     mixed = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     for begin in range(0, whole, BLOCK_N):
         top, total, mixed = _softmax_step(
-            top, total, mixed, x_q, row_m, k, v, k_row, v_row, index_k, valid, first_n, length_n, begin, scale * LOG2_E,
+            top, total, mixed, x_q, row_m, k, v, k_row, v_row, valid, first, length, begin, scale * LOG2_E,
             width, BLOCK_N, BLOCK_E, CAUSAL, False,
         )  # fmt: skip
     for begin in range(whole, end, BLOCK_N):
         top, total, mixed = _softmax_step(
-            top, total, mixed, x_q, row_m, k, v, k_row, v_row, index_k, valid, first_n, length_n, begin, scale * LOG2_E,
+            top, total, mixed, x_q, row_m, k, v, k_row, v_row, valid, first, length, begin, scale * LOG2_E,
             width, BLOCK_N, BLOCK_E, CAUSAL, True,
         )  # fmt: skip
-    place = first_m + offset_m
     # A query that sees no key keeps minus infinity, and zeros.
     total = tl.where(total == 0.0, 1.0, total)
-    tl.store(lse + head * queries + place, top + tl.log2(total), mask=inside_m)
+    tl.store(lse + head * queries + row_m, top + tl.log2(total), mask=inside_m)
     mixed = mixed / total[:, None]
-    store_rows(out + head * width, place, heads * width, inside_m, mixed, width, BLOCK_E)
+    store_rows(out + head * width, row_m, heads * width, inside_m, mixed, width, BLOCK_E)
 
 
 @triton.jit
 def query_gradient_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, grad_out, delta, grad_q, start_q, start_k, index_q, index_k, valid,
+    q, k, v, out, lse, grad_out, delta, grad_q, start, valid,
     q_row, q_head, k_row, k_head, v_row, v_head, heads, group, blocks, queries, scale,
     width: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one block of queries; leaves `delta`, each row's gradient times output, to the other kernel."""
-    sequence, head, offset_m, first_m, length_m = _locate(start_q, blocks, heads, BLOCK_M)
-    inside_m = offset_m < length_m
-    row_m = _place(index_q, first_m, offset_m, inside_m)
-    first_n = tl.load(start_k + sequence).to(tl.int64)
-    length_n = tl.load(start_k + sequence + 1) - first_n
-    end = tl.where(tl.program_id(0) % blocks * BLOCK_M < length_m, length_n, 0)
-    if CAUSAL and index_q is None:
+    head, offset_m, first, length = _locate(start, blocks, heads, BLOCK_M)
+    inside_m = offset_m < length
+    row_m = first + offset_m
+    end = tl.where(tl.program_id(0) % blocks * BLOCK_M < length, length, 0)
+    if CAUSAL:
         end = tl.minimum(end, (tl.program_id(0) % blocks + 1) * BLOCK_M)
-    place = first_m + offset_m
     x_q = load_rows(q + head * q_head, row_m, q_row, inside_m, width, BLOCK_E)
-    x_out = load_rows(out + head * width, place, heads * width, inside_m, width, BLOCK_E)
-    x_grad = load_rows(grad_out + head * width, place, heads * width, inside_m, width, BLOCK_E)
+    x_out = load_rows(out + head * width, row_m, heads * width, inside_m, width, BLOCK_E)
+    x_grad = load_rows(grad_out + head * width, row_m, heads * width, inside_m, width, BLOCK_E)
     k += head // group * k_head
     v += head // group * v_head
-    norm = tl.load(lse + head * queries + place, mask=inside_m, other=float("inf"))
+    norm = tl.load(lse + head * queries + row_m, mask=inside_m, other=float("inf"))
     norm = tl.where(norm == -float("inf"), float("inf"), norm)
     inner = tl.sum(x_out.to(tl.float32) * x_grad.to(tl.float32), 1)
-    tl.store(delta + head * queries + place, inner, mask=inside_m)
+    tl.store(delta + head * queries + row_m, inner, mask=inside_m)
     gradient = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     for begin in range(0, end, BLOCK_N):
         offset_n = begin + tl.arange(0, BLOCK_N)
-        inside_n = offset_n < length_n
-        row_n = _place(index_k, first_n, offset_n, inside_n)
+        inside_n = offset_n < length
+        row_n = first + offset_n
         x_k = load_rows(k, row_n, k_row, inside_n, width, BLOCK_E)
         x_v = load_rows(v, row_n, v_row, inside_n, width, BLOCK_E)
         score = tl.dot(x_q, tl.trans(x_k), input_precision="ieee") * (scale * LOG2_E)
-        score = _hide(score, row_m, row_n, inside_n, valid, first_n, offset_n, CAUSAL)
+        score = _hide(score, row_m, row_n, inside_n, valid, CAUSAL)
         share = tl.exp2(score - norm[:, None])
         change = share * (tl.dot(x_grad, tl.trans(x_v), input_precision="ieee") - inner[:, None])
         gradient += tl.dot(change.to(x_k.dtype), x_k, input_precision="ieee")
@@ -178,19 +163,17 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def key_gradient_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, lse, grad_out, delta, grad_k, grad_v, start_q, start_k, index_q, index_k, valid,
+    q, k, v, lse, grad_out, delta, grad_k, grad_v, start, valid,
     q_row, q_head, k_row, k_head, v_row, v_head, heads, group, blocks, queries, scale,
     width: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one block of keys and values of one key head, over all queries of all heads that share it."""
-    sequence, shared, offset_n, first_n, length_n = _locate(start_k, blocks, heads // group, BLOCK_N)
-    inside_n = offset_n < length_n
-    row_n = _place(index_k, first_n, offset_n, inside_n)
-    first_m = tl.load(start_q + sequence).to(tl.int64)
-    length_m = tl.load(start_q + sequence + 1) - first_m
-    end = tl.where(tl.program_id(0) % blocks * BLOCK_N < length_n, length_m, 0)
+    shared, offset_n, first, length = _locate(start, blocks, heads // group, BLOCK_N)
+    inside_n = offset_n < length
+    row_n = first + offset_n
+    end = tl.where(tl.program_id(0) % blocks * BLOCK_N < length, length, 0)
     begin_m = 0
-    if CAUSAL and index_q is None:
+    if CAUSAL:
         begin_m = tl.program_id(0) % blocks * BLOCK_N // BLOCK_M * BLOCK_M
     x_k = load_rows(k + shared * k_head, row_n, k_row, inside_n, width, BLOCK_E)
     x_v = load_rows(v + shared * v_head, row_n, v_row, inside_n, width, BLOCK_E)
@@ -200,16 +183,15 @@ def key_gradient_kernel(  # type: ignore[no-untyped-def]
         head = shared * group + member
         for begin in range(begin_m, end, BLOCK_M):
             offset_m = begin + tl.arange(0, BLOCK_M)
-            inside_m = offset_m < length_m
-            row_m = _place(index_q, first_m, offset_m, inside_m)
-            place = first_m + offset_m
+            inside_m = offset_m < length
+            row_m = first + offset_m
             x_q = load_rows(q + head * q_head, row_m, q_row, inside_m, width, BLOCK_E)
-            x_grad = load_rows(grad_out + head * width, place, heads * width, inside_m, width, BLOCK_E)
-            norm = tl.load(lse + head * queries + place, mask=inside_m, other=float("inf"))
+            x_grad = load_rows(grad_out + head * width, row_m, heads * width, inside_m, width, BLOCK_E)
+            norm = tl.load(lse + head * queries + row_m, mask=inside_m, other=float("inf"))
             norm = tl.where(norm == -float("inf"), float("inf"), norm)
-            inner = tl.load(delta + head * queries + place, mask=inside_m, other=0.0)
+            inner = tl.load(delta + head * queries + row_m, mask=inside_m, other=0.0)
             score = tl.dot(x_q, tl.trans(x_k), input_precision="ieee") * (scale * LOG2_E)
-            score = _hide(score, row_m, row_n, inside_n, valid, first_n, offset_n, CAUSAL)
+            score = _hide(score, row_m, row_n, inside_n, valid, CAUSAL)
             share = tl.exp2(score - norm[:, None])
             gradient_v += tl.dot(tl.trans(share.to(x_grad.dtype)), x_grad, input_precision="ieee")
             change = share * (tl.dot(x_grad, tl.trans(x_v), input_precision="ieee") - inner[:, None])

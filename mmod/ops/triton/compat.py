@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,20 +11,6 @@ from torch import Tensor
 
 # Triton reads this when a function is decorated, hence once for all kernels of a process.
 INTERPRET: bool = triton.knobs.runtime.interpret
-
-
-def autotune(configs: Sequence[Any], key: Sequence[str]) -> Callable[[Any], Any]:
-    """Return Triton's autotuner, or where kernels are interpreted a stand-in that takes the first configuration.
-
-    Args:
-        configs: Configurations to try, `triton.Config`.
-        key: Arguments whose change asks for another trial.
-    """
-    if not INTERPRET:
-        return triton.autotune(configs=list(configs), key=list(key))
-    # The autotuner asks for a GPU when it is made.
-    first = {name: (lambda arguments, value=value: value) for name, value in configs[0].kwargs.items()}
-    return triton.heuristics(first)
 
 
 def on_device(tensor: Tensor) -> Any:

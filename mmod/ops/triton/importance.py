@@ -144,6 +144,6 @@ def attend_batch(
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHNE, k_BHNE, v_BHNE))
     start = torch.arange(images + 1, dtype=torch.int32, device=q_BHNE.device) * tokens
     valid = None if seen_BN is None else seen_BN.flatten()
-    out, lse = attend_rows(*rows, start, start, tokens, tokens, None, None, valid, is_causal, scale)
+    out, lse = attend_rows(*rows, start, tokens, valid, is_causal, scale)
     lse_BHN = lse.unflatten(1, (images, tokens)).transpose(0, 1) * math.log(2)
     return out.unflatten(0, (images, tokens)).transpose(1, 2), lse_BHN
