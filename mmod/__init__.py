@@ -8,7 +8,7 @@ from mmod.registry.dense_loads import watch_dense_loads
 
 if TYPE_CHECKING:
     from mmod.analysis import FlopReport, Trace, flops, prefill_flops, trace
-    from mmod.config import Plan, RoutingConfig
+    from mmod.config import Plan, RoutingConfig, Score, register_loss, register_preset, register_score
     from mmod.losses import auxiliary_loss
     from mmod.model import capacities, is_routed, route_, routed_blocks, routing_config, set_capacity, unroute_
     from mmod.planning import attention_ranks, preset
@@ -20,6 +20,7 @@ __all__ = [
     "Plan",
     "Routing",
     "RoutingConfig",
+    "Score",
     "Trace",
     "attention_ranks",
     "auxiliary_loss",
@@ -29,6 +30,9 @@ __all__ = [
     "load_pretrained",
     "prefill_flops",
     "preset",
+    "register_loss",
+    "register_preset",
+    "register_score",
     "route_",
     "routed_blocks",
     "routing_config",
@@ -41,7 +45,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "config": ("Plan", "RoutingConfig"),
+        "config": ("Plan", "RoutingConfig", "Score", "register_loss", "register_preset", "register_score"),
         "model": (
             "capacities",
             "is_routed",

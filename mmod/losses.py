@@ -5,17 +5,17 @@ Axes: B images, N tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.blocks import RoutedBlock
+from mmod.config import LOSSES, register_loss
 from mmod.model import routed_blocks
 from mmod.routing import Router, Routing, apply_gate, select_topk, select_within
 
 
+@register_loss("membership")
 def membership_loss(routing: Routing, router: Router) -> Tensor:
     """Return the binary cross-entropy between scores and what was kept.
 
@@ -33,6 +33,7 @@ def membership_loss(routing: Routing, router: Router) -> Tensor:
     return _cross_entropy(logit_BN, routing.keep_BN, routing, router)
 
 
+@register_loss("load")
 def load_loss(routing: Routing, router: Router) -> Tensor:
     """Return the kept share, without a gradient, times the mean gate, of the tokens that the router may skip.
 
@@ -49,6 +50,7 @@ def load_loss(routing: Routing, router: Router) -> Tensor:
     return _mean(routing.keep_BN.float(), counted_BN) * _mean(gate_BN, counted_BN)
 
 
+@register_loss("capacity")
 def capacity_loss(routing: Routing, router: Router) -> Tensor:
     """Return the distance of the kept share from the router's capacity.
 
@@ -67,6 +69,7 @@ def capacity_loss(routing: Routing, router: Router) -> Tensor:
     return (share - float(router.capacity)).abs()
 
 
+@register_loss("importance", reads_importance=True)
 def importance_loss(routing: Routing, router: Router) -> Tensor:
     """Return the binary cross-entropy between scores and the selection that importance would make.
 
@@ -114,14 +117,6 @@ def _mean(value_BN: Tensor, counted_BN: Tensor | None) -> Tensor:
     return torch.where(counted_BN, value_BN, 0.0).sum() / counted_BN.sum().clamp(min=1)
 
 
-OBJECTIVES: dict[str, Callable[[Routing, Router], Tensor]] = {
-    "membership": membership_loss,
-    "load": load_loss,
-    "capacity": capacity_loss,
-    "importance": importance_loss,
-}
-
-
 def auxiliary_loss(model: nn.Module) -> Tensor:
     """Return the weighted auxiliary losses of a routed model's last forward pass.
 
@@ -167,4 +162,4 @@ def _block_loss(name: str, block: RoutedBlock) -> Tensor:
         )
     block.mod.collect()
     weights = block.router.config.losses
-    return torch.stack([weight * OBJECTIVES[loss](routing, block.router) for loss, weight in weights.items()]).sum()
+    return torch.stack([weight * LOSSES[loss](routing, block.router) for loss, weight in weights.items()]).sum()

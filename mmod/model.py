@@ -129,8 +129,8 @@ def _prepare(
     prefix = host.prefix if config.protect_prefix else 0
     if not config.protect_prefix:
         _check_free_prefix(host, plan)
-    teaches = "importance" in config.losses
-    attends = config.router == "attention" or teaches
+    attends = config.reads_importance(training=True)
+    teaches = attends and not config.score.reads_importance
     spans: dict[int, Span] = {}
     readers: dict[int, list[Router]] = {}
     conversions: list[tuple[nn.Module, Router | None, RoutedState | ImportanceState]] = []
@@ -148,7 +148,7 @@ def _prepare(
                 f"block {index} needs the importance of a dense block before it, but none precedes it: keep block 0 "
                 f"dense (routed are {list(plan.blocks)})"
             )
-        span = spans.setdefault(start, Span()) if attends or config.draws else None
+        span = spans.setdefault(start, Span()) if attends or config.score.draws else None
         # The first weight that computes: those of a quantized block are integers.
         parameter = next(weight for weight in block.parameters() if weight.is_floating_point())
         router = host.router(

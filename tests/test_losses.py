@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import mmod
 from mmod import RoutingConfig
+from mmod.config import LOSSES
 from mmod.routing import Router, Routing
 from tests.zoo import make_images, make_model
 
@@ -97,7 +98,7 @@ def test_a_sum_over_blocks_weighs_every_block_alike(name: str) -> None:
     wide = mmod.preset(name, blocks=(1, 2, 3, 4, 5), losses=losses, init_std=1.0)
     model = trained(wide)
     terms = [
-        weight * mmod.losses.OBJECTIVES[loss](block.mod.routing, block.router)
+        weight * LOSSES[loss](block.mod.routing, block.router)
         for block in mmod.routed_blocks(model).values()
         for loss, weight in losses.items()
     ]
@@ -124,14 +125,14 @@ def test_padding_and_protected_tokens_do_not_count(loss: str, protects: str) -> 
         marked = protect[row : row + 1, :length] if protects == "marked" else None
         alone = router(x[row : row + 1, :length], importance[row : row + 1, :length], None, marked)
         singles.append(alone)
-        terms.append((mmod.losses.OBJECTIVES[loss](alone, router), length, length - 2))
+        terms.append((LOSSES[loss](alone, router), length, length - 2))
     for garbage in (0.0, 100.0):
         filled = torch.where(valid.unsqueeze(-1), x, garbage).requires_grad_()
         weight = torch.where(valid, importance, garbage)
         batch = router(filled, weight, valid, protect if protects == "marked" else None)
         for row, alone in enumerate(singles):
             assert torch.equal(batch.keep_BN[row, : rows[row][0]], alone.keep_BN[0])
-        found = mmod.losses.OBJECTIVES[loss](batch, router)
+        found = LOSSES[loss](batch, router)
         if loss in ("membership", "importance"):
             total = sum(value * count for value, _, count in terms)
             torch.testing.assert_close(found, total / sum(count for *_, count in terms))

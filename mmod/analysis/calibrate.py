@@ -10,27 +10,10 @@ from torch import Tensor, nn
 
 from mmod.analysis.trace import trace
 from mmod.model import routed_blocks
-from mmod.routing import Router, kept_count
+from mmod.routing import kept_count
 
 # The kept count may miss that of top-k by this share, so that the threshold can lie in a wide gap between two levels.
 SLACK = 0.005
-
-
-def score_levels(router: Router, score_BN: Tensor) -> Tensor:
-    """Return what a threshold is compared with: scores that learn squashed, importance and norm relative to the mean.
-
-    Args:
-        router: A block's router.
-        score_BN: Its raw scores (B, N), of images without padding.
-
-    Returns:
-        Levels (B, N).
-    """
-    if router.config.learns:
-        return torch.sigmoid(score_BN)
-    if router.config.router in ("attention", "norm"):
-        return score_BN / score_BN.mean(dim=1, keepdim=True)
-    return score_BN
 
 
 @torch.no_grad()
@@ -50,7 +33,7 @@ def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
         router.config = router.config.replace(max_tokens=None)
         with trace(model) as decisions:
             model(images)
-        level_BN = score_levels(router, decisions[name].score_BN)
+        level_BN = router.config.score.squashed(decisions[name].score_BN)
         count = kept_count(level_BN.shape[1], router.capacity, router.prefix)
         free = level_BN[:, router.prefix :]
         threshold = between(free.flatten(), free.shape[0] * (count - router.prefix))

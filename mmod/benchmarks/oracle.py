@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mmod.analysis.calibrate import score_levels
 from mmod.analysis.trace import trace
 from mmod.benchmarks.models.free import sharing_copy
 from mmod.blocks import ImportanceBlock, RoutedBlock, RoutedState, SharedScore, convert
@@ -171,7 +170,7 @@ def _check_selection(name: str, router: Router, kept: list[int], score_BN: Tenso
         score, count = score_BN[image].tolist(), max(1, prefix, math.floor(router.capacity * tokens))
         reached = sorted(range(prefix, tokens), key=lambda token: (-score[token], token))[: count - prefix]
     else:
-        level = score_levels(router, score_BN)[image].tolist()
+        level = router.config.score.squashed(score_BN)[image].tolist()
         reached = [token for token in range(prefix, tokens) if level[token] >= router.config.threshold]
     expected = sorted([*range(prefix), *reached])
     if kept != expected:
@@ -217,14 +216,14 @@ class _LoopBlock(nn.Module):
 
     def _score(self, x: Tensor) -> Tensor:
         state, config = self.mod, self.router.config
-        if config.shares_score and not (config.draws and state.first):
+        if config.score.shared and not (config.score.draws and state.first):
             assert state.span is not None
             shared = state.span.of(x, state.last)
             assert shared is not None
             return shared.score_BN
         assert self.router.score is not None
         score_BN: Tensor = self.router.score(x)
-        if config.draws and state.span is not None:
+        if config.score.draws and state.span is not None:
             state.span.put(SharedScore(score_BN))
         return score_BN
 
@@ -318,7 +317,7 @@ def _clear(model: nn.Module, decisions: Mapping[str, Routing], wanted: Mapping[s
 def _margin(routing: Routing, router: Router) -> Tensor:
     score_BN, prefix = routing.score_BN, router.prefix
     if router.config.select == "threshold":
-        level_BN = score_levels(router, score_BN)[:, prefix:]
+        level_BN = router.config.score.squashed(score_BN)[:, prefix:]
         return (level_BN - router.config.threshold).abs().amin(dim=1) / level_BN.abs().amax(dim=1)
     kept = routing.index_BK.shape[1] - prefix
     if not 0 < kept < score_BN.shape[1] - prefix:

@@ -6,17 +6,17 @@ from mmod.lazy import lazy_names
 
 if TYPE_CHECKING:
     from mmod.planning.arank import LayerRanks, attention_ranks
-    from mmod.planning.presets import PRESETS, preset
+    from mmod.planning.presets import preset
     from mmod.planning.schedules import ratio_decay
 
 
-__all__ = ["PRESETS", "LayerRanks", "attention_ranks", "preset", "ratio_decay"]
+__all__ = ["LayerRanks", "attention_ranks", "preset", "ratio_decay"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "arank": ("LayerRanks", "attention_ranks"),
-        "presets": ("PRESETS", "preset"),
+        "presets": ("preset",),
         "schedules": ("ratio_decay",),
     },
 )

@@ -4,7 +4,11 @@ from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold, select_topk
 from mmod.routing.roles import Predictor, RoleRouter, Roles, assign_roles, decoded_roles, select_within
 from mmod.routing.router import Router, Routing
-from mmod.routing.score import FunctionScore, LinearScore, NormScore, RandomScore, StrideScore
+from mmod.routing.score.function import FunctionScore
+from mmod.routing.score.linear import LinearScore
+from mmod.routing.score.norm import NormScore
+from mmod.routing.score.random import RandomScore
+from mmod.routing.score.stride import StrideScore
 from mmod.routing.shared import BorrowedScore, share_score, unshare_score
 
 __all__ = [

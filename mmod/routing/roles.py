@@ -15,7 +15,6 @@ from mmod.config import RoutingConfig
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import slots_for
 from mmod.routing.router import Router, Routing
-from mmod.routing.score import RandomScore, StrideScore
 
 PADDING, KEPT = -1, 0
 
@@ -324,36 +323,34 @@ class RoleRouter(Router):
         """
         if roles is None:
             raise ValueError("this router needs the roles of the tokens: run the whole model, not a layer of it")
-        # The random score reads a fingerprint off the tokens it draws among: later text must not change the draw.
-        drawn_BN = roles.free_BN if isinstance(self.score, RandomScore) else None
-        score_BN = self._score(x_BND, importance_BN, drawn_BN)
-        shared = self.config.shares_score and importance_BN is not None
-        if isinstance(self.score, (RandomScore, StrideScore)) and not shared:
-            # Drawn by rank among the tokens that may be skipped, so that neither padding nor text moves the draw.
-            score_BN = score_BN.gather(1, (roles.free_BN.cumsum(1) - 1).clamp(min=0))
+        free_BN = roles.free_BN
+        score_BN = self._score(x_BND, importance_BN, free_BN)
+        if self.config.score.positional and score_BN is not importance_BN:
+            # By rank among the tokens that may be skipped, so that neither padding nor text moves the draw.
+            score_BN = score_BN.gather(1, (free_BN.cumsum(1) - 1).clamp(min=0))
         predicted_BN = None if self.predictor is None else self.predictor(x_BND)
-        index_BK, valid_BK, total = self._select(score_BN, predicted_BN, roles)
+        index_BK, valid_BK, total = self._select(score_BN, predicted_BN, roles, free_BN)
         gate, scale = str(self.config.gate), float(self.config.gate_scale or 0)
         gate_BK, skip_weight_BN = None, None
         weight_BN = apply_gate(score_BN, gate, scale)
         if weight_BN is not None:
             gate_BK = torch.where(roles.gated_BN, weight_BN, 1.0).gather(1, index_BK)
             if self.config.reweight_skipped:
-                skip_weight_BN = torch.where(roles.free_BN, weight_BN, 1.0)
+                skip_weight_BN = torch.where(free_BN, weight_BN, 1.0)
         return Routing(
             score_BN,
             index_BK,
             gate_BK,
             valid_BK,
             skip_weight_BN,
-            None if self.config.draws else importance_BN,
+            None if self.config.score.draws else importance_BN,
             total,
             roles,
             predicted_BN,
         )
 
     def _select(
-        self, score_BN: Tensor, predicted_BN: Tensor | None, roles: Roles
+        self, score_BN: Tensor, predicted_BN: Tensor | None, roles: Roles, free_BN: Tensor
     ) -> tuple[Tensor, Tensor | None, int | None]:
         threshold = self.config.threshold if self.config.select == "threshold" else None
         if not self.training and self.config.inference_threshold is not None:
@@ -361,8 +358,8 @@ class RoleRouter(Router):
             score_BN = score_BN if predicted_BN is None else predicted_BN
         if threshold is None:
             return select_within(score_BN, self.capacity, roles)
-        level_BN = self._level(score_BN.detach(), roles.free_BN)
-        keep_BN = (roles.group_BN == KEPT) | (roles.free_BN & (level_BN >= threshold))
+        squashed_BN = self.config.score.squashed(score_BN.detach(), free_BN)
+        keep_BN = (roles.group_BN == KEPT) | (free_BN & (squashed_BN >= threshold))
         if roles.alone:
             return torch.zeros_like(keep_BN, dtype=torch.long), keep_BN, None
         return _slots_of(keep_BN, keep_BN.sum(1).tolist())

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmod.config import RoutingConfig, rational
+from mmod.config import Placement, RoutingConfig, rational
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import select_threshold, select_topk
-from mmod.routing.score import FunctionScore, LinearScore, NormScore, RandomScore, StrideScore, near_dense_std
 
 if TYPE_CHECKING:
     from mmod.routing.roles import Roles
@@ -97,12 +96,12 @@ class Router(nn.Module):
         self.config = config
         self.prefix = prefix
         self.capacity: Fraction = rational(capacity)
-        self.score: nn.Module | None = _make_score(config, dim, block, device, dtype)
+        place = Placement(dim, block, str(config.gate), float(config.gate_scale or 0), device, dtype)
+        self.score: nn.Module | None = config.score.make(place)
 
     def extra_repr(self) -> str:
         """Say in a printed model what this router does."""
-        name = self.config.router if isinstance(self.config.router, str) else "function"
-        return f"router={name!r}, select={self.config.select!r}, capacity={float(self.capacity)}"
+        return f"router={self.config.score.name!r}, select={self.config.select!r}, capacity={float(self.capacity)}"
 
     def forward(
         self,
@@ -134,7 +133,7 @@ class Router(nn.Module):
             )
         else:
             index_BK, valid_BK, total = select_threshold(
-                self._level(score_BN.detach(), valid_BN),
+                self.config.score.squashed(score_BN.detach(), valid_BN),
                 self.config.threshold,
                 prefix=self.prefix,
                 min_tokens=self.config.min_tokens,
@@ -151,7 +150,7 @@ class Router(nn.Module):
             gate_BK,
             valid_BK,
             skip_weight_BN,
-            None if self.config.draws else importance_BN,
+            None if self.config.score.draws else importance_BN,
             total,
             inverse_BN=inverse_BN,
             real_BN=valid_BN,
@@ -164,47 +163,14 @@ class Router(nn.Module):
                 f"importance has shape {tuple(importance_BN.shape)}, but the block's input has "
                 f"{tuple(x_BND.shape[:2])} (images, tokens): the sequence changed between the two blocks"
             )
-        if isinstance(self.score, RandomScore):
-            return self.score(x_BND, valid_BN) if importance_BN is None else importance_BN
-        if self.score is not None:
-            return self.score(x_BND)
-        if importance_BN is None:
-            raise ValueError("attention routing needs the importance of the preceding dense block: run the whole model")
-        return importance_BN
-
-    def _level(self, score_BN: Tensor, valid_BN: Tensor | None) -> Tensor:
-        if self.config.learns:
-            return torch.sigmoid(score_BN)
-        if self.config.router in ("attention", "norm"):
-            if valid_BN is None:
-                return score_BN / score_BN.mean(dim=1, keepdim=True)
-            total_B1 = (score_BN * valid_BN).sum(dim=1, keepdim=True)
-            return score_BN * valid_BN.sum(dim=1, keepdim=True) / total_B1
+        score = self.config.score
+        if score.reads_importance and importance_BN is None:
+            raise ValueError(
+                f"{score.name} routing needs the importance of the preceding dense block: run the whole model"
+            )
+        if score.shared and importance_BN is not None:
+            return importance_BN
+        assert self.score is not None
+        read = (importance_BN,) if score.reads_importance else ()
+        score_BN: Tensor = self.score(x_BND, valid_BN, *read)
         return score_BN
-
-
-def _make_score(
-    config: RoutingConfig, dim: int, block: int, device: torch.device | None, dtype: torch.dtype | None
-) -> nn.Module | None:
-    """Return the module that scores, or None where the score is the importance handed in."""
-    if callable(config.router):
-        return FunctionScore(config.router)
-    if config.router == "attention":
-        return None
-    if config.router == "norm":
-        return NormScore()
-    if config.router == "stride":
-        return StrideScore()
-    if config.router == "random":
-        return RandomScore(config.seed, block)
-    std = near_dense_std(dim, float(config.gate_scale or 0)) if config.init_std is None else config.init_std
-    return LinearScore(
-        dim,
-        # A linear gate is the score itself, so a pretrained block keeps its function only if scores start at 1.
-        bias=config.bias or config.gate == "linear",
-        initial=1.0 if config.gate == "linear" else 0.0,
-        normalize=config.normalize is True,
-        init_std=std,
-        device=device,
-        dtype=dtype,
-    )

@@ -31,9 +31,9 @@ class BorrowedScore(nn.Module):
         """The score itself, or what has been put around it."""
         return self._owner[0].get_submodule(NAME)
 
-    def forward(self, x_BND: Tensor) -> Tensor:
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) of tokens (B, N, D), on their device."""
-        score_BN: Tensor = self.held(x_BND)
+        score_BN: Tensor = self.held(x_BND, valid_BN)
         return score_BN.to(x_BND.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BorrowedScore:

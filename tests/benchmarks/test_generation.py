@@ -12,7 +12,7 @@ import torch
 from mmod.benchmarks import GenerationConfig, SuiteConfig, WrongOutputError, benchmark_generation
 from mmod.benchmarks.generation.models import GenerationModels
 from mmod.benchmarks.suite import Bar
-from mmod.planning.presets import PRESETS
+from mmod.config import PRESETS
 
 TINY: dict[str, Any] = {
     "image_tokens": [24], "text_tokens": 8, "batch_sizes": [2], "hidden": 64, "layers": 6, "vocabulary": 50,

@@ -108,7 +108,7 @@ def test_a_wrong_path_is_never_timed(
     monkeypatch.setattr(target, wrong)
     monkeypatch.setattr("mmod.analysis.timing._time_on_cpu", lambda *_: pytest.fail("timed"))
     # A gate far from 1, so that leaving it out shows.
-    monkeypatch.setattr("mmod.routing.router.near_dense_std", lambda dim, scale: 0.5)
+    monkeypatch.setattr("mmod.routing.score.linear.near_dense_std", lambda dim, scale: 0.5)
     with pytest.raises(WrongOutputError, match=message):
         benchmark(BenchmarkConfig(**TINY, routers=["linear"], out=str(tmp_path)), progress=False)
     assert not list(tmp_path.iterdir())

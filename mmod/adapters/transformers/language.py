@@ -200,7 +200,7 @@ class RoleHook(DescribedRouting):
 
     def _check_apart(self, module: nn.Module, roles: Roles, frames: Frames | None, cache: Any) -> None:
         """Refuse image tokens behind a cache whose best could only be chosen together with cached ones."""
-        if self.config.router == "attention" or ("importance" in self.config.losses and module.training):
+        if self.config.reads_importance(module.training):
             problem = "importance is the attention that all queries of a prompt pay to them"
         elif frames is not None:
             problem = "" if frames.whole else "the first of them may belong to a frame that is cached in part"

@@ -13,8 +13,7 @@ from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks.generation.models import GenerationModels
 from mmod.benchmarks.report import BenchmarkReport, Row, number_cell, spread_cell
 from mmod.benchmarks.resume import run_all
-from mmod.planning.presets import PRESETS
-from mmod.values import one_of
+from mmod.config import PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ class GenerationConfig:
             if not values or len(set(values)) != len(values):
                 raise ValueError(f"{name} must name at least one value, and each once, got {values}")
         for name in self.presets:
-            one_of("preset", name, PRESETS)
+            PRESETS.check(name)
         if min(*self.image_tokens, *self.batch_sizes, self.text_tokens) < 1:
             raise ValueError("image_tokens, text_tokens and batch_sizes must be positive")
         if self.hidden < 64 or self.hidden % 64:

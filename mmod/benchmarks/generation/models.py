@@ -223,8 +223,7 @@ def preset_config(name: str, layers: int) -> RoutingConfig:
         name: Its name.
         layers: Decoder layers.
     """
-    depth = {"depth": layers} if name in ("p-mod", "gamma-mod") else {}
-    return preset(name, tokens="image", **depth)
+    return preset(name, depth=layers, tokens="image")
 
 
 def _changed(config: RoutingConfig, changes: dict[str, Any]) -> RoutingConfig:

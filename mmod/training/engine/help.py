@@ -12,9 +12,8 @@ from typing import Any
 import jsonargparse
 from docstring_parser import parse
 
-from mmod.config import RoutingConfig
+from mmod.config import PRESETS, RoutingConfig
 from mmod.io.yaml import STRICT
-from mmod.planning.presets import PRESETS
 from mmod.values import describe
 
 __all__ = ["create_parser", "dataclass_in"]

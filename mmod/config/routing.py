@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from mmod.config.plan import Plan
+from mmod.config.registry import LOSSES, SCORES
+from mmod.config.score import Score
 from mmod.values import check_fields, check_value, one_of, refuse_unknown
 
 if TYPE_CHECKING:
@@ -16,10 +18,8 @@ else:
     # What reads the types of the fields finds a name for it without importing torch.
     Tensor = Any
 
-ROUTERS = ("attention", "linear", "random", "stride", "norm")
 SELECTIONS = ("topk", "threshold")
 GATES = ("identity", "linear", "sigmoid", "tanh")
-LOSSES = ("membership", "load", "capacity", "importance")
 LAYOUTS = ("every_other", "late", "all")
 CONTEXTS = ("kept", "all")
 SKIPPABLE = ("image", "all")
@@ -30,70 +30,6 @@ IMPORTANCES = ("per_viewer", "mean")
 LANGUAGE_OPTIONS = ("tokens", "frames", "shared", "predictor", "inference_threshold", "gate_on", "positions")
 
 ScoreFunction = Callable[["Tensor"], "Tensor"]
-
-
-def rational(capacity: float) -> Fraction:
-    """Return a capacity as the exact fraction its decimal form stands for.
-
-    Kept counts are computed as `N * numerator // denominator`, which stays symbolic under export and does not
-    depend on how a binary float rounds.
-
-    Args:
-        capacity: Share of tokens kept, in (0, 1].
-
-    Raises:
-        TypeError: `capacity` is no number.
-        ValueError: `capacity` lies outside (0, 1].
-
-    Example:
-        >>> rational(0.3)
-        Fraction(3, 10)
-    """
-    if isinstance(capacity, bool) or not isinstance(capacity, (int, float, Fraction)):
-        raise TypeError(f"capacity must be a number in (0, 1], got {capacity!r}")
-    if not 0 < capacity <= 1:
-        raise ValueError(f"capacity must be in (0, 1], got {capacity!r}")
-    exact = capacity if isinstance(capacity, Fraction) else Fraction(str(capacity))
-    return exact.limit_denominator(1_000_000)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which blocks of a model are routed, each with its capacity.
-
-    Args:
-        blocks: Indices of the routed blocks, ascending.
-        capacities: Share of tokens each of them keeps, in (0, 1].
-        depth: Number of blocks of the model.
-
-    Raises:
-        ValueError: No block, an index outside the model or named twice, or counts that differ.
-
-    Example:
-        >>> Plan(blocks=(1, 3), capacities=(0.5, 0.25), depth=4).mean_capacity
-        0.6875
-    """
-
-    blocks: tuple[int, ...]
-    capacities: tuple[float, ...]
-    depth: int
-
-    def __post_init__(self) -> None:
-        check_fields(self, capacities="(0, 1]", depth="[1, inf)")
-        if not self.blocks:
-            raise ValueError(f"a plan must name at least one of the model's {self.depth} blocks")
-        outside = [block for block in self.blocks if not 0 <= block < self.depth]
-        if outside:
-            raise ValueError(f"blocks {outside} do not exist: valid indices are 0 to {self.depth - 1}")
-        if list(self.blocks) != sorted(set(self.blocks)):
-            raise ValueError(f"blocks must be ascending and named once, got {list(self.blocks)}")
-        if len(self.capacities) != len(self.blocks):
-            raise ValueError(f"{len(self.blocks)} routed blocks need as many capacities, got {len(self.capacities)}")
-
-    @property
-    def mean_capacity(self) -> float:
-        """Share of all block-token pairs that are computed."""
-        return (self.depth - len(self.blocks) + sum(self.capacities)) / self.depth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +97,7 @@ class RoutingConfig:
         ('tanh', True)
     """
 
+    score: ClassVar[Score]
     router: str | ScoreFunction = "attention"
     capacity: float | tuple[float, ...] = 0.5
     blocks: str | tuple[int, ...] = "every_other"
@@ -193,6 +130,7 @@ class RoutingConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         check_value("losses", self.losses, Mapping[str, float], "(0, inf)")
         object.__setattr__(self, "losses", dict(self.losses))
+        object.__setattr__(self, "score", self._make_score())
         if self.gate is None:
             object.__setattr__(self, "gate", "tanh" if self.learns else "identity")
         if self.gate_scale is None:
@@ -209,23 +147,30 @@ class RoutingConfig:
 
     @property
     def learns(self) -> bool:
-        """Whether the score may carry a gradient: it is linear or a function of the user's."""
-        return self.router == "linear" or callable(self.router)
+        """Whether the score may carry a gradient."""
+        return self.score.learns
 
-    @property
-    def shares_score(self) -> bool:
-        """Whether consecutive routed blocks read one score, so that they keep the same tokens at equal capacity."""
-        return self.router in ("attention", "random")
+    def reads_importance(self, training: bool) -> bool:
+        """Return whether importance is computed, for the score or for a loss.
 
-    @property
-    def draws(self) -> bool:
-        """Whether that score is drawn, by the first of the blocks."""
-        return self.router == "random"
+        Args:
+            training: Whether the model trains.
+        """
+        return self.score.reads_importance or (training and any(LOSSES[name].reads_importance for name in self.losses))
+
+    def _make_score(self) -> Score:
+        if callable(self.router):
+            return SCORES["function"](self.router)  # type: ignore[call-arg]
+        kind = SCORES[self.router]
+        names = {item.name for item in dataclasses.fields(kind)}
+        options = {name: getattr(self, name) for name in names & set(self._fields())}
+        if self.normalize == "block":
+            options["normalize"] = False
+        return kind(**options)
 
     def _check_values(self) -> None:
         check_fields(
             self,
-            router=ROUTERS,
             blocks=LAYOUTS,
             select=SELECTIONS,
             context=CONTEXTS,
@@ -247,7 +192,7 @@ class RoutingConfig:
         if isinstance(self.frames, str):
             one_of("frames", self.frames, ("span",))
         for name in self.losses:
-            one_of("a loss", name, LOSSES)
+            LOSSES.check(name)
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             raise ValueError(f"max_tokens must be at least min_tokens ({self.min_tokens}), got {self.max_tokens}")
 
@@ -305,7 +250,7 @@ class RoutingConfig:
             ValueError: The router is a function, which JSON cannot hold.
         """
         if callable(self.router):
-            raise ValueError("a config whose router is a function cannot be saved; name one of " + ", ".join(ROUTERS))
+            raise ValueError("a config whose router is a function cannot be saved; name one of " + ", ".join(SCORES))
         plain = self._fields()
         for name in ("capacity", "blocks"):
             if isinstance(plain[name], tuple):

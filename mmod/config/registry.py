@@ -1,0 +1,169 @@
+"""Scores, presets and losses by the names that configs give them; other packages add theirs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from mmod.config.score import Score, check_score
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Entry = TypeVar("Entry")
+Added = TypeVar("Added", bound=Callable[..., Any])
+AnyScore = TypeVar("AnyScore", bound=Score)
+
+
+class Registry(Generic[Entry]):
+    """What the names of one kind stand for.
+
+    Args:
+        kind: What a name is called in messages.
+        home: The module that registers the entries of this package; it is imported when a name is first looked up.
+        register: The function by which others add an entry.
+    """
+
+    def __init__(self, kind: str, home: str, register: str) -> None:
+        self._kind = kind
+        self._home = home
+        self._register = register
+        self._entries: dict[str, Entry] = {}
+        self._places: dict[str, str] = {}
+
+    def add(self, name: str, entry: Entry, source: Any) -> None:
+        """Add an entry; one that is defined again, as in a notebook, replaces itself.
+
+        Args:
+            name: Its name.
+            entry: The entry.
+            source: The class or function that defines it.
+
+        Raises:
+            ValueError: The name belongs to another entry.
+        """
+        place = f"{source.__module__}.{source.__qualname__}"
+        if not place.startswith(self._home):
+            importlib.import_module(self._home)
+        taken = self._places.setdefault(name, place)
+        if taken != place:
+            raise ValueError(f"{self._kind} {name!r} is {taken} already; choose another name for {place}")
+        self._entries[name] = entry
+
+    def __getitem__(self, name: str) -> Entry:
+        """Return an entry, see `check`."""
+        self.check(name)
+        return self._entries[name]
+
+    def check(self, name: str) -> None:
+        """Raise a ValueError that names the valid ones and how to add one unless `name` is one of them."""
+        if name not in self._entries and name not in list(self):
+            raise ValueError(
+                f"{self._kind} must be one of {', '.join(map(repr, self))}, got {name!r}; a name of another package is "
+                f"valid once what adds it, by mmod.{self._register}, is imported"
+            )
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names in the order of registration."""
+        importlib.import_module(self._home)
+        return iter(self._entries)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """An auxiliary loss of a routed block.
+
+    Args:
+        function: Maps a block's `Routing` and the `Router` that made it to a scalar.
+        reads_importance: It needs importance, which is then computed in training.
+    """
+
+    function: Callable[..., Tensor]
+    reads_importance: bool = False
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """Return the loss of a block's `Routing` and the `Router` that made it."""
+        return self.function(*arguments)
+
+
+SCORES: Registry[type[Score]] = Registry("router", "mmod.routing.score", "register_score")
+PRESETS: Registry[Callable[..., Mapping[str, Any]]] = Registry("preset", "mmod.planning.presets", "register_preset")
+LOSSES: Registry[Loss] = Registry("a loss", "mmod.losses", "register_loss")
+
+
+def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:
+    """Return a decorator that lets configs name a score.
+
+    Args:
+        name: The name, as in `RoutingConfig(router=name)`.
+
+    Raises:
+        TypeError: The class is no frozen dataclass derived from `mmod.Score`.
+        ValueError: The name is taken, or the score both learns and is shared.
+
+    Example:
+        >>> import dataclasses, mmod
+        >>> from mmod.routing import NormScore
+        >>> @register_score("length")
+        ... @dataclasses.dataclass(frozen=True)
+        ... class Length(mmod.Score):
+        ...     def make(self, place):
+        ...         return NormScore()
+        >>> mmod.RoutingConfig(router="length").learns
+        False
+    """
+
+    def add(score: type[AnyScore]) -> type[AnyScore]:
+        check_score(score)
+        score.name = name
+        SCORES.add(name, score, score)
+        return score
+
+    return add
+
+
+def register_preset(name: str) -> Callable[[Added], Added]:
+    """Return a decorator that lets `mmod.preset` and configs name a preset.
+
+    Args:
+        name: The name.
+
+    Raises:
+        ValueError: The name is taken.
+
+    Example:
+        >>> @register_preset("half-norm")
+        ... def half_norm():
+        ...     return {"router": "norm", "capacity": 0.5}
+        >>> import mmod
+        >>> mmod.preset("half-norm", blocks="late").router
+        'norm'
+    """
+
+    def add(preset: Added) -> Added:
+        PRESETS.add(name, preset, preset)
+        return preset
+
+    return add
+
+
+def register_loss(name: str, reads_importance: bool = False) -> Callable[[Added], Added]:
+    """Return a decorator that lets `RoutingConfig(losses={name: weight})` name an auxiliary loss.
+
+    The loss is a function from a block's `Routing` and the `Router` that made it to a scalar.
+
+    Args:
+        name: The name.
+        reads_importance: The loss reads `Routing.importance_BN`, which is then computed in training.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+
+    def add(loss: Added) -> Added:
+        LOSSES.add(name, Loss(loss, reads_importance), loss)
+        return loss
+
+    return add

@@ -1,0 +1,116 @@
+"""What a score says of itself: the base of every class that a config's `router` names."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a score is used.
+
+    Args:
+        dim: Channels D of a token.
+        block: Index of the block in its model.
+        gate: How the score weighs the block's update, see `mmod.ops.gate.apply_gate`.
+        gate_scale: Factor of the gate.
+        device: Where parameters are created.
+        dtype: Type of the parameters; scores are fp32 whatever it is.
+    """
+
+    dim: int
+    block: int
+    gate: str = "identity"
+    gate_scale: float = 1.0
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """How tokens are scored, as a value: a frozen dataclass whose fields are the options of the score.
+
+    A subclass is registered by `mmod.register_score`; configs then name it.
+
+    Attributes:
+        name: What configs call it; set when it is registered.
+        learns: The score may carry a gradient. It is then gated by "tanh" unless a config says otherwise.
+        shared: Consecutive routed blocks read one score, so that they keep the same tokens at equal capacity. The
+            first of them computes it, unless it is importance.
+        reads_importance: The score is the importance of the tokens in the dense block before.
+        positional: The score depends on the place of a token in its sequence. Where only some tokens may be skipped it
+            is dealt out by their rank among those.
+    """
+
+    name: ClassVar[str]
+    learns: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
+    reads_importance: ClassVar[bool] = False
+    positional: ClassVar[bool] = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether the first of consecutive routed blocks computes the score that they share."""
+        return self.shared and not self.reads_importance
+
+    def make(self, place: Placement) -> nn.Module | None:
+        """Return the module that scores, or None where importance itself is the score.
+
+        The module is called with tokens (B, N, D), with what is False where a token does not count (B, N), or None,
+        and with importance (B, N) where the score reads it. It returns raw fp32 scores (B, N).
+
+        Args:
+            place: Where the score is used.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what scores tokens")
+
+    def squashed(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Return what a threshold is compared with: by default the sigmoid of a score that learns, others as they are.
+
+        Args:
+            score_BN: Raw scores (B, N).
+            valid_BN: False where a token does not count (B, N), or None.
+        """
+        return score_BN.sigmoid() if self.learns else score_BN
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as plain values."""
+        return dataclasses.asdict(self)
+
+
+def relative_to_mean(score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+    """Return scores over their mean in each image, so that 1 means average.
+
+    Args:
+        score_BN: Raw scores (B, N).
+        valid_BN: False where a token does not count (B, N), or None.
+    """
+    if valid_BN is None:
+        return score_BN / score_BN.mean(dim=1, keepdim=True)
+    total_B1 = (score_BN * valid_BN).sum(dim=1, keepdim=True)
+    return score_BN * valid_BN.sum(dim=1, keepdim=True) / total_B1
+
+
+def check_score(score: Any) -> None:
+    """Refuse a class that cannot be registered as a score.
+
+    Args:
+        score: The class.
+
+    Raises:
+        TypeError: It is no frozen dataclass derived from `Score`.
+        ValueError: Its attributes exclude each other.
+    """
+    parameters = vars(score).get("__dataclass_params__") if isinstance(score, type) else None
+    if not isinstance(score, type) or not issubclass(score, Score) or not getattr(parameters, "frozen", False):
+        raise TypeError(
+            f"a score is a class derived from mmod.Score and decorated by @dataclass(frozen=True): {score!r}"
+        )
+    if score.learns and score.shared:
+        raise ValueError(f"{score.__name__} cannot be shared by blocks, since it learns")

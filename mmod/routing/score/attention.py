@@ -1,0 +1,31 @@
+"""Attention routing: the score is the importance of the tokens in the dense block before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from mmod.config import Placement, Score, register_score, relative_to_mean
+
+
+@register_score("attention")
+@dataclass(frozen=True)
+class Attention(Score):
+    """Importance: the attention that tokens receive in the dense block before, without parameters.
+
+    Consecutive routed blocks share it. A threshold is compared with it relative to the image's mean.
+
+    Source: Gadhikar et al., arXiv 2412.20875.
+    """
+
+    shared: ClassVar[bool] = True
+    reads_importance: ClassVar[bool] = True
+
+    def make(self, place: Placement) -> None:
+        """Return nothing: importance is the score itself."""
+
+    def squashed(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Return importance relative to the image's mean."""
+        return relative_to_mean(score_BN, valid_BN)

@@ -1,0 +1,66 @@
+"""A score by a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from mmod.config import Placement, Score, register_score
+
+
+@register_score("function")
+@dataclass(frozen=True)
+class Function(Score):
+    """A function of the user's, which may learn; configs that hold one cannot be saved. See `FunctionScore`.
+
+    Args:
+        function: Maps tokens (B, N, D) to scores (B, N).
+    """
+
+    learns: ClassVar[bool] = True
+    function: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(f"router 'function' is given as the function itself, got {self.function!r}")
+
+    def make(self, place: Placement) -> nn.Module:
+        """Return the module that scores tokens."""
+        assert self.function is not None
+        return FunctionScore(self.function)
+
+    def to_dict(self) -> dict[str, object]:
+        """Refuse, since JSON cannot hold a function."""
+        raise ValueError(
+            "a config whose router is a function cannot be saved: register a score by mmod.register_score and name it"
+        )
+
+
+class FunctionScore(nn.Module):
+    """Score tokens by a function of the user's.
+
+    Args:
+        function: Maps tokens (B, N, D) to scores (B, N).
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        # A module given as the function is registered, so that its parameters train and are saved.
+        self.function = function
+
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Return the scores (B, N) of tokens (B, N, D).
+
+        Raises:
+            ValueError: The function returned another shape.
+        """
+        score = self.function(x_BND)
+        if score.shape != x_BND.shape[:2]:
+            raise ValueError(
+                f"the router function must return scores of shape {tuple(x_BND.shape[:2])} (images, tokens), "
+                f"got {tuple(score.shape)}"
+            )
+        return score.float()

@@ -1,0 +1,126 @@
+"""A score that learns: one weight vector."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmod.config import Placement, Score, register_score
+from mmod.values import check_fields
+
+
+@register_score("linear")
+@dataclass(frozen=True, kw_only=True)
+class Linear(Score):
+    """A learned linear score, see `LinearScore`. A threshold is compared with its sigmoid.
+
+    Args:
+        normalize: Divide the score's input by its root mean square.
+        bias: Give the score a bias; a linear gate has one anyway.
+        init_std: Standard deviation of the initial weight. None chooses one at which every gate starts within a percent
+            of the dense model's.
+    """
+
+    learns: ClassVar[bool] = True
+    normalize: bool = True
+    bias: bool = False
+    init_std: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, init_std="[0, inf)")
+
+    def make(self, place: Placement) -> nn.Module:
+        """Return the module that scores tokens."""
+        return LinearScore(
+            place.dim,
+            # A linear gate is the score itself, so a pretrained block keeps its function only if scores start at 1.
+            bias=self.bias or place.gate == "linear",
+            initial=1.0 if place.gate == "linear" else 0.0,
+            normalize=self.normalize,
+            init_std=near_dense_std(place.dim, place.gate_scale) if self.init_std is None else self.init_std,
+            device=place.device,
+            dtype=place.dtype,
+        )
+
+
+class LinearScore(nn.Module):
+    """Score tokens by a learned vector: `score = w . x / rms(x) + b`, computed in fp32 under autocast too.
+
+    Args:
+        dim: Channels D of a token.
+        bias: Add a bias, which starts at 0.
+        normalize: Divide the input by its root mean square first.
+        init_std: Standard deviation of the initial weight.
+        initial: Value around which the scores start; other than 0 it needs the bias.
+        device: Where the weight is created.
+        dtype: Type of the weight; the score is fp32 whatever it is.
+
+    Source: Raposo et al., arXiv 2404.02258, section 3.4 (linear, no bias, raw input). A normalised input keeps the
+    size of the score apart from the growth of the residual stream with depth.
+
+    Example:
+        >>> LinearScore(8)(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        bias: bool = False,
+        normalize: bool = True,
+        init_std: float = 0.0,
+        initial: float = 0.0,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.normalize = normalize
+        self.init_std = init_std
+        self.initial = initial
+        self.weight = nn.Parameter(torch.empty(1, dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(1, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weight."""
+        nn.init.normal_(self.weight, std=self.init_std)
+        if self.bias is not None:
+            nn.init.constant_(self.bias, self.initial)
+
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Return the scores (B, N) of tokens (B, N, D)."""
+        device = x_BND.device.type
+        # Torch has no answer for meta, where shapes are followed and nothing is rounded.
+        if device != "meta" and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self._score(x_BND)
+        return self._score(x_BND)
+
+    def _score(self, x_BND: Tensor) -> Tensor:
+        x_BND = x_BND.float()
+        weight = self.weight[0].float()
+        if self.normalize:
+            # Dividing the product instead of the tokens reads them twice and writes them never.
+            norm_BN = torch.linalg.vector_norm(x_BND, dim=-1).clamp_min(1e-6)
+            score_BN = x_BND @ (weight * math.sqrt(x_BND.shape[-1])) / norm_BN
+        else:
+            score_BN = x_BND @ weight
+        return score_BN if self.bias is None else score_BN + self.bias.float()
+
+
+def near_dense_std(dim: int, gate_scale: float) -> float:
+    """Return an initial weight scale at which tanh gates of normalised tokens start within a percent of 1.
+
+    A weight of exactly zero would tie every score, and ties keep the lowest positions of every image: the router
+    would start with the upper rows of the picture and only ever see a gradient from there.
+
+    Args:
+        dim: Channels D of a token.
+        gate_scale: The gate's factor.
+    """
+    return 0.01 / (2.5 * max(gate_scale, 0.01) * math.sqrt(dim))

@@ -1,0 +1,31 @@
+"""The control that scores tokens by their norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mmod.config import Placement, Score, register_score, relative_to_mean
+
+
+@register_score("norm")
+@dataclass(frozen=True)
+class Norm(Score):
+    """The norm of a token, see `NormScore`. A threshold is compared with it relative to the image's mean."""
+
+    def make(self, place: Placement) -> nn.Module:
+        """Return the module that scores tokens."""
+        return NormScore()
+
+    def squashed(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Return the norms relative to the image's mean."""
+        return relative_to_mean(score_BN, valid_BN)
+
+
+class NormScore(nn.Module):
+    """Score tokens by their Euclidean norm: a control without parameters."""
+
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Return the norms (B, N) of tokens (B, N, D)."""
+        return x_BND.detach().float().norm(dim=-1)
