@@ -130,12 +130,12 @@ class RoutingConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         check_value("losses", self.losses, Mapping[str, float], "(0, inf)")
         object.__setattr__(self, "losses", dict(self.losses))
+        self._check_values()
         object.__setattr__(self, "score", self._make_score())
         if self.gate is None:
             object.__setattr__(self, "gate", "tanh" if self.learns else "identity")
         if self.gate_scale is None:
             object.__setattr__(self, "gate_scale", 0.2 if self.gate == "tanh" else 1.0)
-        self._check_values()
         self._check_combinations()
 
     @property
