@@ -163,7 +163,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     [
         ("open_clip", ["tools/train_clip.py", "configs/clip/scenes.yaml"]),
         ("open_clip", ["tools/tradeoff.py", "configs/tradeoff/clip-scenes.yaml"]),
-        ("open_clip", ["tools/benchmark_pairs.py", "shards"]),
         ("open_clip", ["tools/train_open_clip.py", "--image", "{}"]),
         ("transformers", ["tools/finetune_vlm.py", "configs/vlm/tiny-llava.yaml"]),
         ("transformers", ["tools/tradeoff.py", "configs/tradeoff/vlm.yaml"]),

@@ -179,35 +179,35 @@ class PairsConfig:
         val: Pairs to evaluate on, given alike; read by number, so remote shards are copied to `root`.
         root: Folder for copies of remote shards, or of the embedded set (`runs/data/captioned-scenes-LEVEL` by
             default).
-        sampling: "exact" reads every training sample once an epoch, in an order of its own (remote shards are copied to
-            `root` first). "resampled" draws shards with replacement and reads them where they are, without copying.
-        samples: Training samples of one epoch over all processes; needed when resampled.
-        shuffle: Samples held in memory by each worker for shuffling when resampled; an exact order needs none.
         batch_size: Pairs in a batch of one process.
         workers: Worker processes; 0 reads in the training process.
         on_corrupt: "raise" stops at a shard, image or caption that cannot be read. "skip" counts it for its shard: a
             training batch gets another sample in its place, evaluation goes on without it.
         pin_memory: Return batches in pinned memory (for a GPU).
+        sampling: "exact": every training sample once an epoch, in an order of its own.
+        samples: None. It, `sampling` and `shuffle` are kept for configs written by earlier versions.
+        shuffle: Without effect.
 
     Raises:
-        ValueError: If a value is out of range.
+        ValueError: If a value is out of range, or `sampling` asks for shards drawn with replacement.
     """
 
     train: str | list[str] = "scenes:default/train"
     val: str | list[str] = "scenes:default/val"
     root: str | None = None
-    sampling: Literal["exact", "resampled"] = "exact"
-    samples: int | None = None
-    shuffle: int = 5000
     batch_size: int = 64
     workers: int = 0
     on_corrupt: OnCorrupt = "raise"
     pin_memory: bool = False
+    sampling: Literal["exact", "resampled"] = "exact"
+    samples: int | None = None
+    shuffle: int = 5000
 
     def __post_init__(self) -> None:
-        check_fields(self, "data", batch_size="[1, inf)", workers="[0, inf)", shuffle="[1, inf)", samples="[1, inf)")
-        if (self.samples is not None) != (self.sampling == "resampled"):
+        check_fields(self, "data", batch_size="[1, inf)", workers="[0, inf)")
+        if self.sampling == "resampled" or self.samples is not None:
             raise ValueError(
-                f"samples={self.samples} with sampling={self.sampling!r}: a resampled epoch needs a number of samples, "
-                "an exact one has that of its shards"
+                f"data.sampling={self.sampling!r}, data.samples={self.samples}: only open_clip's own program draws "
+                "shards with replacement; run tools/train_open_clip.py with its option --dataset-resampled, or set "
+                "data.sampling to 'exact'"
             )

@@ -50,7 +50,7 @@ class BatchReader(Protocol):
         ...
 
 
-def class_numbers(labels: list[int]) -> Tensor:
+def _class_numbers(labels: list[int]) -> Tensor:
     """Return class numbers as a tensor."""
     return torch.tensor(labels, dtype=torch.int64)
 
@@ -72,7 +72,7 @@ class ImageReader:
         mode: str,
         transform: Callable[..., Tensor],
         replace: bool = False,
-        collate: Callable[[list[Any]], Tensor] = class_numbers,
+        collate: Callable[[list[Any]], Tensor] = _class_numbers,
     ):
         self.source = source
         self.mode = mode
@@ -87,14 +87,14 @@ class ImageReader:
         """Read one batch; see `BatchReader.read`."""
         faults: list[Fault] = []
         images, labels = [], []
-        with kept_random_state():
+        with _kept_random_state():
             for index in indices.tolist():
                 found = self._read_one(index, faults)
                 if found is None:
                     continue
                 image, label = found
                 # By the place in the order, not by the sample that filled it: a replaced one differs from its twin.
-                seed_all(*seeds, index)
+                _seed_all(*seeds, index)
                 images.append(self.transform(image))
                 labels.append(label)
         if not images:
@@ -212,7 +212,7 @@ class SampleStream:
         """
         if epoch < 0 or not 0 <= start <= self.steps_per_epoch:
             raise ValueError(f"epoch={epoch} must be >= 0 and start={start} in [0, {self.steps_per_epoch}]")
-        yield from checked(self._load(self._order(epoch)[start:], (self.seed or 0, epoch)), self.report)
+        yield from _checked(self._load(self._order(epoch)[start:], (self.seed or 0, epoch)), self.report)
 
     def _order(self, epoch: int) -> list[np.ndarray]:
         """Numbers of the samples of each of this process's batches."""
@@ -232,7 +232,7 @@ class SampleStream:
                 batch_size=None,
                 sampler=order,
                 num_workers=min(self.workers, len(order)),
-                collate_fn=unchanged,
+                collate_fn=_unchanged,
                 pin_memory=self.pin_memory,
                 generator=torch.Generator(),
             )
@@ -250,7 +250,7 @@ class _Batches(Dataset):
         return self.reader.read(indices, self.seeds)
 
 
-def checked(batches: Iterator[Batch], report: CorruptReport) -> Iterator[tuple[Tensor, Tensor]]:
+def _checked(batches: Iterator[Batch], report: CorruptReport) -> Iterator[tuple[Tensor, Tensor]]:
     """Count the faults of each batch, and pass on its tensors."""
     for batch in batches:
         report.add(batch.faults)
@@ -259,12 +259,12 @@ def checked(batches: Iterator[Batch], report: CorruptReport) -> Iterator[tuple[T
         yield batch.images, batch.labels
 
 
-def unchanged(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     """Return a batch that its reader has collated already."""
     return batch
 
 
-def seed_all(*seeds: int) -> None:
+def _seed_all(*seeds: int) -> None:
     """Seed what transforms draw from: Python, NumPy and torch's CPU generator."""
     python, numpy, first, second = np.random.SeedSequence(seeds).generate_state(4).tolist()
     random.seed(python)
@@ -274,7 +274,7 @@ def seed_all(*seeds: int) -> None:
 
 
 @contextlib.contextmanager
-def kept_random_state() -> Iterator[None]:
+def _kept_random_state() -> Iterator[None]:
     """Leave the random states of Python, NumPy and torch's CPU generator as they were."""
     state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import pickle
 import struct
 import tarfile
@@ -276,4 +277,11 @@ NO_JSON: dict[str, bytes] = {
     "numbers without end": b"[" + b"9" * 10_000 + b"]",
     "a pickle": pickle.dumps(Payload()),
     "zeros": bytes(100),
+}
+SPECIAL = {
+    "pipe": os.mkfifo,
+    "folder": os.mkdir,
+    "device": lambda path: os.symlink("/dev/zero", path),
+    "dangling link": lambda path: os.symlink("nowhere", path),
+    "link to itself": lambda path: os.symlink(path, path),
 }

@@ -138,7 +138,7 @@ def test_numbers_are_finite(kind: type, key: str, value: float) -> None:
         (TrainConfig, "routing", {"capacity": 2}, "a number in (0, 1]"),
         (ClipConfig, "routing.image", {"threshold": NAN}, "a finite number"),
         (ClipConfig, "loss", "infonce", "one of 'clip', 'siglip', 'coca'"),
-        (ClipConfig, "data.shuffle", 0, "an integer of at least 1"),
+        (ClipConfig, "data.sampling", "resampled", "--dataset-resampled"),
         (ClipConfig, "zero_shot", "cifar", "'scenes' or 'imagenet:FOLDER'"),
         (VlmConfig, "frozen", ["eyes"], "'vision', 'projector', 'language'"),
         (VlmConfig, "trainer", {"learning_rate": -1}, "a number of at least 0"),

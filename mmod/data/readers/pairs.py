@@ -1,9 +1,7 @@
 """Image-text pairs in batches, from webdataset shards as open_clip and LAION-style tools write them.
 
 Every sample has one image, one `.txt` caption and whatever else; images go through open_clip's transforms and captions
-through its tokenisers. An exact stream is a pure function of (seed, epoch, step) over samples read by number; a
-resampled one reads shards in one direction, drawn with replacement, so that shards too many to copy stay where they
-are.
+through its tokenisers. A stream is a pure function of (seed, epoch, step) over samples read by number.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from torch import Tensor
 from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptReport
 from mmod.data.loader import BatchStream
-from mmod.data.readers.resampled import ResampledStream
-from mmod.data.readers.shards import CAPTION, ShardSource, expand_pattern
+from mmod.data.readers.shards import CAPTION, ShardSource
 from mmod.data.stream import ImageReader, SampleStream
 from mmod.data.synthetic.build import find_level
 from mmod.data.synthetic.scenes import LEVELS, build_scenes
@@ -32,8 +29,8 @@ def create_train_pairs(
 ) -> BatchStream:
     """Make the stream of shuffled training batches of one process.
 
-    Full batches only: the fewer than `batch_size * world` samples at the end of an exact epoch's order wait for another
-    epoch. The processes' batches of one step are neighbours in an exact order.
+    Full batches only: the fewer than `batch_size * world` samples at the end of an epoch's order wait for another
+    epoch. The processes' batches of one step are neighbours in the order.
 
     Args:
         config: What to read.
@@ -64,23 +61,6 @@ def create_train_pairs(
     report = CorruptReport(config.on_corrupt)
     pattern, root = _locate(config.train, config.root)
     count = config.batch_size * world
-    if config.sampling == "resampled":
-        assert config.samples is not None
-        if config.samples < count:
-            raise ValueError(f"samples={config.samples} is fewer than one batch of {count} over {world} processes")
-        return ResampledStream(
-            expand_pattern(pattern),
-            transform,
-            tokenizer,
-            report,
-            batch_size=config.batch_size,
-            steps_per_epoch=config.samples // count,
-            shuffle=config.shuffle,
-            workers=config.workers,
-            pin_memory=config.pin_memory,
-            place=(rank, world),
-            seed=seed,
-        )
     reader = _create_reader(pattern, root, report, transform, tokenizer, training=True)
     if len(reader) < count:
         raise ValueError(f"{config.train!r} has {len(reader)} samples, fewer than one batch of {count} over {world}")

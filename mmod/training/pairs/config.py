@@ -119,11 +119,6 @@ class ClipConfig(RunConfig):
             raise ValueError(f"zero_shot must be 'scenes' or 'imagenet:FOLDER', got {self.zero_shot!r}")
         self.routing_configs()
 
-    @property
-    def free_keys(self) -> frozenset[str]:
-        """Keys in which a continued run may differ; when resampled, the number of workers decides what is drawn."""
-        return super().free_keys - ({"data.workers"} if self.data.sampling == "resampled" else set())
-
     def routing_configs(self) -> dict[str, RoutingConfig]:
         """Return the routing of each routed tower, presets resolved; empty for a dense model."""
         return {} if self.routing is None else self.routing.configs()

@@ -18,7 +18,7 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.loader import DataConfig, create_eval_stream
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.images import EXTENSIONS, convert_image, decode_image, file_extension, open_image
-from mmod.data.readers.pairs import PairsConfig, create_eval_pairs, create_train_pairs
+from mmod.data.readers.pairs import PairsConfig, create_eval_pairs
 from tests.data.pair_files import tokenizer, transform, write_tar
 
 RAMP = np.arange(65536, dtype=np.uint16).reshape(256, 256)
@@ -124,15 +124,8 @@ def pairs(data: bytes, folder: Path) -> str:
     return str(write_tar(folder / "a.tar", members))
 
 
-def read_exact(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, CorruptReport]:
+def read_pairs(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, CorruptReport]:
     stream = create_eval_pairs(PairsConfig(val=pairs(data, folder), on_corrupt=on_corrupt), transform, tokenizer)
-    return next(stream.batches(0))[0], stream.report
-
-
-def read_resampled(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, CorruptReport]:
-    options: dict[str, Any] = {"sampling": "resampled", "samples": 2, "batch_size": 2, "shuffle": 1}
-    config = PairsConfig(pairs(data, folder), on_corrupt=on_corrupt, **options)
-    stream = create_train_pairs(config, transform, tokenizer, 0)
     return next(stream.batches(0))[0], stream.report
 
 
@@ -148,8 +141,7 @@ def read_conversation(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, 
 READERS = {
     "folder": lambda *args: read_folder(*args[:2], "folder", args[2]),
     "torch/image_folder": lambda *args: read_folder(*args[:2], "torch/image_folder", args[2]),
-    "exact pairs": read_exact,
-    "resampled pairs": read_resampled,
+    "pairs": read_pairs,
     "conversation": read_conversation,
 }
 

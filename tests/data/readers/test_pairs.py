@@ -38,11 +38,6 @@ def exact(pattern: str | list[str], **changes: Any) -> PairsConfig:
     return PairsConfig(pattern, val=pattern, **{"batch_size": 4, **changes})
 
 
-def resampled(pattern: str | list[str], **changes: Any) -> PairsConfig:
-    options = {"batch_size": 4, "sampling": "resampled", "samples": 40, "shuffle": 12, **changes}
-    return PairsConfig(pattern, val=pattern, **options)
-
-
 def test_an_exact_epoch_has_every_pair_once_and_image_and_caption_belong_together(shards: str) -> None:
     stream = train(exact(shards))
     images, tokens = (torch.cat(parts) for parts in zip(*stream.batches(0)))
@@ -51,22 +46,19 @@ def test_an_exact_epoch_has_every_pair_once_and_image_and_caption_belong_togethe
     assert keys(stream.batches(0)) == tokens[:, 0].tolist() != keys(stream.batches(1))
 
 
-@pytest.mark.parametrize("make", [exact, resampled])
-def test_a_stream_that_goes_on_has_the_same_batches(shards: str, make: Any) -> None:
+def test_a_stream_that_goes_on_has_the_same_batches(shards: str) -> None:
     workers = random.Random().choice([0, 2, 3])
-    config = make(shards, workers=workers)
+    config = exact(shards, workers=workers)
     whole = keys(train(config).batches(1))
     for start in (1, 5, 10):
         assert keys(train(config).batches(1, start)) == whole[4 * start :], workers
 
 
-@pytest.mark.parametrize("make", [exact, resampled])
-def test_processes_share_the_work(shards: str, make: Any) -> None:
-    parts = [keys(train(make(shards, batch_size=5), rank, 2).batches(0)) for rank in range(2)]
+def test_processes_share_the_work(shards: str) -> None:
+    parts = [keys(train(exact(shards, batch_size=5), rank, 2).batches(0)) for rank in range(2)]
     assert len(parts[0]) == len(parts[1]) == 20
     assert parts[0] != parts[1]
-    if make is exact:
-        assert sorted(parts[0] + parts[1]) == list(range(40))
+    assert sorted(parts[0] + parts[1]) == list(range(40))
 
 
 def test_one_process_and_two_see_the_same_global_batches(shards: str) -> None:
@@ -76,14 +68,12 @@ def test_one_process_and_two_see_the_same_global_batches(shards: str) -> None:
     assert one == two
 
 
-def test_resampled_pipes_and_lists(tmp_path: Path, shards: str) -> None:
+def test_remote_shards_and_lists(tmp_path: Path, shards: str) -> None:
     folder = Path(shards).parent
     pattern = [f"pipe:cat {folder}/a-{{00000..00001}}.tar", str(folder / "a-00003.tar")]
-    seen = set(keys(train(resampled(pattern, samples=400)).batches(0)))
-    assert seen == {*range(20), *range(30, 40)}
-    local = set(keys(train(exact(pattern, root=str(tmp_path / "copies"))).batches(0)))
-    assert local <= seen
-    assert len(local) == 28
+    seen = set(keys(train(exact(pattern, root=str(tmp_path / "copies"))).batches(0)))
+    assert seen <= {*range(20), *range(30, 40)}
+    assert len(seen) == 28
 
 
 def test_augmentation_draws_follow_the_place_not_the_worker(shards: str) -> None:
@@ -123,15 +113,14 @@ REASONS = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-@pytest.mark.parametrize("make", [exact, resampled])
-def test_broken_samples_stop_or_are_counted_for_their_shard(tmp_path: Path, kind: str, make: Any) -> None:
+def test_broken_samples_stop_or_are_counted_for_their_shard(tmp_path: Path, kind: str) -> None:
     members = {**pair(0), **pair(1), **BROKEN[kind](2), **pair(3), **pair(4), **pair(5)}
     bad = write_tar(tmp_path / "a-1.tar", members)
     write_pairs(tmp_path / "a-0.tar", range(6, 12))
     pattern = str(tmp_path / "a-{0..1}.tar")
     with pytest.raises(CorruptDataError, match=REASONS[kind]):
-        keys(train(make(pattern)).batches(0))
-    stream = train(make(pattern, on_corrupt="skip"))
+        keys(train(exact(pattern)).batches(0))
+    stream = train(exact(pattern, on_corrupt="skip"))
     seen = keys(stream.batches(0))
     assert len(seen) == 4 * stream.steps_per_epoch
     assert 2 not in seen
@@ -139,9 +128,8 @@ def test_broken_samples_stop_or_are_counted_for_their_shard(tmp_path: Path, kind
     assert REASONS[kind] in str(stream.report)
 
 
-@pytest.mark.parametrize("make", [exact, resampled])
 @pytest.mark.parametrize("damage", ["cut in a member", "no end", "broken header", "empty", "no tar"])
-def test_damaged_shards_are_found(tmp_path: Path, damage: str, make: Any) -> None:
+def test_damaged_shards_are_found(tmp_path: Path, damage: str) -> None:
     write_pairs(tmp_path / "a-0.tar", range(8))
     bad = write_pairs(tmp_path / "a-1.tar", range(8, 16))
     data = bad.read_bytes()
@@ -152,25 +140,18 @@ def test_damaged_shards_are_found(tmp_path: Path, damage: str, make: Any) -> Non
     bad.write_bytes({**damaged, "empty": b"", "no tar": b"hello" * 300}[damage])
     pattern = str(tmp_path / "a-{0..1}.tar")
     with pytest.raises(CorruptDataError, match=r"damaged|ends at byte|holds no sample|no valid header"):
-        keys(train(make(pattern, samples=None if make is exact else 80)).batches(0))
-    stream = train(make(pattern, on_corrupt="skip", samples=None if make is exact else 80))
+        keys(train(exact(pattern)).batches(0))
+    stream = train(exact(pattern, on_corrupt="skip"))
     seen = set(keys(stream.batches(0)))
     assert seen <= {*range(11)}
     assert stream.report.counts.keys() == {str(bad)}
 
 
-@pytest.mark.parametrize("make", [exact, resampled])
-def test_a_list_that_matches_nothing_is_an_error_at_once(tmp_path: Path, make: Any) -> None:
+def test_a_list_that_matches_nothing_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no shard matches"):
-        train(make(str(tmp_path / "none-{0..3}.tar")))
+        train(exact(str(tmp_path / "none-{0..3}.tar")))
     with pytest.raises(ValueError, match="no shard matches"):
-        create_eval_pairs(make(str(tmp_path / "*.tar")), transform, tokenizer)
-
-
-def test_shards_that_give_nothing_end_a_resampled_run(tmp_path: Path) -> None:
-    config = resampled("pipe:false", on_corrupt="skip", workers=1)
-    with pytest.raises(CorruptDataError, match="shards in a row gave no sample"):
-        next(train(config).batches(0))
+        create_eval_pairs(exact(str(tmp_path / "*.tar")), transform, tokenizer)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -211,8 +192,8 @@ def test_open_clip_shards_with_other_members_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"samples": 5}, "samples=5 with sampling='exact'"),
-        ({"sampling": "resampled"}, "samples=None with sampling='resampled'"),
+        ({"samples": 5}, "data.samples=5: only open_clip's own program draws"),
+        ({"sampling": "resampled"}, r"run tools/train_open_clip\.py with its option --dataset-resampled"),
         ({"sampling": "all"}, "must be one of 'exact', 'resampled', got 'all'"),
         ({"batch_size": 0}, "data.batch_size must be an integer of at least 1, got 0"),
     ],

@@ -1,0 +1,244 @@
+"""Files that are no images or shards: each stops with a message that names it, or is counted and left out.
+
+Nothing in a file is run, nothing is waited for, and no error but those of the data's own kinds comes out.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mmod.data.config import DataConfig, PairsConfig
+from mmod.data.corrupt import CorruptDataError, CorruptReport
+from mmod.data.loader import create_eval_stream, create_train_stream
+from mmod.data.readers.conversations import ConversationsConfig, open_conversations
+from mmod.data.readers.images import decode_image
+from mmod.data.readers.pairs import create_eval_pairs
+from mmod.data.readers.shards import ShardSource
+from tests.data.bad_files import (
+    ARCHIVES,
+    CAPTIONS,
+    CLASSES,
+    END,
+    IMAGES,
+    NO_JSON,
+    PNG,
+    RECORDS,
+    SAID,
+    SOUND,
+    SPECIAL,
+    Payload,
+    body,
+    incomplete,
+    tar,
+    with_checksums,
+    zipped,
+)
+
+pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("trap_folder")]
+
+
+def lengths(captions: list[str]) -> torch.Tensor:
+    return torch.tensor([[len(caption)] for caption in captions])
+
+
+def zeros(image: Any) -> torch.Tensor:
+    return torch.zeros(3, 1, 1)
+
+
+def read_folder(data: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
+    for label, image in (("a", data), ("b", PNG)):
+        Path("val", label).mkdir(parents=True, exist_ok=True)
+        Path("val", label, "0.png").write_bytes(image)
+    stream = create_eval_stream(DataConfig("folder", ".", channels=3, on_corrupt=on_corrupt))
+    return sum(len(classes) for _, classes in stream.batches(0)), stream.report
+
+
+def read_shard(data: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
+    Path("val-0.tar").write_bytes(tar({"0.png": data, "0.cls": b"0", "1.png": PNG, "1.cls": b"1"}))
+    stream = create_eval_stream(DataConfig("shards:{split}-0.tar", channels=3, on_corrupt=on_corrupt))
+    return sum(len(classes) for _, classes in stream.batches(0)), stream.report
+
+
+def read_pairs(data: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
+    Path("0.tar").write_bytes(tar({"0.png": data, "0.txt": b"a", "1.png": PNG, "1.txt": b"bb"}))
+    stream = create_eval_pairs(PairsConfig(val="0.tar", on_corrupt=on_corrupt), zeros, lengths)
+    return sum(len(tokens) for _, tokens in stream.batches(0)), stream.report
+
+
+READERS = {"folder": read_folder, "shard": read_shard, "pairs": read_pairs}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("reader", READERS)
+def test_images_that_are_none(reader: str, name: str) -> None:
+    file = r"val/a/0\.png" if reader == "folder" else r"0\.tar \[0"
+    with pytest.raises(CorruptDataError, match=rf"{file}.*: image of {len(IMAGES[name])} bytes cannot be decoded: \S"):
+        READERS[reader](IMAGES[name], "raise")
+    read, report = READERS[reader](IMAGES[name], "skip")
+    assert read == 1
+    assert list(report.counts.values()) == [1]
+
+
+@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("reader", READERS)
+def test_unusual_images_that_are_sound(reader: str, name: str) -> None:
+    assert READERS[reader](SOUND[name], "raise")[0] == 2
+
+
+BESIDE = {
+    "shard": (".cls", b"7"),
+    "pairs": (".txt", b"seven"),
+    "conversations": (".json", json.dumps({"image": "7.png", "conversations": SAID}).encode()),
+}
+INCOMPLETE = sorted(incomplete(".txt", b""))
+
+
+def read_archive(reader: str, rest: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
+    """Write a good sample and what follows, and return how many are read."""
+    suffix, beside = BESIDE[reader]
+    Path("0.tar").write_bytes(body({"7.png": PNG, f"7{suffix}": beside}) + rest)
+    if reader == "conversations":
+        found = open_conversations("0.tar", ConversationsConfig(on_corrupt=on_corrupt))
+        return len(found), found.report
+    if reader == "shard":
+        report = CorruptReport(on_corrupt)
+        return len(ShardSource("0.tar", report)), report
+    stream = create_eval_pairs(PairsConfig(val="0.tar", on_corrupt=on_corrupt), zeros, lengths)
+    return sum(len(tokens) for _, tokens in stream.batches(0)), stream.report
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+@pytest.mark.parametrize("reader", BESIDE)
+def test_archives_that_lie(reader: str, name: str) -> None:
+    with pytest.raises(CorruptDataError, match=r"^0\.tar( \[.*\])?: .*on_corrupt='skip'"):
+        read_archive(reader, ARCHIVES[name], "raise")
+    read, report = read_archive(reader, ARCHIVES[name], "skip")
+    assert read == 1
+    assert report.counts == {"0.tar": 1}
+
+
+@pytest.mark.parametrize("name", INCOMPLETE)
+@pytest.mark.parametrize("reader", BESIDE)
+def test_samples_that_are_incomplete(reader: str, name: str) -> None:
+    rest = incomplete(*BESIDE[reader])[name]
+    with pytest.raises(CorruptDataError, match=r"^0\.tar \[8\]: .*on_corrupt='skip'"):
+        read_archive(reader, rest, "raise")
+    read, report = read_archive(reader, rest, "skip")
+    assert read == 1
+    assert report.counts == {"0.tar": 1}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", bytes(10240), b"text" * 5000, zipped(PNG), pickle.dumps(Payload()), tar({"a": b""}), tar({"a.pkl": b""})],
+)
+@pytest.mark.parametrize("reader", BESIDE)
+def test_files_that_are_no_shards(reader: str, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    suffix, _ = BESIDE[reader]
+    monkeypatch.setitem(BESIDE, reader, (suffix, b""))
+    monkeypatch.setattr("tests.data.readers.test_bad_files.body", lambda members: b"")
+    with pytest.raises(CorruptDataError, match=r"0\.tar"):
+        read_archive(reader, data, "raise")
+    with pytest.raises(ValueError, match=r"hold no complete sample|no conversation is left"):
+        read_archive(reader, data, "skip")
+
+
+@pytest.mark.parametrize(
+    ("reader", "beside"),
+    [
+        *(("shard", data) for data in CLASSES.values()),
+        *(("pairs", data) for data in CAPTIONS.values()),
+        *(("conversations", data) for data in NO_JSON.values()),
+        *(("conversations", json.dumps(record).encode()) for record in RECORDS.values()),
+    ],
+)
+def test_what_stands_beside_an_image(reader: str, beside: bytes) -> None:
+    suffix, _ = BESIDE[reader]
+    rest = body({"8.png": PNG, f"8{suffix}": beside}) + END
+    if reader == "shard":
+        Path("val-0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + rest)
+        stream = create_eval_stream(DataConfig("shards:{split}-0.tar", channels=3, on_corrupt="skip"))
+        assert [classes.tolist() for _, classes in stream.batches(0)] == [[7]]
+        assert list(stream.report.counts.values()) == [1]
+        return
+    with pytest.raises(CorruptDataError, match=r"^0\.tar \[8"):
+        read_archive(reader, rest, "raise")
+    read, report = read_archive(reader, rest, "skip")
+    assert (read, report.counts) == (1, {"0.tar": 1})
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_images_that_are_no_files(kind: str) -> None:
+    for split in ("train", "val"):
+        Path(split, "a").mkdir(parents=True)
+        Path(split, "a", "1.png").write_bytes(PNG)
+    SPECIAL[kind]("val/a/0.png")
+    if kind == "folder":
+        assert len(create_eval_stream(DataConfig("folder", ".", channels=3)).reader) == 1
+        return
+    for workers in (0, 1):
+        config = DataConfig("folder", ".", channels=3, workers=workers, on_corrupt="skip")
+        stream = create_eval_stream(config)
+        assert sum(len(classes) for _, classes in stream.batches(0)) == 1
+        assert list(stream.report.counts.values()) == [1]
+
+
+def test_a_file_that_may_not_be_read_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, *_: Any) -> Any:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("mmod.data.readers.image_files.open", refuse, raising=False)
+    with pytest.raises(CorruptDataError, match=r"val/a/0\.png: image cannot be read: .*Permission denied"):
+        read_folder(PNG, "raise")
+
+
+@pytest.mark.parametrize("folders", [[], ["train"], ["train/a", "train/b"], ["val"]])
+def test_folders_without_images(folders: list[str]) -> None:
+    for name in folders:
+        Path(name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"no folder for the split 'train'; it has: |Found 0 images in subfolders"):
+        create_train_stream(DataConfig("folder", ".", channels=3), 0)
+    with pytest.raises(ValueError, match="no shard matches"):
+        create_train_stream(DataConfig("shards:{split}/*.tar", channels=3), 0)
+
+
+EDITS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1 << 20), st.binary(min_size=1, max_size=12)), max_size=4)
+
+
+def edited(data: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
+    """Overwrite, insert, cut and repeat at some places, headers of archives among them."""
+    for kind, place, patch in edits:
+        at = place % (len(data) + 1)
+        header = at // 512 * 512 + (100, 124, 135, 156, 157)[place % 5]
+        rest = data[at + len(patch) :] if kind == 0 else data[at:]
+        versions = (data[:at] + patch + rest, data[:at] + patch + data[at:], data[:at], data[:at] + data[:at])
+        data = versions[kind] if kind < 4 else data[:header] + patch + data[header + len(patch) :]
+    return data
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(EDITS, st.booleans())
+def test_edits_of_an_archive_cost_no_sample_before_them(edits: list[tuple[int, int, bytes]], sums: bool) -> None:
+    for reader, (suffix, beside) in BESIDE.items():
+        members = {f"{key}{end}": data for key in "012" for end, data in ((".png", PNG[:700]), (suffix, beside))}
+        data = edited(tar(members), edits)
+        assert read_archive(reader, with_checksums(data) if sums else data, "skip")[0] >= 1
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(sorted(SOUND)), EDITS)
+def test_edited_images_are_read_or_refused(name: str, edits: list[tuple[int, int, bytes]]) -> None:
+    data = edited(SOUND[name], edits)
+    try:
+        outcome = decode_image(data, "RGB").mode
+    except ValueError as error:
+        outcome = str(error)
+    assert outcome == "RGB" or outcome.startswith(f"image of {len(data)} bytes cannot be decoded: ")
