@@ -108,26 +108,30 @@ def read_routing(config: Any, folder: str | Path) -> tuple[dict[str, RoutingConf
     return parts, list(described["capacities"])
 
 
-def load(folder: str | Path, route: Route, **options: Any) -> nn.Module:
+def load(folder: str | Path, route: Route, *args: Any, model_class: Any = None, **options: Any) -> Any:
     """Build, route and load a model that was saved by its own `save_pretrained` after it was routed.
 
     Args:
         folder: The folder, with one or several files of weights.
         route: Routes the model while it has no weights yet.
+        args: Further arguments of the model's `__init__`.
+        model_class: The class to make; None means the one that the folder names.
         options: What the model's `from_pretrained` takes: `dtype`, `device_map`, `quantization_config` ...
 
     Returns:
-        The model in evaluation mode.
+        The model in evaluation mode, with `output_loading_info` as a tuple with the report.
 
     Raises:
         ValueError: Not saved from a routed model, by a version this one does not know, or without some of its weights.
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config = options.get("config")
+    if config is None:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     parts, kept = read_routing(config, folder)
     name = next(iter(config.architectures or ()), None)
-    dense: Any = getattr(transformers, str(name), None)
+    dense: Any = model_class or getattr(transformers, str(name), None)
     if not isinstance(dense, type) or not issubclass(dense, transformers.PreTrainedModel):
         raise ValueError(f"{str(folder)!r} names {name!r} in its config.json, which is no model of transformers")
 
@@ -139,8 +143,9 @@ def load(folder: str | Path, route: Route, **options: Any) -> nn.Module:
     # Named like the dense class, by which checkpoints, devices and recorded outputs know it.
     routed = type(dense.__name__, (dense,), {"__init__": build, "__module__": dense.__module__})
     mapping = {**KEY_MAPPING, **options.pop("key_mapping", {})}
+    with_report = options.pop("output_loading_info", False)
     model, found = routed.from_pretrained(  # type: ignore[attr-defined]
-        folder, key_mapping=mapping, output_loading_info=True, **{"use_safetensors": True, **options}
+        folder, *args, key_mapping=mapping, output_loading_info=True, **{"use_safetensors": True, **options}
     )
     missing = sorted(found["missing_keys"])
     if missing:
@@ -149,4 +154,4 @@ def load(folder: str | Path, route: Route, **options: Any) -> nn.Module:
             "mmod.load_pretrained and saved again has lost its routers"
         )
     model.__class__ = dense
-    return model
+    return (model, found) if with_report else model
