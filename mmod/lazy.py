@@ -1,13 +1,15 @@
-"""Packages whose names are imported when they are first used, so that a command line is read without torch."""
+"""Names that are imported when they are first used, and modules that have another name than they had."""
 
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["lazy_names"]
+__all__ = ["lazy_names", "moved_module"]
 
 
 def lazy_names(
@@ -43,3 +45,17 @@ def lazy_names(
         return sorted({*vars(sys.modules[package]), *home_of})
 
     return get, names
+
+
+def moved_module(old: str, new: str) -> None:
+    """Let a module be imported, or run by `python -m`, under its old name for one more version.
+
+    Args:
+        old: `__name__` of the module that stands under the old name.
+        new: The module's name.
+    """
+    warnings.warn(f"this module is {new}; its old name goes with the next version", DeprecationWarning, stacklevel=3)
+    if old == "__main__":
+        runpy.run_module(f"{new}.__main__", run_name="__main__", alter_sys=True)
+    else:
+        sys.modules[old] = importlib.import_module(new)

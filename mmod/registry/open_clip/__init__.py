@@ -11,7 +11,8 @@ from torch import nn
 
 from mmod.adapters.open_clip import MODELS
 from mmod.config import RoutingConfig
-from mmod.model import is_routed, route_, routed_blocks
+from mmod.model import is_routed, route_
+from mmod.registry.weights import keep_new_routers
 
 __all__ = ["accept_dense_weights", "routed"]
 
@@ -32,12 +33,12 @@ def routed(config: RoutingConfig | None = None, **parts: RoutingConfig | None) -
         ValueError: A tower that does not exist or cannot be routed, or a plan that does not fit, when a model is built.
 
     Example:
-        >>> import open_clip
+        >>> import mmod, open_clip
         >>> sizes = {"width": 32, "heads": 2, "layers": 2, "context_length": 8, "vocab_size": 64}
         >>> vision = {"width": 32, "head_width": 16, "layers": 2, "patch_size": 8, "image_size": 32}
         >>> with routed(image=RoutingConfig(capacity=0.5)):
         ...     model = open_clip.create_model("ViT-B-32", embed_dim=16, vision_cfg=vision, text_cfg=sizes)
-        >>> list(routed_blocks(model))
+        >>> list(mmod.routed_blocks(model))
         ['visual.transformer.resblocks.1']
     """
     originals = {model: model.__init__ for model in MODELS}
@@ -68,13 +69,9 @@ def accept_dense_weights(model: nn.Module) -> None:
     Args:
         model: A routed model.
     """
-    model.register_load_state_dict_pre_hook(_keep_new_routers)
+    model.register_load_state_dict_pre_hook(_complete)
 
 
-def _keep_new_routers(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    if not is_routed(model):
-        return
-    routers = tuple(f"{name}.router." for name in routed_blocks(model))
-    if any(name.startswith(tuple(prefix + router for router in routers)) for name in state):
-        return
-    state.update({prefix + name: value for name, value in model.state_dict().items() if name.startswith(routers)})
+def _complete(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    if is_routed(model):
+        state.update(keep_new_routers(model, state, prefix))

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from mmod.adapters.find import find_host
 from mmod.config import RoutingConfig
-from mmod.model import route_, routed_blocks
+from mmod.model import route_
 from mmod.planning import preset
+from mmod.registry.weights import keep_new_routers
 
 ROUTING_OPTIONS = tuple(field.name for field in dataclasses.fields(RoutingConfig))
 
@@ -92,7 +93,7 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
     host_filter = getattr(sys.modules[dense.__module__], "checkpoint_filter_fn")  # noqa: B009
 
     def complete(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        return _with_routers(host_filter(state, model), model)
+        return keep_new_routers(model, host_filter(state, model))
 
     model: nn.Module = build_model_with_cfg(
         build,
@@ -103,14 +104,6 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
         **kwargs,
     )
     return model
-
-
-def _with_routers(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Let a dense checkpoint keep the new routers as they are; one with routers must have all of them."""
-    prefixes = tuple(f"{name}.router." for name in routed_blocks(model))
-    if any(key.startswith(prefixes) for key in state):
-        return state
-    return state | {key: value for key, value in model.state_dict().items() if key.startswith(prefixes)}
 
 
 def _routed_entry(dense: Callable[..., nn.Module], name: str, module: str) -> Callable[..., nn.Module]:

@@ -1,0 +1,29 @@
+"""Dense weights for routed models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from mmod.model import routed_blocks
+
+__all__ = ["keep_new_routers"]
+
+
+def keep_new_routers(model: nn.Module, state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return weights for a routed model: dense ones with the model's own routers added, others as they are.
+
+    Weights that hold a router must hold all of them, which loading checks.
+
+    Args:
+        model: The routed model.
+        state: Weights by name.
+        prefix: What the names in `state` have in front of the model's own.
+    """
+    routers = tuple(f"{name}.router." for name in routed_blocks(model))
+    if any(name.startswith(tuple(prefix + router for router in routers)) for name in state):
+        return dict(state)
+    own = {prefix + name: value for name, value in model.state_dict().items() if name.startswith(routers)}
+    return {**state, **own}
