@@ -64,7 +64,7 @@ def capacity_loss(routing: Routing, router: Router) -> Tensor:
     Source: Router-Tuning, arXiv 2410.13184, and D-LLM, NeurIPS 2024, with a two-sided distance.
     """
     soft_BN = torch.sigmoid(routing.score_BN)
-    counted_BN = routing.real_BN if routing.roles is None else routing.roles.gated_BN
+    counted_BN = routing.real_BN if routing.groups is None else routing.groups.gated_BN
     share = _mean(routing.keep_BN.float() + soft_BN - soft_BN.detach(), counted_BN)
     return (share - float(router.capacity)).abs()
 
@@ -82,12 +82,12 @@ def importance_loss(routing: Routing, router: Router) -> Tensor:
     """
     if routing.importance_BN is None:
         raise ValueError("the importance loss reads importance, which is computed in training mode only")
-    if routing.roles is None:
+    if routing.groups is None:
         index_BK, valid_BK, *_ = select_topk(
             routing.importance_BN, router.capacity, router.prefix, routing.real_BN, routing.protect_BN
         )
     else:
-        index_BK, valid_BK, _ = select_within(routing.importance_BN, router.capacity, routing.roles)
+        index_BK, valid_BK, _ = select_within(routing.importance_BN, router.capacity, routing.groups)
     target_BN = Routing(routing.importance_BN, index_BK, valid_BK=valid_BK).keep_BN
     return _cross_entropy(routing.score_BN, target_BN, routing, router)
 
@@ -99,9 +99,9 @@ def _cross_entropy(logit_BN: Tensor, target_BN: Tensor, routing: Routing, router
 
 
 def _skippable(routing: Routing, router: Router) -> Tensor:
-    """Return True where a token's score counts: it is neither padding nor protected, or its role has it gated."""
-    if routing.roles is not None:
-        return routing.roles.gated_BN
+    """Return True where a token's score counts: it is neither padding nor protected, or its group is gated."""
+    if routing.groups is not None:
+        return routing.groups.gated_BN
     if routing.protect_BN is None:
         skippable_BN = (torch.arange(routing.score_BN.shape[1], device=routing.score_BN.device) >= router.prefix)[None]
     else:
@@ -147,8 +147,8 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
 
 def _block_loss(name: str, block: RoutedBlock) -> Tensor:
-    routing = block.mod.routing
-    if routing is None or not block.mod.fresh:
+    routing = block.mod_state.routing
+    if routing is None or not block.mod_state.fresh:
         if not block.training:
             raise RuntimeError(
                 f"{name} is in evaluation mode, in which no auxiliary loss is kept: write `if model.training: loss = "
@@ -160,6 +160,6 @@ def _block_loss(name: str, block: RoutedBlock) -> Tensor:
             f"the scores of {name} carry no gradient: the forward pass ran under no_grad or with reentrant gradient "
             "checkpointing (pass use_reentrant=False), or the router is frozen"
         )
-    block.mod.collect()
+    block.mod_state.collect()
     weights = block.router.config.losses
     return torch.stack([weight * LOSSES[loss](routing, block.router) for loss, weight in weights.items()]).sum()

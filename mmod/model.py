@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from mmod.adapters import HostModel, adapted_model, find_parts
+from mmod.adapters import BlockStack, adapted_model, find_parts
 from mmod.blocks import (
     ImportanceBlock,
     ImportanceState,
@@ -66,25 +66,25 @@ def route_(model: Model, config: RoutingConfig | None = None, **parts: RoutingCo
 def _route(model: nn.Module, config: RoutingConfig | None, parts: Mapping[str, RoutingConfig | None]) -> None:
     available = find_parts(model)
     configs = _configs_by_part(list(available), config, parts)
-    hosts = {name: available[name]() for name in configs}
-    for host in hosts.values():
-        if any(isinstance(block, (RoutedBlock, ImportanceBlock)) for block in host.blocks):
+    stacks = {name: available[name]() for name in configs}
+    for stack in stacks.values():
+        if any(isinstance(block, (RoutedBlock, ImportanceBlock)) for block in stack.blocks):
             raise ValueError(f"this {type(model).__name__} is already routed; call unroute_ first or set_capacity")
     conversions = {
-        name: _prepare(host, configs[name], configs[name].plan(len(host.blocks))) for name, host in hosts.items()
+        name: _prepare(stack, configs[name], configs[name].plan(len(stack.blocks))) for name, stack in stacks.items()
     }
-    hooks = [host.hook(configs[name]) for name, host in hosts.items() if host.hook is not None]
-    for name, host in hosts.items():
+    hooks = [stack.hook(configs[name]) for name, stack in stacks.items() if stack.hook is not None]
+    for name, stack in stacks.items():
         for block, router, state in conversions[name]:
             if isinstance(state, RoutedState):
                 assert router is not None
-                make_routed(block, router, state, host.mixins[0])
+                make_routed(block, router, state, stack.mixins[0])
             else:
-                make_important(block, state, host.mixins[1])
+                make_important(block, state, stack.mixins[1])
         if configs[name].shared:
-            owner = model.get_submodule(".".join(host.names[0].split(".")[:-2]))
+            owner = model.get_submodule(".".join(stack.names[0].split(".")[:-2]))
             share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
-        for module, mixin, shared in host.around:
+        for module, mixin, shared in stack.companions:
             convert(module, mixin, shared)
     for module, hook in hooks:
         attach(module, hook)
@@ -120,27 +120,27 @@ def _configs_by_part(
 
 
 def _prepare(
-    host: HostModel, config: RoutingConfig, plan: Plan
+    stack: BlockStack, config: RoutingConfig, plan: Plan
 ) -> list[tuple[nn.Module, Router | None, RoutedState | ImportanceState]]:
     """Make everything a conversion needs, so that an error leaves the model as it was."""
-    missing = [name for name in config.language_options if name not in host.options]
+    missing = [name for name in config.language_options if name not in stack.options]
     if missing:
-        raise ValueError(f"{host.names[0]} is no layer of a language model, so it takes no {', '.join(missing)}")
-    prefix = host.prefix if config.protect_prefix else 0
+        raise ValueError(f"{stack.names[0]} is no layer of a language model, so it takes no {', '.join(missing)}")
+    prefix = stack.prefix if config.protect_prefix else 0
     if not config.protect_prefix:
-        _check_free_prefix(host, plan)
+        _check_free_prefix(stack, plan)
     attends = config.reads_importance(training=True)
-    teaches = attends and not config.score.reads_importance
+    training_only = attends and not config.score.reads_importance
     spans: dict[int, Span] = {}
     readers: dict[int, list[Router]] = {}
     conversions: list[tuple[nn.Module, Router | None, RoutedState | ImportanceState]] = []
     for index, capacity in zip(plan.blocks, plan.capacities):
-        block = host.blocks[index]
-        block_host = host.host_of(block)
-        if config.context not in block_host.contexts:
+        block = stack.blocks[index]
+        call = stack.call_of(block)
+        if config.context not in call.contexts:
             raise ValueError(
-                f"context={config.context!r} is not possible in {host.names[index]}, which supports "
-                f"{', '.join(block_host.contexts)}: 'all' needs fused attention"
+                f"context={config.context!r} is not possible in {stack.names[index]}, which supports "
+                f"{', '.join(call.contexts)}: 'all' needs fused attention"
             )
         start = _span_start(index, plan)
         if attends and start == 0:
@@ -151,9 +151,9 @@ def _prepare(
         span = spans.setdefault(start, Span()) if attends or config.score.draws else None
         # The first weight that computes: those of a quantized block are integers.
         parameter = next(weight for weight in block.parameters() if weight.is_floating_point())
-        router = host.router(
+        router = stack.router(
             config,
-            dim=host.dim,
+            dim=stack.dim,
             block=index,
             capacity=capacity,
             prefix=prefix,
@@ -163,14 +163,16 @@ def _prepare(
         router.train(block.training)
         readers.setdefault(start, []).append(router)
         last = index + 1 not in plan.blocks
-        state = RoutedState(block_host, span, first=index == start, last=last, teaches=teaches)
+        state = RoutedState(call, span, first=index == start, last=last, training_only=training_only)
         conversions.append((block, router, state))
     if attends:
         for start, span in spans.items():
             # The dense block before the span: only there has every token a fresh importance.
-            block = host.blocks[start - 1]
+            block = stack.blocks[start - 1]
             per_viewer = config.importance == "per_viewer"
-            reads = ImportanceState(host.host_of(block), span, readers[start], teaches=teaches, per_viewer=per_viewer)
+            reads = ImportanceState(
+                stack.call_of(block), span, readers[start], training_only=training_only, per_viewer=per_viewer
+            )
             conversions.append((block, None, reads))
     return conversions
 
@@ -182,9 +184,9 @@ def _span_start(index: int, plan: Plan) -> int:
     return index
 
 
-def _check_free_prefix(host: HostModel, plan: Plan) -> None:
+def _check_free_prefix(stack: BlockStack, plan: Plan) -> None:
     for index in plan.blocks:
-        if host.prefix and "rope" in getattr(host.host_of(host.blocks[index]), "names", ()):
+        if stack.prefix and "rope" in getattr(stack.call_of(stack.blocks[index]), "names", ()):
             raise ValueError("protect_prefix=False: rotary positions need the prefix tokens first in every block")
 
 

@@ -105,13 +105,13 @@ def _reference_block(module, host, importance, position, x, *args, **kwargs):
 
 
 def _reference_arguments(module, index, tokens, args, kwargs):
-    named = {**dict(zip(module.mod.host.names, args)), **kwargs}
+    named = {**dict(zip(module.mod_state.call.names, args)), **kwargs}
     narrowed = {}
     for name, value in named.items():
         if value is None or name == "is_causal":
             narrowed[name] = value
         elif name == "rope":
-            prefix = module.mod.host.rope_prefix
+            prefix = module.mod_state.call.rope_prefix
             narrowed[name] = value[..., index[prefix:] - prefix, :]
         else:
             narrowed[name] = value[..., index, :][..., index] if value.shape[-2] > 1 else value[..., index]

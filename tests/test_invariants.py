@@ -256,11 +256,11 @@ def test_packed_rows_equal_padded_rows(name: str, skipped: bool, monkeypatch: py
     config = ROUTERS["threshold"].replace(reweight_skipped=skipped, blocks="all")
     model, images = mmod.route_(make_model(name), config).double(), make_images(name, 4).double()
     parameters = [p for p in model.parameters() if p.requires_grad]
-    host = type(mmod.routed_blocks(model)["blocks.1"].mod.host)
-    assert all(block.mod.host.packs(block, {}) for block in mmod.routed_blocks(model).values())
+    host = type(mmod.routed_blocks(model)["blocks.1"].mod_state.call)
+    assert all(block.mod_state.call.can_pack(block, {}) for block in mmod.routed_blocks(model).values())
     results = []
     for packed in (True, False):
-        monkeypatch.setattr(host, "packs", lambda self, block, arguments, packed=packed: packed)
+        monkeypatch.setattr(host, "can_pack", lambda self, block, arguments, packed=packed: packed)
         out = model(images)
         gradients = torch.autograd.grad(out.square().sum(), parameters, allow_unused=True)
         results.append([out, *(g for g in gradients if g is not None)])
@@ -270,13 +270,13 @@ def test_packed_rows_equal_padded_rows(name: str, skipped: bool, monkeypatch: py
 
 def test_packing_is_refused_where_it_would_be_wrong() -> None:
     block = mmod.routed_blocks(mmod.route_(make_model("vit_tiny_patch16_224"), ROUTERS["threshold"]))["blocks.3"]
-    assert block.mod.host.packs(block, {"is_causal": True})
-    assert not block.mod.host.packs(block, {"attn_mask": torch.zeros(1)})
+    assert block.mod_state.call.can_pack(block, {"is_causal": True})
+    assert not block.mod_state.call.can_pack(block, {"attn_mask": torch.zeros(1)})
     biased = mmod.route_(make_model("beit_base_patch16_224"))
     block = mmod.routed_blocks(biased)["blocks.1"]
-    assert not block.mod.host.packs(block, {"shared_rel_pos_bias": torch.zeros(1)})
-    written_out = dataclasses.replace(block.mod.host, fused=False)
-    assert not written_out.packs(block, {})
+    assert not block.mod_state.call.can_pack(block, {"shared_rel_pos_bias": torch.zeros(1)})
+    written_out = dataclasses.replace(block.mod_state.call, fused=False)
+    assert not written_out.can_pack(block, {})
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def routers(model) -> dict[str, Router]:
 
 def test_membership_is_the_cross_entropy_with_what_was_kept() -> None:
     model = trained(RoutingConfig(router="linear", init_std=1.0, losses={"membership": 0.5}))
-    routings = [block.mod.routing for block in mmod.routed_blocks(model).values()]
+    routings = [block.mod_state.routing for block in mmod.routed_blocks(model).values()]
     expected = torch.stack(
         [F.binary_cross_entropy_with_logits(r.score_BN[:, 1:], r.keep_BN[:, 1:].float()) for r in routings]
     ).sum()
@@ -41,7 +41,7 @@ def test_membership_is_zero_when_scores_say_what_is_kept() -> None:
 
 def test_load_is_share_times_mean_gate_and_only_the_gate_learns() -> None:
     model = trained(mmod.preset("modification", init_std=1.0))
-    routings = [block.mod.routing for block in mmod.routed_blocks(model).values()]
+    routings = [block.mod_state.routing for block in mmod.routed_blocks(model).values()]
     shares = [r.keep_BN[:, 1:].float().mean() for r in routings]
     expected = sum(share * torch.sigmoid(r.score_BN[:, 1:]).mean() for share, r in zip(shares, routings, strict=True))
     loss = mmod.auxiliary_loss(model)
@@ -53,7 +53,7 @@ def test_load_is_share_times_mean_gate_and_only_the_gate_learns() -> None:
 def test_capacity_measures_the_hard_share_and_moves_the_scores() -> None:
     config = RoutingConfig(router="linear", select="threshold", capacity=0.25, init_std=1.0, losses={"capacity": 1.0})
     model = trained(config)
-    shares = [block.mod.routing.keep_BN.float().mean() for block in mmod.routed_blocks(model).values()]
+    shares = [block.mod_state.routing.keep_BN.float().mean() for block in mmod.routed_blocks(model).values()]
     loss = mmod.auxiliary_loss(model)
     torch.testing.assert_close(loss, torch.stack([(share - 0.25).abs() for share in shares]).sum())
     loss.backward()
@@ -63,16 +63,16 @@ def test_capacity_measures_the_hard_share_and_moves_the_scores() -> None:
 def test_importance_teaches_the_selection_of_attention_routing() -> None:
     model = trained(mmod.preset("distilled", capacity=0.5, init_std=1.0))
     block = mmod.routed_blocks(model)["blocks.1"]
-    importance = block.mod.routing.importance_BN
+    importance = block.mod_state.routing.importance_BN
     assert not importance.requires_grad
     twin = mmod.route_(make_model(NAME), RoutingConfig(capacity=0.5, blocks=(1,))).train()
     twin(make_images(NAME, 3))
-    twin_routing = mmod.routed_blocks(twin)["blocks.1"].mod.routing
+    twin_routing = mmod.routed_blocks(twin)["blocks.1"].mod_state.routing
     torch.testing.assert_close(importance, twin_routing.score_BN)
     expected = F.binary_cross_entropy_with_logits(
-        block.mod.routing.score_BN[:, 1:], twin_routing.keep_BN[:, 1:].float()
+        block.mod_state.routing.score_BN[:, 1:], twin_routing.keep_BN[:, 1:].float()
     )
-    torch.testing.assert_close(mmod.losses.importance_loss(block.mod.routing, block.router), expected)
+    torch.testing.assert_close(mmod.losses.importance_loss(block.mod_state.routing, block.router), expected)
 
 
 def test_importance_is_not_computed_in_evaluation() -> None:
@@ -98,7 +98,7 @@ def test_a_sum_over_blocks_weighs_every_block_alike(name: str) -> None:
     wide = mmod.preset(name, blocks=(1, 2, 3, 4, 5), losses=losses, init_std=1.0)
     model = trained(wide)
     terms = [
-        weight * LOSSES[loss](block.mod.routing, block.router)
+        weight * LOSSES[loss](block.mod_state.routing, block.router)
         for block in mmod.routed_blocks(model).values()
         for loss, weight in losses.items()
     ]
@@ -153,10 +153,10 @@ def test_frozen_blocks_in_evaluation_hand_over_the_importance_of_this_batch() ->
     model.blocks[0].eval()
     images = make_images(NAME, 2, seed=2)
     model(images)
-    found = mmod.routed_blocks(model)["blocks.1"].mod.routing.importance_BN
+    found = mmod.routed_blocks(model)["blocks.1"].mod_state.routing.importance_BN
     twin = mmod.route_(make_model(NAME), mmod.preset("distilled")).train()
     twin(images)
-    torch.testing.assert_close(found, mmod.routed_blocks(twin)["blocks.1"].mod.routing.importance_BN)
+    torch.testing.assert_close(found, mmod.routed_blocks(twin)["blocks.1"].mod_state.routing.importance_BN)
 
 
 class TestErrors:

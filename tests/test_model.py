@@ -211,7 +211,7 @@ class TestTrace:
     def test_evaluation_keeps_nothing_outside_a_trace(self) -> None:
         model = mmod.route_(make_model(NAME))
         model(make_images(NAME, 2))
-        assert all(block.mod.routing is None for block in mmod.routed_blocks(model).values())
+        assert all(block.mod_state.routing is None for block in mmod.routed_blocks(model).values())
 
 
 class TestCheckpointing:

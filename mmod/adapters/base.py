@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks import BlockHost, ImportanceBlock, ModelHook, RoutedBlock
+from mmod.blocks import BlockCall, ImportanceBlock, ModelHook, RoutedBlock
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
 from mmod.routing import Router, Routing
 
 
 @dataclass(frozen=True)
-class HostModel:
+class BlockStack:
     """One stack of blocks in a model of a supported library: the model itself, or a part such as a tower.
 
     Args:
@@ -29,8 +29,8 @@ class HostModel:
         blocks: The blocks.
         prefix: Tokens that are always kept: the leading ones, where the blocks' hosts do not say which.
         dim: Channels of a token.
-        host_of: Returns how the library calls a block, or raises a ValueError that says why it cannot be routed.
-        around: Modules outside the blocks that are converted with them, each with its mixin and the state it reads:
+        call_of: Returns how the library calls a block, or raises a ValueError that says why it cannot be routed.
+        companions: Modules outside the blocks that are converted with them, each with its mixin and the state it reads:
             they tell the blocks what only the model knows, such as which tokens are padding.
         sequence: Length of the token ids the part reads, or None where it reads images.
         options: Options of `RoutingConfig` it supports among those that not every part does.
@@ -44,8 +44,8 @@ class HostModel:
     blocks: tuple[nn.Module, ...]
     prefix: int
     dim: int
-    host_of: Callable[[nn.Module], BlockHost]
-    around: tuple[tuple[nn.Module, type[nn.Module], object], ...] = ()
+    call_of: Callable[[nn.Module], BlockCall]
+    companions: tuple[tuple[nn.Module, type[nn.Module], object], ...] = ()
     sequence: int | None = None
     options: tuple[str, ...] = ()
     router: type[Router] = Router
@@ -54,7 +54,7 @@ class HostModel:
 
 
 # Finds the blocks of one part, or raises a ValueError that says why that part cannot be routed.
-Part = Callable[[], HostModel]
+Part = Callable[[], BlockStack]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class NamedArguments:
             features serve the token itself and not as key or value.
         attention_calls: Calls of `scaled_dot_product_attention` in one pass through the block.
         draws_paths: Stochastic depth draws one Bernoulli number for each sequence of a batch.
-        entry: Name of the norm that the block starts with and that can be fused with gathering rows, or empty.
+        fused_norm: Name of the norm that the block starts with and that can be fused with gathering rows, or empty.
     """
 
     names: tuple[str, ...]
@@ -78,7 +78,7 @@ class NamedArguments:
     projections: tuple[tuple[str, int], ...] = ()
     attention_calls: int = 1
     draws_paths: bool = False
-    entry: str = ""
+    fused_norm: str = ""
 
     @property
     def contexts(self) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class NamedArguments:
         """Return None: prefix tokens lead."""
         return None
 
-    def packs(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Masks have no packed form, nor has stochastic depth where packed rows cannot tell for which images it is."""
         if not self.fused or not arguments.keys() <= {"rope", "is_causal"}:
             return False
@@ -121,7 +121,7 @@ class NamedArguments:
             packed["rope"] = pack_rope(packed["rope"], packing.row_T, x_BND.shape[1], self.rope_prefix)
         return packed
 
-    def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
+    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
         """Return the arguments for the kept tokens alone."""
         narrowed = dict(arguments)
         index_BK = routing.index_BK

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from mmod.adapters.base import HostModel, Part
+from mmod.adapters.base import BlockStack, Part
 
 # Top-level package of a model's class -> module with `find_parts(model) -> dict[str, Part]`.
 ADAPTERS = {
@@ -45,10 +45,10 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     return {name: functools.partial(_find_below, path, part) for name, part in parts.items()}
 
 
-def _find_below(path: str, part: Part) -> HostModel:
+def _find_below(path: str, part: Part) -> BlockStack:
     """Find the blocks of a part of a wrapped model, and name them as the wrapper does."""
-    host = part()
-    return replace(host, names=tuple(f"{path}.{name}" for name in host.names))
+    stack = part()
+    return replace(stack, names=tuple(f"{path}.{name}" for name in stack.names))
 
 
 def find_library(model: nn.Module) -> str | None:
@@ -85,7 +85,7 @@ def load_adapter(library: str) -> Any:
     return importlib.import_module(ADAPTERS[library])
 
 
-def find_host(model: nn.Module) -> HostModel:
+def find_stack(model: nn.Module) -> BlockStack:
     """Return the residual blocks of a model that has one stack of them.
 
     Args:
@@ -102,7 +102,7 @@ def find_host(model: nn.Module) -> HostModel:
     return next(iter(parts.values()))()
 
 
-def find_hosts(model: nn.Module) -> dict[str, HostModel]:
+def find_stacks(model: nn.Module) -> dict[str, BlockStack]:
     """Return those parts of a model that can be routed, by name.
 
     Args:
@@ -112,13 +112,13 @@ def find_hosts(model: nn.Module) -> dict[str, HostModel]:
         TypeError: Not a module.
         ValueError: A model of no supported library, or none of its parts can be routed.
     """
-    hosts: dict[str, HostModel] = {}
+    stacks: dict[str, BlockStack] = {}
     refusals: list[ValueError] = []
     for name, part in find_parts(model).items():
         try:
-            hosts[name] = part()
+            stacks[name] = part()
         except ValueError as refusal:
             refusals.append(refusal)
-    if not hosts:
+    if not stacks:
         raise refusals[0]
-    return hosts
+    return stacks

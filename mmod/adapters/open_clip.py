@@ -21,7 +21,7 @@ from open_clip.timm_model import TimmModel
 from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
-from mmod.adapters.base import HostModel, NamedArguments, Part
+from mmod.adapters.base import BlockStack, NamedArguments, Part
 from mmod.blocks import host_class
 from mmod.blocks.forward_pass import ReplayedValue
 from mmod.routing import Routing
@@ -61,11 +61,11 @@ def find_parts(model: Any) -> dict[str, Part]:
     )
 
 
-def _image_tower(tower: Any, name: str) -> HostModel:
+def _image_tower(tower: Any, name: str) -> BlockStack:
     if isinstance(tower, TimmModel):
-        host = timm_adapter.find_blocks(tower.trunk)
+        stack = timm_adapter.find_blocks(tower.trunk)
         return dataclasses.replace(
-            host, library="open_clip", names=tuple(f"{name}trunk.{block}" for block in host.names)
+            stack, library="open_clip", names=tuple(f"{name}trunk.{block}" for block in stack.names)
         )
     if not isinstance(tower, transformer.VisionTransformer):
         raise ValueError(
@@ -75,39 +75,39 @@ def _image_tower(tower: Any, name: str) -> HostModel:
     return _stack(tower.transformer, f"{name}transformer.resblocks", prefix=1)
 
 
-def _text_tower(tower: Any, name: str) -> HostModel:
+def _text_tower(tower: Any, name: str) -> BlockStack:
     if isinstance(tower, HFTextEncoder):
         raise ValueError(
             "cannot route a text tower of Hugging Face transformers inside open_clip. Route the image tower alone: "
             "mmod.route_(model, image=config)"
         )
-    roles = TextRoles(tower)
-    host = _stack(tower.transformer, f"{name}transformer.resblocks", prefix=PROTECTED_IN_TEXT, roles=roles)
-    embedding = (tower.token_embedding, CaptionReader, roles)
-    return dataclasses.replace(host, around=(embedding,), sequence=int(tower.context_length))
+    captions = CaptionTracker(tower)
+    stack = _stack(tower.transformer, f"{name}transformer.resblocks", prefix=PROTECTED_IN_TEXT, captions=captions)
+    embedding = (tower.token_embedding, CaptionReader, captions)
+    return dataclasses.replace(stack, companions=(embedding,), sequence=int(tower.context_length))
 
 
-def _stack(stack: Any, name: str, prefix: int, roles: TextRoles | None = None) -> HostModel:
-    blocks = tuple(stack.resblocks)
+def _stack(tower: Any, name: str, prefix: int, captions: CaptionTracker | None = None) -> BlockStack:
+    blocks = tuple(tower.resblocks)
     for block in blocks:
         if not isinstance(block, BLOCKS):
             raise ValueError(
                 f"cannot route blocks of type {host_class(block).__qualname__} in {name}: supported are "
                 f"{', '.join(kind.__name__ for kind in BLOCKS)}"
             )
-    if not stack.batch_first:
+    if not tower.batch_first:
         raise ValueError(f"cannot route {name}: it runs with batch_first=False, so that tokens are not its second axis")
-    return HostModel(
+    return BlockStack(
         library="open_clip",
         names=tuple(f"{name}.{index}" for index in range(len(blocks))),
         blocks=blocks,
         prefix=prefix,
-        dim=int(stack.width),
-        host_of=functools.partial(_host_of, roles=roles),
+        dim=int(tower.width),
+        call_of=functools.partial(_call_of, captions=captions),
     )
 
 
-def _host_of(block: nn.Module, roles: TextRoles | None) -> ClipBlock:
+def _call_of(block: nn.Module, captions: CaptionTracker | None) -> ClipBlock:
     attention: Any = block.attn
     multihead = isinstance(attention, nn.MultiheadAttention)
     return ClipBlock(
@@ -116,7 +116,7 @@ def _host_of(block: nn.Module, roles: TextRoles | None) -> ClipBlock:
         projections=(("attn.in_proj_weight", attention.in_proj_weight.shape[0] // 3),),
         heads=int(attention.num_heads),
         flat_masks=multihead,
-        roles=roles,
+        captions=captions,
     )
 
 
@@ -126,13 +126,13 @@ class ClipBlock(NamedArguments):
 
     Args:
         heads: Attention heads, which a mask of a batch repeats.
-        roles: What a text tower knows of its captions, None for images.
+        captions: Tells what the tokens of a caption are; None for images.
         flat_masks: Attention takes masks (B H, N, N), as torch.nn.MultiheadAttention does.
     """
 
     heads: int = 1
     flat_masks: bool = True
-    roles: TextRoles | None = None
+    captions: CaptionTracker | None = None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the given arguments by name, without those that are None."""
@@ -143,20 +143,20 @@ class ClipBlock(NamedArguments):
 
     def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
         """Return which tokens of a caption are more than padding."""
-        return None if self.roles is None else self.roles.of(x_BND).valid_BN
+        return None if self.captions is None else self.captions.of(x_BND).valid_BN
 
     def protected(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
         """Return which tokens of a caption always run: the first, and the one its embedding is read from."""
-        return None if self.roles is None else self.roles.of(x_BND).protect_BN
+        return None if self.captions is None else self.captions.of(x_BND).protect_BN
 
-    def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
+    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
         """Return the mask of the kept tokens alone, in the shape the host takes."""
         mask = arguments.get("attn_mask")
-        if self.roles is not None and self.roles.causal and mask is not None and mask.ndim == 2:
+        if self.captions is not None and self.captions.causal and mask is not None and mask.ndim == 2:
             # Kept tokens stand in their own order in front of empty slots, so earlier slots are earlier tokens.
             slots = routing.index_BK.shape[1]
             return {**arguments, "attn_mask": mask[:slots, :slots]}
-        return self._flat(super().narrow(self._unflat(arguments), x_BND, routing), routing)
+        return self._flat(super().select_tokens(self._unflat(arguments), x_BND, routing), routing)
 
     def _narrow_queries(self, arguments: Mapping[str, Any], tokens: int, routing: Routing) -> dict[str, Any]:
         narrowed = super()._narrow_queries(self._unflat(arguments), tokens, routing)
@@ -179,7 +179,7 @@ class ClipBlock(NamedArguments):
 
 
 @dataclasses.dataclass(frozen=True)
-class Roles:
+class CaptionMask:
     """Which tokens of a batch of captions are what.
 
     Args:
@@ -191,7 +191,7 @@ class Roles:
     protect_BN: Tensor
 
 
-class TextRoles:
+class CaptionTracker:
     """Reads off token ids what the blocks of a text tower cannot know: where a caption ends, and what follows.
 
     A token is padding when the dense tower's embedding cannot depend on it: it stands behind the token that a causal
@@ -211,7 +211,7 @@ class TextRoles:
         self.class_token = not packed and tower.cls_emb is not None
         # Published CoCa weights were trained with the mask of the class token one place off.
         self.class_mask_shifted = self.class_token and not tower.correct_cls_mask
-        self.current: ReplayedValue[Roles] = ReplayedValue()
+        self.current: ReplayedValue[CaptionMask] = ReplayedValue()
 
     def read(self, text_BL: Tensor) -> None:
         """Take note of the captions that are about to run.
@@ -229,10 +229,10 @@ class TextRoles:
             valid_BN = position_N <= pooled_B.unsqueeze(1)
         else:
             valid_BN = None
-        self.current.put(Roles(valid_BN, protect_BN))
+        self.current.put(CaptionMask(valid_BN, protect_BN))
 
-    def of(self, x_BND: Tensor) -> Roles:
-        """Return the roles of the tokens that a block sees.
+    def of(self, x_BND: Tensor) -> CaptionMask:
+        """Return what the tokens that a block sees are in their captions.
 
         Args:
             x_BND: The block's input (B, N, D).
@@ -240,13 +240,13 @@ class TextRoles:
         Raises:
             RuntimeError: No token ids of this shape went through the tower's embedding.
         """
-        roles = self.current.of(x_BND)
-        if roles is None or roles.protect_BN.shape != x_BND.shape[:2]:
+        captions = self.current.of(x_BND)
+        if captions is None or captions.protect_BN.shape != x_BND.shape[:2]:
             raise RuntimeError(
                 f"a routed text tower must see its token ids: run encode_text or the tower, not its blocks on "
                 f"{tuple(x_BND.shape)}"
             )
-        return roles
+        return captions
 
     def _pooled(self, text_BL: Tensor, length: int) -> Tensor:
         """Return the position whose state becomes the embedding (B)."""
@@ -271,14 +271,14 @@ class CaptionReader(nn.Module):
     """Mixin for a tower's token embedding that takes note of the ids which pass through it.
 
     Attributes:
-        mod: Where to.
+        mod_state: Where to.
     """
 
-    mod: TextRoles
+    mod_state: CaptionTracker
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embedded tokens (B, L, D) of ids (B, L)."""
-        self.mod.read(input)
+        self.mod_state.read(input)
         embedded: Tensor = super().forward(input)
         return embedded
 

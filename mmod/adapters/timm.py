@@ -13,7 +13,7 @@ from timm.layers import DiffAttention, LayerNorm, RmsNorm, register_notrace_modu
 from timm.models import beit, eva, filter_pretrained_cfg, get_model_args, vision_transformer
 from torch import nn
 
-from mmod.adapters.base import HostModel, NamedArguments, Part
+from mmod.adapters.base import BlockStack, NamedArguments, Part
 from mmod.blocks import ImportanceBlock, RoutedBlock, host_class
 from mmod.config import RoutingConfig
 
@@ -51,7 +51,7 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     return {"image": functools.partial(find_blocks, model)}
 
 
-def find_blocks(model: nn.Module) -> HostModel:
+def find_blocks(model: nn.Module) -> BlockStack:
     """Return the residual blocks of a timm model.
 
     Args:
@@ -76,13 +76,13 @@ def find_blocks(model: nn.Module) -> HostModel:
     dim = getattr(owner, "embed_dim", None)
     if prefix is None or dim is None:
         raise ValueError(f"cannot route {title}: it does not say how many prefix tokens it has. Supported: {SUPPORTED}")
-    return HostModel(
+    return BlockStack(
         library="timm",
         names=tuple(f"{name}.{index}" for index in range(len(blocks))),
         blocks=blocks,
         prefix=int(prefix),
         dim=int(dim),
-        host_of=lambda block: _host_of(block, int(prefix), title),
+        call_of=lambda block: _call_of(block, int(prefix), title),
     )
 
 
@@ -112,7 +112,7 @@ def _check_block(block: nn.Module, title: str) -> None:
         )
 
 
-def _host_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
+def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
     parameters = list(inspect.signature(host_class(block).forward).parameters)[2:]
     unknown = sorted(set(parameters) - set(ARGUMENTS))
     if unknown:
@@ -134,7 +134,7 @@ def _host_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
         projections=tuple(projections),
         # Differential attention subtracts two maps, each from a call of its own.
         attention_calls=sum(2 if isinstance(module, DiffAttention) else 1 for module in attentions.values()),
-        entry=_entry(block),
+        fused_norm=_entry(block),
     )
 
 

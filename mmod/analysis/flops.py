@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mmod.adapters import find_hosts, find_parts
+from mmod.adapters import find_parts, find_stacks
 from mmod.analysis.flop_report import REST, BlockFlops, FlopReport
 from mmod.analysis.memory import ActivationMemory
 from mmod.analysis.trace import Trace
@@ -72,8 +72,8 @@ def flops(
     dense_count, routed_count = _follow(dense, inputs), _follow(routed, inputs)
     rows = [
         _row(name, block, dense_count, routed_count)
-        for host in find_hosts(routed).values()
-        for name, block in zip(host.names, host.blocks)
+        for stack in find_stacks(routed).values()
+        for name, block in zip(stack.names, stack.blocks)
         if name in dense_count.tokens
     ]
     dense_parameters = sum(parameter.numel() for parameter in dense.parameters())
@@ -213,8 +213,8 @@ class _Counter(TorchFunctionMode):
             self._inside.pop()
             if isinstance(module, RoutedBlock):
                 # Not from its router, which blocks that share a decision do not call.
-                assert module.mod.routing is not None
-                self.kept[name] = module.mod.routing.index_BK.shape[1]
+                assert module.mod_state.routing is not None
+                self.kept[name] = module.mod_state.routing.index_BK.shape[1]
 
         def enter_router(module: nn.Module, args: Any) -> None:
             self._inside.append(f"{name}.router")
@@ -225,7 +225,7 @@ class _Counter(TorchFunctionMode):
         block.register_forward_pre_hook(enter)
         block.register_forward_hook(leave)
         if isinstance(block, RoutedBlock):
-            block.mod.start_recording()
+            block.mod_state.start_recording()
             block.router.register_forward_pre_hook(enter_router)
             block.router.register_forward_hook(leave_router)
 
@@ -253,17 +253,17 @@ def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, T
             f"input_size must be (channels, height, width), one number or arguments by name, got {given!r}"
         )
     inputs = {"image": torch.empty(1, *size, device="meta", dtype=next(model.parameters()).dtype)}
-    for name, host in find_hosts(model).items():
-        if host.sequence is not None:
-            inputs[name] = torch.zeros(1, host.sequence, dtype=torch.int64, device="meta")
+    for name, stack in find_stacks(model).items():
+        if stack.sequence is not None:
+            inputs[name] = torch.zeros(1, stack.sequence, dtype=torch.int64, device="meta")
     return inputs
 
 
 def _follow(model: nn.Module, inputs: dict[str, Tensor]) -> _Counter:
     """Run a model on the meta device and return what it called and held."""
     counter = _Counter()
-    for host in find_hosts(model).values():
-        for name, block in zip(host.names, host.blocks):
+    for stack in find_stacks(model).values():
+        for name, block in zip(stack.names, stack.blocks):
             counter.watch(name, block)
     # Models of images alone name their argument as they like.
     args, kwargs = (tuple(inputs.values()), {}) if set(inputs) == {"image"} else ((), inputs)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmod.adapters import find_host
+from mmod.adapters import find_stack
 
 
 class ActivationMemory(TorchDispatchMode):
@@ -121,10 +121,10 @@ def held_by_blocks(model: nn.Module, images: Tensor) -> dict[str, HeldBytes]:
         model: A model of a supported library, dense or routed; left in evaluation or training as it was.
         images: Images (B, C, height, width).
     """
-    host, held = find_host(model), {}
+    stack, held = find_stack(model), {}
     memory = ActivationMemory([images, *model.parameters(), *model.buffers()])
     hooks = []
-    for name, block in zip(host.names, host.blocks):
+    for name, block in zip(stack.names, stack.blocks):
         entered: list[int] = []
 
         def enter(module: nn.Module, args: Any, entered: list[int] = entered) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mmod.adapters import find_hosts
+from mmod.adapters import find_stacks
 from mmod.analysis.flops import BlockFlops
 from mmod.blocks import ImportanceBlock, RoutedBlock, model_hooks
 
@@ -93,8 +93,8 @@ def prefill_flops(
     Raises:
         ValueError: No language part, no tokens, more protected tokens than text, or threshold routing without `kept`.
     """
-    host = find_hosts(model).get("language")
-    if host is None:
+    stack = find_stacks(model).get("language")
+    if stack is None:
         raise ValueError(f"this {type(model).__name__} has no language part")
     images = [image_tokens] if isinstance(image_tokens, int) else list(image_tokens)
     tokens = text_tokens + sum(images)
@@ -105,14 +105,14 @@ def prefill_flops(
     hooks: list[Any] = [hook for hook in model_hooks(model) if hasattr(hook, "tokens")]
     free = [tokens - protected_tokens] if hooks and hooks[0].tokens == "all" else images
     rows = []
-    for name, block in zip(host.names, host.blocks):
+    for name, block in zip(stack.names, stack.blocks):
         own, share = tokens, None
         if isinstance(block, RoutedBlock):
             share = kept.get(name) if isinstance(kept, Mapping) else kept
             own = tokens - sum(free) + _kept(name, block, free, share)
-        rows.append(_row(name, block, tokens, own, host.dim))
+        rows.append(_row(name, block, tokens, own, stack.dim))
     heads = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "lm_head"]
-    head = sum(2 * host.dim * int(module.out_features) for module in heads)
+    head = sum(2 * stack.dim * int(module.out_features) for module in heads)
     return PrefillFlops(tokens, sum(images), tuple(rows), head)
 
 
@@ -137,7 +137,7 @@ def _row(name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> Block
         router = 2 * tokens * sum(p.numel() for p in block.router.parameters() if p.ndim > 1)
         if block.router.config.shared:
             router += 2 * tokens * dim
-    elif isinstance(block, ImportanceBlock) and not block.mod.teaches:
+    elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
         importance = 2 * tokens * tokens * width
     weights = sum(
         module.in_features * module.out_features

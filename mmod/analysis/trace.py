@@ -42,7 +42,7 @@ class Trace(Mapping[str, Routing]):
     def _routings(self) -> dict[str, Routing]:
         if self._closed is not None:
             return self._closed
-        found = {name: block.mod.routing for name, block in self._blocks.items()}
+        found = {name: block.mod_state.routing for name, block in self._blocks.items()}
         return {name: routing.detach() for name, routing in found.items() if routing is not None}
 
     def kept_shares(self) -> dict[str, float]:
@@ -98,11 +98,11 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """
     blocks = routed_blocks(model)
     for block in blocks.values():
-        block.mod.start_recording()
+        block.mod_state.start_recording()
     decisions = Trace(model)
     try:
         yield decisions
     finally:
         decisions.close()
         for block in blocks.values():
-            block.mod.stop_recording()
+            block.mod_state.stop_recording()

@@ -131,10 +131,10 @@ def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -
     states: dict[str, _LoopState] = {}
     for name, module in loop.named_modules():
         if isinstance(module, RoutedBlock):
-            states[name] = _LoopState(module.mod)
+            states[name] = _LoopState(module.mod_state)
             convert(module, _LoopBlock, states[name])
         elif isinstance(module, ImportanceBlock):
-            convert(module, _MapBlock, module.mod)
+            convert(module, _MapBlock, module.mod_state)
     for image in range(images.shape[0]):
         for name, state in states.items():
             state.routing = _only(decisions[name], image)
@@ -181,7 +181,7 @@ class _LoopState:
     """What a block of the loop knows: how it is called, where shared scores come from, and the given selection."""
 
     def __init__(self, routed: RoutedState) -> None:
-        self.host = routed.host
+        self.call = routed.call
         self.span, self.first, self.last = routed.span, routed.first, routed.last
         self.routing: Routing | None = None
         self.seen_score_N: Tensor | None = None
@@ -191,10 +191,10 @@ class _LoopBlock(nn.Module):
     """A routed block for one image, token by token, that applies a given selection and notes its own score."""
 
     router: Router
-    mod: _LoopState
+    mod_state: _LoopState
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        state, routing = self.mod, self.mod.routing
+        state, routing = self.mod_state, self.mod_state.routing
         assert routing is not None
         score_BN = self._score(x)
         state.seen_score_N = score_BN[0]
@@ -206,7 +206,7 @@ class _LoopBlock(nn.Module):
             y_BKD = super().forward(x, *args, **kwargs)[:, kept]
         else:
             only_kept = routing._replace(index_BK=torch.tensor([kept], device=x.device), valid_BK=None)
-            y_BKD = super().forward(z_BKD, **state.host.narrow(state.host.bind(args, kwargs), x, only_kept))
+            y_BKD = super().forward(z_BKD, **state.call.select_tokens(state.call.bind(args, kwargs), x, only_kept))
         gate_BN = apply_gate(score_BN, str(self.router.config.gate), float(self.router.config.gate_scale or 0))
         out = x.clone()
         for slot, token in enumerate(kept):
@@ -215,7 +215,7 @@ class _LoopBlock(nn.Module):
         return out
 
     def _score(self, x: Tensor) -> Tensor:
-        state, config = self.mod, self.router.config
+        state, config = self.mod_state, self.router.config
         if config.score.shared and not (config.score.draws and state.first):
             assert state.span is not None
             shared = state.span.of(x, state.last)
@@ -231,12 +231,12 @@ class _LoopBlock(nn.Module):
 class _MapBlock(nn.Module):
     """A dense block that takes importance from full attention maps."""
 
-    mod: Any
+    mod_state: Any
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         with _FullMaps() as maps:
             y = super().forward(x, *args, **kwargs)
-        self.mod.span.put(SharedScore(torch.stack([m.mean(dim=(1, 2)) for m in maps.seen]).mean(dim=0)))
+        self.mod_state.span.put(SharedScore(torch.stack([m.mean(dim=(1, 2)) for m in maps.seen]).mean(dim=0)))
         return y
 
 

@@ -4,10 +4,10 @@ from mmod.blocks.conversion import convert, host_class, is_converted, make_dense
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
 from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, merge
-from mmod.blocks.state import BlockHost, RoutedState, SharedScore, Span
+from mmod.blocks.state import BlockCall, RoutedState, SharedScore, Span
 
 __all__ = [
-    "BlockHost",
+    "BlockCall",
     "ImportanceBlock",
     "ImportanceDecoderBlock",
     "ImportanceState",

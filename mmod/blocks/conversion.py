@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from mmod.blocks.decoder import BranchState, DecoderHost, WeighedBranch
-from mmod.blocks.entry import EntryNorm, EntryState
+from mmod.blocks.decoder import BranchState, DecoderCall, WeighedBranch
+from mmod.blocks.fused_norm import FusedNorm, FusedNormState
 from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock
 from mmod.blocks.state import RoutedState
 from mmod.routing import Router
@@ -59,18 +59,18 @@ def is_converted(module: nn.Module) -> bool:
 def convert(module: nn.Module, mixin: type[nn.Module], state: object) -> None:
     """Put a mixin in front of a module's host class, with the plain state it reads as `mod`."""
     module.__class__ = converted_class(mixin, host_class(module))
-    module.mod = state  # type: ignore[assignment]  # a plain object, kept out of the module's registries on purpose
+    module.mod_state = state  # type: ignore[assignment]  # a plain object, kept out of the module's registries on purpose
 
 
 def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: type[RoutedBlock] = RoutedBlock) -> None:
     """Convert a dense block into a routed one."""
     convert(block, mixin, state)
     block.router = router
-    if state.host.entry:
-        norm = block.get_submodule(state.host.entry)
-        convert(norm, EntryNorm, EntryState("layer" if isinstance(norm, nn.LayerNorm) else "rms"))
+    if state.call.fused_norm:
+        norm = block.get_submodule(state.call.fused_norm)
+        convert(norm, FusedNorm, FusedNormState("layer" if isinstance(norm, nn.LayerNorm) else "rms"))
     if router.config.gate_on != "update":
-        for branch in cast(DecoderHost, state.host).branches(block, router.config.gate_on):
+        for branch in cast(DecoderCall, state.call).branches(block, router.config.gate_on):
             convert(branch, WeighedBranch, BranchState())
 
 
@@ -83,7 +83,7 @@ def make_dense(module: nn.Module) -> None:
     """Give a converted module its own class back and remove what was added."""
     if isinstance(module, RoutedBlock):
         del module.router
-        if module.mod.host.entry:
-            make_dense(module.get_submodule(module.mod.host.entry))
+        if module.mod_state.call.fused_norm:
+            make_dense(module.get_submodule(module.mod_state.call.fused_norm))
     module.__class__ = host_class(module)
-    del module.mod
+    del module.mod_state

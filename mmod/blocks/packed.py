@@ -44,10 +44,10 @@ def run_packed(x_BND: Tensor, routing: Routing, block: Callable[[Tensor, Packing
     packing = pack_rows(routing.index_BK, routing.valid_BK, routing.total, x_BND.shape[1])
     rest_BND = reweigh_skipped(x_BND, routing)
     z_TD = x_BND.flatten(0, 1).index_select(0, packing.row_T)
-    seam = attend_within(packing)
-    with seam:
+    attention = attend_within(packing)
+    with attention:
         y_TD = block(z_TD.unsqueeze(0), packing).squeeze(0)
-    if not seam.calls:
+    if not attention.calls:
         raise RuntimeError("packed rows need fused attention: this block called no scaled_dot_product_attention")
     gate_T = None if routing.gate_BK is None else routing.gate_BK.flatten()[packing.slot_T]
     new_TD = lerp_rows(z_TD, y_TD, gate_T)

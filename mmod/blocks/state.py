@@ -13,7 +13,7 @@ from mmod.ops import Packing
 from mmod.routing import Router, Routing
 
 
-class BlockHost(Protocol):
+class BlockCall(Protocol):
     """How a host library calls one of its blocks; adapters provide it."""
 
     @property
@@ -22,7 +22,7 @@ class BlockHost(Protocol):
         ...
 
     @property
-    def entry(self) -> str:
+    def fused_norm(self) -> str:
         """Name of the norm that the block starts with and that can be fused with gathering rows, or empty."""
         ...
 
@@ -38,7 +38,7 @@ class BlockHost(Protocol):
         """Return True where a token is always kept (B, N), or None when those are the leading ones."""
         ...
 
-    def packs(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether the block may run on one sequence of many images whose attention is kept apart."""
         ...
 
@@ -48,7 +48,7 @@ class BlockHost(Protocol):
         """Return the arguments for that one sequence, given where its rows come from."""
         ...
 
-    def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
+    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
         """Return the arguments for the kept tokens alone."""
         ...
 
@@ -87,7 +87,7 @@ class SharedScore:
 
         Args:
             router: The block's router.
-            marks: What else the decision depends on: which tokens are padding, protected, or of which role.
+            marks: What else the decision depends on: which tokens are padding, protected, or in which group.
         """
         if self._decided is None:
             return None
@@ -117,21 +117,21 @@ class RoutedState:
     """The state of a routed block.
 
     Args:
-        host: How the host calls the block.
+        call: How the host calls the block.
         span: Where shared scores come from, or None when neither score nor losses read any.
         first: The block is the first of its span.
         last: The block is the last of its span.
-        teaches: Importance serves a loss only, so it is not expected outside training.
+        training_only: Importance serves a loss only, so it is not expected outside training.
     """
 
     def __init__(
-        self, host: BlockHost, span: Span | None, *, first: bool = True, last: bool = True, teaches: bool = False
+        self, call: BlockCall, span: Span | None, *, first: bool = True, last: bool = True, training_only: bool = False
     ) -> None:
-        self.host = host
+        self.call = call
         self.span = span
         self.first = first
         self.last = last
-        self.teaches = teaches
+        self.training_only = training_only
         self._records = PerThread(_Record)
 
     @property
@@ -167,7 +167,7 @@ class RoutedState:
             x_BND: The block's input (B, N, D).
             training: Whether the block trains.
         """
-        if self.span is None or (self.teaches and not training):
+        if self.span is None or (self.training_only and not training):
             return None
         return self.span.of(x_BND, self.last)
 

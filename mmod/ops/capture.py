@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops.importance import attention_with_importance, importance_of_map
-from mmod.ops.seam import AttentionCall, AttentionSeam
+from mmod.ops.intercept import AttentionCall, AttentionIntercept
 from mmod.ops.views import views_of_scores
 
 _SOFTMAX = (torch.softmax, torch.Tensor.softmax, F.softmax)
 
 
-class capture_importance(AttentionSeam):
+class capture_importance(AttentionIntercept):
     """Context manager that computes importance in the attention calls made inside it.
 
     Hosts that write attention out instead of calling `scaled_dot_product_attention` are read at their softmax.
@@ -43,7 +43,7 @@ class capture_importance(AttentionSeam):
         self.calls = 0
         self.importance_BN: Tensor | None = None
 
-    def watch(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+    def observe(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
         """Read attention that a host writes out at its softmax."""
         if func in _SOFTMAX and result.ndim == 4 and result.shape[-1] == result.shape[-2]:
             views = views_of_scores(args[0], self.valid_BN) if self.per_viewer else None

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops.backend import exporting
-from mmod.ops.seam import AttentionCall, AttentionSeam
+from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 
 class Projection(NamedTuple):
@@ -47,31 +47,33 @@ def keys_and_values(
     Raises:
         RuntimeError: The block made fewer attention calls.
     """
-    seam = _KeysAndValues(projections, calls)
+    capture = _KeysAndValues(projections, calls)
     try:
-        with seam:
+        with capture:
             forward()
     except _Taken:
         pass
-    if len(seam.taken) != calls:
-        raise RuntimeError(f"context='all' expects {calls} calls of fused attention in a block, saw {len(seam.taken)}")
-    return seam.taken
+    if len(capture.taken) != calls:
+        raise RuntimeError(
+            f"context='all' expects {calls} calls of fused attention in a block, saw {len(capture.taken)}"
+        )
+    return capture.taken
 
 
 class _Taken(Exception):
     """Ends a host's forward once its keys and values are known."""
 
 
-class _Partial(AttentionSeam):
+class _PartialProjections(AttentionIntercept):
     """Computes one part of each projection and fills the other with zeros."""
 
     def __init__(self, projections: Sequence[Projection]) -> None:
         super().__init__()
         self.projections = projections
 
-    def divert(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Divert the projections as well."""
-        return self._linear if func is F.linear else super().divert(func)
+    def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Replace the projections as well."""
+        return self._linear if func is F.linear else super().replace(func)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         for projection in self.projections:
@@ -94,7 +96,7 @@ def _zeros(input: Tensor, weight: Tensor) -> Tensor:
     return input.new_zeros(()).expand(*input.shape[:-1], weight.shape[0])
 
 
-class _KeysAndValues(_Partial):
+class _KeysAndValues(_PartialProjections):
     def __init__(self, projections: Sequence[Projection], calls: int) -> None:
         super().__init__(projections)
         self.calls = calls
@@ -118,7 +120,7 @@ class _KeysAndValues(_Partial):
         return super()._linear(input, weight, bias)
 
 
-class attend_to_all(_Partial):
+class attend_to_all(_PartialProjections):
     """Context manager in which a host block on kept tokens attends to the keys and values of all tokens.
 
     Args:

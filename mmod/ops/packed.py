@@ -17,7 +17,7 @@ from torch import Tensor
 from mmod.ops.backend import Backend, choose, exporting
 from mmod.ops.casting import cast_alike
 from mmod.ops.importance import is_grouped
-from mmod.ops.seam import AttentionCall, AttentionSeam
+from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 # Rows of an image from which one call of attention for each image beats padding on a CPU. Measured on two threads,
 # fp32, forward and with backward, in ms, against padding with a key mask / four buckets of like lengths / a
@@ -126,7 +126,7 @@ def packed_attention(
     return _padded(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, dropout, is_causal, scale)
 
 
-class attend_within(AttentionSeam):
+class attend_within(AttentionIntercept):
     """Context manager in which a block takes a packed sequence for what it is, rows of many images.
 
     Calls of `scaled_dot_product_attention` stay within images, and where the host draws one Bernoulli number for each
@@ -144,9 +144,9 @@ class attend_within(AttentionSeam):
         self.packing = packing
         self.calls = 0
 
-    def divert(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Divert stochastic depth as well."""
-        return self._draw if func is Tensor.bernoulli_ else super().divert(func)
+    def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Replace stochastic depth as well."""
+        return self._draw if func is Tensor.bernoulli_ else super().replace(func)
 
     def _draw(self, shares: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if shares.shape != (1, 1, 1):

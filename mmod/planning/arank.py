@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.adapters import HostModel, find_hosts
+from mmod.adapters import BlockStack, find_stacks
 from mmod.config import Plan
-from mmod.ops.seam import AttentionCall, AttentionSeam
+from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 
 @dataclass(frozen=True)
@@ -148,45 +148,45 @@ def attention_ranks(
     """
     from tqdm import tqdm
 
-    host = _one_part(model, part)
-    totals = [0.0] * len(host.blocks)
+    stack = _one_part(model, part)
+    totals = [0.0] * len(stack.blocks)
     maps, tokens, samples = 0, 0, 0
     for batch in tqdm(batches, desc="attention ranks", leave=False, disable=None):
         keywords = batch if isinstance(batch, Mapping) else {}
         mask = keywords.get("attention_mask")
-        seams = [_Ranks(mask, tolerance, diagonal) for _ in host.blocks]
-        _run_inside(model, host, seams, batch)
-        for place, seam in enumerate(seams):
-            if not seam.ranks:
-                raise ValueError(f"no attention over all tokens was seen in {host.names[place]}: use sdpa or eager")
-            totals[place] += sum(seam.ranks) / len(seam.ranks) * seam.samples
-        samples += seams[0].samples
-        tokens += sum(seams[0].tokens)
-        maps += len(seams[0].tokens)
+        modes = [_Ranks(mask, tolerance, diagonal) for _ in stack.blocks]
+        _run_inside(model, stack, modes, batch)
+        for place, mode in enumerate(modes):
+            if not mode.ranks:
+                raise ValueError(f"no attention over all tokens was seen in {stack.names[place]}: use sdpa or eager")
+            totals[place] += sum(mode.ranks) / len(mode.ranks) * mode.samples
+        samples += modes[0].samples
+        tokens += sum(modes[0].tokens)
+        maps += len(modes[0].tokens)
     if not samples:
         raise ValueError("no calibration samples: batches is empty")
     ranks = tuple(total / samples for total in totals)
-    return LayerRanks(host.names, ranks, tokens / maps, samples, tolerance)
+    return LayerRanks(stack.names, ranks, tokens / maps, samples, tolerance)
 
 
-def _one_part(model: nn.Module, part: str | None) -> HostModel:
-    hosts = find_hosts(model)
-    if part is None and len(hosts) != 1:
-        raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(hosts)}: name one")
-    if part is not None and part not in hosts:
-        raise ValueError(f"this {type(model).__name__} has no part {part!r}; it has {', '.join(hosts)}")
-    return next(iter(hosts.values())) if part is None else hosts[part]
+def _one_part(model: nn.Module, part: str | None) -> BlockStack:
+    stacks = find_stacks(model)
+    if part is None and len(stacks) != 1:
+        raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(stacks)}: name one")
+    if part is not None and part not in stacks:
+        raise ValueError(f"this {type(model).__name__} has no part {part!r}; it has {', '.join(stacks)}")
+    return next(iter(stacks.values())) if part is None else stacks[part]
 
 
 @torch.no_grad()
-def _run_inside(model: nn.Module, host: HostModel, seams: list[_Ranks], batch: Any) -> None:
-    """Run a batch, each block inside its own seam."""
+def _run_inside(model: nn.Module, stack: BlockStack, modes: list[_Ranks], batch: Any) -> None:
+    """Run a batch, each block inside its own mode."""
     handles = []
     try:
-        for block, seam in zip(host.blocks, seams):
-            handles.append(block.register_forward_pre_hook(lambda *_, seam=seam: seam.__enter__() and None))
+        for block, mode in zip(stack.blocks, modes):
+            handles.append(block.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None))
             handles.append(
-                block.register_forward_hook(lambda *_, seam=seam: seam.__exit__(None, None, None), always_call=True)
+                block.register_forward_hook(lambda *_, mode=mode: mode.__exit__(None, None, None), always_call=True)
             )
         model(**batch) if isinstance(batch, Mapping) else model(batch)
     finally:
@@ -194,7 +194,7 @@ def _run_inside(model: nn.Module, host: HostModel, seams: list[_Ranks], batch: A
             handle.remove()
 
 
-class _Ranks(AttentionSeam):
+class _Ranks(AttentionIntercept):
     """Takes the rank of every attention map inside it, one head of one sample at a time."""
 
     def __init__(self, mask: Tensor | None, tolerance: float | None, diagonal: bool) -> None:
@@ -225,7 +225,7 @@ class _Ranks(AttentionSeam):
         self._take(query.shape[0], query.shape[1], one)
         return call.run()
 
-    def watch(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+    def observe(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
         """Take ranks of a map that a host writes out."""
         if func in (torch.softmax, torch.Tensor.softmax, F.softmax) and result.ndim == 4:
             self._take(result.shape[0], result.shape[1], lambda sample, head: result[sample, head].float())

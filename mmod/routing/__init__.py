@@ -2,8 +2,9 @@
 
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold, select_topk
-from mmod.routing.roles import Predictor, RoleRouter, Roles, assign_roles, decoded_roles, select_within
-from mmod.routing.router import Router, Routing
+from mmod.routing.decision import Routing, TokenGroups
+from mmod.routing.groups import DecoderRouter, Predictor, assign_groups, decoded_groups, select_within
+from mmod.routing.router import Router
 from mmod.routing.score.function import FunctionScore
 from mmod.routing.score.linear import LinearScore
 from mmod.routing.score.norm import NormScore
@@ -18,14 +19,14 @@ __all__ = [
     "NormScore",
     "Predictor",
     "RandomScore",
-    "RoleRouter",
-    "Roles",
+    "DecoderRouter",
+    "TokenGroups",
     "Router",
     "Routing",
     "StrideScore",
     "apply_gate",
-    "assign_roles",
-    "decoded_roles",
+    "assign_groups",
+    "decoded_groups",
     "kept_count",
     "select_threshold",
     "select_topk",

@@ -6,7 +6,6 @@ Axes: B images, N tokens, K kept slots per image, D channels.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,52 +13,7 @@ from torch import Tensor, nn
 from mmod.config import Placement, RoutingConfig, rational
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import select_threshold, select_topk
-
-if TYPE_CHECKING:
-    from mmod.routing.roles import Roles
-
-
-class Routing(NamedTuple):
-    """One block's decision for a batch: made once by its router, then only applied.
-
-    Args:
-        score_BN: Raw scores, fp32 (B, N).
-        index_BK: Kept tokens, ascending among the valid slots (B, K).
-        gate_BK: Weight of the block's update for each slot, or None where it is 1.
-        valid_BK: False where a slot is empty; None where every slot is filled.
-        skip_weight_BN: Weight of a skipped token's state, or None where it is 1.
-        importance_BN: Importance of the tokens where it was computed, else None.
-        total: Number of valid slots in the batch where the host knows it, else None.
-        roles: The roles of the tokens, where the router was given them, else None.
-        predicted_BN: Logits of the network that predicts what is kept, where there is one.
-        inverse_BN: Slot of each token, -1 where it has none, where the selection found it on the way, else None.
-        real_BN: False where a token is padding, or None where none is, or roles say so.
-        protect_BN: True where a token is always kept, or None where those are the leading ones, or roles say so.
-    """
-
-    score_BN: Tensor
-    index_BK: Tensor
-    gate_BK: Tensor | None = None
-    valid_BK: Tensor | None = None
-    skip_weight_BN: Tensor | None = None
-    importance_BN: Tensor | None = None
-    total: int | None = None
-    roles: Roles | None = None
-    predicted_BN: Tensor | None = None
-    inverse_BN: Tensor | None = None
-    real_BN: Tensor | None = None
-    protect_BN: Tensor | None = None
-
-    @property
-    def keep_BN(self) -> Tensor:
-        """True where a token is kept (B, N)."""
-        valid_BK = torch.ones_like(self.index_BK, dtype=torch.bool) if self.valid_BK is None else self.valid_BK
-        empty_BN = torch.zeros(self.score_BN.shape, dtype=torch.bool, device=self.score_BN.device)
-        return empty_BN.scatter(1, self.index_BK, valid_BK)
-
-    def detach(self) -> Routing:
-        """Return the same decision without its autograd graph."""
-        return Routing(*(value.detach() if isinstance(value, Tensor) else value for value in self))  # type: ignore[arg-type]
+from mmod.routing.decision import Routing
 
 
 class Router(nn.Module):

@@ -204,7 +204,7 @@ def test_cache_layer_keeps_what_it_was_told(lengths: list[int], window: int | No
         keep = torch.rand(2, tokens, generator=generator) < 0.5
         if tokens and torch.rand((), generator=generator) < 0.3:
             keep[:] = True
-            layer.announce_all(torch.empty(2, tokens, 0))
+            layer.begin_update_all(torch.empty(2, tokens, 0))
             key = torch.arange(seen, seen + tokens).float().expand(2, -1)[:, None, :, None]
             layer.update(key, key)
             for row in range(2):
@@ -214,7 +214,7 @@ def test_cache_layer_keeps_what_it_was_told(lengths: list[int], window: int | No
         slots = int(keep.sum(1).max()) if tokens else 0
         index = torch.sort((~keep).int(), dim=1, stable=True).indices[:, :slots]
         valid = keep.gather(1, index)
-        layer.announce(seen + index, valid, tokens)
+        layer.begin_update(seen + index, valid, tokens)
         key = (seen + index).float()[:, None, :, None]
         if slots:
             layer.update(key, key)
@@ -236,7 +236,7 @@ def test_cache_layer_takes_tokens_back() -> None:
     layer = RoutedLayer()
     for start, valid in ((0, [[True, True], [True, False]]), (3, [[True, False], [True, True]])):
         position = torch.tensor([[start, start + 2], [start + 1, start + 2]])
-        layer.announce(position, torch.tensor(valid), 3)
+        layer.begin_update(position, torch.tensor(valid), 3)
         layer.update(position.float()[:, None, :, None], position.float()[:, None, :, None])
     layer.crop(-2)
     assert layer.get_seq_length() == 4

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
-from mmod.adapters.transformers.layers import DecoderLayerHost
-from mmod.adapters.transformers.vision import EncoderLayerHost
+from mmod.adapters.transformers.layers import DecoderLayerCall
+from mmod.adapters.transformers.vision import EncoderLayerCall
 from tests.adapters.test_transformers_generation import EVERYTHING, IMAGES_ONLY
 from tests.adapters.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, pad, prompt, words
 
@@ -24,16 +24,16 @@ PADDED = ("mistral-window", "gemma3")
 class Counted:
     """Count the layers that ran packed, or keep all of them from it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, host: type = DecoderLayerHost) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, host: type = DecoderLayerCall) -> None:
         self.calls, self.allowed = 0, True
-        packs = host.packs
+        can_pack = host.can_pack
 
         def counted(host: Any, block: nn.Module, arguments: dict[str, Any]) -> bool:
-            packed = self.allowed and packs(host, block, arguments)
+            packed = self.allowed and can_pack(host, block, arguments)
             self.calls += packed
             return packed
 
-        monkeypatch.setattr(host, "packs", counted)
+        monkeypatch.setattr(host, "can_pack", counted)
 
 
 def both_ways(model: Any, batch: dict[str, Any], counted: Counted) -> list[list[Tensor]]:
@@ -113,7 +113,7 @@ def test_images_of_a_tower_run_packed(name: str, attention: str, monkeypatch: py
     model = mmod.route_(make_joint(name, attention=attention), vision=config).double()
     batch = prompt(name, (3,))
     batch["pixel_values"] = batch["pixel_values"].double()
-    counted, results = Counted(monkeypatch, EncoderLayerHost), []
+    counted, results = Counted(monkeypatch, EncoderLayerCall), []
     for counted.allowed in (True, False):
         logits = model(**batch, use_cache=False).logits
         parameters = [p for p in model.parameters() if p.requires_grad]

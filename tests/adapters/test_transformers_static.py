@@ -256,7 +256,7 @@ def test_static_layers_hold_what_later_tokens_see(lengths: list[int], window: bo
         for row in range(2):
             kept[row] += [seen + place for place in range(tokens) if keep[row, place]]
         position, given_BL = layer.joined(seen + index, valid)
-        layer.announce(seen + index, valid, tokens)
+        layer.begin_update(seen + index, valid, tokens)
         if index.shape[1]:
             key = (seen + index).float()[:, None, :, None]
             keys, _ = layer.update(key, key)
@@ -288,6 +288,6 @@ def test_wrong_use_is_refused() -> None:
         generated(model, batch, cache_implementation="static", prompt_lookup_num_tokens=3)
     model.model.language_model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="flash attention has no mask"):
-        model.model.language_model.layers[1].mod.host.narrow(
+        model.model.language_model.layers[1].mod_state.call.select_tokens(
             {"past_key_values": static(model)}, torch.zeros(1, 2, 32), None
         )

@@ -115,7 +115,7 @@ def test_the_model_is_left_alone() -> None:
     flops(model, side)
     assert {name: (value.data_ptr(), value.device.type) for name, value in model.state_dict().items()} == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert all(block.mod.routing is None for block in mmod.routed_blocks(model).values())
+    assert all(block.mod_state.routing is None for block in mmod.routed_blocks(model).values())
 
 
 def test_threshold_needs_what_was_kept() -> None:

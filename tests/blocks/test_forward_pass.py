@@ -101,6 +101,6 @@ def test_nothing_is_left_when_the_pass_has_ended(router: str) -> None:
     model = mmod.route_(make_model(NAME), RoutingConfig(router=router, blocks="late")).eval()
     with torch.no_grad():
         model(make_images(NAME, 1))
-    spans = {block.mod.span for block in mmod.routed_blocks(model).values()}
+    spans = {block.mod_state.span for block in mmod.routed_blocks(model).values()}
     assert len(spans) == 1
     assert spans.pop().get() is None

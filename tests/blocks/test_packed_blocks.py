@@ -16,12 +16,12 @@ def packed_and_padded(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of outputs and gradients: of packed rows and of padded ones, with the same random numbers."""
     blocks = mmod.routed_blocks(model)
-    host = type(next(iter(blocks.values())).mod.host)
+    host = type(next(iter(blocks.values())).mod_state.call)
     parameters = [p for p in model.parameters() if p.requires_grad]
     results = []
     for packed in (True, False):
         if not packed:
-            monkeypatch.setattr(host, "packs", lambda self, block, arguments: False)
+            monkeypatch.setattr(host, "can_pack", lambda self, block, arguments: False)
         torch.manual_seed(3)
         with mmod.trace(model) as decisions:
             out = model(images, **arguments)
@@ -43,7 +43,7 @@ def packed_and_padded(
 def test_rotary_rows_keep_their_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = mmod.route_(make_model(name), THRESHOLD).double(), make_images(name, 3).double()
     calls = []
-    host = type(next(iter(mmod.routed_blocks(model).values())).mod.host)
+    host = type(next(iter(mmod.routed_blocks(model).values())).mod_state.call)
     pack = host.pack
     monkeypatch.setattr(host, "pack", lambda *args: calls.append(1) or pack(*args))
     for packed, padded in packed_and_padded(model, images, monkeypatch):
@@ -55,7 +55,7 @@ def test_rotary_rows_keep_their_positions(name: str, monkeypatch: pytest.MonkeyP
 def test_stochastic_depth_drops_images_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mmod.route_(make_model(name, drop_path_rate=0.5), THRESHOLD).double().train()
     block = list(mmod.routed_blocks(model).values())[-1]
-    assert block.mod.host.packs(block, {})
+    assert block.mod_state.call.can_pack(block, {})
     for packed, padded in packed_and_padded(model, make_images(name, 4).double(), monkeypatch):
         torch.testing.assert_close(packed, padded, rtol=1e-8, atol=1e-9)
 

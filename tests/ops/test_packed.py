@@ -110,10 +110,10 @@ def test_a_host_sees_one_sequence_and_images_stay_apart() -> None:
     valid = torch.arange(5) < torch.tensor(lengths).unsqueeze(1)
     packing = pack_rows(torch.arange(5).expand(3, -1), valid, 8, 9)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in rows_of(lengths, dtype=torch.float64))
-    with attend_within(packing) as seam:
+    with attend_within(packing) as attention:
         out = F.scaled_dot_product_attention(q, k, v)
         drawn = torch.ones(1, 8, 4).new_empty((1, 1, 1)).bernoulli_(0.5)
-    assert seam.calls == 1
+    assert attention.calls == 1
     alone = F.scaled_dot_product_attention(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:])
     torch.testing.assert_close(out[:, :, 3:], alone)
     assert drawn.shape == (1, 8, 1)

@@ -27,7 +27,7 @@ def test_gamma_mod_shares_one_score_and_sums_its_losses() -> None:
     model(**batch, protected_mask=protected)
     expected = 0.0
     for block in blocks:
-        routing = block.mod.routing
+        routing = block.mod_state.routing
         assert bool(routing.keep_BN[:, after:].all())
         assert int(routing.keep_BN[:, :after].sum()) == after // 2
         expected += 0.01 * F.binary_cross_entropy_with_logits(routing.score_BN, routing.keep_BN.float())
@@ -97,7 +97,7 @@ def test_mod_trains_by_rank_and_decides_alone_in_evaluation() -> None:
     ids = torch.randint(3, IMAGE, (2, 16))
     model(input_ids=ids)
     for block in mmod.routed_blocks(model).values():
-        assert block.mod.routing.keep_BN.sum(1).tolist() == [4, 4]
+        assert block.mod_state.routing.keep_BN.sum(1).tolist() == [4, 4]
     model.eval()
     with torch.no_grad(), mmod.trace(model) as decisions:
         model(input_ids=ids)

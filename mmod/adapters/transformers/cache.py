@@ -66,7 +66,9 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         self.seen = self.kept_B1 = filled.get_seq_length()
         self.counted = filled.keys.shape[2]
 
-    def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int, slot_T: Tensor | None = None) -> None:
+    def begin_update(
+        self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int, slot_T: Tensor | None = None
+    ) -> None:
         """Say which tokens `update` is about to be given, see `KeptTokens`.
 
         Args:
@@ -82,7 +84,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         self.ragged = self.ragged or valid_BK is not None
         self.seen += tokens
 
-    def announce_all(self, x_BND: Tensor) -> None:
+    def begin_update_all(self, x_BND: Tensor) -> None:
         """Say that `update` is about to be given all tokens of this step, see `KeptTokens`."""
         tokens = x_BND.shape[1]
         self.kept_B1 = self.kept_B1 + tokens

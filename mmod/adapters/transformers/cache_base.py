@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmod.routing import Roles
+from mmod.routing import TokenGroups
 
 
 class KeptTokens:
@@ -30,7 +30,7 @@ class KeptTokens:
     chosen_B1: Tensor | None = None
     _by_sample: tuple[str, ...]
 
-    def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
+    def begin_update(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
         """Say which tokens `update` is about to be given; without any slot, there is no such call.
 
         Args:
@@ -40,7 +40,7 @@ class KeptTokens:
         """
         raise NotImplementedError
 
-    def announce_all(self, x_BND: Tensor) -> None:
+    def begin_update_all(self, x_BND: Tensor) -> None:
         """Say that `update` is about to be given all tokens of this step.
 
         Args:
@@ -57,15 +57,15 @@ class KeptTokens:
         """
         raise NotImplementedError
 
-    def remember(self, roles: Roles | None) -> None:
+    def remember(self, groups: TokenGroups | None) -> None:
         """Remember which samples had tokens to choose among, for tokens that come later.
 
         Args:
-            roles: The roles of this step's tokens, where they have any.
+            groups: The groups of this step's tokens, where they have any.
         """
         # Text that may be skipped, too, decides for itself, and asks nothing of what came before.
-        if roles is not None and roles.strict and roles.skips:
-            new_B1 = torch.tensor([[any(sizes)] for sizes in roles.sizes], device=roles.group_BN.device)
+        if groups is not None and groups.strict and groups.skips:
+            new_B1 = torch.tensor([[any(sizes)] for sizes in groups.sizes], device=groups.group_BN.device)
             self.chosen_B1 = new_B1 if self.chosen_B1 is None else self.chosen_B1 | new_B1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -55,17 +55,17 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
         """Slots that wait for their token are empty."""
         return self.position_BS is not None
 
-    def announce(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
+    def begin_update(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
         """Say which tokens `update` is about to be given, see `KeptTokens`."""
         self._announced = position_BK, valid_BK, tokens
         if not position_BK.shape[1]:
             self._count(position_BK, tokens)
 
-    def announce_all(self, x_BND: Tensor) -> None:
+    def begin_update_all(self, x_BND: Tensor) -> None:
         """Say that `update` is about to be given all tokens of this step, see `KeptTokens`."""
         samples, tokens = x_BND.shape[:2]
         position_BN = self.seen + torch.arange(tokens, device=x_BND.device).expand(samples, -1)
-        self.announce(position_BN, None, tokens)
+        self.begin_update(position_BN, None, tokens)
 
     def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return positions and validity of the keys that `update` will return, see `KeptTokens`."""

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters.base import HostModel
+from mmod.adapters.base import BlockStack
 from mmod.adapters.transformers.cache_base import chosen_samples
 from mmod.adapters.transformers.images import IMAGES, Frames, ImageTokens
-from mmod.adapters.transformers.layers import ROLES, DecoderLayerHost
+from mmod.adapters.transformers.layers import GROUPS, DecoderLayerCall
 from mmod.adapters.transformers.masks import first_column
 from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.adapters.transformers.saving import DescribedRouting
 from mmod.blocks import ImportanceDecoderBlock, RoutedDecoderBlock, host_class
 from mmod.config import LANGUAGE_OPTIONS, RoutingConfig
-from mmod.routing import RoleRouter, Roles, assign_roles, decoded_roles
+from mmod.routing import DecoderRouter, TokenGroups, assign_groups, decoded_groups
 
 LAYERS = (
     "LlamaDecoderLayer",
@@ -51,7 +51,7 @@ def is_decoder_layer(layer: nn.Module) -> bool:
     return host_class(layer).__name__ in LAYERS
 
 
-def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> HostModel:
+def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStack:
     """Return the decoder layers of a language model.
 
     Args:
@@ -74,29 +74,29 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> HostMod
     # Positions of several dimensions, or rotary embeddings of several kinds, cannot be counted among kept tokens.
     plain = host_class(layers[0]).__name__ not in ("Gemma3DecoderLayer", *JOINT_LAYERS)
     rotary = CompactRotary(text.get_submodule("rotary_emb")) if plain else None
-    return HostModel(
+    return BlockStack(
         library="transformers",
         names=tuple(f"{name}.{index}" for index in range(len(layers))),
         blocks=tuple(layers),
         prefix=0,
         dim=int(config.hidden_size),
-        host_of=lambda layer: _host_of(layer, rotary),
+        call_of=lambda layer: _call_of(layer, rotary),
         options=(*LANGUAGE_OPTIONS, "normalize"),
-        router=RoleRouter,
+        router=DecoderRouter,
         mixins=(RoutedDecoderBlock, ImportanceDecoderBlock),
-        hook=lambda routing: (entry, RoleHook(model, entry, text, routing, plain)),
+        hook=lambda routing: (entry, GroupHook(model, entry, text, routing, plain)),
     )
 
 
-def _host_of(layer: nn.Module, rotary: CompactRotary | None) -> DecoderLayerHost:
+def _call_of(layer: nn.Module, rotary: CompactRotary | None) -> DecoderLayerCall:
     signature = inspect.signature(host_class(layer).forward).parameters
     names = tuple(n for n, p in signature.items() if p.kind is p.POSITIONAL_OR_KEYWORD)[2:]
     attention: Any = layer.self_attn
     window = getattr(attention.config, "sliding_window", None)
-    return DecoderLayerHost(names, int(attention.layer_idx), attention.config, rotary, window)
+    return DecoderLayerCall(names, int(attention.layer_idx), attention.config, rotary, window)
 
 
-class RoleHook(DescribedRouting):
+class GroupHook(DescribedRouting):
     """Finds out, once for all layers, which tokens of a forward pass may be skipped.
 
     Args:
@@ -131,18 +131,18 @@ class RoleHook(DescribedRouting):
             raise ValueError("min_tokens and max_tokens are for images; a language model's threshold takes neither")
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Add the roles of the tokens to the keywords that reach every layer."""
+        """Add the groups of the tokens to the keywords that reach every layer."""
         protected_BN, image_BN = kwargs.pop(PROTECTED, None), kwargs.pop(IMAGES, None)
         if image_BN is not None and self.tokens == "all":
             raise ValueError(f"{IMAGES} says which tokens may be skipped, but this model was routed with tokens='all'")
         given = {**dict(zip(self.names, args)), **kwargs}
-        kwargs[ROLES] = self.roles(module, given, protected_BN, image_BN)
+        kwargs[GROUPS] = self.groups(module, given, protected_BN, image_BN)
         return args, kwargs
 
-    def roles(
+    def groups(
         self, module: nn.Module, given: Mapping[str, Any], protected_BN: Tensor | None, image_BN: Tensor | None = None
-    ) -> Roles | None:
-        """Return the roles of the tokens, or None when all of them run.
+    ) -> TokenGroups | None:
+        """Return the groups of the tokens, or None when all of them run.
 
         Args:
             module: The module that was called.
@@ -170,7 +170,7 @@ class RoleHook(DescribedRouting):
             self._check_causal()
         valid_BN = _valid(given.get("attention_mask"), source, seen)
         if decodes and cache.is_compileable and torch.compiler.is_compiling():
-            return decoded_roles(valid_BN)
+            return decoded_groups(valid_BN)
         together = not self._decides_alone(module)
         free_BN, frames = valid_BN, None
         if self.tokens == "image":
@@ -187,18 +187,18 @@ class RoleHook(DescribedRouting):
                 )
             free_BN = free_BN & ~protected_BN.bool()
         segment_BN = self._segments(given, cache)
-        roles = assign_roles(
+        groups = assign_groups(
             free_BN, gated_BN, valid_BN, None if frames is None else self.config.frames, self.tokens == "image",
             segment_BN, None if frames is None else frames.first_BN,
         )  # fmt: skip
-        roles = roles._replace(causal=segment_BN is None and self._is_causal(given.get("attention_mask"), tokens))
-        if begun and roles.skips and together:
-            self._check_apart(module, roles, frames, cache)
-        if not module.training and not roles.skips and sum(roles.always) == samples * tokens:
+        groups = groups._replace(causal=segment_BN is None and self._is_causal(given.get("attention_mask"), tokens))
+        if begun and groups.skips and together:
+            self._check_apart(module, groups, frames, cache)
+        if not module.training and not groups.skips and sum(groups.always) == samples * tokens:
             return None
-        return roles
+        return groups
 
-    def _check_apart(self, module: nn.Module, roles: Roles, frames: Frames | None, cache: Any) -> None:
+    def _check_apart(self, module: nn.Module, groups: TokenGroups, frames: Frames | None, cache: Any) -> None:
         """Refuse image tokens behind a cache whose best could only be chosen together with cached ones."""
         if self.config.reads_importance(module.training):
             problem = "importance is the attention that all queries of a prompt pay to them"
@@ -206,7 +206,7 @@ class RoleHook(DescribedRouting):
             problem = "" if frames.whole else "the first of them may belong to a frame that is cached in part"
         else:
             chosen_B = chosen_samples(cache)
-            both = chosen_B is not None and any(old and any(new) for old, new in zip(chosen_B.tolist(), roles.sizes))
+            both = chosen_B is not None and any(old and any(new) for old, new in zip(chosen_B.tolist(), groups.sizes))
             problem = "the best of all image tokens of a sample cannot be chosen in parts" if both else ""
         if problem:
             raise ValueError(

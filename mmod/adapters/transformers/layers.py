@@ -19,16 +19,16 @@ from mmod.adapters.transformers.cache_static import StaticRoutedLayer
 from mmod.adapters.transformers.masks import mask_of_kept
 from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.ops import Packing, gather_rows
-from mmod.routing import Roles, Routing
-from mmod.routing.roles import PADDING
+from mmod.routing import Routing, TokenGroups
+from mmod.routing.decision import PADDING
 
-# The keyword under which roles travel from a model's entry to its layers.
-ROLES = "mmod_roles"
+# The keyword under which groups travel from a model's entry to its layers.
+GROUPS = "mmod_groups"
 _UNKNOWN = object()
 
 
 @dataclass(frozen=True, eq=False)
-class DecoderLayerHost:
+class DecoderLayerCall:
     """How transformers calls one decoder layer.
 
     Args:
@@ -46,7 +46,7 @@ class DecoderLayerHost:
     window: int | None = None
 
     @property
-    def entry(self) -> str:
+    def fused_norm(self) -> str:
         """The layer's norm is not fused with gathering rows."""
         return ""
 
@@ -61,35 +61,35 @@ class DecoderLayerHost:
             raise TypeError(f"a routed layer got {len(args)} arguments after the tokens, it takes {self.names}")
         return {**dict(zip(self.names, args)), **kwargs} if args else dict(kwargs)
 
-    def roles(self, arguments: Mapping[str, Any]) -> Roles | None:
-        """Return the roles of the tokens, or None when all of them run.
+    def groups(self, arguments: Mapping[str, Any]) -> TokenGroups | None:
+        """Return the groups of the tokens, or None when all of them run.
 
         Raises:
             RuntimeError: The layer was not called by the whole model.
         """
-        roles = arguments.get(ROLES, _UNKNOWN)
-        if roles is _UNKNOWN:
+        groups = arguments.get(GROUPS, _UNKNOWN)
+        if groups is _UNKNOWN:
             raise RuntimeError(
                 "a routed layer does not know which tokens may be skipped: call the model that was routed, or at "
                 "least the one that takes input_ids, not a part of it"
             )
-        return roles
+        return groups
 
     def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
         """Return False where a token is padding (B, N), or None when none is."""
-        roles = self.roles(arguments)
-        return None if roles is None or not roles.padded else roles.group_BN > PADDING
+        groups = self.groups(arguments)
+        return None if groups is None or not groups.padded else groups.group_BN > PADDING
 
     def protected(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """Roles say what is protected."""
+        """Groups say what is protected."""
         return None
 
-    def packs(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Rows are packed where they attend to each other alone, as those of a prompt do, and nothing is hidden."""
         if self.config._attn_implementation != "sdpa" or torch.compiler.is_compiling():
             return False
-        roles, cache = self.roles(arguments), self._cache(arguments)
-        if roles is None or not (roles.causal or arguments.get("attention_mask") is None):
+        groups, cache = self.groups(arguments), self._cache(arguments)
+        if groups is None or not (groups.causal or arguments.get("attention_mask") is None):
             return False
         return cache is None or (isinstance(cache, RoutedLayer) and not cache.seen)
 
@@ -118,8 +118,8 @@ class DecoderLayerHost:
             embeddings = tuple(_packed(each, place_T, slots) for each in embeddings)
         cache = self._cache(arguments)
         if isinstance(cache, RoutedLayer):
-            cache.remember(routing.roles)
-            cache.announce(routing.index_BK, routing.valid_BK, x_BND.shape[1], packing.slot_T)
+            cache.remember(routing.groups)
+            cache.begin_update(routing.index_BK, routing.valid_BK, x_BND.shape[1], packing.slot_T)
         return {**arguments, "attention_mask": None, "position_ids": None, "position_embeddings": embeddings}
 
     def attend_to_all(
@@ -142,20 +142,20 @@ class DecoderLayerHost:
         """Return the norm at the entry of the layer."""
         return layer.get_submodule("input_layernorm")
 
-    def has_room(self, arguments: Mapping[str, Any]) -> bool:
+    def is_static(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the cache gives a layer keys of tokens to come, too, as a static one does."""
         return bool(getattr(arguments.get("past_key_values"), "is_compileable", False))
 
-    def stand_by(self, x_BND: Tensor) -> None:
+    def record_no_attention(self, x_BND: Tensor) -> None:
         """Record an empty attention map where maps are recorded, so that each has its layer's index."""
         collected = _active_collector.get()
         if collected is not None and "attentions" in collected and self.config._attn_implementation == "eager":
             collected["attentions"].append(x_BND.new_zeros(len(x_BND), self.config.num_attention_heads, 0, 0))
 
-    def takes_all(self, arguments: Mapping[str, Any], x_BND: Tensor) -> bool:
+    def try_append_all(self, arguments: Mapping[str, Any], x_BND: Tensor) -> bool:
         """Return whether all tokens run and none is hidden; a layer's cache of filled slots is told of them then."""
         hides = self.window is not None or arguments.get("attention_mask") is not None
-        if hides or arguments.get(ROLES, _UNKNOWN) is not None:
+        if hides or arguments.get(GROUPS, _UNKNOWN) is not None:
             return False
         cache = arguments.get("past_key_values")
         if cache is None:
@@ -164,10 +164,10 @@ class DecoderLayerHost:
         layer = layers[self.index] if self.index < len(layers) else None
         if type(layer) is not RoutedLayer or layer.ragged:
             return False
-        layer.announce_all(x_BND)
+        layer.begin_update_all(x_BND)
         return True
 
-    def narrow(
+    def select_tokens(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, compact: bool = False
     ) -> Mapping[str, Any]:
         """Return the arguments for the kept tokens, and tell the layer's cache which tokens it is about to be given.
@@ -187,10 +187,10 @@ class DecoderLayerHost:
         elif compact:
             arguments = {**arguments, **self._counted_anew(x_BND, x_BND.shape[1], cache)}
         if cache is not None and routing is None:
-            cache.announce_all(x_BND)
+            cache.begin_update_all(x_BND)
         elif cache is not None and routing is not None:
-            cache.remember(routing.roles)
-            cache.announce(cache.seen + routing.index_BK, routing.valid_BK, x_BND.shape[1])
+            cache.remember(routing.groups)
+            cache.begin_update(cache.seen + routing.index_BK, routing.valid_BK, x_BND.shape[1])
         return arguments
 
     def _narrowed(

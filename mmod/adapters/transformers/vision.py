@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmod.adapters.base import HostModel, NamedArguments, hide_empty_slots
+from mmod.adapters.base import BlockStack, NamedArguments, hide_empty_slots
 from mmod.adapters.transformers.saving import DescribedRouting
 from mmod.blocks import host_class
 from mmod.routing import Routing
@@ -19,7 +19,7 @@ from mmod.routing import Routing
 LAYERS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}
 
 
-class EncoderLayerHost(NamedArguments):
+class EncoderLayerCall(NamedArguments):
     """How transformers calls a layer of a vision tower: with a mask that is always off, and keywords to pass on."""
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,12 +33,12 @@ class EncoderLayerHost(NamedArguments):
         """No token of an image is padding."""
         return None
 
-    def packs(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Other implementations of attention know no borders between images."""
         attention: Any = block.get_submodule("self_attn")
         return bool(attention.config._attn_implementation == "sdpa")
 
-    def narrow(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
+    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
         """Hide empty slots."""
         return {**arguments, "attention_mask": hide_empty_slots(None, routing.valid_BK, x_BND.dtype)}
 
@@ -54,7 +54,7 @@ def is_encoder_layer(layer: nn.Module) -> bool:
     return host_class(layer).__name__ in LAYERS and hasattr(config, "patch_size")
 
 
-def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> HostModel:
+def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStack:
     """Return the layers of a vision tower.
 
     Args:
@@ -63,12 +63,12 @@ def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> HostModel
         layers: The list.
     """
     first = layers[0]
-    return HostModel(
+    return BlockStack(
         library="transformers",
         names=tuple(f"{name}.{index}" for index in range(len(layers))),
         blocks=tuple(layers),
         prefix=LAYERS[host_class(first).__name__],
         dim=int(first.self_attn.config.hidden_size),  # type: ignore[union-attr,arg-type]
-        host_of=lambda layer: EncoderLayerHost(names=("attention_mask",)),
+        call_of=lambda layer: EncoderLayerCall(names=("attention_mask",)),
         hook=lambda routing: (layers, DescribedRouting(model)),
     )

@@ -98,9 +98,9 @@ class GenerationModels:
                 continue
             with trace(model) as decisions, torch.no_grad():
                 self._call(model)
-            roles = decisions[name].roles
-            assert roles is not None
-            level = torch.sigmoid(decisions[name].score_BN)[roles.free_BN]
+            groups = decisions[name].groups
+            assert groups is not None
+            level = torch.sigmoid(decisions[name].score_BN)[groups.free_BN]
             router.config = router.config.replace(**{threshold: between(level, int(len(level) * router.capacity))})
         return model
 
@@ -231,7 +231,7 @@ def _changed(config: RoutingConfig, changes: dict[str, Any]) -> RoutingConfig:
 
 
 def _share(routing: Any) -> float:
-    free_BN = routing.roles.free_BN
+    free_BN = routing.groups.free_BN
     return float((routing.keep_BN & free_BN).sum() / free_BN.sum())
 
 

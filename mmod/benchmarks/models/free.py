@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks import BlockHost, ImportanceBlock, RoutedBlock, convert, make_dense
+from mmod.blocks import BlockCall, ImportanceBlock, RoutedBlock, convert, make_dense
 from mmod.model import routed_blocks
 from mmod.routing import Routing, kept_count
 
@@ -19,14 +19,14 @@ class FreeState:
     """The state of a freely routed block.
 
     Args:
-        host: How the host calls the block.
+        call: How the host calls the block.
         capacity: Share of tokens kept.
         prefix: Leading tokens that are always kept.
         context: What a kept token attends to.
     """
 
-    def __init__(self, host: BlockHost, capacity: Fraction, prefix: int, context: str) -> None:
-        self.host = host
+    def __init__(self, call: BlockCall, capacity: Fraction, prefix: int, context: str) -> None:
+        self.call = call
         self.capacity = capacity
         self.prefix = prefix
         self.context = context
@@ -36,10 +36,10 @@ class FreeBlock(nn.Module):
     """Mixin that runs a host block on the first K tokens: no score, no selection, no gate, no moving by index.
 
     Attributes:
-        mod: Plain state, see `FreeState`.
+        mod_state: Plain state, see `FreeState`.
     """
 
-    mod: FreeState
+    mod_state: FreeState
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host block on `x[:, :K]` and put the result in front of the other tokens.
@@ -49,13 +49,13 @@ class FreeBlock(nn.Module):
             args: Further arguments of the host block.
             kwargs: The same by name.
         """
-        host, tokens = self.mod.host, x.shape[1]
-        count = kept_count(tokens, self.mod.capacity, self.mod.prefix)
-        arguments = host.bind(args, kwargs)
-        if self.mod.context == "all":
+        call, tokens = self.mod_state.call, x.shape[1]
+        count = kept_count(tokens, self.mod_state.capacity, self.mod_state.prefix)
+        arguments = call.bind(args, kwargs)
+        if self.mod_state.context == "all":
             index_BK = torch.arange(count, device=x.device).expand(x.shape[0], -1)
             first = Routing(score_BN=x[..., 0], index_BK=index_BK)
-            y = host.attend_to_all(self, super().forward, arguments, x, x[:, :count], first)
+            y = call.attend_to_all(self, super().forward, arguments, x, x[:, :count], first)
         else:
             y = super().forward(x[:, :count], **first_tokens(arguments, tokens, count))
         return torch.cat([y, x[:, count:]], dim=1)
@@ -105,7 +105,7 @@ def free_routing(model: nn.Module) -> nn.Module:
     for module in list(free.modules()):
         if isinstance(module, RoutedBlock):
             state = FreeState(
-                module.mod.host, module.router.capacity, module.router.prefix, module.router.config.context
+                module.mod_state.call, module.router.capacity, module.router.prefix, module.router.config.context
             )
             make_dense(module)
             convert(module, FreeBlock, state)

@@ -29,7 +29,7 @@ class LoopedBlock(RoutedBlock):
             args: Further arguments of the host block, which must be off.
             kwargs: The same by name.
         """
-        routing = self.mod.decide(self.router, x, self.training, lambda shared_BN: self.router(x, shared_BN), ())
+        routing = self.mod_state.decide(self.router, x, self.training, lambda shared_BN: self.router(x, shared_BN), ())
         gates = [None] * x.shape[0] if routing.gate_BK is None else routing.gate_BK
         out = []
         for tokens_ND, index_K, gate_K in zip(x, routing.index_BK, gates):
@@ -50,7 +50,7 @@ class MaskedBlock(RoutedBlock):
             args: Further arguments of the host block, which must be off.
             kwargs: The same by name.
         """
-        routing = self.mod.decide(self.router, x, self.training, lambda shared_BN: self.router(x, shared_BN), ())
+        routing = self.mod_state.decide(self.router, x, self.training, lambda shared_BN: self.router(x, shared_BN), ())
         keep_BN = routing.keep_BN
         y = super(RoutedBlock, self).forward(x, *args, **kwargs, attn_mask=keep_BN[:, None, None, :])
         gate_BN = None
@@ -99,5 +99,5 @@ def control(model: nn.Module, path: str) -> nn.Module:
             make_dense(block)
             convert(block, RemovedBlock, None)
         else:
-            convert(block, mixins[path], block.mod)
+            convert(block, mixins[path], block.mod_state)
     return copied

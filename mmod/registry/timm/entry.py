@@ -12,7 +12,7 @@ from typing import Any
 from timm.models import build_model_with_cfg, generate_default_cfgs, get_arch_pretrained_cfgs, register_model
 from torch import Tensor, nn
 
-from mmod.adapters.find import find_host
+from mmod.adapters.find import find_stack
 from mmod.config import RoutingConfig
 from mmod.model import route_
 from mmod.planning import preset
@@ -88,7 +88,7 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
         model.dense_entry = dense.__name__  # type: ignore[assignment]  # what mmod.save_pretrained builds again
         if method is None:
             return route_(model, RoutingConfig.from_dict(options))
-        return route_(model, preset(method, depth=len(find_host(model).blocks), **options))
+        return route_(model, preset(method, depth=len(find_stack(model).blocks), **options))
 
     host_filter = getattr(sys.modules[dense.__module__], "checkpoint_filter_fn")  # noqa: B009
 

@@ -14,7 +14,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from mmod import capacities, is_routed, routed_blocks
-from mmod.adapters import HostModel, find_hosts
+from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis.prefill import PrefillFlops, prefill_flops
 from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import open_conversations
@@ -120,16 +120,16 @@ def plan_run(config: VlmConfig) -> VlmPlan:
     epochs = math.ceil(arguments.num_train_epochs * math.ceil(len(train) / batch))
     blocks = routed_blocks(model) if is_routed(model) else {}
     shares = dict(capacities(model)) if blocks else {}
-    hosts = find_hosts(model)
+    stacks = find_stacks(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     flops = prefill_flops(model, tokens - image_tokens, image_tokens, shares or None, protected)
     kept = {row.name: row.kept for row in flops.layers}
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
     held = arguments.train_batch_size * sum(
-        _held_bytes(host, patches if name == "vision" else tokens, kept, config.trainer)
-        for name, host in hosts.items()
+        _held_bytes(stack, patches if name == "vision" else tokens, kept, config.trainer)
+        for name, stack in stacks.items()
         # Below the language model, a frozen tower has no backward pass.
-        if name == "language" or any(weight.requires_grad for block in host.blocks for weight in block.parameters())
+        if name == "language" or any(weight.requires_grad for block in stack.blocks for weight in block.parameters())
     )
     return VlmPlan(
         samples=len(train),
@@ -142,7 +142,7 @@ def plan_run(config: VlmConfig) -> VlmPlan:
         answers=mean(float((entry["labels"] != IGNORED).sum()) for entry in batches),
         flops=flops,
         kept={name: shares[name] if block.router.config.select == "topk" else None for name, block in blocks.items()},
-        depth=sum(len(host.blocks) for name, host in hosts.items() if name in (config.routing or ["language"])),
+        depth=sum(len(stack.blocks) for name, stack in stacks.items() if name in (config.routing or ["language"])),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         router_parameters=sum(parameter.numel() for parameter in router_parameters(model).values()),
         trained=sum(parameter.numel() for parameter in trained),
@@ -180,11 +180,11 @@ def _patches(model: Any, batch: Mapping[str, Tensor]) -> int:
     return math.prod(images) * (height // side) * (width // side)
 
 
-def _held_bytes(host: HostModel, tokens: int, kept: Mapping[str, int], trainer: Mapping[str, Any]) -> int:
+def _held_bytes(stack: BlockStack, tokens: int, kept: Mapping[str, int], trainer: Mapping[str, Any]) -> int:
     total, is_half = 0, bool(trainer.get("bf16") or trainer.get("fp16"))
-    for name, block in zip(host.names, host.blocks):
+    for name, block in zip(stack.names, stack.blocks):
         width = sum(part.in_features + part.out_features for part in block.modules() if isinstance(part, nn.Linear))
-        held = host.dim * tokens + (0 if trainer.get("gradient_checkpointing") else kept.get(name, tokens) * width)
+        held = stack.dim * tokens + (0 if trainer.get("gradient_checkpointing") else kept.get(name, tokens) * width)
         total += held * (2 if is_half else next(block.parameters()).element_size())
     return total
 

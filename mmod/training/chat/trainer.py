@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Trainer
 
 from mmod import Routing, auxiliary_loss, is_routed, routed_blocks
-from mmod.adapters import find_hosts
+from mmod.adapters import find_stacks
 from mmod.blocks import host_class
 from mmod.data.readers.conversations import Conversations
 from mmod.training.chat.model import check_routers_learn, router_parameters
@@ -49,12 +49,12 @@ class RoutingWatch:
         """
         with torch.no_grad():
             keep_BN = routing.keep_BN
-            roles = routing.roles
-            free_BN = torch.ones_like(keep_BN) if roles is None else roles.free_BN
+            groups = routing.groups
+            free_BN = torch.ones_like(keep_BN) if groups is None else groups.free_BN
             kept = (keep_BN & free_BN).sum().double()
             figures = [kept, free_BN.sum().double(), *[torch.zeros_like(kept)] * 3]
             if routing.gate_BK is not None:
-                gated_BN = free_BN if roles is None else roles.gated_BN
+                gated_BN = free_BN if groups is None else groups.gated_BN
                 counts_BK = gated_BN.gather(1, routing.index_BK)
                 counts_BK = counts_BK if routing.valid_BK is None else counts_BK & routing.valid_BK
                 gate_BK = torch.where(counts_BK, routing.gate_BK, 0.0).double()
@@ -283,7 +283,7 @@ def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
     What models say themselves does not serve: LLaVA names layers that it does not have.
     """
     if names is None:
-        layers = [block for host in find_hosts(model).values() for block in host.blocks]
+        layers = [block for stack in find_stacks(model).values() for block in stack.blocks]
         return sorted({type(layer).__name__ for layer in layers})
     found: set[str] = set()
     for name in names.split(","):

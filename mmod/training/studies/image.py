@@ -13,7 +13,7 @@ from statistics import mean, median
 import torch
 from torch import nn
 
-from mmod.adapters import find_host
+from mmod.adapters import find_stack
 from mmod.analysis import flops, trace
 from mmod.analysis.plots import draw_routing_maps, draw_tradeoff
 from mmod.analysis.timing import interleave, ratios
@@ -220,7 +220,7 @@ def _isoflop_depths(config: ImageStudyConfig, dense: TrainConfig) -> dict[int, f
     """Depths of the dense models nearest in FLOPs to the routed ones, each with its share of the dense depth."""
     plain = _weightless(dense)
     model = create_models(plain)[0]
-    depth, size = len(find_host(model).blocks), (dense.data.channels, dense.data.image_size, dense.data.image_size)
+    depth, size = len(find_stack(model).blocks), (dense.data.channels, dense.data.image_size, dense.data.image_size)
     report = flops(model, size)
     depths = set()
     for routing, capacity in product(config.routers.values(), filter(None, config.capacities)):
@@ -314,12 +314,12 @@ def _points(
 def _draw_maps(job: Job[TrainConfig], model: nn.Module, config: ImageStudyConfig) -> None:
     """Draw what a routed model kept on the first evaluation images."""
     images = next(iter(create_eval_stream(job.config.data).batches(0)))[0][: config.maps]
-    host = find_host(model)
+    stack = find_stack(model)
     with torch.inference_mode(), trace(model) as decisions:
         model(images.to(choose_device(job.config.device)))
-    patches = next(iter(decisions.values())).score_BN.shape[1] - host.prefix
+    patches = next(iter(decisions.values())).score_BN.shape[1] - stack.prefix
     side = round(patches**0.5)
     low, high = images.amin(), images.amax()
-    figure = draw_routing_maps((images - low) / (high - low), decisions, host.prefix, (side, patches // side))
+    figure = draw_routing_maps((images - low) / (high - low), decisions, stack.prefix, (side, patches // side))
     Path(config.output).mkdir(parents=True, exist_ok=True)
     figure.savefig(Path(config.output) / f"maps-{job.name}.png", dpi=150, bbox_inches="tight")

@@ -239,7 +239,7 @@ def test_packed_samples_train_like_padded_ones(folder: Path, routing: Any) -> No
         loss.backward()
         if routing is MASKED:
             for block in mmod.routed_blocks(model).values():
-                keep_BN = block.mod.routing.keep_BN
+                keep_BN = block.mod_state.routing.keep_BN
                 assert bool(keep_BN[batch["protected_mask"]].all())
                 free_BN = batch.get("attention_mask", torch.ones_like(keep_BN)).bool() & ~batch["protected_mask"]
                 assert 0 < int(keep_BN[free_BN].sum()) <= int(free_BN.sum()) // 2
@@ -287,7 +287,7 @@ def test_watch_counts_what_blocks_keep(folder: Path) -> None:
         assert watch.take() == {}
     assert list(figures) == list(mmod.routed_blocks(model))
     for name, found in figures.items():
-        routing = mmod.routed_blocks(model)[name].mod.routing
+        routing = mmod.routed_blocks(model)[name].mod_state.routing
         image = batch["input_ids"] == processor.image_token_id
         assert found["kept"] == pytest.approx(float(routing.keep_BN[image].float().mean()))
         kept = routing.keep_BN & image

@@ -1,7 +1,7 @@
-"""The seam at a host's attention: read or replace the one call where tokens meet, and leave all others alone.
+"""A function mode that reads or replaces a host's attention, the one call where tokens meet, and no other call.
 
-The host's forward runs as it is. The mechanism is torch's own function mode: it is traced by compile and export like
-any other code and leaves nothing behind.
+The host's forward runs as it is. Torch's own function modes are traced by compile and export like any other code, and
+leave nothing behind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AttentionCall(NamedTuple):
         )  # fmt: skip
 
 
-class AttentionSeam(TorchFunctionMode):
+class AttentionIntercept(TorchFunctionMode):
     """Context manager that hands every call of `scaled_dot_product_attention` inside it to `attend`."""
 
     def __torch_function__(
@@ -47,18 +47,18 @@ class AttentionSeam(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Divert some calls and pass every other through."""
+        """Replace some calls and pass every other through."""
         return self._call(func, *args, **(kwargs or {}))
 
     def _call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        replacement = self.divert(func)
+        replacement = self.replace(func)
         if replacement is not None:
             return replacement(*args, **kwargs)
         result = func(*args, **kwargs)
-        self.watch(func, args, result)
+        self.observe(func, args, result)
         return result
 
-    def divert(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+    def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return what is called in the place of a function, with its arguments, or None to leave it."""
         if func is F.scaled_dot_product_attention:
             return self._attend
@@ -73,5 +73,5 @@ class AttentionSeam(TorchFunctionMode):
         """Take the place of a call of `scaled_dot_product_attention`."""
         raise NotImplementedError
 
-    def watch(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+    def observe(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
         """See any other call, with its positional arguments and its result."""

@@ -1,4 +1,4 @@
-"""Roles of tokens in a language model, and the router that respects them.
+"""Groups of tokens in a language model, and the router that chooses within them.
 
 Axes: B samples, N tokens, K slots per sample, D channels.
 """
@@ -6,7 +6,6 @@ Axes: B samples, N tokens, K slots per sample, D channels.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,55 +13,11 @@ from torch import Tensor, nn
 from mmod.config import RoutingConfig
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import slots_for
-from mmod.routing.router import Router, Routing
-
-PADDING, KEPT = -1, 0
-
-
-class Roles(NamedTuple):
-    """Which tokens of a batch may be skipped, for all routed layers of a forward pass.
-
-    Counts stand beside the tensors as plain numbers, so that no layer waits for the device to learn its shapes.
-
-    Args:
-        group_BN: -1 for padding, 0 for tokens that are always kept, and the number of the group, from 1 on, for
-            tokens that may be skipped; the top-k is taken within each group (B, N).
-        gated_BN: True where the gate weighs a kept token's update (B, N).
-        limit_BN: What a sort, lowest first, is to see at most: -inf for tokens that are always kept, inf for those
-            that may be skipped, NaN, which sorts last, for padding (B, N).
-        sizes: For each sample the sizes of its groups.
-        always: For each sample the number of tokens that are always kept.
-        strict: A capacity that keeps no token of a group is an error.
-        alone: Every sample has one token, and a slot for it whether it is kept or not.
-        causal: A token attends to all valid ones up to itself and to no other, whatever mask says so.
-    """
-
-    group_BN: Tensor
-    gated_BN: Tensor
-    limit_BN: Tensor
-    sizes: tuple[tuple[int, ...], ...]
-    always: tuple[int, ...]
-    strict: bool = True
-    alone: bool = False
-    causal: bool = False
-
-    @property
-    def padded(self) -> bool:
-        """Whether a token is padding."""
-        return sum(map(sum, self.sizes)) + sum(self.always) < self.group_BN.numel()
-
-    @property
-    def skips(self) -> bool:
-        """Whether any token may be skipped."""
-        return any(map(any, self.sizes))
-
-    @property
-    def free_BN(self) -> Tensor:
-        """True where a token may be skipped (B, N)."""
-        return self.group_BN > KEPT
+from mmod.routing.decision import KEPT, PADDING, Routing, TokenGroups
+from mmod.routing.router import Router
 
 
-def assign_roles(
+def assign_groups(
     free_BN: Tensor,
     gated_BN: Tensor,
     valid_BN: Tensor,
@@ -70,8 +25,8 @@ def assign_roles(
     strict: bool = True,
     segment_BN: Tensor | None = None,
     first_BN: Tensor | None = None,
-) -> Roles:
-    """Give every token its role; waits for the device once, and twice where frames are spans or rows are packed.
+) -> TokenGroups:
+    """Assign every token to its group; waits for the device once, and twice where frames are spans or rows are packed.
 
     Args:
         free_BN: True where a token may be skipped (B, N).
@@ -88,51 +43,51 @@ def assign_roles(
 
     Example:
         >>> free = torch.tensor([[False, True, True, False, True]])
-        >>> roles = assign_roles(free, free, torch.ones_like(free), frames="span")
-        >>> roles.group_BN.tolist(), roles.sizes, roles.always
+        >>> groups = assign_groups(free, free, torch.ones_like(free), frames="span")
+        >>> groups.group_BN.tolist(), groups.sizes, groups.always
         ([[0, 1, 1, 0, 2]], ((2, 1),), (2,))
     """
     free_BN = free_BN & valid_BN
     if frames is None and segment_BN is None:
         group_BN = free_BN.long()
-        groups = 1
+        count = 1
     elif frames is None:
         assert segment_BN is not None
         group_BN = (segment_BN + 1) * free_BN
-        groups = int(segment_BN.max()) + 1
+        count = int(segment_BN.max()) + 1
     elif frames == "span":
         if first_BN is None:
             first_BN = free_BN & ~nn.functional.pad(free_BN, (1, 0))[:, :-1]
         group_BN = first_BN.cumsum(1) * free_BN
-        groups = int(group_BN.max()) if group_BN.numel() else 0
+        count = int(group_BN.max()) if group_BN.numel() else 0
     else:
         size = int(frames)
         group_BN = ((free_BN.cumsum(1) - 1) // size + 1) * free_BN
-        groups = -(-free_BN.shape[1] // size)
+        count = -(-free_BN.shape[1] // size)
     group_BN = group_BN.masked_fill(~valid_BN, PADDING)
-    counts = torch.zeros(len(group_BN), groups + 2, dtype=torch.long, device=group_BN.device)
+    counts = torch.zeros(len(group_BN), count + 2, dtype=torch.long, device=group_BN.device)
     rows = counts.scatter_add(1, group_BN + 1, torch.ones_like(group_BN)).tolist()
     sizes = tuple(tuple(row[2 : 2 + _used(row[2:])]) for row in rows)
     if isinstance(frames, int) and any(size != frames for row in sizes for size in row):
         raise ValueError(f"frames={frames} does not divide the image tokens of a sample, {[sum(row) for row in sizes]}")
     always = tuple(row[1] for row in rows)
-    return Roles(group_BN, gated_BN & valid_BN, _limits(group_BN), sizes, always, strict)
+    return TokenGroups(group_BN, gated_BN & valid_BN, _limits(group_BN), sizes, always, strict)
 
 
-def decoded_roles(valid_BN: Tensor) -> Roles:
-    """Give the next token of every sample its role: it may be skipped, and no shape depends on whether it is.
+def decoded_groups(valid_BN: Tensor) -> TokenGroups:
+    """Assign the next token of every sample: it may be skipped, and no shape depends on whether it is.
 
     Args:
         valid_BN: False where a sample has none (B, 1).
 
     Example:
-        >>> decoded_roles(torch.tensor([[True], [False]])).group_BN.tolist()
+        >>> decoded_groups(torch.tensor([[True], [False]])).group_BN.tolist()
         [[1], [-1]]
     """
     samples = len(valid_BN)
     group_BN = valid_BN * 2 - 1
     sizes, always = ((1,),) * samples, (0,) * samples
-    return Roles(group_BN, valid_BN, _limits(group_BN), sizes, always, strict=False, alone=True)
+    return TokenGroups(group_BN, valid_BN, _limits(group_BN), sizes, always, strict=False, alone=True)
 
 
 def _limits(group_BN: Tensor) -> Tensor:
@@ -144,7 +99,7 @@ def _used(counts: list[int]) -> int:
     return max((place + 1 for place, count in enumerate(counts) if count), default=0)
 
 
-def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[Tensor, Tensor | None, int]:
+def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> tuple[Tensor, Tensor | None, int]:
     """Keep the highest scores of every group, and all tokens that are always kept.
 
     Ties go to the lowest index and NaN ranks last among the tokens of its group. A group of n tokens keeps
@@ -153,53 +108,53 @@ def select_within(score_BN: Tensor, capacity: Fraction, roles: Roles) -> tuple[T
     Args:
         score_BN: Raw scores (B, N).
         capacity: Share of each group that is kept.
-        roles: The roles of the tokens.
+        groups: The groups of the tokens.
 
     Returns:
         Indices (B, K), ascending among the kept; which slots are valid (B, K), None meaning all; and how many are
         valid in all.
 
     Raises:
-        ValueError: The capacity keeps none of a group's tokens, where the roles are strict about it.
+        ValueError: The capacity keeps none of a group's tokens, where the groups are strict about it.
 
     Example:
         >>> free = torch.tensor([[False, True, True, True, True]])
-        >>> roles = assign_roles(free, free, torch.ones_like(free))
-        >>> select_within(torch.tensor([[0.0, 0.1, 0.9, 0.2, 0.9]]), Fraction(1, 2), roles)[0]
+        >>> groups = assign_groups(free, free, torch.ones_like(free))
+        >>> select_within(torch.tensor([[0.0, 0.1, 0.9, 0.2, 0.9]]), Fraction(1, 2), groups)[0]
         tensor([[0, 2, 4]])
     """
-    keeps = [[_kept_of(size, capacity, roles.strict) for size in row] for row in roles.sizes]
-    counts = [sum(row) + always for row, always in zip(keeps, roles.always)]
+    keeps = [[_kept_of(size, capacity, groups.strict) for size in row] for row in groups.sizes]
+    counts = [sum(row) + always for row, always in zip(keeps, groups.always)]
     tokens = score_BN.shape[1]
-    if not any(keeps) or all(kept == list(sizes) for kept, sizes in zip(keeps, roles.sizes)):
-        return _slots_of(roles.group_BN > PADDING, counts)
-    groups = max(map(len, keeps))
+    if not any(keeps) or all(kept == list(sizes) for kept, sizes in zip(keeps, groups.sizes)):
+        return _slots_of(groups.group_BN > PADDING, counts)
+    count = max(map(len, keeps))
     worst_BN = -score_BN.detach().nan_to_num(nan=-torch.inf, neginf=torch.finfo(score_BN.dtype).min)
-    if groups == 1:
-        worst_BN = torch.minimum(worst_BN, roles.limit_BN)
+    if count == 1:
+        worst_BN = torch.minimum(worst_BN, groups.limit_BN)
         return _first_of(torch.sort(worst_BN, dim=1, stable=True).indices[:, : max(counts)], counts, tokens)
     order_BN = torch.sort(worst_BN, dim=1, stable=True).indices
     # Sorting by group afterwards, stably, leaves every group sorted by score; padding and kept tokens come first.
-    in_order_BN = roles.group_BN.gather(1, order_BN)
+    in_order_BN = groups.group_BN.gather(1, order_BN)
     order_BN = order_BN.gather(1, torch.sort(in_order_BN, dim=1, stable=True).indices)
-    first = [_running([tokens - sum(row), *row], groups) for row in roles.sizes]
-    limits = [[*row, *[0] * (groups - len(row))] for row in keeps]
-    group_BN = roles.group_BN.clamp(min=1) - 1
+    first = [_running([tokens - sum(row), *row], count) for row in groups.sizes]
+    limits = [[*row, *[0] * (count - len(row))] for row in keeps]
+    group_BN = groups.group_BN.clamp(min=1) - 1
     last_BN = torch.tensor(first, device=score_BN.device) + torch.tensor(limits, device=score_BN.device)
     place_BN = torch.empty_like(order_BN).scatter_(
         1, order_BN, torch.arange(tokens, device=order_BN.device).expand_as(order_BN)
     )
     chosen_BN = place_BN < last_BN.gather(1, group_BN)
-    return _slots_of(torch.where(roles.free_BN, chosen_BN, roles.group_BN == KEPT), counts)
+    return _slots_of(torch.where(groups.free_BN, chosen_BN, groups.group_BN == KEPT), counts)
 
 
-def _running(sizes: list[int], groups: int) -> list[int]:
+def _running(sizes: list[int], count: int) -> list[int]:
     """Return where each group starts in the sorted order, for as many groups as any sample has."""
     starts, start = [], 0
     for size in sizes[:-1] if len(sizes) > 1 else []:
         start += size
         starts.append(start)
-    return starts + [0] * (groups - len(starts))
+    return starts + [0] * (count - len(starts))
 
 
 def _kept_of(size: int, capacity: Fraction, strict: bool) -> int:
@@ -268,22 +223,22 @@ class Predictor(nn.Module):
         return logit
 
 
-class RoleRouter(Router):
-    """A router that skips only tokens whose role allows it.
+class DecoderRouter(Router):
+    """A router that chooses within groups of tokens, as decoder layers need it.
 
     Args:
         config: How to score, select and gate.
         dim: Channels D of a token.
         block: Index of the block in its model.
         capacity: Share kept of the tokens that may be skipped.
-        prefix: Not used by roles, which say themselves what is kept.
+        prefix: Not used by groups, which say themselves what is kept.
         device: Where parameters are created.
         dtype: Type of the parameters; scores are fp32 whatever it is.
 
     Example:
-        >>> router = RoleRouter(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5)
+        >>> router = DecoderRouter(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5)
         >>> free = torch.tensor([[False] + [True] * 4])
-        >>> router(torch.randn(1, 5, 8), roles=assign_roles(free, free, torch.ones_like(free))).index_BK.shape
+        >>> router(torch.randn(1, 5, 8), groups=assign_groups(free, free, torch.ones_like(free))).index_BK.shape
         torch.Size([1, 3])
     """
 
@@ -307,34 +262,34 @@ class RoleRouter(Router):
         importance_BN: Tensor | None = None,
         valid_BN: Tensor | None = None,
         protect_BN: Tensor | None = None,
-        roles: Roles | None = None,
+        groups: TokenGroups | None = None,
     ) -> Routing:
         """Decide for a batch of tokens.
 
         Args:
             x_BND: What is scored (B, N, D).
             importance_BN: See `Router.forward`.
-            valid_BN: Not read; roles say what is padding.
-            protect_BN: Not read; roles say what is kept.
-            roles: The roles of the tokens.
+            valid_BN: Not read; groups say what is padding.
+            protect_BN: Not read; groups say what is kept.
+            groups: The groups of the tokens.
 
         Raises:
-            ValueError: No roles, attention routing without importance, or a capacity that keeps nothing.
+            ValueError: No groups, attention routing without importance, or a capacity that keeps nothing.
         """
-        if roles is None:
-            raise ValueError("this router needs the roles of the tokens: run the whole model, not a layer of it")
-        free_BN = roles.free_BN
+        if groups is None:
+            raise ValueError("this router needs the groups of the tokens: run the whole model, not a layer of it")
+        free_BN = groups.free_BN
         score_BN = self._score(x_BND, importance_BN, free_BN)
         if self.config.score.positional and score_BN is not importance_BN:
             # By rank among the tokens that may be skipped, so that neither padding nor text moves the draw.
             score_BN = score_BN.gather(1, (free_BN.cumsum(1) - 1).clamp(min=0))
         predicted_BN = None if self.predictor is None else self.predictor(x_BND)
-        index_BK, valid_BK, total = self._select(score_BN, predicted_BN, roles, free_BN)
+        index_BK, valid_BK, total = self._select(score_BN, predicted_BN, groups, free_BN)
         gate, scale = str(self.config.gate), float(self.config.gate_scale or 0)
         gate_BK, skip_weight_BN = None, None
         weight_BN = apply_gate(score_BN, gate, scale)
         if weight_BN is not None:
-            gate_BK = torch.where(roles.gated_BN, weight_BN, 1.0).gather(1, index_BK)
+            gate_BK = torch.where(groups.gated_BN, weight_BN, 1.0).gather(1, index_BK)
             if self.config.reweight_skipped:
                 skip_weight_BN = torch.where(free_BN, weight_BN, 1.0)
         return Routing(
@@ -345,21 +300,21 @@ class RoleRouter(Router):
             skip_weight_BN,
             None if self.config.score.draws else importance_BN,
             total,
-            roles,
+            groups,
             predicted_BN,
         )
 
     def _select(
-        self, score_BN: Tensor, predicted_BN: Tensor | None, roles: Roles, free_BN: Tensor
+        self, score_BN: Tensor, predicted_BN: Tensor | None, groups: TokenGroups, free_BN: Tensor
     ) -> tuple[Tensor, Tensor | None, int | None]:
         threshold = self.config.threshold if self.config.select == "threshold" else None
         if not self.training and self.config.inference_threshold is not None:
             threshold = self.config.inference_threshold
             score_BN = score_BN if predicted_BN is None else predicted_BN
         if threshold is None:
-            return select_within(score_BN, self.capacity, roles)
+            return select_within(score_BN, self.capacity, groups)
         squashed_BN = self.config.score.squashed(score_BN.detach(), free_BN)
-        keep_BN = (roles.group_BN == KEPT) | (free_BN & (squashed_BN >= threshold))
-        if roles.alone:
+        keep_BN = (groups.group_BN == KEPT) | (free_BN & (squashed_BN >= threshold))
+        if groups.alone:
             return torch.zeros_like(keep_BN, dtype=torch.long), keep_BN, None
         return _slots_of(keep_BN, keep_BN.sum(1).tolist())

@@ -16,14 +16,14 @@ from mmod.ops.backend import choose
 from mmod.routing import Routing
 
 
-class EntryNorm(nn.Module):
+class FusedNorm(nn.Module):
     """Mixin for a block's first norm, which returns rows handed to it instead of computing them again.
 
     Attributes:
-        mod: Plain state: the kind of norm, and what was handed over.
+        mod_state: Plain state: the kind of norm, and what was handed over.
     """
 
-    mod: EntryState
+    mod_state: FusedNormState
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of the rows, taken as handed over where they are the very rows that was done for.
@@ -31,11 +31,11 @@ class EntryNorm(nn.Module):
         Args:
             x: Tokens (B, K, D).
         """
-        normed = self.mod.take(x)
+        normed = self.mod_state.pop(x)
         return super().forward(x) if normed is None else normed
 
 
-class EntryState:
+class FusedNormState:
     """The state of a routed block's first norm.
 
     Args:
@@ -46,11 +46,11 @@ class EntryState:
         self.kind = kind
         self._handed: PassValue[tuple[Tensor, Tensor]] = PassValue()
 
-    def hand(self, z_BKD: Tensor, normed_BKD: Tensor) -> None:
+    def store(self, z_BKD: Tensor, normed_BKD: Tensor) -> None:
         """Hand rows over together with what the norm makes of them."""
         self._handed.put((z_BKD, normed_BKD))
 
-    def take(self, x: Tensor) -> Tensor | None:
+    def pop(self, x: Tensor) -> Tensor | None:
         """Return what was handed over for these rows, once."""
         handed = self._handed.get()
         if handed is None or handed[0] is not x:
@@ -59,24 +59,24 @@ class EntryState:
         return handed[1]
 
 
-def enter_block(x_BND: Tensor, routing: Routing, norm: nn.Module | None) -> Tensor:
+def gather_kept(x_BND: Tensor, routing: Routing, norm: nn.Module | None) -> Tensor:
     """Gather the kept rows of a routed block.
 
     Args:
         x_BND: All tokens (B, N, D).
         routing: The decision.
-        norm: The block's first norm if it is an `EntryNorm`, else None.
+        norm: The block's first norm if it is an `FusedNorm`, else None.
 
     Returns:
         The kept tokens (B, K, D).
     """
-    if not isinstance(norm, EntryNorm) or not _fuses(x_BND):
+    if not isinstance(norm, FusedNorm) or not _fuses(x_BND):
         return gather_rows(x_BND, routing.index_BK, routing.inverse_BN)
-    state, plain = norm.mod, cast(nn.LayerNorm, norm)
+    state, plain = norm.mod_state, cast(nn.LayerNorm, norm)
     # An RMS norm has the same fields but no bias.
     bias = getattr(norm, "bias", None)
     z_BKD, normed_BKD = gather_norm(x_BND, routing.index_BK, plain.weight, bias, plain.eps, state.kind)
-    state.hand(z_BKD, normed_BKD)
+    state.store(z_BKD, normed_BKD)
     return z_BKD
 
 

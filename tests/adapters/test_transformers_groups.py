@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mmod
-from mmod.routing import RoleRouter, assign_roles, select_within
+from mmod.routing import DecoderRouter, assign_groups, select_within
 from tests.adapters.vlm_zoo import (
     IMAGE,
     LANGUAGE,
@@ -169,16 +169,16 @@ def test_selection_within_roles_equals_its_definition(data: Any, samples: int, t
     free = torch.rand(samples, tokens, generator=generator) < 0.6
     frames = data.draw(st.sampled_from([None, "span"]))
     capacity = mmod.config.rational(data.draw(st.sampled_from([0.25, 0.5, 1.0])))
-    roles = assign_roles(free, free, valid, frames, strict=False)
-    index, slot_valid, total = select_within(score, capacity, roles)
+    groups = assign_groups(free, free, valid, frames, strict=False)
+    index, slot_valid, total = select_within(score, capacity, groups)
     assert total == (index.numel() if slot_valid is None else int(slot_valid.sum()))
     for row in range(samples):
         expected = {place for place in range(tokens) if valid[row, place] and not free[row, place]}
-        groups: dict[int, list[int]] = {}
+        places: dict[int, list[int]] = {}
         for place in range(tokens):
-            if roles.group_BN[row, place] > 0:
-                groups.setdefault(int(roles.group_BN[row, place]), []).append(place)
-        for members in groups.values():
+            if groups.group_BN[row, place] > 0:
+                places.setdefault(int(groups.group_BN[row, place]), []).append(place)
+        for members in places.values():
             number = max(1, len(members) * capacity.numerator // capacity.denominator)
             expected |= set(sorted(members, key=lambda place, row=row: (-score[row, place], place))[:number])
         kept = index[row] if slot_valid is None else index[row][slot_valid[row]]
@@ -203,7 +203,7 @@ def test_a_batch_without_images_trains_too() -> None:
     loss = model(**batch, labels=batch["input_ids"]).loss + mmod.auxiliary_loss(model)
     loss.backward()
     for block in mmod.routed_blocks(model).values():
-        assert isinstance(block.router, RoleRouter)
+        assert isinstance(block.router, DecoderRouter)
         assert block.router.score.weight.grad is not None
         assert not block.router.score.weight.grad.any()
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mmod
-from mmod.blocks.entry import EntryNorm
+from mmod.blocks.fused_norm import FusedNorm
 from tests.zoo import make_images, make_model
 
 MODELS = ["vit_tiny_patch16_224", "aimv2_large_patch14_224", "vit_base_patch16_xp_224", "vit_base_patch16_rpn_224"]
@@ -31,7 +31,7 @@ def _full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def entry_norms(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, EntryNorm)]
+    return [module for module in model.modules() if isinstance(module, FusedNorm)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,107 @@
+"""Values that routers take and return: which tokens may be skipped, and which are kept.
+
+Axes: B images or samples, N tokens, K kept slots per image or sample.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Groups of tokens that no router chooses among.
+PADDING, KEPT = -1, 0
+
+
+class TokenGroups(NamedTuple):
+    """Which tokens of a batch may be skipped, for all routed layers of a forward pass.
+
+    Counts stand beside the tensors as plain numbers, so that no layer waits for the device to learn its shapes.
+
+    Args:
+        group_BN: -1 for padding, 0 for tokens that are always kept, and the number of the group, from 1 on, for
+            tokens that may be skipped; the top-k is taken within each group (B, N).
+        gated_BN: True where the gate weighs a kept token's update (B, N).
+        limit_BN: Upper bound on the ascending sort key (B, N): -inf where a token is always kept, inf where it may be
+            skipped, NaN where it is padding.
+        sizes: For each sample the sizes of its groups.
+        always: For each sample the number of tokens that are always kept.
+        strict: A capacity that keeps no token of a group is an error.
+        alone: Every sample has one token, and a slot for it whether it is kept or not.
+        causal: A token attends to all valid ones up to itself and to no other, whatever mask says so.
+    """
+
+    group_BN: Tensor
+    gated_BN: Tensor
+    limit_BN: Tensor
+    sizes: tuple[tuple[int, ...], ...]
+    always: tuple[int, ...]
+    strict: bool = True
+    alone: bool = False
+    causal: bool = False
+
+    @property
+    def padded(self) -> bool:
+        """Whether a token is padding."""
+        return sum(map(sum, self.sizes)) + sum(self.always) < self.group_BN.numel()
+
+    @property
+    def skips(self) -> bool:
+        """Whether any token may be skipped."""
+        return any(map(any, self.sizes))
+
+    @property
+    def free_BN(self) -> Tensor:
+        """True where a token may be skipped (B, N)."""
+        return self.group_BN > KEPT
+
+
+class Routing(NamedTuple):
+    """One block's decision for a batch: made once by its router, then only applied.
+
+    Args:
+        score_BN: Raw scores, fp32 (B, N).
+        index_BK: Kept tokens, ascending among the valid slots (B, K).
+        gate_BK: Weight of the block's update for each slot, or None where it is 1.
+        valid_BK: False where a slot is empty; None where every slot is filled.
+        skip_weight_BN: Weight of a skipped token's state, or None where it is 1.
+        importance_BN: Importance of the tokens where it was computed, else None.
+        total: Number of valid slots in the batch where the host knows it, else None.
+        groups: Which tokens may be skipped, in a language model, else None.
+        predicted_BN: Logits of the network that predicts what is kept, where there is one.
+        inverse_BN: Slot of each token, -1 where it has none, where the selection found it on the way, else None.
+        real_BN: False where a token is padding, or None where none is, or groups say so.
+        protect_BN: True where a token is always kept, or None where those are the leading ones, or groups say so.
+    """
+
+    score_BN: Tensor
+    index_BK: Tensor
+    gate_BK: Tensor | None = None
+    valid_BK: Tensor | None = None
+    skip_weight_BN: Tensor | None = None
+    importance_BN: Tensor | None = None
+    total: int | None = None
+    groups: TokenGroups | None = None
+    predicted_BN: Tensor | None = None
+    inverse_BN: Tensor | None = None
+    real_BN: Tensor | None = None
+    protect_BN: Tensor | None = None
+
+    @property
+    def keep_BN(self) -> Tensor:
+        """True where a token is kept (B, N)."""
+        valid_BK = torch.ones_like(self.index_BK, dtype=torch.bool) if self.valid_BK is None else self.valid_BK
+        empty_BN = torch.zeros(self.score_BN.shape, dtype=torch.bool, device=self.score_BN.device)
+        return empty_BN.scatter(1, self.index_BK, valid_BK)
+
+    def detach(self) -> Routing:
+        """Return the same decision without its autograd graph."""
+        return Routing(*(value.detach() if isinstance(value, Tensor) else value for value in self))  # type: ignore[arg-type]
+
+    @property
+    def roles(self) -> TokenGroups | None:
+        """`groups` under its former name."""
+        warnings.warn("Routing.roles is called Routing.groups", DeprecationWarning, stacklevel=2)
+        return self.groups
