@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mmod
-from mmod.training import load_config
+from mmod.training import TrainConfig
 from mmod.training.image.model import check_input, create_dense_model
 
 ROOT = Path(__file__).parents[1]
@@ -18,7 +18,7 @@ PATHS = [path for name in ("digits", "imagenet") for path in sorted((ROOT / "con
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_config_builds_and_routes_its_model(path: Path) -> None:
-    config = load_config(path)
+    config = TrainConfig.load(path)
     assert config.output == f"runs/{path.parent.name}/{path.stem}"
     with torch.device("meta"):
         model = create_dense_model(replace(config.model, pretrained=False))

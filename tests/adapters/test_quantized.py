@@ -16,10 +16,11 @@ import mmod
 from mmod.analysis.prefill import prefill_flops
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
-from mmod.training.chat.config import VlmModelConfig
-from mmod.training.chat.estimate import plan_run
-from mmod.training.chat.model import create_processor, create_vlm, create_word_processor, router_parameters
-from mmod.training.chat.recipe import finetune
+from mmod.training.chat.config import ModelConfig
+from mmod.training.chat.estimate import estimate
+from mmod.training.chat.model import create_model, create_processor, router_parameters
+from mmod.training.chat.recipe import fit
+from mmod.training.chat.words import create_word_processor
 from tests.adapters.vlm_zoo import make_joint, make_language, prompt
 from tests.training.chat.configs import MODEL, vlm_config
 
@@ -87,17 +88,17 @@ def test_a_routed_checkpoint_is_quantized_but_for_its_routers(tmp_path: Path, bi
 def test_adapters_and_routers_of_a_quantized_model_train(tmp_path: Path, bits: int) -> None:
     start = vlm_config(tmp_path, "start", {"max_steps": 1, "save_strategy": "no"})
     start = replace(start, data=replace(start.data, val=None))
-    finetune(start, progress=False)
+    fit(start, progress=False)
     config = replace(
         vlm_config(tmp_path, "quantized", routing={"language": {"preset": "p-mod"}}),
-        model=VlmModelConfig(checkpoint=str(tmp_path / "start" / "model"), args=options(bits)),
+        model=ModelConfig(checkpoint=str(tmp_path / "start" / "model"), args=options(bits)),
         lora={"r": 2, "target_modules": ["q_proj"]},
     )
-    before, _ = create_vlm(config)
+    before, _ = create_model(config)
     assert quantized(before)
     assert all(value.dtype == torch.float32 for value in router_parameters(before).values())
     weights = {name: value.clone() for name, value in before.named_parameters()}
-    result = finetune(config, progress=False)
+    result = fit(config, progress=False)
     assert result.answers is not None
     model: Any = mmod.load_pretrained(tmp_path / "quantized" / "model")
     assert quantized(model)
@@ -116,14 +117,14 @@ def test_plans_count_bits(tmp_path: Path, bits: int) -> None:
     lora = {"r": 2, "target_modules": ["q_proj"]}
     start = vlm_config(tmp_path, "start", {"max_steps": 1, "save_strategy": "no"})
     start = replace(start, data=replace(start.data, val=None))
-    finetune(start, progress=False)
-    model = VlmModelConfig(checkpoint=str(tmp_path / "start" / "model"))
+    fit(start, progress=False)
+    model = ModelConfig(checkpoint=str(tmp_path / "start" / "model"))
     routing = {"language": {"preset": "p-mod"}}
     full, less = (
-        plan_run(replace(vlm_config(tmp_path, routing=routing), model=replace(model, args=args), lora=lora))
+        estimate(replace(vlm_config(tmp_path, routing=routing), model=replace(model, args=args), lora=lora))
         for args in ({}, options(bits))
     )
-    dense, _ = create_vlm(vlm_config(tmp_path), on_meta=True)
+    dense, _ = create_model(vlm_config(tmp_path), on_meta=True)
     linear = sum(
         module.weight.numel() for name, module in dense.named_modules()
         if isinstance(module, nn.Linear) and name != "lm_head"
@@ -138,21 +139,21 @@ def test_without_bitsandbytes_loading_says_what_is_missing(tmp_path: Path, monke
         monkeypatch.setattr(module, lambda: False)
     mmod.route_(make_joint("llava"), language=ROUTED).save_pretrained(tmp_path)
     create_word_processor(image_size=12, patch_size=4).save_pretrained(tmp_path)
-    model = VlmModelConfig(checkpoint=str(tmp_path), args=options(8))
+    model = ModelConfig(checkpoint=str(tmp_path), args=options(8))
     config = vlm_config(tmp_path, model=model, lora={"r": 2, "target_modules": ["q_proj"]})
     for bits in BITS:
         with pytest.raises(ImportError, match=f"{bits}-bit quantization requires bitsandbytes: `pip install"):
             mmod.load_pretrained(tmp_path, **options(bits))
     with pytest.raises(ImportError, match="requires bitsandbytes"):
-        finetune(config, progress=False)
+        fit(config, progress=False)
 
 
 def test_what_quantized_weights_cannot_do(tmp_path: Path) -> None:
-    model = VlmModelConfig(checkpoint="x", args=options(4))
+    model = ModelConfig(checkpoint="x", args=options(4))
     with pytest.raises(ValueError, match="quantized weights are not trained: give lora"):
         vlm_config(tmp_path, model=model)
     data = replace(vlm_config(tmp_path).data, val=None)
     with pytest.raises(ValueError, match="not split by fsdp or deepspeed"):
         vlm_config(tmp_path, trainer={"fsdp": True}, data=data, model=model, lora={"r": 2})
     with pytest.raises(ValueError, match=r"model\.args quantization_config need a checkpoint"):
-        VlmModelConfig(config=MODEL, processor="words", args=options(4))
+        ModelConfig(config=MODEL, processor="words", args=options(4))

@@ -17,20 +17,20 @@ from safetensors.torch import save_file
 
 from mmod import RoutingConfig
 from mmod.config import Plan
-from mmod.training import TrainConfig, load_config, train_config
-from mmod.training.chat.config import VlmConfig
+from mmod.training import TrainConfig
+from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.help import dataclass_in
-from mmod.training.engine.parse import parse_config
-from mmod.training.engine.run_folder import check_folder, read_result
+from mmod.training.engine.parse import config_from, parse_config
+from mmod.training.engine.run_folder import check_folder, read_fit
 from mmod.training.image.evaluate import EvalResult
-from mmod.training.pairs.config import ClipConfig
+from mmod.training.pairs.config import TrainConfig as PairsConfig
 from tests.trap import Trap
 
 KINDS: dict[type, dict[str, Any]] = {
     TrainConfig: {"output": "run", "model": {"name": "vit_tiny_patch16_224"}, "data": {}},
-    ClipConfig: {"output": "run", "model": {"name": "ViT-B-32"}, "data": {}},
-    VlmConfig: {"output": "run", "model": {"checkpoint": "folder"}, "data": {}},
+    PairsConfig: {"output": "run", "model": {"name": "ViT-B-32"}, "data": {}},
+    ChatConfig: {"output": "run", "model": {"checkpoint": "folder"}, "data": {}},
 }
 NAN, INF = float("nan"), float("inf")
 # A value that no field of the type takes.
@@ -82,7 +82,7 @@ FIELDS = [(kind, key, basic_type(hint)) for kind in KINDS for key, hint in field
 @pytest.mark.parametrize(("kind", "key", "type_"), FIELDS, ids=[f"{kind.__name__}-{key}" for kind, key, _ in FIELDS])
 def test_a_value_of_another_type_is_refused(kind: type, key: str, type_: Any) -> None:
     with pytest.raises((TypeError, ValueError)) as error:
-        train_config(nested(KINDS[kind], key, FOREIGN[type_]), kind)
+        config_from(nested(KINDS[kind], key, FOREIGN[type_]), kind)
     one_line(error.value, key, "must be", f"got {FOREIGN[type_]!r}")
 
 
@@ -93,7 +93,7 @@ NUMBERS = [(kind, key) for kind, key, type_ in FIELDS if type_ in (int, float)]
 @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
 def test_numbers_are_finite(kind: type, key: str, value: float) -> None:
     with pytest.raises((TypeError, ValueError)) as error:
-        train_config(nested(KINDS[kind], key, value), kind)
+        config_from(nested(KINDS[kind], key, value), kind)
     one_line(error.value, key, "must be", f"got {value!r}")
 
 
@@ -136,24 +136,24 @@ def test_numbers_are_finite(kind: type, key: str, value: float) -> None:
         (TrainConfig, "routing", {"capcity": 1}, "valid ones are router, capacity"),
         (TrainConfig, "routing", {"preset": "amod"}, "a-mod"),
         (TrainConfig, "routing", {"capacity": 2}, "a number in (0, 1]"),
-        (ClipConfig, "routing.image", {"threshold": NAN}, "a finite number"),
-        (ClipConfig, "loss", "infonce", "one of 'clip', 'siglip', 'coca'"),
-        (ClipConfig, "data.sampling", "resampled", "--dataset-resampled"),
-        (ClipConfig, "zero_shot", "cifar", "'scenes' or 'imagenet:FOLDER'"),
-        (VlmConfig, "frozen", ["eyes"], "'vision', 'projector', 'language'"),
-        (VlmConfig, "trainer", {"learning_rate": -1}, "a number of at least 0"),
-        (VlmConfig, "trainer", {"learning_rate": "fast"}, "a number of at least 0"),
-        (VlmConfig, "trainer", {"max_grad_norm": NAN}, "a number of at least 0"),
-        (VlmConfig, "trainer", {"output_dir": "x"}, "the run sets them"),
-        (VlmConfig, "lora", {"r": 0}, "an integer of at least 1"),
-        (VlmConfig, "routing", {"language": {"bias": 3}}, "true or false"),
-        (VlmConfig, "data.max_length", 1, "an integer of at least 2 or null"),
-        (VlmConfig, "max_new_tokens", 0, "an integer of at least 1"),
+        (PairsConfig, "routing.image", {"threshold": NAN}, "a finite number"),
+        (PairsConfig, "loss", "infonce", "one of 'clip', 'siglip', 'coca'"),
+        (PairsConfig, "data.sampling", "resampled", "--dataset-resampled"),
+        (PairsConfig, "zero_shot", "cifar", "'scenes' or 'imagenet:FOLDER'"),
+        (ChatConfig, "frozen", ["eyes"], "'vision', 'projector', 'language'"),
+        (ChatConfig, "trainer", {"learning_rate": -1}, "a number of at least 0"),
+        (ChatConfig, "trainer", {"learning_rate": "fast"}, "a number of at least 0"),
+        (ChatConfig, "trainer", {"max_grad_norm": NAN}, "a number of at least 0"),
+        (ChatConfig, "trainer", {"output_dir": "x"}, "the run sets them"),
+        (ChatConfig, "lora", {"r": 0}, "an integer of at least 1"),
+        (ChatConfig, "routing", {"language": {"bias": 3}}, "true or false"),
+        (ChatConfig, "data.max_length", 1, "an integer of at least 2 or null"),
+        (ChatConfig, "max_new_tokens", 0, "an integer of at least 1"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_valid_ones(kind: type, key: str, value: Any, valid: str) -> None:
     with pytest.raises((TypeError, ValueError)) as error:
-        train_config(nested(KINDS[kind], key, value), kind)
+        config_from(nested(KINDS[kind], key, value), kind)
     one_line(error.value, valid)
 
 
@@ -210,16 +210,16 @@ def test_a_wrong_file_is_refused_in_one_line(text: str, message: str, tmp_path: 
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises((TypeError, ValueError)) as error:
-        load_config(path)
+        TrainConfig.load(path)
     one_line(error.value, message)
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(ValueError, match=r"config.yaml' is no text in UTF-8"):
-        load_config(tmp_path / "config.yaml")
+        TrainConfig.load(tmp_path / "config.yaml")
     with pytest.raises(FileNotFoundError, match="no config file at"):
-        load_config(tmp_path)
+        TrainConfig.load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_wrong_command_line_ends_with_one_line(
 ) -> None:
     (tmp_path / "config.yaml").write_text(BASE)
     with pytest.raises(SystemExit) as stop:
-        parse_config([str(tmp_path / "config.yaml"), *options])
+        parse_config([str(tmp_path / "config.yaml"), *options], TrainConfig)
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
@@ -292,7 +292,7 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
 def test_a_foreign_result_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text(text)
     with pytest.raises(ValueError, match=r"result\.json' is no result of a finished run") as error:
-        read_result(tmp_path, EvalResult)
+        read_fit(tmp_path, EvalResult)
     one_line(error.value)
 
 
@@ -318,6 +318,6 @@ def test_a_foreign_run_folder_is_left_alone(name: str, text: str, message: str, 
 
 
 def test_what_a_record_holds_is_read_back(tmp_path: Path) -> None:
-    record = train_config(KINDS[TrainConfig]).to_dict()
+    record = TrainConfig.from_dict(KINDS[TrainConfig]).to_dict()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(record))
     check_folder(tmp_path, record, ())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from mmod.training.engine.checkpoint import DamagedFileError
+from mmod.training.engine.checkpoint import DamagedFileError, read_newest
 from mmod.training.engine.signals import StopRequest
 
 __all__ = ["RunCallback", "last_checkpoint"]
@@ -56,19 +55,11 @@ def last_checkpoint(folder: Path) -> str | None:
         DamagedFileError: If there are finished checkpoints and none is sound.
     """
     found = [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal()]
-    faults: list[str] = []
-    for path in sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), reverse=True):
-        if not _is_finished(path):
-            continue
-        damaged = _find_damaged(path)
-        if damaged is None:
-            if faults:
-                warnings.warn(f"going on from {str(path)!r}: damaged are {', '.join(faults)}", stacklevel=2)
-            return str(path)
-        faults.append(repr(str(damaged)))
-    if faults:
-        raise DamagedFileError(f"no checkpoint is sound, so the run cannot go on: damaged are {', '.join(faults)}")
-    return None
+    finished = [path for path in found if _is_finished(path)]
+    newest = read_newest(
+        sorted(finished, key=lambda path: int(path.name.rsplit("-", 1)[1]), reverse=True), _check_whole
+    )
+    return None if newest is None else str(newest[0])
 
 
 def _is_finished(checkpoint: Path) -> bool:
@@ -78,16 +69,17 @@ def _is_finished(checkpoint: Path) -> bool:
         return False
 
 
-def _find_damaged(checkpoint: Path) -> Path | None:
-    """Return the first file of a checkpoint that is not whole, without reading its tensors."""
+def _check_whole(checkpoint: Path) -> None:
+    """Raise at the first file of a checkpoint that is not whole, without reading its tensors."""
     from safetensors import SafetensorError, safe_open
 
     for path in sorted(checkpoint.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
                 pass
-        except (SafetensorError, OSError):
-            return path
-    # What torch writes is a ZIP file, whose directory stands at its end.
-    written = [path for path in sorted(checkpoint.glob("*.pt")) if path.is_file()]
-    return next((path for path in written if not zipfile.is_zipfile(path)), None)
+        except (SafetensorError, OSError) as error:
+            raise DamagedFileError(f"{str(path)!r} is damaged: {error}") from error
+    for path in sorted(checkpoint.glob("*.pt")):
+        # What torch writes is a ZIP file, whose directory stands at its end.
+        if path.is_file() and not zipfile.is_zipfile(path):
+            raise DamagedFileError(f"{str(path)!r} is damaged")

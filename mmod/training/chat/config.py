@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from mmod.config import RoutingConfig
 from mmod.data.readers.conversations import ConversationsConfig
+from mmod.training.engine.config import RunConfig
 from mmod.values import check_fields, check_value
 
-__all__ = ["VlmConfig", "VlmModelConfig"]
+__all__ = ["ModelConfig", "TrainConfig"]
 
 TOWERS = ("vision", "projector", "language")
 WITHOUT_WEIGHTS = ("dtype", "attn_implementation")
@@ -48,7 +47,7 @@ _LORA: dict[str, tuple[Any, str]] = {
 
 
 @dataclass(frozen=True)
-class VlmModelConfig:
+class ModelConfig:
     """Which model is fine-tuned and from which weights.
 
     Args:
@@ -80,11 +79,12 @@ class VlmModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VlmConfig:
+class TrainConfig(RunConfig):
     """Everything that decides the outcome of fine-tuning on image conversations.
 
+    The run folder's `model/` gets the model, `checkpoints/` those of the trainer.
+
     Args:
-        output: The run folder, made when absent. `model/` in it gets the model, `checkpoints/` those of the trainer.
         model: The model and its starting weights.
         data: The conversations.
         routing: None trains the model as it is. Otherwise the name of each part to route (`language`, `vision`) to its
@@ -99,11 +99,9 @@ class VlmConfig:
             `deepspeed`, `gradient_checkpointing` and so on.
         eval_batch_size: Questions answered at once in the evaluation after training.
         max_new_tokens: Longest answer, in tokens.
-        seed: Decides initial weights, order and all other draws.
     """
 
-    output: str
-    model: VlmModelConfig
+    model: ModelConfig
     data: ConversationsConfig = field(default_factory=ConversationsConfig)
     routing: dict[str, dict[str, Any]] | None = None
     lora: dict[str, Any] | None = None
@@ -112,12 +110,9 @@ class VlmConfig:
     trainer: dict[str, Any] = field(default_factory=dict)
     eval_batch_size: int = 32
     max_new_tokens: int = 16
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_fields(self, frozen=TOWERS, eval_batch_size="[1, inf)", max_new_tokens="[1, inf)", seed="[0, inf)")
-        if not self.output:
-            raise ValueError("output must name a folder, got ''")
+        self.check(frozen=TOWERS, eval_batch_size="[1, inf)", max_new_tokens="[1, inf)")
         for group, limits in (("trainer", _TRAINER), ("lora", _LORA)):
             given = getattr(self, group) or {}
             for name in sorted(limits.keys() & given.keys()):
@@ -148,10 +143,9 @@ class VlmConfig:
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Keys that say where and how to watch, not what comes out: a run may go on with others."""
-        return frozenset({"output", "data.root", "eval_batch_size", *(f"trainer.{name}" for name in _FREE)})
+        """Keys in which a continued run may differ; see `RunConfig.free_keys`."""
+        return super().free_keys | {"data.root", "eval_batch_size", *(f"trainer.{name}" for name in _FREE)}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values only, as the run folder keeps them."""
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return plain
+
+VlmConfig = TrainConfig
+VlmModelConfig = ModelConfig

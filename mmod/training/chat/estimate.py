@@ -18,21 +18,21 @@ from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis.prefill import PrefillFlops, prefill_flops
 from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import open_conversations
-from mmod.training.chat.config import VlmConfig
-from mmod.training.chat.model import create_vlm, router_parameters
+from mmod.training.chat.config import TrainConfig
+from mmod.training.chat.model import create_model, router_parameters
 from mmod.training.chat.recipe import training_arguments
 
-__all__ = ["VlmPlan", "plan_run"]
+__all__ = ["CostEstimate", "estimate"]
 
 # Conversations that are encoded, evenly spread over the data.
 _SAMPLES = 64
-# Arguments of the trainer that ask for devices and packages of the run, and not of its plan.
+# Arguments of the trainer that ask for devices and packages of the run, and not of its estimate.
 _DEVICES = ("bf16", "fp16", "tf32", "fsdp", "fsdp_config", "deepspeed")
 
 
 @dataclass(frozen=True)
-class VlmPlan:
-    """What a run would cost; `print(plan)` shows it.
+class CostEstimate:
+    """What a run would cost; `print` shows it.
 
     Args:
         samples: Training conversations.
@@ -91,7 +91,7 @@ class VlmPlan:
         return "\n".join(lines)
 
 
-def plan_run(config: VlmConfig) -> VlmPlan:
+def estimate(config: TrainConfig) -> CostEstimate:
     """Say what a run would cost, without weights and without training.
 
     Args:
@@ -101,12 +101,12 @@ def plan_run(config: VlmConfig) -> VlmPlan:
         Counts from shapes and from some of the data.
 
     Raises:
-        ValueError: As `mmod.training.chat.recipe.finetune` does for a config that does not fit.
+        ValueError: As `mmod.training.chat.recipe.fit` does for a config that does not fit.
     """
     trainer = {name: value for name, value in config.trainer.items() if name not in _DEVICES}
     arguments = training_arguments(replace(config, trainer=trainer), progress=False)
     train = open_conversations(config.data.train, config.data)
-    model, processor = create_vlm(config, on_meta=True)
+    model, processor = create_model(config, on_meta=True)
     collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)
     places = np.linspace(0, len(train) - 1, min(_SAMPLES, len(train))).astype(int)
     batches = [collator([train[int(place)]]) for place in places]
@@ -131,7 +131,7 @@ def plan_run(config: VlmConfig) -> VlmPlan:
         # Below the language model, a frozen tower has no backward pass.
         if name == "language" or any(weight.requires_grad for block in stack.blocks for weight in block.parameters())
     )
-    return VlmPlan(
+    return CostEstimate(
         samples=len(train),
         steps=arguments.max_steps if arguments.max_steps > 0 else epochs,
         batch=batch,
@@ -159,7 +159,7 @@ def _weight_bytes(model: Any, quantization: Mapping[str, Any] | None) -> int:
         return total
     bits = next((bits for bits in (4, 8) if quantization.get(f"load_in_{bits}bit")), None)
     if bits is None:
-        raise ValueError(f"a plan knows load_in_4bit and load_in_8bit, not the quantization {dict(quantization)}")
+        raise ValueError(f"an estimate knows load_in_4bit and load_in_8bit, not the quantization {dict(quantization)}")
     inner = model.get_base_model()
     skipped = quantization.get("llm_int8_skip_modules") or get_keys_to_not_convert(inner)
     for name, module in inner.named_modules():

@@ -17,15 +17,16 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import Conversations, Talk
 from mmod.training.chat.trainer import watch_routing
 from mmod.training.engine.distributed import sum_over_processes
+from mmod.training.engine.evaluate import evaluating
 
-__all__ = ["AnswerResult", "answer_questions"]
+__all__ = ["EvalResult", "evaluate"]
 
 # Kinds that need no image count for themselves alone.
 _BLIND = "text"
 
 
 @dataclass(frozen=True)
-class AnswerResult:
+class EvalResult:
     """The outcome of asking questions.
 
     Args:
@@ -59,7 +60,7 @@ def mean_over_kinds(figures: Mapping[str, float]) -> float:
 
 
 @torch.no_grad()
-def answer_questions(
+def evaluate(
     model: Any,
     collator: ChatCollator,
     conversations: Conversations,
@@ -69,7 +70,7 @@ def answer_questions(
     rank: int = 0,
     world: int = 1,
     progress: bool = False,
-) -> AnswerResult:
+) -> EvalResult:
     """Let a model generate the last answer of each conversation, greedily, and compare it with the one given.
 
     Answers are compared without regard to case and spacing. With several processes each asks its own part of the
@@ -95,22 +96,17 @@ def answer_questions(
         raise ValueError(f"{len(conversations)} conversations for {world} processes")
     kinds = sorted({(row["kinds"] or ["all"])[-1] for row in map(conversations.record, range(len(conversations)))})
     right, asked = Counter[str](), Counter[str]()
-    was_training = model.training
-    model.eval()
-    try:
-        with watch_routing(model) as watch:
-            for talks in _batches(conversations, batch_size, rank, world, progress):
-                answers = generate(model, collator, collator.prompts(talks), max_new_tokens)
-                for talk, answer in zip(talks, answers):
-                    asked[talk.kind] += 1
-                    right[talk.kind] += _plain(answer) == _plain(talk.answer)
-            kept = {name: figures["kept"] for name, figures in watch.take().items()}
-    finally:
-        model.train(was_training)
+    with evaluating(model), watch_routing(model) as watch:
+        for talks in _batches(conversations, batch_size, rank, world, progress):
+            answers = generate(model, collator, collator.prompts(talks), max_new_tokens)
+            for talk, answer in zip(talks, answers):
+                asked[talk.kind] += 1
+                right[talk.kind] += _plain(answer) == _plain(talk.answer)
+        kept = {name: figures["kept"] for name, figures in watch.take().items()}
     sums = torch.tensor([[right[kind], asked[kind]] for kind in kinds], dtype=torch.float64)
     sums = sum_over_processes(sums.to(model.device)).cpu()
     shares = {kind: 100 * float(good / count) for kind, (good, count) in zip(kinds, sums)}
-    return AnswerResult(shares, {kind: int(count) for kind, (_, count) in zip(kinds, sums)}, kept)
+    return EvalResult(shares, {kind: int(count) for kind, (_, count) in zip(kinds, sums)}, kept)
 
 
 def generate(

@@ -14,22 +14,15 @@ from mmod import RoutingConfig, is_routed, route_, routed_blocks
 from mmod.adapters import find_parts
 from mmod.adapters.transformers.saving import read_routing
 from mmod.blocks import RoutedBlock, model_hooks
-from mmod.data.synthetic.questions import IMAGE, WORDS
 from mmod.pretrained import route_again
 from mmod.routing import BorrowedScore
-from mmod.training.chat.config import WITHOUT_WEIGHTS, VlmConfig, VlmModelConfig
-from mmod.training.image.config import resolve_routing
+from mmod.training.chat.config import WITHOUT_WEIGHTS, ModelConfig, TrainConfig
+from mmod.training.chat.words import create_word_processor
+from mmod.training.engine.config import resolve_routing
 from mmod.values import refuse_unknown
 
-__all__ = ["check_routers_learn", "create_processor", "create_vlm", "create_word_processor", "router_parameters"]
+__all__ = ["check_routers_learn", "create_model", "create_processor", "router_parameters"]
 
-_ROLES = ("<user>", "<assistant>")
-_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<' + message['role'] + '> ' }}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<image> ' }}{% else %}{{ part['text'] + ' ' }}{% endif %}{% endfor %}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
-)
 _WORDS = "words"
 # Where LLaVA-like models of transformers keep their parts.
 _PREFIXES = {
@@ -39,7 +32,7 @@ _PREFIXES = {
 }
 
 
-def create_vlm(config: VlmConfig, on_meta: bool = False) -> tuple[Any, Any]:
+def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
     """Make the model to train and its processor: weights, then routing, then frozen parts, then adapters.
 
     Args:
@@ -54,7 +47,7 @@ def create_vlm(config: VlmConfig, on_meta: bool = False) -> tuple[Any, Any]:
             protected that no layer could skip, or routers would not learn.
     """
     processor = create_processor(config.model)
-    model = _create_model(config, processor, on_meta)
+    model = _create_dense(config, processor, on_meta)
     if config.routing is not None:
         if is_routed(model):
             raise ValueError(f"{config.model.checkpoint!r} is routed already; set `routing: null` to train it as it is")
@@ -69,7 +62,7 @@ def create_vlm(config: VlmConfig, on_meta: bool = False) -> tuple[Any, Any]:
     return model.train(), processor
 
 
-def create_processor(config: VlmModelConfig) -> Any:
+def create_processor(config: ModelConfig) -> Any:
     """Make the processor that a model's config names.
 
     Args:
@@ -86,50 +79,6 @@ def create_processor(config: VlmModelConfig) -> Any:
     if not {"image_size", "patch_size"} <= set(vision):
         raise ValueError("processor 'words' needs model.config.vision_config with image_size and patch_size")
     return create_word_processor(vision["image_size"], vision["patch_size"])
-
-
-def create_word_processor(image_size: int, patch_size: int) -> Any:
-    """Make a processor for the embedded questions: one token a word, one image token a patch.
-
-    Args:
-        image_size: Side of an image, in pixels.
-        patch_size: Side of a patch, in pixels.
-
-    Returns:
-        A `LlavaProcessor` with a chat template.
-
-    Example:
-        >>> processor = create_word_processor(image_size=12, patch_size=6)
-        >>> processor.tokenizer.decode(processor(text="which digit is left of the 7 ?")["input_ids"])
-        ['which digit is left of the 7 ?']
-    """
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
-
-    special = ["<pad>", "<s>", "</s>", "<unk>", IMAGE, *_ROLES]
-    words = [*special, *map(str, range(10)), *WORDS]
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        extra_special_tokens={"image_token": IMAGE, "user_token": _ROLES[0], "assistant_token": _ROLES[1]},
-    )
-    size = {"height": image_size, "width": image_size}
-    images = CLIPImageProcessor(
-        size=size, crop_size=size, do_center_crop=False, image_mean=[0.13] * 3, image_std=[0.28] * 3
-    )
-    return LlavaProcessor(
-        image_processor=images,
-        tokenizer=tokenizer,
-        patch_size=patch_size,
-        vision_feature_select_strategy="full",
-        num_additional_image_tokens=0,
-        chat_template=_TEMPLATE,
-    )
 
 
 def resolve_parts(model: nn.Module, routing: Mapping[str, Mapping[str, Any]]) -> dict[str, RoutingConfig]:
@@ -196,7 +145,7 @@ def check_routers_learn(model: nn.Module) -> None:
             )
 
 
-def _create_model(config: VlmConfig, processor: Any, on_meta: bool) -> Any:
+def _create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     source = config.model
@@ -272,3 +221,6 @@ def _add_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
 
     refuse_unknown("option of LoRA", fields, [item.name for item in fields_of(LoraConfig)])
     return get_peft_model(model, LoraConfig(**fields))
+
+
+create_vlm = create_model

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import os
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,18 @@ import torch
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
 from mmod.data.synthetic.priors import prior_of
-from mmod.io.files import write_atomically
-from mmod.io.locks import locked
 from mmod.training.chat.checkpoints import RunCallback, last_checkpoint
-from mmod.training.chat.config import VlmConfig
-from mmod.training.chat.evaluate import AnswerResult, answer_questions, mean_over_kinds
-from mmod.training.chat.model import create_vlm
+from mmod.training.chat.config import TrainConfig
+from mmod.training.chat.evaluate import EvalResult, evaluate, mean_over_kinds
+from mmod.training.chat.model import create_model
 from mmod.training.chat.trainer import RoutedTrainer, watch_routing
-from mmod.training.engine.run_folder import check_folder, readable, write_record
+from mmod.training.engine.distributed import wait_for_all
+from mmod.training.engine.run_folder import read_result, run_once, write_record, write_result
 from mmod.training.engine.signals import stop_signals
 from mmod.values import refuse_unknown
 
-__all__ = ["VlmResult", "finetune", "training_arguments"]
+__all__ = ["FineTuneResult", "fit", "read_outcome", "training_arguments"]
 
-_RESULT = "result.json"
 _CHECKPOINTS = "checkpoints"
 _GATHERED = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 MODEL = "model"
@@ -37,7 +35,7 @@ MODEL = "model"
 
 
 @dataclass(frozen=True)
-class VlmResult:
+class FineTuneResult:
     """The outcome of fine-tuning.
 
     Args:
@@ -52,7 +50,7 @@ class VlmResult:
 
     folder: str
     steps: int
-    answers: AnswerResult | None
+    answers: EvalResult | None
     prior: dict[str, float]
     history: list[dict[str, float]]
     skipped: dict[str, int]
@@ -73,7 +71,7 @@ class VlmResult:
         return "\n".join(lines)
 
 
-def training_arguments(config: VlmConfig, progress: bool = True) -> Any:
+def training_arguments(config: TrainConfig, progress: bool = True) -> Any:
     """Make transformers' training arguments of a run.
 
     Args:
@@ -84,8 +82,8 @@ def training_arguments(config: VlmConfig, progress: bool = True) -> Any:
         ValueError: If an argument is unknown; the valid ones are named. If ZeRO-3 would leave the final model split.
 
     Example:
-        >>> from mmod.training.chat.config import VlmModelConfig
-        >>> run = VlmConfig(output="run", model=VlmModelConfig(checkpoint="x"), trainer={"learning_rate": 2e-5})
+        >>> from mmod.training.chat.config import ModelConfig
+        >>> run = TrainConfig(output="run", model=ModelConfig(checkpoint="x"), trainer={"learning_rate": 2e-5})
         >>> training_arguments(run).learning_rate
         2e-05
     """
@@ -112,7 +110,7 @@ def training_arguments(config: VlmConfig, progress: bool = True) -> Any:
     return arguments
 
 
-def finetune(config: VlmConfig, *, progress: bool = True) -> VlmResult:
+def fit(config: TrainConfig, *, progress: bool = True) -> FineTuneResult:
     """Fine-tune a model, from the start or from the last checkpoint of a run that was interrupted.
 
     Args:
@@ -128,29 +126,17 @@ def finetune(config: VlmConfig, *, progress: bool = True) -> VlmResult:
         SystemExit: If SIGTERM or SIGINT asked to stop: after the step that was being done, which is saved.
         FileNotFoundError: If the data or the checkpoint is not there.
     """
-    folder = Path(config.output)
-    record = {**config.to_dict(), "world_size": int(os.environ.get("WORLD_SIZE", 1))}
-
-    def finished() -> VlmResult | None:
-        check_folder(folder, record, config.free_keys)
-        return read_outcome(folder)
-
-    is_first = int(os.environ.get("RANK", 0)) == 0
-    done = finished()
-    if done is None:
-        with locked(folder, wait=False) if is_first else nullcontext():
-            # Another process may have finished the run since.
-            done = finished() or _finetune(config, record, progress)
-    return done
+    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    return run_once(config, rank, world, read_outcome, partial(_fit, config, progress))
 
 
-def _finetune(config: VlmConfig, record: dict[str, Any], progress: bool) -> VlmResult:
+def _fit(config: TrainConfig, progress: bool, record: dict[str, Any]) -> FineTuneResult:
     """Train, evaluate and write the result, in a folder that no other process writes to."""
     folder = Path(config.output)
     arguments = training_arguments(config, progress)
     train = open_conversations(config.data.train, config.data, progress)
     val = None if config.data.val is None else open_conversations(config.data.val, config.data, progress)
-    model, processor = create_vlm(config)
+    model, processor = create_model(config)
     collator = ChatCollator(processor, config.data.max_length, config.data.packed, config.data.protected)
 
     def claim() -> None:
@@ -176,34 +162,32 @@ def _finetune(config: VlmConfig, record: dict[str, Any], progress: bool) -> VlmR
     model = _save(trainer, folder / MODEL, config)
     answers = None
     if val is not None:
-        answers = answer_questions(
+        answers = evaluate(
             model, collator, val, batch_size=config.eval_batch_size, max_new_tokens=config.max_new_tokens,
             rank=arguments.process_index, world=arguments.world_size, progress=progress and arguments.should_save,
         )  # fmt: skip
     prior = {} if val is None else {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
     skipped = {**train.report.counts, **({} if val is None else val.report.counts)}
-    result = VlmResult(str(folder), trainer.state.global_step, answers, prior, trainer.state.log_history, skipped)
+    result = FineTuneResult(str(folder), trainer.state.global_step, answers, prior, trainer.state.log_history, skipped)
     if arguments.should_save:
-        write_atomically(folder / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+        write_result(folder, result)
     return result
 
 
-def read_outcome(folder: Path) -> VlmResult | None:
+def read_outcome(folder: Path) -> FineTuneResult | None:
     """Return the result of a finished run; None when the run in `folder` is not finished.
 
     Args:
         folder: The run folder.
     """
-    path = folder / _RESULT
-    if not path.exists():
-        return None
-    with readable(path):
-        fields = json.loads(path.read_text())
-        answers = fields["answers"] and AnswerResult(**fields["answers"])
-        return VlmResult(**{**fields, "folder": str(folder), "answers": answers, "reused": True})
+
+    def make(fields: dict[str, Any]) -> FineTuneResult:
+        return FineTuneResult(**{**fields, "answers": fields["answers"] and EvalResult(**fields["answers"])})
+
+    return read_result(folder, make)
 
 
-def _save(trainer: RoutedTrainer, folder: Path, config: VlmConfig) -> Any:
+def _save(trainer: RoutedTrainer, folder: Path, config: TrainConfig) -> Any:
     """Save the final model, adapters merged, and return it: one that was split in the process that saves alone."""
     model: Any = None
     if not config.is_sharded:
@@ -217,18 +201,17 @@ def _save(trainer: RoutedTrainer, folder: Path, config: VlmConfig) -> Any:
     if trainer.args.should_save:
         model.save_pretrained(folder)
         trainer.processing_class.save_pretrained(folder)  # type: ignore[union-attr]
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+    wait_for_all()
     return model
 
 
-def _whole(config: VlmConfig, state: dict[str, torch.Tensor], split: Any) -> Any:
+def _whole(config: TrainConfig, state: dict[str, torch.Tensor], split: Any) -> Any:
     """Make the model that was split from its gathered weights, in the type the config asks for."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     # ZeRO-3 would otherwise split this model, too.
     unset_hf_deepspeed_config()
-    model, _ = create_vlm(config, on_meta=True)
+    model, _ = create_model(config, on_meta=True)
     own = model.state_dict()
     model.load_state_dict({name: value.to(own[name].dtype) for name, value in state.items()}, assign=True)
     inner = model if config.lora is None else model.get_base_model()
@@ -236,3 +219,7 @@ def _whole(config: VlmConfig, state: dict[str, torch.Tensor], split: Any) -> Any
     inner.tie_weights()
     inner.generation_config = split.generation_config
     return model
+
+
+VlmResult = FineTuneResult
+finetune = fit

@@ -23,7 +23,8 @@ from mmod.blocks import host_class
 from mmod.data.readers.conversations import Conversations
 from mmod.training.chat.model import check_routers_learn, router_parameters
 from mmod.training.chat.sampler import LengthSampler
-from mmod.training.engine.muon import single_precision
+from mmod.training.engine.config import OptimConfig
+from mmod.training.engine.optim import create_optimizer
 
 __all__ = ["RoutedTrainer", "RoutingWatch", "watch_routing"]
 
@@ -146,13 +147,9 @@ class RoutedTrainer(Trainer):
         """Make the optimiser; see `transformers.Trainer.create_optimizer`."""
         if self.optim is None or self.optimizer is not None:
             return super().create_optimizer(model)
-        from timm.optim import create_optimizer_v2
-
+        config = OptimConfig(self.optim, lr=self.args.learning_rate, weight_decay=self.args.weight_decay)
         module: Any = self.model if model is None else model
-        optimizer = create_optimizer_v2(
-            module, self.optim, lr=self.args.learning_rate, weight_decay=self.args.weight_decay
-        )
-        self.optimizer = single_precision(optimizer)
+        self.optimizer = create_optimizer(config, module)
         return self.optimizer
 
     def compute_loss(

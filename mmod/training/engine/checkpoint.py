@@ -7,10 +7,10 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,12 +23,14 @@ __all__ = [
     "find_weights",
     "list_checkpoints",
     "load_checkpoint",
-    "load_newest",
+    "read_newest",
     "read_weights",
     "remove_checkpoints",
     "save_checkpoint",
     "set_aside",
 ]
+
+Content = TypeVar("Content")
 
 # What a checkpoint is called; with a prefix, one that is being written or was found damaged.
 _NAME = re.compile(r"(?:partial-|damaged-)?step-(\d{9,})-epoch-(\d{5,})")
@@ -156,24 +158,23 @@ def load_checkpoint(path: Path, *, averaged: bool = False) -> Checkpoint:
     )
 
 
-def load_newest(folder: Path, *, averaged: bool = False) -> tuple[Path, Checkpoint] | None:
+def read_newest(paths: Iterable[Path], read: Callable[[Path], Content]) -> tuple[Path, Content] | None:
     """Read the newest checkpoint that can be read, and warn of those that cannot.
 
     Args:
-        folder: Where the checkpoints of the run lie.
-        averaged: Whether they must hold a moving average.
+        paths: The checkpoints of a run, the newest first.
+        read: From a checkpoint's path to its content; raises a `DamagedFileError` when it cannot.
 
     Returns:
-        Its folder and its content; None when there is no checkpoint.
+        Its path and its content; None when there is no checkpoint.
 
     Raises:
         DamagedFileError: If there are checkpoints and none can be read.
     """
-    paths = list_checkpoints(folder)
     faults: list[str] = []
     for path in paths:
         try:
-            found = load_checkpoint(path, averaged=averaged)
+            found = read(path)
         except DamagedFileError as error:
             faults.append(str(error))
             continue

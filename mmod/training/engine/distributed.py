@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmod.data.corrupt import Fault
 
-__all__ = ["Process", "choose_device", "merge_faults", "process_group", "sum_over_processes"]
+__all__ = ["Process", "choose_device", "merge_faults", "process_group", "sum_over_processes", "wait_for_all"]
 
 
 @dataclass(frozen=True)
@@ -111,3 +111,9 @@ def sum_over_processes(values: Tensor) -> Tensor:
     total = values.clone()
     dist.all_reduce(total)
     return total
+
+
+def wait_for_all() -> None:
+    """Let all processes reach this point."""
+    if dist.is_initialized():
+        dist.barrier()

@@ -10,7 +10,8 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic
@@ -25,26 +26,24 @@ from tqdm import tqdm
 
 from mmod import is_routed, trace
 from mmod.data.corrupt import CorruptReport, Fault
-from mmod.io.locks import locked
 from mmod.training.engine.checkpoint import (
     Checkpoint,
     list_checkpoints,
-    load_newest,
+    load_checkpoint,
+    read_newest,
     remove_checkpoints,
     save_checkpoint,
     set_aside,
 )
-from mmod.training.engine.distributed import Process, merge_faults, process_group
+from mmod.training.engine.distributed import Process, merge_faults, process_group, wait_for_all
 from mmod.training.engine.logging import Meters, TensorBoard, write_csv
+from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.recipe import Recipe, Streams
-from mmod.training.engine.run_folder import FitResult, Found, check_folder, read_result, write_record, write_result
+from mmod.training.engine.run_folder import FitResult, Found, read_fit, run_once, write_record, write_result
 from mmod.training.engine.signals import StopRequest, stop_signals
-from mmod.training.image.model import create_optimizer, create_schedule
-from mmod.training.image.task import Pass, Task, autocast
+from mmod.training.engine.task import Batch, Pass, Task, autocast
 
 __all__ = ["run", "seed_draws"]
-
-Batch = tuple[Tensor, Tensor]
 
 
 def run(recipe: Recipe[Any, Found], *, streams: Streams | None = None, progress: bool = True) -> FitResult[Found]:
@@ -67,26 +66,14 @@ def run(recipe: Recipe[Any, Found], *, streams: Streams | None = None, progress:
     config = recipe.config
     with process_group(config.device) as process:
         autocast(process.device, config.precision)
-        folder = Path(config.output)
-        record = {**config.to_dict(), "world_size": process.world}
 
-        def finished() -> FitResult[Found] | None:
-            check_folder(folder, record, config.free_keys)
-            return read_result(folder, recipe.result)
-
-        result = finished()
-        if result is not None:
-            return result
-        with locked(folder, wait=False) if process.is_first else nullcontext():
-            _wait()
-            # Another process may have finished the run since.
-            result = finished()
-            if result is not None:
-                return result
-            show = progress and process.is_first
-            trainer = _Trainer(recipe, process, streams, record, progress=show)
+        def train(record: dict[str, Any]) -> FitResult[Found]:
+            trainer = _Trainer(recipe, process, streams, record, progress=progress and process.is_first)
             with stop_signals() as trainer.stop:
                 return trainer.run()
+
+        read = partial(read_fit, kind=recipe.result)
+        return run_once(config, process.rank, process.world, read, train)
 
 
 def seed_draws(seed: int, step: int, rank: int) -> None:
@@ -140,7 +127,7 @@ class _Trainer(Generic[Found]):
         if not self.steps_per_epoch:
             raise ValueError(f"the training data gives no batch of {config.data.batch_size} samples")
         images = config.data.batch_size * config.accumulate * process.world
-        self.optimizer = create_optimizer(config, self.model, images)
+        self.optimizer = create_optimizer(config.optim, self.model, images)
         self.scheduler, self.epochs = create_schedule(config, self.optimizer, self.steps_per_epoch)
         self.scaler = torch.amp.GradScaler("cuda", enabled=config.precision == "fp16")
         self.meters = Meters(process.device)
@@ -309,12 +296,12 @@ class _Trainer(Generic[Found]):
             average = self.ema.module.state_dict() if self.ema is not None else None
             content = Checkpoint(self.model.state_dict(), average, training)
             save_checkpoint(self._checkpoints, self.epoch, self.step, content, self.recipe.metadata())
-        _wait()
+        wait_for_all()
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint that can be read, if there is one."""
-        newest = load_newest(self._checkpoints, averaged=self.ema is not None)
-        path, found = (None, None) if newest is None else newest
+        load = partial(load_checkpoint, averaged=self.ema is not None)
+        path, found = read_newest(list_checkpoints(self._checkpoints), load) or (None, None)
         _agree(path)
         if path is None or found is None:
             return
@@ -357,9 +344,9 @@ class _Trainer(Generic[Found]):
             if self.ema is not None:
                 self._export(self.ema.module, "ema")
             write_csv(self.folder / "metrics.csv", self.history)
-            write_result(result)
+            write_result(self.folder, result)
             remove_checkpoints(self._checkpoints)
-        _wait()
+        wait_for_all()
         return result
 
     def _export(self, model: nn.Module, name: str) -> None:
@@ -384,9 +371,3 @@ def _agree(path: Path | None) -> None:
         dist.all_gather_object(found, path)
         if len(set(found)) > 1:
             raise ValueError(f"the processes would go on from different checkpoints: {', '.join(map(str, found))}")
-
-
-def _wait() -> None:
-    """Let all processes reach this point."""
-    if dist.is_initialized():
-        dist.barrier()

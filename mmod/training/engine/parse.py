@@ -8,17 +8,15 @@ import typing
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jsonargparse
-from typing_extensions import TypeVar
 
 from mmod.io.yaml import read_yaml
 from mmod.training.engine.help import create_parser, dataclass_in
-from mmod.training.image.config import TrainConfig
 from mmod.values import check_value, describe
 
-__all__ = ["load_config", "make_config", "parse_config", "train_config"]
+__all__ = ["config_from", "load_config", "make_config", "parse_config"]
 
 # What the parser itself says of a value, apart from what the config's classes say.
 _OF_PARSER = ("- Expected a", "- Problem with given class_path")
@@ -31,81 +29,39 @@ class AnyConfig(typing.Protocol):
     __dataclass_fields__: typing.ClassVar[dict[str, Any]]
 
 
-Config = TypeVar("Config", bound=AnyConfig, default=TrainConfig)
+Config = TypeVar("Config", bound=AnyConfig)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), kind: type[Config] = TrainConfig) -> Config:  # type: ignore[assignment]
-    """Read a config file and apply command-line overrides to it.
-
-    Args:
-        path: A YAML file with the fields of `TrainConfig`.
-        overrides: Arguments such as `["--epochs", "1", "--optim.lr=1e-4"]`.
-        kind: The dataclass whose fields the keys are.
-
-    Returns:
-        The checked config.
-
-    Raises:
-        ValueError: If a key is unknown (the valid ones are named) or a value does not fit its type.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.yaml"
-        >>> _ = path.write_text("{output: run, model: {name: deit_tiny_patch16_224}, data: {source: digits}}")
-        >>> load_config(path, ["--optim.lr", "2e-4"]).optim.lr
-        0.0002
-    """
-    return parse_config([str(path), *overrides], kind, exit_on_error=False)
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, kind: type[Config]) -> Config:
+    """Read a config file and apply command-line overrides to it; see `RunConfig.load`."""
+    return _parse(_create_parser(kind), [str(path), *overrides], kind)
 
 
-def train_config(fields: Mapping[str, Any], kind: type[Config] = TrainConfig) -> Config:  # type: ignore[assignment]
-    """Make a config from plain nested values, as a YAML file holds them.
-
-    Args:
-        fields: Fields of the config.
-        kind: Its dataclass.
-
-    Returns:
-        The checked config.
-
-    Raises:
-        ValueError: If a key is unknown (the valid ones are named) or a value does not fit its type.
-
-    Example:
-        >>> fields = {"output": "run", "model": {"name": "deit_tiny_patch16_224"}, "data": {"source": "digits"}}
-        >>> train_config({**fields, "optim": {"lr": 2e-4}}).optim.lr
-        0.0002
-    """
+def config_from(fields: Mapping[str, Any], kind: type[Config]) -> Config:
+    """Make a config from plain nested values; see `RunConfig.from_dict`."""
     _check_tree(fields, kind)
     parser = _create_parser(kind)
     return _instantiate(parser, lambda: parser.parse_object(dict(fields)), kind)
 
 
-def parse_config(
-    arguments: Sequence[str],
-    kind: type[Config] = TrainConfig,  # type: ignore[assignment]
-    *,
-    exit_on_error: bool = True,
-) -> Config:
-    """Turn the command line `CONFIG [--key.sub value ...]` into a config.
+def parse_config(arguments: Sequence[str], kind: type[Config], program: str | None = None) -> Config:
+    """Turn the command line `CONFIG [--key.sub value ...]` into a config; print errors and end the program.
 
     Args:
         arguments: The command line without the program's name.
         kind: The dataclass whose fields the keys are.
-        exit_on_error: Print errors and end the process, as a script does, instead of raising.
+        program: The program's name in its help; None takes that of the process.
 
     Returns:
         The checked config.
 
     Raises:
-        ValueError: If a key is unknown or a value does not fit its type, unless `exit_on_error`.
+        SystemExit: With code 2 if a key is unknown or a value does not fit its type.
     """
-    parser = _create_parser(kind)
+    parser = _create_parser(kind, prog=program)
     try:
         return _parse(parser, list(arguments), kind)
     except (ValueError, TypeError, OSError) as error:
-        if not exit_on_error:
-            raise
         parser.exit(2, f"error: {error}\n")
         raise AssertionError("unreachable") from error
 
@@ -128,9 +84,10 @@ def make_config(parser: jsonargparse.ArgumentParser, kind: type[Config], fields:
         raise AssertionError("unreachable") from error
 
 
-def _create_parser(kind: type[AnyConfig]) -> jsonargparse.ArgumentParser:
+def _create_parser(kind: type[AnyConfig], **options: Any) -> jsonargparse.ArgumentParser:
     return create_parser(
         kind,
+        **options,
         usage="%(prog)s CONFIG [--key value] [--group.key value] [--print_config]",
         description="Do what a config file says; options override the file.",
     )

@@ -1,4 +1,4 @@
-"""What the training loop asks of a kind of training."""
+"""The parts of a kind of training that the loop asks for."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from mmod.data.loader import BatchStream
+from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.run_folder import Found
-from mmod.training.image.config import RunConfig
-from mmod.training.image.task import Task
+from mmod.training.engine.task import Task
 
 __all__ = ["Recipe", "Streams"]
 
-Config = TypeVar("Config", bound=RunConfig)
+Config = TypeVar("Config", bound=LoopConfig)
 Streams = tuple[BatchStream, BatchStream]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -13,16 +13,28 @@ from typing import Any, Generic, Protocol, TypeVar
 import yaml
 
 from mmod.io.files import write_atomically
+from mmod.io.locks import locked
 from mmod.io.yaml import read_yaml
+from mmod.training.engine.config import RunConfig
+from mmod.training.engine.distributed import wait_for_all
 
-__all__ = ["FitResult", "Result", "check_folder", "read_result", "readable", "write_record", "write_result"]
+__all__ = [
+    "FitResult",
+    "Result",
+    "check_folder",
+    "read_fit",
+    "read_result",
+    "run_once",
+    "write_record",
+    "write_result",
+]
 
 _CONFIG = "config.yaml"
 _RESULT = "result.json"
 
 
 class Result(Protocol):
-    """What an evaluation found; a dataclass of plain values."""
+    """What an evaluation found; a dataclass of plain values, whose text is one line."""
 
     def columns(self) -> dict[str, float]:
         """Return the figures as columns of the run's history."""
@@ -30,6 +42,7 @@ class Result(Protocol):
 
 
 Found = TypeVar("Found", bound=Result)
+Done = TypeVar("Done")
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,18 @@ class FitResult(Generic[Found]):
     def best(self) -> Found:
         """What is to be reported: the moving average where there is one."""
         return self.average or self.evaluation
+
+    def __str__(self) -> str:
+        state = "had finished before" if self.reused else "finished"
+        lines = [
+            f"{self.folder}: {state} after {self.epochs} epochs, {self.steps} steps",
+            f"weights: {self.evaluation}",
+        ]
+        if self.average is not None:
+            lines.append(f"moving average: {self.average}")
+        for split, counts in self.skipped.items():
+            lines += [f"{split} data, unreadable and passed over: {count} in {file}" for file, count in counts.items()]
+        return "\n".join(lines)
 
 
 def check_folder(folder: Path, record: Mapping[str, Any], free: Collection[str]) -> None:
@@ -98,35 +123,76 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
         write_atomically(folder / _CONFIG, yaml.safe_dump(dict(record), sort_keys=False))
 
 
-def read_result(folder: Path, kind: type[Found]) -> FitResult[Found] | None:
+def run_once(
+    config: RunConfig,
+    rank: int,
+    world: int,
+    read: Callable[[Path], Done | None],
+    train: Callable[[dict[str, Any]], Done],
+) -> Done:
+    """Train unless the run in the config's folder has finished, in a folder that no other process writes to.
+
+    Args:
+        config: The run's config.
+        rank: Number of this process; the first one holds the folder's lock.
+        world: Number of processes.
+        read: From the folder to the result of a finished run; None when it is not finished.
+        train: Trains, from the config as the folder keeps it.
+
+    Returns:
+        The result.
+
+    Raises:
+        ValueError: If the folder belongs to another config.
+        LockedError: If another process trains into the folder.
+    """
+    folder = Path(config.output)
+    record = {**config.to_dict(), "world_size": world}
+
+    def finished() -> Done | None:
+        check_folder(folder, record, config.free_keys)
+        return read(folder)
+
+    result = finished()
+    if result is not None:
+        return result
+    with locked(folder, wait=False) if rank == 0 else nullcontext():
+        wait_for_all()
+        # Another process may have finished the run since.
+        result = finished()
+        return train(record) if result is None else result
+
+
+def read_fit(folder: Path, kind: type[Found]) -> FitResult[Found] | None:
     """Return the result of a finished run; None when the run in `folder` is not finished.
 
     Args:
         folder: The run folder.
         kind: The dataclass of its evaluations.
     """
+
+    def make(fields: dict[str, Any]) -> FitResult[Found]:
+        average = fields["average"] and kind(**fields["average"])
+        return FitResult(**{**fields, "evaluation": kind(**fields["evaluation"]), "average": average})
+
+    return read_result(folder, make)
+
+
+def read_result(folder: Path, make: Callable[[dict[str, Any]], Done]) -> Done | None:
+    """Return the result of a finished run; None when the run in `folder` is not finished.
+
+    Args:
+        folder: The run folder.
+        make: From the fields of the result to the result.
+
+    Raises:
+        ValueError: If the file of the result holds something else.
+    """
     path = folder / _RESULT
     if not path.exists():
         return None
-    with readable(path):
-        fields = json.loads(path.read_text())
-        fields["evaluation"] = kind(**fields["evaluation"])
-        fields["average"] = kind(**fields["average"]) if fields["average"] else None
-        return FitResult(**{**fields, "folder": str(folder), "reused": True})
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Name the file of a result when it cannot be read as one.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ValueError: If what is done inside fails on what the file holds.
-    """
     try:
-        yield
+        return make({**json.loads(path.read_text()), "folder": str(folder), "reused": True})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"{str(path)!r} is no result of a finished run ({type(error).__name__}: {error}); remove it to finish the "
@@ -134,9 +200,14 @@ def readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_result(result: FitResult[Any]) -> None:
-    """Mark the run as finished by writing its result."""
-    write_atomically(Path(result.folder) / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+def write_result(folder: str | Path, result: Any) -> None:
+    """Mark a run as finished by writing its result.
+
+    Args:
+        folder: The run folder.
+        result: The result, a dataclass.
+    """
+    write_atomically(Path(folder) / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
 
 
 def _holds_file(path: Path) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mmod import Routing, is_routed, routed_blocks, trace
 from mmod.data.loader import BatchStream
 from mmod.training.engine.distributed import sum_over_processes
-from mmod.training.image.task import autocast, check_targets
+from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluating
+from mmod.training.engine.task import autocast
+from mmod.training.image.task import check_targets
 
 __all__ = ["EvalResult", "evaluate"]
 
 
 @dataclass(frozen=True)
-class EvalResult:
+class EvalResult(RoutedResult):
     """The outcome of an evaluation.
 
     Args:
@@ -37,26 +37,15 @@ class EvalResult:
     samples: int
     kept: dict[str, float]
 
-    @property
-    def mean_kept(self) -> float:
-        """Mean kept share over the routed blocks; 1 for a dense model."""
-        return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
-
     def columns(self) -> dict[str, float]:
         """Return the figures as columns of the run's history."""
-        columns = {"loss": self.loss, "top1": self.top1, "top5": self.top5}
-        return columns | kept_columns(self.kept)
+        return {"loss": self.loss, "top1": self.top1, "top5": self.top5, **self.kept_columns()}
 
-
-def kept_columns(kept: Mapping[str, float]) -> dict[str, float]:
-    """Return kept shares as columns of a run's history: their mean and each.
-
-    Args:
-        kept: Name of each routed block to its mean kept share of tokens.
-    """
-    if not kept:
-        return {}
-    return {"kept": sum(kept.values()) / len(kept), **{f"kept/{name}": share for name, share in kept.items()}}
+    def __str__(self) -> str:
+        return (
+            f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, loss {self.loss:.4f}, kept {self.mean_kept:.3f} "
+            f"({self.samples} images)"
+        )
 
 
 @torch.no_grad()
@@ -95,25 +84,19 @@ def evaluate(
         64
     """
     device = torch.device(device)
-    names = list(routed_blocks(model)) if is_routed(model) else []
-    # Sums of: first guesses, first five guesses, loss, images, then kept share of each routed block.
-    sums = torch.zeros(4 + len(names), dtype=torch.float64, device=device)
-    was_training = model.training
-    model.eval()
+    kept = KeptShares(model, device)
+    # First guesses, first five guesses, loss, images.
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
     batches: Iterable[tuple[Tensor, Tensor]] = stream.batches(0)
-    try:
-        for images, targets in tqdm(
-            batches, total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False
-        ):
+    bar = tqdm(batches, total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False)
+    with evaluating(model):
+        for images, targets in bar:
             check_targets(targets, model)
             images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-            with autocast(device, precision), traced(model, bool(names)) as routings:
+            with autocast(device, precision), kept.watch():
                 logits = model(images).float()
-            sums += _batch_sums(logits, targets, [routings[name] for name in names])
-    finally:
-        model.train(was_training)
-    sums = sum_over_processes(sums)
-    first, five, loss, samples, *kept = sums.tolist()
+            sums += _batch_sums(logits, targets)
+    first, five, loss, samples = sum_over_processes(sums).tolist()
     if samples == 0:
         raise ValueError("the evaluation stream holds no images")
     return EvalResult(
@@ -121,16 +104,11 @@ def evaluate(
         top5=100 * five / samples,
         loss=loss / samples,
         samples=int(samples),
-        kept={name: share / samples for name, share in zip(names, kept, strict=True)},
+        kept=kept.means(),
     )
 
 
-def traced(model: nn.Module, routed: bool) -> AbstractContextManager[Mapping[str, Routing]]:
-    """Trace a routed model; a dense one has nothing to trace."""
-    return trace(model) if routed else nullcontext({})
-
-
-def _batch_sums(logits: Tensor, targets: Tensor, routings: list[Routing]) -> Tensor:
+def _batch_sums(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sums of one batch in the order of `evaluate`."""
     guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
     figures = [
@@ -139,5 +117,4 @@ def _batch_sums(logits: Tensor, targets: Tensor, routings: list[Routing]) -> Ten
         F.cross_entropy(logits, targets, reduction="sum").double(),
         torch.tensor(len(targets), device=logits.device).double(),
     ]
-    figures += [routing.keep_BN.double().mean(1).sum() for routing in routings]
     return torch.stack(figures)

@@ -1,43 +1,27 @@
-"""From a config to the objects that train: the model, routed or dense, and its teacher."""
+"""From a config to the objects that train image classifiers: the model, its teacher, criterion and mixup."""
 
 from __future__ import annotations
 
-import copy
-import difflib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from timm.optim import create_optimizer_v2, list_optimizers
-from timm.scheduler import create_scheduler_v2
-from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
-from mmod import route_
 from mmod.data.config import DataConfig
 from mmod.training.engine.checkpoint import read_weights
-from mmod.training.engine.muon import single_precision
-from mmod.training.image.config import LossConfig, MixupConfig, ModelConfig, RunConfig, TrainConfig
+from mmod.training.engine.model import load_weights, prepare_models, unknown_name
+from mmod.training.image.config import LossConfig, MixupConfig, ModelConfig, TrainConfig
 
-__all__ = [
-    "create_criterion",
-    "create_dense_model",
-    "create_mixup",
-    "create_models",
-    "create_optimizer",
-    "create_schedule",
-]
+__all__ = ["create_criterion", "create_dense_model", "create_mixup", "create_models"]
 
 
 def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
-    """Make the model to train and its teacher, on the CPU and from the weights the config names.
-
-    A dense checkpoint is loaded before routing, so the dense teacher is what the model was when routing
-    began. A checkpoint with router weights is loaded after routing.
+    """Make the model to train and its teacher, on the CPU; see `mmod.training.engine.model.prepare_models`.
 
     Args:
         config: The run's config.
@@ -51,21 +35,8 @@ def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
     """
     model = create_dense_model(config.model)
     check_input(model, config.data, config.model.pretrained)
-    state = read_weights(config.model.checkpoint) if config.model.checkpoint is not None else None
-    dense_keys = set(model.state_dict())
-    if state is not None:
-        is_whole = dense_keys <= set(state)
-        dense = {name: value for name, value in state.items() if name in dense_keys} if is_whole else state
-        load_weights(model, dense, config.model.checkpoint)
-    teacher = _create_teacher(config, model)
-    routing = config.routing_config()
-    if routing is not None:
-        route_(model, routing)
-    if state is not None and set(state) != dense_keys:
-        load_weights(model, state, config.model.checkpoint)
-    if config.grad_checkpointing:
-        model.set_grad_checkpointing(True)  # type: ignore[operator]  # every timm model has it
-    return model, teacher
+    classes = getattr(model, "num_classes", None)
+    return prepare_models(config, model, _load, partial(_create_teacher, config, classes))
 
 
 def create_dense_model(config: ModelConfig) -> nn.Module:
@@ -81,41 +52,9 @@ def create_dense_model(config: ModelConfig) -> nn.Module:
         ValueError: If timm does not know the name; similar names are listed.
     """
     if "/" not in config.name and not timm.is_model(config.name):
-        near = difflib.get_close_matches(config.name.split(".")[0], timm.list_models(), n=5, cutoff=0.5)
-        hint = f"near ones: {', '.join(near)}" if near else "timm.list_models() lists the known ones"
-        raise ValueError(f"timm knows no model {config.name!r}; {hint}")
+        raise unknown_name("timm", "model", config.name.split(".")[0], timm.list_models(), "timm.list_models()")
     model: nn.Module = timm.create_model(config.name, pretrained=config.pretrained, **config.args)
     return model
-
-
-def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
-    """Load a state dict strictly, with messages that say what does not fit.
-
-    Args:
-        model: The model to fill.
-        state: Names to tensors.
-        source: Where the state came from, for the messages.
-
-    Raises:
-        ValueError: If names or shapes differ; a different number of classes is named as such.
-    """
-    own = model.state_dict()
-    missing, unknown = sorted(set(own) - set(state)), sorted(set(state) - set(own))
-    if missing or unknown:
-        raise ValueError(
-            f"checkpoint {str(source)!r} does not fit the model: "
-            f"it lacks {_some(missing)} and has {_some(unknown)} that the model does not know"
-        )
-    for name, value in state.items():
-        if value.shape != own[name].shape:
-            classes = getattr(model, "num_classes", None)
-            head = value.shape[:1] != own[name].shape[:1] and own[name].shape[:1] == (classes,)
-            what = f"it has {value.shape[0]} classes, the model {classes}: " if head else ""
-            raise ValueError(
-                f"checkpoint {str(source)!r} does not fit the model: {what}{name} has shape "
-                f"{tuple(value.shape)}, the model's is {tuple(own[name].shape)}"
-            )
-    model.load_state_dict(state)
 
 
 def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
@@ -184,91 +123,24 @@ def create_mixup(mixup: MixupConfig | None, smoothing: float, num_classes: int) 
     )
 
 
-def create_optimizer(config: RunConfig, model: nn.Module, images_per_step: int) -> torch.optim.Optimizer:
-    """Make timm's optimiser with its parameter groups.
-
-    Args:
-        config: The run's config.
-        model: The model to train, on its device.
-        images_per_step: Samples per optimiser step over all processes, for `optim.lr_per`.
-
-    Returns:
-        The optimiser.
-
-    Raises:
-        ValueError: If timm does not know it; similar names are listed.
-    """
-    optim = config.optim
-    names = [str(name) for name in list_optimizers()]
-    # The part before an underscore names a wrapper of timm's, such as lookahead.
-    if optim.opt.lower().split("_")[-1] not in names:
-        near = difflib.get_close_matches(optim.opt, names, n=5, cutoff=0.5)
-        hint = f"near ones: {', '.join(near)}" if near else "timm.optim.list_optimizers() lists the known ones"
-        raise ValueError(f"timm knows no optimiser {optim.opt!r} (optim.opt); {hint}")
-    scale = 1.0 if optim.lr_per is None else images_per_step / optim.lr_per
-    optimizer: torch.optim.Optimizer = create_optimizer_v2(
-        model,
-        opt=optim.opt,
-        lr=optim.lr * scale,
-        weight_decay=optim.weight_decay,
-        momentum=optim.momentum,
-        layer_decay=optim.layer_decay,
-        **optim.args,
-    )
-    return single_precision(optimizer)
+def _load(model: nn.Module, checkpoint: str) -> dict[str, Tensor]:
+    """Load the dense part of a checkpoint and return the rest."""
+    state, dense = read_weights(checkpoint), model.state_dict().keys()
+    routers = {name: value for name, value in state.items() if name not in dense} if dense <= state.keys() else {}
+    load_weights(model, {name: value for name, value in state.items() if name not in routers}, checkpoint)
+    return routers
 
 
-def create_schedule(
-    config: RunConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
-) -> tuple[Scheduler | None, int]:
-    """Make timm's schedule, a function of the optimiser step.
-
-    Args:
-        config: The run's config.
-        optimizer: What it steers.
-        steps_per_epoch: Optimiser steps of one epoch.
-
-    Returns:
-        The schedule (None for "none") and the epochs to train, cool-down and the like included.
-    """
-    schedule = config.schedule
-    schedule.check_rate(max(float(group["lr"]) for group in optimizer.param_groups))
-    scheduler, epochs = create_scheduler_v2(
-        optimizer,
-        sched=schedule.sched,
-        num_epochs=config.epochs,
-        warmup_epochs=schedule.warmup_epochs,
-        warmup_lr=schedule.warmup_lr,
-        min_lr=schedule.min_lr,
-        step_on_epochs=False,
-        updates_per_epoch=steps_per_epoch,
-        **schedule.args,
-    )
-    return scheduler, int(epochs)
-
-
-def _create_teacher(config: TrainConfig, dense: nn.Module) -> nn.Module | None:
-    """Make the frozen teacher that the config names; `dense` is the model before routing."""
-    name = config.teacher()
-    if name is None:
-        return None
-    if name == "dense":
-        teacher = copy.deepcopy(dense)
-    elif Path(name).exists():
+def _create_teacher(config: TrainConfig, classes: int | None, name: str) -> nn.Module:
+    """Make the teacher of a checkpoint, or of a name of timm's registry."""
+    if Path(name).exists():
         teacher = create_dense_model(ModelConfig(name=config.model.name, args=config.model.args))
         load_weights(teacher, read_weights(name), name)
     else:
         arguments: dict[str, Any] = {"in_chans": config.data.channels}
         teacher = create_dense_model(ModelConfig(name=name, args=arguments, pretrained=True))
         check_input(teacher, config.data, pretrained=True)
-    classes, own = getattr(teacher, "num_classes", None), getattr(dense, "num_classes", None)
-    if classes != own:
-        raise ValueError(f"teacher {name!r} has {classes} classes and the model {own}")
-    return teacher.eval().requires_grad_(False)
-
-
-def _some(names: list[str]) -> str:
-    """Name the first few of `names` and how many there are."""
-    if not names:
-        return "no key"
-    return f"{len(names)} keys ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    own = getattr(teacher, "num_classes", None)
+    if own != classes:
+        raise ValueError(f"teacher {name!r} has {own} classes and the model {classes}")
+    return teacher

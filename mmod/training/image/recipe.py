@@ -20,7 +20,7 @@ from mmod.training.image.evaluate import EvalResult, evaluate
 from mmod.training.image.model import create_criterion, create_mixup, create_models
 from mmod.training.image.task import ClassificationTask
 
-__all__ = ["Classification", "fit"]
+__all__ = ["ImageRecipe", "fit"]
 
 
 def fit(config: TrainConfig, *, streams: Streams | None = None, progress: bool = True) -> FitResult[EvalResult]:
@@ -51,10 +51,10 @@ def fit(config: TrainConfig, *, streams: Streams | None = None, progress: bool =
         >>> result.steps, result.evaluation.samples
         (4, 64)
     """
-    return run(Classification(config), streams=streams, progress=progress)
+    return run(ImageRecipe(config), streams=streams, progress=progress)
 
 
-class Classification(Recipe[TrainConfig, EvalResult]):
+class ImageRecipe(Recipe[TrainConfig, EvalResult]):
     """Image classification with timm's models, criteria and mixup; see `Recipe`."""
 
     result = EvalResult
@@ -106,3 +106,6 @@ class Classification(Recipe[TrainConfig, EvalResult]):
         capacity = round(schedule.start + share * (routing.capacity - schedule.start), 6)
         for model in models:
             set_capacity(model, capacity)
+
+
+Classification = ImageRecipe

@@ -1,10 +1,8 @@
-"""What a batch is worth: the task's loss, distillation and auxiliary objectives as one module."""
+"""The objective of classification: criterion, distillation and auxiliary losses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,72 +11,9 @@ from timm.utils import accuracy
 from torch import Tensor, nn
 
 from mmod import auxiliary_loss
+from mmod.training.engine.task import Batch, Pass, Task, autocast
 
-__all__ = ["ClassificationTask", "Pass", "Task", "autocast", "check_targets"]
-
-_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
-    """Return the context in which a forward pass runs at `precision`.
-
-    Args:
-        device: Where the model is.
-        precision: "fp32", "bf16" or "fp16".
-
-    Raises:
-        ValueError: If the precision is unknown, or is "fp16" on another device than CUDA.
-    """
-    if precision not in _PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(_PRECISIONS)}, got {precision!r}")
-    if precision == "fp16" and device.type != "cuda":
-        raise ValueError(f"precision 'fp16' needs a CUDA device, got {device}; use 'bf16' or 'fp32'")
-    return torch.autocast(device.type, dtype=_PRECISIONS[precision], enabled=precision != "fp32")
-
-
-class Pass(NamedTuple):
-    """One forward and backward pass of an optimiser step.
-
-    Attributes:
-        arguments: What the task's forward takes.
-        weight: What its loss is weighed with.
-        samples: Samples of the batch.
-    """
-
-    arguments: tuple[Any, ...]
-    weight: float
-    samples: int
-
-
-class Task(nn.Module):
-    """A model with its objective: what the training loop drives, and what distributed training wraps.
-
-    Its forward returns the "loss" of a pass, the parts it is made of, and figures worth a mean over the epoch.
-
-    Args:
-        model: The model to train.
-
-    Attributes:
-        shown: Names of the figures that the progress bar shows.
-    """
-
-    shown: tuple[str, ...] = ("loss",)
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def passes(self, group: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Pass]:
-        """Yield the passes of an optimiser step, as many as there are batches.
-
-        Args:
-            group: The step's batches, on the CPU.
-            device: Where the model is.
-        """
-        raise NotImplementedError
-
-    def after_step(self) -> None:
-        """Do what an optimiser step leaves to be done; nothing by default."""
+__all__ = ["ClassificationTask", "check_targets"]
 
 
 class ClassificationTask(Task):
@@ -116,23 +51,14 @@ class ClassificationTask(Task):
         precision: str = "fp32",
         mixup: Mixup | None = None,
     ) -> None:
-        super().__init__(model)
+        super().__init__(
+            model, teacher=teacher, distill_weight=distill_weight, auxiliary=auxiliary, precision=precision
+        )
         self.criterion = criterion
-        self.teacher = teacher
-        self.distill_weight = distill_weight
         self.temperature = temperature
-        self.auxiliary = auxiliary
-        self.precision = precision
         self.mixup = mixup
 
-    def train(self, mode: bool = True) -> ClassificationTask:
-        """Set the mode of the model; the teacher stays in eval mode."""
-        super().train(mode)
-        if self.teacher is not None:
-            self.teacher.eval()
-        return self
-
-    def passes(self, group: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Pass]:
+    def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
         """Yield one pass for each batch, weighed by its share of the step's images; see `Task.passes`."""
         total = sum(len(targets) for _, targets in group)
         for images, targets in group:

@@ -1,4 +1,4 @@
-"""The configuration of one run on image-text pairs, as typed dataclasses."""
+"""The configuration of training on image-text pairs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 from mmod.config import RoutingConfig
 from mmod.data.config import PairsConfig
-from mmod.training.image.config import RunConfig, resolve_routing
+from mmod.training.engine.config import LoopConfig, StartConfig, resolve_routing
 from mmod.values import check_fields
 
-__all__ = ["ClipConfig", "ClipDistillConfig", "ClipModelConfig", "RoutingParts"]
+__all__ = ["ModelConfig", "RoutingParts", "TrainConfig"]
 
 
 @dataclass(frozen=True)
-class ClipModelConfig:
+class ModelConfig(StartConfig):
     """Which open_clip model is trained and from which weights.
 
     Args:
@@ -28,20 +28,7 @@ class ClipModelConfig:
 
     name: str
     config: str | None = None
-    checkpoint: str | None = None
-    pretrained: str | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "model")
-        if self.pretrained is not None and self.checkpoint is not None:
-            raise ValueError(
-                f"model.pretrained={self.pretrained!r} and model.checkpoint={self.checkpoint!r} exclude each other"
-            )
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether training starts from trained weights."""
-        return self.pretrained is not None or self.checkpoint is not None
+    pretrained: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -67,26 +54,9 @@ class RoutingParts:
         return {name: resolve_routing(fields) for name, fields in parts.items() if fields is not None}
 
 
-@dataclass(frozen=True)
-class ClipDistillConfig:
-    """Distillation from a model's embeddings: the teacher's similarities within a batch are imitated.
-
-    Args:
-        teacher: "auto" is "dense" when a model with trained weights is routed and "none" otherwise; "dense" is the
-            unrouted copy of the starting weights; anything else is a checkpoint of the same architecture.
-        weight: Weight of open_clip's distillation loss.
-    """
-
-    teacher: str = "auto"
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, "distill", weight="(0, inf)")
-
-
 @dataclass(frozen=True, kw_only=True)
-class ClipConfig(RunConfig):
-    """Everything that decides the outcome of training on image-text pairs; the common keys are those of `RunConfig`.
+class TrainConfig(LoopConfig):
+    """Everything that decides the outcome of training on image-text pairs.
 
     Batches are accumulated with the negatives of all of them, as if they were one.
 
@@ -97,41 +67,33 @@ class ClipConfig(RunConfig):
         augment: Augmentation of training images: fields of `open_clip.transform.AugmentationCfg` (`{}` for open_clip's
             defaults). None prepares them as for evaluation.
         loss: "clip" for the contrastive loss, "siglip" for the sigmoid one, "coca" for contrast and captioning.
-        distill: The teacher, if any.
+        distill: The teacher, if any, whose similarities within a batch are imitated.
         zero_shot: Also classify images by prompts: "scenes" asks which digit the captions of the embedded set name
             first, "imagenet:FOLDER" classifies the images in FOLDER/CLASS/ by open_clip's ImageNet names and templates.
     """
 
-    model: ClipModelConfig
+    model: ModelConfig
     data: PairsConfig = field(default_factory=PairsConfig)
     routing: RoutingParts | None = None
     augment: dict[str, Any] | None = field(default_factory=dict)
     loss: Literal["clip", "siglip", "coca"] = "clip"
-    distill: ClipDistillConfig = field(default_factory=ClipDistillConfig)
     zero_shot: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.distill.teacher == "dense" and not self.model.has_weights:
-            raise ValueError("distill.teacher='dense' needs trained weights: set model.checkpoint or model.pretrained")
         kind = (self.zero_shot or "scenes").partition(":")[0]
         if kind not in ("scenes", "imagenet") or self.zero_shot == "imagenet":
             raise ValueError(f"zero_shot must be 'scenes' or 'imagenet:FOLDER', got {self.zero_shot!r}")
-        self.routing_configs()
 
     def routing_configs(self) -> dict[str, RoutingConfig]:
         """Return the routing of each routed tower, presets resolved; empty for a dense model."""
         return {} if self.routing is None else self.routing.configs()
 
-    def teacher(self) -> str | None:
-        """Return the teacher with "auto" resolved; None for no distillation."""
-        if self.distill.teacher == "none":
-            return None
-        if self.distill.teacher == "auto":
-            return "dense" if self.routing is not None and self.model.has_weights else None
-        return self.distill.teacher
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values only, with routing presets resolved, as the run folder keeps them."""
         routing = {name: config.to_dict() for name, config in self.routing_configs().items()}
         return {**super().to_dict(), "routing": routing or None}
+
+
+ClipConfig = TrainConfig
+ClipModelConfig = ModelConfig

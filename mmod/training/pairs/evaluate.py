@@ -11,21 +11,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mmod import is_routed, routed_blocks
 from mmod.data.loader import BatchStream
 from mmod.data.readers.pairs import Tokenizer, Transform
 from mmod.data.synthetic.scenes import zero_shot_prompts
 from mmod.training.engine.distributed import sum_over_processes
-from mmod.training.image.evaluate import kept_columns, traced
-from mmod.training.image.task import autocast
+from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluating
+from mmod.training.engine.task import autocast
 
-__all__ = ["ClipResult", "evaluate_clip", "rank_matches"]
+__all__ = ["EvalResult", "evaluate", "rank_matches"]
 
 _ROWS = 1024
 
 
 @dataclass(frozen=True)
-class ClipResult:
+class EvalResult(RoutedResult):
     """The outcome of an evaluation on pairs; shares in percent.
 
     Args:
@@ -58,22 +57,25 @@ class ClipResult:
         """Recall at 5, mean of both directions."""
         return (self.image_to_text_r5 + self.text_to_image_r5) / 2
 
-    @property
-    def mean_kept(self) -> float:
-        """Mean kept share over the routed blocks; 1 for a dense model."""
-        return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
-
     def columns(self) -> dict[str, float]:
         """Return the figures as columns of the run's history."""
         names = ("image_to_text_r1", "image_to_text_r5", "text_to_image_r1", "text_to_image_r5")
         columns: dict[str, float] = {name: getattr(self, name) for name in names}
         if self.zero_shot_top1 is not None and self.zero_shot_top5 is not None:
             columns |= {"zero_shot_top1": self.zero_shot_top1, "zero_shot_top5": self.zero_shot_top5}
-        return columns | kept_columns(self.kept)
+        return columns | self.kept_columns()
+
+    def __str__(self) -> str:
+        zero = "" if self.zero_shot_top1 is None else f"zero-shot top-1 {self.zero_shot_top1:.2f} %, "
+        return (
+            f"image to text R@1 {self.image_to_text_r1:.2f} %, R@5 {self.image_to_text_r5:.2f} %, "
+            f"text to image R@1 {self.text_to_image_r1:.2f} %, R@5 {self.text_to_image_r5:.2f} %, {zero}"
+            f"kept {self.mean_kept:.3f} ({self.samples} pairs)"
+        )
 
 
 @torch.no_grad()
-def evaluate_clip(
+def evaluate(
     model: Any,
     stream: BatchStream,
     tokenizer: Tokenizer,
@@ -85,7 +87,7 @@ def evaluate_clip(
     workers: int = 0,
     place: tuple[int, int] = (0, 1),
     progress: bool = False,
-) -> ClipResult:
+) -> EvalResult:
     """Measure retrieval in both directions, zero-shot accuracy and kept shares over one pass of a stream.
 
     A caption that belongs to several images is right for each of them. With several processes each passes its own
@@ -97,7 +99,7 @@ def evaluate_clip(
         tokenizer: From prompts to tokens (B, L).
         device: Where the model is.
         precision: "fp32", "bf16" or "fp16".
-        zero_shot: "scenes", "imagenet:FOLDER" or None; see `ClipConfig`.
+        zero_shot: "scenes", "imagenet:FOLDER" or None; see `TrainConfig`.
         transform: From a PIL image to a tensor, for the images of a folder.
         workers: Worker processes that read the images of a folder.
         place: Number of this process and number of processes.
@@ -110,12 +112,8 @@ def evaluate_clip(
         ValueError: If the stream is empty, or an image of it has no zero-shot class.
     """
     device = torch.device(device)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         images, texts, tokens, kept = _embed(model, stream, device, precision, progress)
-        first = rank_matches(images, texts, tokens)
-        second = rank_matches(texts, images, tokens)
         guesses = None
         if zero_shot is not None:
             with autocast(device, precision):
@@ -126,9 +124,8 @@ def evaluate_clip(
                     assert transform is not None
                     batches = _folder_batches(folder, transform, workers, place)
                     guesses = _classify_folder(model, tokenizer, tqdm(batches, disable=not progress), device)
-    finally:
-        model.train(was_training)
-    return ClipResult(
+    first, second = rank_matches(images, texts, tokens), rank_matches(texts, images, tokens)
+    return EvalResult(
         image_to_text_r1=_share(first < 1),
         image_to_text_r5=_share(first < 5),
         text_to_image_r1=_share(second < 1),
@@ -161,7 +158,7 @@ def rank_matches(queries: Tensor, found: Tensor, tokens: Tensor) -> Tensor:
         similarity = queries[first : first + _ROWS] @ found.T
         right = same[first : first + _ROWS, None] == same[None]
         best = similarity.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
-        # Written so that what is not a number counts as before.
+        # Negated comparison: a NaN similarity ranks before the match.
         ranks.append((~right & ~(similarity < best)).sum(1))
     return torch.cat(ranks)
 
@@ -170,25 +167,21 @@ def _embed(
     model: nn.Module, stream: BatchStream, device: torch.device, precision: str, progress: bool
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
     """Return all processes' image and text embeddings, tokens and kept shares."""
-    names = list(routed_blocks(model)) if is_routed(model) else []
-    sums = torch.zeros(1 + len(names), dtype=torch.float64, device=device)
+    kept = KeptShares(model, device)
     parts: list[list[Tensor]] = []
     batches: Iterable[tuple[Tensor, Tensor]] = stream.batches(0)
     for images, texts in tqdm(
         batches, total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False
     ):
         moved = images.to(device, non_blocking=True), texts.to(device, non_blocking=True)
-        with autocast(device, precision), traced(model, bool(names)) as routings:
+        with autocast(device, precision), kept.watch():
             found = model(*moved)
         parts.append([found["image_features"].float(), found["text_features"].float(), moved[1]])
-        shares = [routings[name].keep_BN.double().mean() for name in names]
-        sums += len(images) * torch.stack([torch.ones((), dtype=torch.float64, device=device), *shares])
     whole = _gather([torch.cat(column) for column in zip(*parts)] if parts else [])
     if not whole:
         raise ValueError("the evaluation stream holds no pairs")
-    count, *kept = sum_over_processes(sums).tolist()
     images, texts, tokens = whole
-    return images, texts, tokens, {name: share / count for name, share in zip(names, kept, strict=True)}
+    return images, texts, tokens, kept.means()
 
 
 def _gather(parts: list[Tensor]) -> list[Tensor]:
@@ -262,3 +255,7 @@ def _top(logits: Tensor, classes: Tensor) -> tuple[float, float]:
 
 def _share(hits: Tensor) -> float:
     return 100 * float(hits.double().mean())
+
+
+ClipResult = EvalResult
+evaluate_clip = evaluate

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,18 @@ from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mmod import route_
 from mmod.data.readers.pairs import Tokenizer, Transform
 from mmod.training.engine.checkpoint import find_weights
 from mmod.training.engine.distributed import Process
-from mmod.training.pairs.config import ClipConfig, ClipModelConfig
+from mmod.training.engine.model import prepare_models, unknown_name
+from mmod.training.pairs.config import ModelConfig, TrainConfig
 from mmod.values import refuse_unknown
 
-__all__ = ["create_clip_loss", "create_clip_model", "create_clip_models", "create_transforms", "save_dense_clip"]
+__all__ = ["create_loss", "create_model", "create_models", "create_transforms", "save_dense"]
 
 
-def create_clip_models(config: ClipConfig) -> tuple[nn.Module, nn.Module | None]:
-    """Make the model to train and its teacher, on the CPU and from the weights the config names.
-
-    A dense checkpoint is loaded before routing, so the dense teacher is what the model was when routing began. A
-    checkpoint with router weights is loaded after routing.
+def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
+    """Make the model to train and its teacher, on the CPU; see `mmod.training.engine.model.prepare_models`.
 
     Args:
         config: The run's config.
@@ -40,31 +37,16 @@ def create_clip_models(config: ClipConfig) -> tuple[nn.Module, nn.Module | None]
         ValueError: If open_clip does not know the name, or the checkpoint does not fit the model.
         FileNotFoundError: If the checkpoint is not there.
     """
-    model = create_clip_model(config.model)
+    model = create_model(config.model)
     is_coca = isinstance(model, open_clip.CoCa)
     if is_coca != (config.loss == "coca"):
         raise ValueError(f"loss={config.loss!r} does not fit a {type(model).__name__}: 'coca' is for CoCa models alone")
     if config.loss == "siglip" and getattr(model, "logit_bias", None) is None:
         raise ValueError("loss='siglip' needs a model with a logit bias: set init_logit_bias in the model's config")
-    routers = _load(model, config.model.checkpoint) if config.model.checkpoint is not None else None
-    teacher = _create_teacher(config, model)
-    parts = config.routing_configs()
-    if parts:
-        route_(model, **parts)
-    if routers:
-        missing = [name for name in model.state_dict() if ".router" in name and name not in routers]
-        unknown = model.load_state_dict(routers, strict=False).unexpected_keys
-        if missing or unknown:
-            raise ValueError(
-                f"checkpoint {config.model.checkpoint!r} was routed in another way: it lacks {missing[:3]} and has "
-                f"{unknown[:3]} that the model does not know"
-            )
-    if config.grad_checkpointing:
-        model.set_grad_checkpointing(True)
-    return model, teacher
+    return prepare_models(config, model, _load, partial(_create_teacher, config.model))
 
 
-def create_clip_model(config: ClipModelConfig) -> Any:
+def create_model(config: ModelConfig) -> Any:
     """Make the dense open_clip model that a config names, without its checkpoint.
 
     Args:
@@ -86,11 +68,7 @@ def create_clip_model(config: ClipModelConfig) -> Any:
         if path.stem not in open_clip.list_models():
             open_clip.add_model_config(path)
     if ":" not in config.name and config.name not in open_clip.list_models():
-        import difflib
-
-        near = difflib.get_close_matches(config.name, open_clip.list_models(), n=5, cutoff=0.5)
-        hint = f"near ones: {', '.join(near)}" if near else "open_clip.list_models() lists the known ones"
-        raise ValueError(f"open_clip knows no model {config.name!r}; {hint}")
+        raise unknown_name("open_clip", "model", config.name, open_clip.list_models(), "open_clip.list_models()")
     return open_clip.create_model(config.name, pretrained=config.pretrained, output_dict=True)
 
 
@@ -118,36 +96,29 @@ def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> 
     return training, evaluation, open_clip.get_tokenizer(name)
 
 
-def create_clip_loss(kind: str, process: Process) -> nn.Module:
+def create_loss(kind: str, process: Process) -> nn.Module:
     """Make the loss of open_clip that a config names.
 
     Several processes compute the loss of their own rows against all gathered features and pass gradients through the
     gathering, so that together they do what one process would on the whole batch.
 
     Args:
-        kind: "clip", "siglip" or "coca".
+        kind: "clip", "siglip" or "coca", or "distill" for what a teacher adds.
         process: This process.
     """
     place: dict[str, Any] = {"rank": process.rank, "world_size": process.world}
-    gathering = {"local_loss": True, "gather_with_grad": True, **place} if process.world > 1 else place
     if kind == "siglip":
-        loss: nn.Module = SigLipLoss(**place)
-    elif kind == "coca":
-        loss = open_clip.CoCaLoss(caption_loss_weight=2.0, clip_loss_weight=1.0, **gathering)
-    else:
-        loss = open_clip.ClipLoss(**gathering)
-    return loss
-
-
-def create_distill_loss(process: Process) -> nn.Module:
-    """Make open_clip's distillation loss, gathered like `create_clip_loss`."""
-    place: dict[str, Any] = {"rank": process.rank, "world_size": process.world}
+        return SigLipLoss(**place)
     gathering = {"local_loss": True, "gather_with_grad": True} if process.world > 1 else {}
-    loss: nn.Module = open_clip.DistillClipLoss(**gathering, **place)
-    return loss
+    kinds: dict[str, Callable[..., nn.Module]] = {
+        "clip": open_clip.ClipLoss,
+        "coca": partial(open_clip.CoCaLoss, caption_loss_weight=2.0, clip_loss_weight=1.0),
+        "distill": open_clip.DistillClipLoss,
+    }
+    return kinds[kind](**place, **gathering)
 
 
-def save_dense_clip(model: Any, name: str, folder: Path) -> None:
+def save_dense(model: Any, name: str, folder: Path) -> None:
     """Write a dense model as open_clip does, so that `open_clip.create_model("local-dir:FOLDER")` reads it.
 
     Args:
@@ -161,11 +132,6 @@ def save_dense_clip(model: Any, name: str, folder: Path) -> None:
     save_config_for_hf(model, folder / "open_clip_config.json", model_config=open_clip.get_model_config(name))
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     save_file(state, folder / "open_clip_model.safetensors")
-
-
-def clamp_scale(model: Any) -> None:
-    """Keep the logit scale at 100 at most, as CLIP and open_clip do after each step."""
-    model.logit_scale.data.clamp_(0, math.log(100))
 
 
 def _load(model: Any, checkpoint: str) -> dict[str, Tensor]:
@@ -186,15 +152,12 @@ def _load(model: Any, checkpoint: str) -> dict[str, Tensor]:
     return routers
 
 
-def _create_teacher(config: ClipConfig, dense: nn.Module) -> nn.Module | None:
-    """Make the frozen teacher that the config names; `dense` is the model before routing."""
-    name = config.teacher()
-    if name is None:
-        return None
-    if name == "dense":
-        teacher = copy.deepcopy(dense)
-    else:
-        teacher = create_clip_model(dataclasses.replace(config.model, checkpoint=None, pretrained=None))
-        if _load(teacher, name):
-            raise ValueError(f"teacher {name!r} is routed; distill from a dense model")
-    return teacher.eval().requires_grad_(False)
+def _create_teacher(config: ModelConfig, checkpoint: str) -> nn.Module:
+    """Make the dense model of a checkpoint of the same architecture."""
+    teacher: nn.Module = create_model(dataclasses.replace(config, checkpoint=None, pretrained=None))
+    if _load(teacher, checkpoint):
+        raise ValueError(f"teacher {checkpoint!r} is routed; distill from a dense model")
+    return teacher
+
+
+create_clip_models = create_models

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import open_clip
+from mmod.config import RoutingConfig
+from mmod.io.yaml import parse_yaml
+from mmod.training.engine.config import resolve_routing
+from mmod.training.engine.optional_dependency import extra
 
-from mmod import RoutingConfig
-from mmod.registry.open_clip import routed
+__all__ = ["main", "train_open_clip"]
 
-__all__ = ["train_open_clip"]
+_DESCRIPTION = """Run open_clip's training program on a routed model: everything after `--` is open_clip's own.
+
+`--image "{capacity: 0.5}" --text "{capacity: 0.5}" -- --model ViT-B-32 --train-data "shards/{00000..00127}.tar"
+--dataset-type webdataset` routes both towers by attention.
+"""
+
+
+def main(arguments: list[str], program: str | None = None) -> None:
+    """Run open_clip's program as the command line `[--image ROUTING] [--text ROUTING] -- ARGUMENTS` says.
+
+    Args:
+        arguments: The command line without the program's name.
+        program: The program's name in its help; None takes that of the process.
+    """
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(
+        program,
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for tower in ("image", "text"):
+        text = f"YAML mapping: how the {tower} tower is routed, fields of mmod.RoutingConfig or `preset: NAME`"
+        parser.add_argument(f"--{tower}", type=_mapping, metavar="ROUTING", help=text)
+    parser.add_argument("--models", metavar="PATH", help="JSON file or folder with further model configs")
+    options = parser.parse_args(arguments[:place])
+    towers = {name: fields for name, fields in (("image", options.image), ("text", options.text)) if fields is not None}
+    if not towers:
+        parser.error("give --image or --text or both: the routing of a tower")
+    parts = {name: resolve_routing(fields) for name, fields in towers.items()}
+    with extra("clip"):
+        train_open_clip(arguments[place + 1 :], models=options.models, **parts)
 
 
 def train_open_clip(
@@ -35,6 +70,10 @@ def train_open_clip(
     """
     if any(argument.startswith("--distill") for argument in arguments):
         raise ValueError("--distill-model would be routed like the model: distill with tools/train_clip.py instead")
+    import open_clip
+
+    from mmod.registry.open_clip import routed
+
     if models is not None:
         if not Path(models).exists():
             raise FileNotFoundError(f"no model config at {models!r}")
@@ -66,3 +105,14 @@ def readable_shards() -> Iterator[None]:
         yield
     finally:
         data.tar_file_expander = original
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """Return the mapping that an option holds."""
+    try:
+        fields = parse_yaml(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not isinstance(fields, dict):
+        raise argparse.ArgumentTypeError(f"must be a mapping of keys to values, got {text!r}")
+    return fields

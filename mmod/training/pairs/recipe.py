@@ -15,21 +15,15 @@ from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import run
 from mmod.training.engine.recipe import Recipe, Streams
 from mmod.training.engine.run_folder import FitResult
-from mmod.training.pairs.config import ClipConfig
-from mmod.training.pairs.evaluate import ClipResult, evaluate_clip
-from mmod.training.pairs.model import (
-    create_clip_loss,
-    create_clip_models,
-    create_distill_loss,
-    create_transforms,
-    save_dense_clip,
-)
-from mmod.training.pairs.task import ClipTask
+from mmod.training.pairs.config import TrainConfig
+from mmod.training.pairs.evaluate import EvalResult, evaluate
+from mmod.training.pairs.model import create_loss, create_models, create_transforms, save_dense
+from mmod.training.pairs.task import PairsTask
 
-__all__ = ["ImageText", "fit_clip"]
+__all__ = ["PairsRecipe", "fit"]
 
 
-def fit_clip(config: ClipConfig, *, progress: bool = True) -> FitResult[ClipResult]:
+def fit(config: TrainConfig, *, progress: bool = True) -> FitResult[EvalResult]:
     """Train an open_clip model as a config says, from the start or from where the run in its folder stopped.
 
     Args:
@@ -44,17 +38,17 @@ def fit_clip(config: ClipConfig, *, progress: bool = True) -> FitResult[ClipResu
         CorruptDataError: If something cannot be read, unless `data.on_corrupt` is "skip".
         FloatingPointError: If the loss stops being finite.
     """
-    return run(ImageText(config), progress=progress)
+    return run(PairsRecipe(config), progress=progress)
 
 
-class ImageText(Recipe[ClipConfig, ClipResult]):
+class PairsRecipe(Recipe[TrainConfig, EvalResult]):
     """Image-text pairs with open_clip's models, transforms, tokenisers and losses; see `Recipe`."""
 
-    result = ClipResult
+    result = EvalResult
 
     def create_models(self) -> tuple[nn.Module, nn.Module | None]:
-        """Make model and teacher; see `mmod.training.pairs.model.create_clip_models`."""
-        return create_clip_models(self.config)
+        """Make model and teacher; see `mmod.training.pairs.model.create_models`."""
+        return create_models(self.config)
 
     def create_streams(self, process: Process, model: nn.Module) -> Streams:
         """Make the streams that `config.data` names, for the model's image size and context length."""
@@ -64,22 +58,22 @@ class ImageText(Recipe[ClipConfig, ClipResult]):
         train = create_train_pairs(config.data, training, self.tokenizer, config.seed, *place)
         return train, create_eval_pairs(config.data, self.transform, self.tokenizer, *place)
 
-    def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> ClipTask:
+    def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> PairsTask:
         """Make the task with the config's loss and distillation."""
         config = self.config
-        return ClipTask(
+        return PairsTask(
             model,
-            create_clip_loss(config.loss, process),
+            create_loss(config.loss, process),
             teacher=teacher,
-            distiller=None if teacher is None else create_distill_loss(process),
+            distiller=None if teacher is None else create_loss("distill", process),
             distill_weight=config.distill.weight,
             auxiliary=any(routing.losses for routing in config.routing_configs().values()),
             precision=config.precision,
         )
 
-    def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> ClipResult:
-        """Measure retrieval and zero-shot accuracy; see `mmod.training.pairs.evaluate.evaluate_clip`."""
-        return evaluate_clip(
+    def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
+        """Measure retrieval and zero-shot accuracy; see `mmod.training.pairs.evaluate.evaluate`."""
+        return evaluate(
             model,
             stream,
             self.tokenizer,
@@ -97,4 +91,8 @@ class ImageText(Recipe[ClipConfig, ClipResult]):
         if is_routed(model):
             save_pretrained(model, folder, architecture=open_clip.get_model_config(self.config.model.name))
         else:
-            save_dense_clip(model, self.config.model.name, folder)
+            save_dense(model, self.config.model.name, folder)
+
+
+ImageText = PairsRecipe
+fit_clip = fit

@@ -1,7 +1,8 @@
-"""What a batch of image-text pairs is worth: contrastive loss, distillation and auxiliary objectives as one module."""
+"""The objective of image-text pairs: contrastive loss, distillation and auxiliary losses."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from mmod import auxiliary_loss
-from mmod.training.image.task import Pass, Task, autocast
-from mmod.training.pairs.model import clamp_scale
+from mmod.training.engine.task import Batch, Pass, Task, autocast
 
-__all__ = ["ClipTask"]
+__all__ = ["PairsTask"]
 
 Features = dict[str, Tensor]
 _SCALARS = ("logit_scale", "logit_bias")
 
 
-class ClipTask(Task):
+class PairsTask(Task):
     """An open_clip model with its criterion and, where there is one, its teacher and auxiliary objectives.
 
     Several batches of one optimiser step are one batch as far as negatives go: features of all are computed first,
@@ -46,22 +46,13 @@ class ClipTask(Task):
         auxiliary: bool = False,
         precision: str = "fp32",
     ) -> None:
-        super().__init__(model)
+        super().__init__(
+            model, teacher=teacher, distill_weight=distill_weight, auxiliary=auxiliary, precision=precision
+        )
         self.criterion = criterion
-        self.teacher = teacher
         self.distiller = distiller
-        self.distill_weight = distill_weight
-        self.auxiliary = auxiliary
-        self.precision = precision
 
-    def train(self, mode: bool = True) -> ClipTask:
-        """Set the mode of the model; the teacher stays in eval mode."""
-        super().train(mode)
-        if self.teacher is not None:
-            self.teacher.eval()
-        return self
-
-    def passes(self, group: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Pass]:
+    def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
         """Yield one pass for each batch, which knows the features of the others; see `Task.passes`."""
         moved = [tuple(part.to(device, non_blocking=True) for part in batch) for batch in group]
         if len(moved) == 1:
@@ -80,8 +71,8 @@ class ClipTask(Task):
             yield Pass((images, texts, cached, index), 1.0, len(images))
 
     def after_step(self) -> None:
-        """Keep the logit scale within CLIP's bound."""
-        clamp_scale(self.model)
+        """Keep the logit scale at 100 at most, as CLIP and open_clip do."""
+        self.model.get_parameter("logit_scale").data.clamp_(0, math.log(100))
 
     def forward(self, images: Tensor, texts: Tensor, cached: list[Features], index: int) -> dict[str, Tensor]:
         """Compute the loss of a step with the gradients of one of its batches.

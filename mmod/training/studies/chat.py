@@ -27,7 +27,6 @@ from mmod.training.chat.evaluate import generate, mean_over_kinds
 from mmod.training.chat.model import create_vlm
 from mmod.training.chat.recipe import MODEL, VlmResult, finetune
 from mmod.training.engine.distributed import choose_device
-from mmod.training.engine.parse import train_config
 from mmod.training.studies.chat_pictures import draw_answers, draw_maps
 from mmod.training.studies.config import ChatStudyConfig
 from mmod.training.studies.paired import Difference, compare, spread, verdict
@@ -200,7 +199,7 @@ def vlm_jobs(config: ChatStudyConfig) -> Iterator[Job[VlmConfig]]:
 
 
 def _parse(fields: Mapping[str, Any]) -> VlmConfig:
-    return train_config(fields, VlmConfig)
+    return VlmConfig.from_dict(fields)
 
 
 def _trained(first: Mapping[str, Job[VlmConfig]]) -> tuple[dict[str, Any], ChatCollator]:

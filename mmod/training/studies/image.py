@@ -22,7 +22,6 @@ from mmod.io.yaml import read_yaml
 from mmod.model import is_routed
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.loop import run
-from mmod.training.engine.parse import train_config
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, evaluate
 from mmod.training.image.model import create_models
@@ -185,19 +184,19 @@ def jobs(config: ImageStudyConfig) -> Iterator[Job[TrainConfig]]:
     """
     recipe = merged(read_yaml(config.dense), config.changes)
     tuning = merged(recipe, config.finetune)
-    plain = train_config({**recipe, "output": config.output})
+    plain = TrainConfig.from_dict({**recipe, "output": config.output})
     depths = _isoflop_depths(config, plain) if config.isoflop == "scratch" else {}
-    tuned_epochs = train_config({**tuning, "output": config.output}).epochs if config.tune else 0
+    tuned_epochs = TrainConfig.from_dict({**tuning, "output": config.output}).epochs if config.tune else 0
     for seed in range(config.seeds):
         root = Path(config.output) / f"seed{seed}"
         base = BASE if config.tune_dense else "dense"
         place = Path(config.bases) / f"seed{seed}" / BASE if config.bases else root / base
-        dense = train_config({**recipe, "output": str(place), "seed": seed})
+        dense = TrainConfig.from_dict({**recipe, "output": str(place), "seed": seed})
         yield Job(base, base, 1.0, seed, dense, not config.train_dense, plain.epochs)
         start = dense.model
         if config.train_dense:
             start = dataclasses.replace(dense.model, checkpoint=dense.output, pretrained=False)
-        tuned = train_config({**tuning, "output": str(root / "dense"), "seed": seed})
+        tuned = TrainConfig.from_dict({**tuning, "output": str(root / "dense"), "seed": seed})
         tuned = dataclasses.replace(tuned, model=start)
         if config.tune_dense:
             yield Job("dense", "dense", 1.0, seed, tuned, work=tuned_epochs)

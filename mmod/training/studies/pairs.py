@@ -20,7 +20,6 @@ from mmod.data.readers.pairs import create_eval_pairs
 from mmod.io.yaml import read_yaml
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.loop import run
-from mmod.training.engine.parse import train_config
 from mmod.training.pairs.config import ClipConfig, RoutingParts
 from mmod.training.pairs.evaluate import ClipResult, evaluate_clip
 from mmod.training.pairs.model import create_clip_models, create_transforms
@@ -187,12 +186,12 @@ def clip_jobs(config: PairsStudyConfig) -> Iterator[Job[ClipConfig]]:
     for seed in range(config.seeds):
         root = Path(config.output) / f"seed{seed}"
         base = BASE if config.tune_dense else "dense"
-        dense = train_config({**recipe, "output": str(root / base), "seed": seed}, ClipConfig)
+        dense = ClipConfig.from_dict({**recipe, "output": str(root / base), "seed": seed})
         yield Job(base, base, 1.0, seed, dense, not config.train_dense, dense.epochs)
         start = dense.model
         if config.train_dense:
             start = dataclasses.replace(dense.model, checkpoint=dense.output, pretrained=None)
-        tuned = train_config({**tuning, "output": str(root / "dense"), "seed": seed}, ClipConfig)
+        tuned = ClipConfig.from_dict({**tuning, "output": str(root / "dense"), "seed": seed})
         tuned = dataclasses.replace(tuned, model=start)
         if config.tune_dense:
             yield Job("dense", "dense", 1.0, seed, tuned, work=tuned.epochs)

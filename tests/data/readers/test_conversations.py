@@ -19,7 +19,7 @@ from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, Talk, open_conversations
 from mmod.data.readers.records import Message, check_record
-from mmod.training.chat.model import create_word_processor
+from mmod.training.chat.words import create_word_processor
 
 
 def said(*texts: str, roles: tuple[str, str] = ("human", "gpt")) -> list[dict[str, str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mmod.data.readers.conversations import ConversationsConfig
-from mmod.training.chat.config import VlmConfig, VlmModelConfig
+from mmod.training.chat.config import ModelConfig, TrainConfig
 
 TEXT = {
     "model_type": "llama",
@@ -44,14 +44,14 @@ TRAINER = {
 }
 
 
-def vlm_config(folder: Path, name: str = "run", trainer: dict[str, Any] | None = None, **changes: Any) -> VlmConfig:
+def vlm_config(folder: Path, name: str = "run", trainer: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
     """Return the config of a run of a few steps; the data is built in `folder` once."""
     fields: dict[str, Any] = {
         "output": str(folder / name),
-        "model": VlmModelConfig(config=MODEL, processor="words"),
+        "model": ModelConfig(config=MODEL, processor="words"),
         "data": ConversationsConfig("questions:tiny/train", "questions:tiny/val", root=str(folder / "data")),
         "trainer": {**TRAINER, **(trainer or {})},
         "max_new_tokens": 3,
         **changes,
     }
-    return VlmConfig(**fields)
+    return TrainConfig(**fields)

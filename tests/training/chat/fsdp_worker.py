@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mmod.blocks import RoutedBlock
 from mmod.training.chat import recipe
-from mmod.training.chat.config import VlmConfig
+from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.trainer import RoutedTrainer
 from tests.training.chat.configs import vlm_config
 
@@ -31,7 +31,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_config(folder: Path, name: str, processes: int) -> VlmConfig:
+def run_config(folder: Path, name: str, processes: int) -> TrainConfig:
     """Return a run on so many processes, split where there are several, of four conversations a step in all."""
     fields = {"logging_steps": 1, "max_grad_norm": 0.0, "per_device_train_batch_size": 4 // processes, "use_cpu": True}
     if processes > 1:
@@ -48,7 +48,7 @@ def main(folder: Path) -> None:
     """Train every run, take its second half back, and train that again."""
     made, split = recipe.training_arguments, []
 
-    def on_cpu(config: VlmConfig, progress: bool = True) -> Any:
+    def on_cpu(config: TrainConfig, progress: bool = True) -> Any:
         arguments = made(config, progress)
         # accelerate splits models on accelerators alone: this one passes for such a device.
         assert arguments.device.type == "cpu"
@@ -64,7 +64,7 @@ def main(folder: Path) -> None:
     recipe.training_arguments, recipe.RoutedTrainer = on_cpu, Watching  # type: ignore[assignment,misc]
     for name in RUNS:
         config = run_config(folder, name, 2)
-        recipe.finetune(config, progress=False)
+        recipe.fit(config, progress=False)
         run = Path(config.output)
         state = PartialState()
         if state.is_main_process:
@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
             shutil.rmtree(run / "model")
             shutil.rmtree(run / "checkpoints" / "checkpoint-4")
         state.wait_for_everyone()
-        assert not recipe.finetune(config, progress=False).reused
+        assert not recipe.fit(config, progress=False).reused
     if PartialState().is_main_process:
         (folder / "split.json").write_text(json.dumps(split))
 

@@ -12,10 +12,9 @@ import pytest
 import transformers
 from PIL import Image
 
-from mmod.training.chat.config import VlmConfig
-from mmod.training.chat.estimate import VlmPlan, plan_run
-from mmod.training.chat.model import create_word_processor
-from mmod.training.engine.parse import load_config
+from mmod.training.chat.config import TrainConfig
+from mmod.training.chat.estimate import CostEstimate, estimate
+from mmod.training.chat.words import create_word_processor
 
 ROOT = Path(__file__).parents[3]
 LLAMA = transformers.LlamaConfig(vocab_size=32064, max_position_embeddings=4096)  # Vicuna's sizes are the defaults
@@ -64,7 +63,7 @@ def write_model(folder: Path, recipe: str) -> None:
     processor.save_pretrained(folder)
 
 
-def plan_of(folder: Path, recipe: str, text_tokens: int) -> tuple[VlmConfig, VlmPlan]:
+def plan_of(folder: Path, recipe: str, text_tokens: int) -> tuple[TrainConfig, CostEstimate]:
     """Plan a recipe on conversations of one picture of 640 x 480 pixels and so many text tokens."""
     write_model(folder, recipe)
     Image.new("RGB", (640, 480)).save(folder / "a.png")
@@ -72,10 +71,10 @@ def plan_of(folder: Path, recipe: str, text_tokens: int) -> tuple[VlmConfig, Vlm
     question = " ".join(["<image>", *["what"] * (text_tokens - 5)])
     said = [{"from": "human", "value": question}, {"from": "gpt", "value": "yes"}]
     (folder / "all.json").write_text(json.dumps([{"id": "1", "image": "a.png", "conversations": said}] * 3))
-    config = load_config(ROOT / "configs" / "vlm" / f"{recipe}.yaml", kind=VlmConfig)
+    config = TrainConfig.load(ROOT / "configs" / "vlm" / f"{recipe}.yaml")
     model = replace(config.model, checkpoint=str(folder))
     data = replace(config.data, train=str(folder / "all.json"), images=str(folder))
-    return config, plan_run(replace(config, model=model, data=data))
+    return config, estimate(replace(config, model=model, data=data))
 
 
 def decayed(depth: int) -> list[float]:

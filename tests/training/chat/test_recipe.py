@@ -24,14 +24,13 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
 from mmod.io.locks import LockedError, locked
 from mmod.training.chat.checkpoints import last_checkpoint
-from mmod.training.chat.config import VlmConfig, VlmModelConfig
-from mmod.training.chat.estimate import plan_run
-from mmod.training.chat.evaluate import answer_questions, mean_over_kinds
-from mmod.training.chat.model import create_processor, create_vlm, router_parameters
-from mmod.training.chat.recipe import finetune, read_outcome, training_arguments
+from mmod.training.chat.config import ModelConfig, TrainConfig
+from mmod.training.chat.estimate import estimate
+from mmod.training.chat.evaluate import evaluate, mean_over_kinds
+from mmod.training.chat.model import create_model, create_processor, router_parameters
+from mmod.training.chat.recipe import fit, read_outcome, training_arguments
 from mmod.training.chat.sampler import LengthSampler
 from mmod.training.chat.trainer import RoutedTrainer, watch_routing
-from mmod.training.engine.parse import load_config
 from tests.training.chat.configs import MODEL, vlm_config
 from tests.training.chat.fsdp_worker import RUNS, run_config
 
@@ -65,7 +64,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:
     config = vlm_config(folder, "routed", routing=GAMMA)
-    result = finetune(config, progress=False)
+    result = fit(config, progress=False)
     assert result.steps == 4
     assert not result.reused
     assert result.answers is not None
@@ -77,16 +76,16 @@ def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:
     assert len(kept) == 2
     assert all(math.isfinite(value) for entry in kept for value in entry.values())
     assert any(key.startswith("gate_std/") for key in kept[0])
-    again = finetune(config, progress=False)
+    again = fit(config, progress=False)
     assert again.reused
     assert replace(again, reused=False) == result
     model = mmod.load_pretrained(folder / "routed" / "model")
     assert len(mmod.routed_blocks(model)) == 2
-    go_on = vlm_config(folder, model=VlmModelConfig(checkpoint=str(folder / "routed" / "model")))
-    assert plan_run(go_on).kept == mmod.capacities(model)
+    go_on = vlm_config(folder, model=ModelConfig(checkpoint=str(folder / "routed" / "model")))
+    assert estimate(go_on).kept == mmod.capacities(model)
     assert "answers right" in str(result)
     with pytest.raises(ValueError, match=r"trainer\.learning_rate: 0\.001 there, 0\.01 now"):
-        finetune(vlm_config(folder, "routed", {"learning_rate": 1e-2}, routing=GAMMA), progress=False)
+        fit(vlm_config(folder, "routed", {"learning_rate": 1e-2}, routing=GAMMA), progress=False)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_stopped(
 ) -> None:
     name = f"killed-{request.node.callspec.id[:5]}-{'lora' in changes}"
     config = vlm_config(folder, name, data=replace(vlm_config(folder).data, val=None), **changes)
-    whole = weights(finetune(config, progress=False))
+    whole = weights(fit(config, progress=False))
     run = folder / name
     (run / "result.json").unlink()
     shutil.rmtree(run / "model")
@@ -112,14 +111,14 @@ def test_a_killed_run_goes_on_as_if_it_had_not_stopped(
     shutil.copytree(run / "checkpoints" / "checkpoint-2", run / "checkpoints" / "checkpoint-3")
     (run / "checkpoints" / "checkpoint-3" / "trainer_state.json").write_text("{")
     assert str(last_checkpoint(run / "checkpoints")).endswith("checkpoint-2")
-    assert same(weights(finetune(config, progress=False)), whole)
+    assert same(weights(fit(config, progress=False)), whole)
 
 
 def test_a_signal_ends_a_run_after_its_step_and_another_start_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = vlm_config(folder, "whole", data=replace(vlm_config(folder).data, val=None), routing=P_MOD)
-    whole = weights(finetune(config, progress=False))
+    whole = weights(fit(config, progress=False))
     config = replace(config, output=str(folder / "stopped"))
     calls = []
     compute_loss = RoutedTrainer.compute_loss
@@ -133,30 +132,30 @@ def test_a_signal_ends_a_run_after_its_step_and_another_start_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(RoutedTrainer, "compute_loss", interrupted)
         with pytest.raises(SystemExit) as stop:
-            finetune(config, progress=False)
+            fit(config, progress=False)
     assert stop.value.code == 143
     checkpoints = folder / "stopped" / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} >= {"checkpoint-2", "checkpoint-3"}
     damaged = checkpoints / "checkpoint-3" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    with pytest.warns(UserWarning, match=r"going on from '.*checkpoint-2': damaged are '.*checkpoint-3/model\.safe"):
-        assert same(weights(finetune(config, progress=False)), whole)
+    with pytest.warns(UserWarning, match=r"going on from '.*checkpoint-2', because '.*checkpoint-3/model\.safe"):
+        assert same(weights(fit(config, progress=False)), whole)
 
 
 def test_a_start_that_fails_leaves_the_folder_to_another(folder: Path) -> None:
     data = replace(vlm_config(folder).data, val=None)
     with pytest.raises(ValueError, match="no-such-optimiser"):
-        finetune(vlm_config(folder, "failed", data=data, optim="no-such-optimiser"), progress=False)
+        fit(vlm_config(folder, "failed", data=data, optim="no-such-optimiser"), progress=False)
     config = vlm_config(folder, "failed", data=data, optim="sgd")
     message = r"another process is writing to '.*failed"
     with locked(config.output, wait=False), pytest.raises(LockedError, match=message):
-        finetune(config, progress=False)
-    assert finetune(config, progress=False).steps == 4
+        fit(config, progress=False)
+    assert fit(config, progress=False).steps == 4
 
 
 def test_text_protected_in_training_is_left_to_the_threshold_afterwards(folder: Path) -> None:
     data = replace(vlm_config(folder).data, protected="question")
-    result = finetune(vlm_config(folder, "masked", data=data, routing=MASKED), progress=False)
+    result = fit(vlm_config(folder, "masked", data=data, routing=MASKED), progress=False)
     assert result.answers is not None
     model, processor = mmod.load_pretrained(folder / "masked" / "model"), create_processor(vlm_config(folder).model)
     val = open_conversations(data.val, data)
@@ -172,17 +171,17 @@ def test_text_protected_in_training_is_left_to_the_threshold_afterwards(folder: 
 def test_protection_that_changes_nothing_is_refused(folder: Path, routing: Any) -> None:
     config = vlm_config(folder, data=replace(vlm_config(folder).data, protected="question"), routing=routing)
     with pytest.raises(ValueError, match=r"data\.protected: question would change nothing.*tokens: all"):
-        create_vlm(config)
+        create_model(config)
 
 
 def test_adapters_and_routers_train_and_the_rest_stays(folder: Path) -> None:
     config = vlm_config(folder, "lora", routing=P_MOD, lora={"r": 2, "target_modules": ["q_proj"]})
-    before, _ = create_vlm(config)
+    before, _ = create_model(config)
     start = {name: value.clone() for name, value in before.base_model.model.state_dict().items()}
     trained = {name for name, parameter in before.named_parameters() if parameter.requires_grad}
     assert all("lora" in name or "router" in name for name in trained)
     assert {name for name in trained if "router" in name} == set(router_parameters(before))
-    after = weights(finetune(config, progress=False))
+    after = weights(fit(config, progress=False))
     changed = {name for name, value in after.items() if name in start and not torch.equal(value, start[name])}
     # No answer depends on what image tokens become in the last layer, so its router has nothing to learn from.
     assert changed == {name for name in start if "router" in name and "layers.3" not in name}
@@ -193,9 +192,9 @@ def test_adapters_and_routers_train_and_the_rest_stays(folder: Path) -> None:
 def test_routers_that_would_not_learn_are_refused_before_training(folder: Path) -> None:
     routing = {"language": {"router": "linear", "gate": "identity", "blocks": [1, 2]}}
     with pytest.raises(ValueError, match=r"router of model.language_model.layers.1 would not learn: gate 'identity'"):
-        create_vlm(vlm_config(folder, routing=routing))
-    create_vlm(vlm_config(folder, routing={"language": {**routing["language"], "losses": {"capacity": 0.1}}}))
-    model, _ = create_vlm(vlm_config(folder, routing=GAMMA))
+        create_model(vlm_config(folder, routing=routing))
+    create_model(vlm_config(folder, routing={"language": {**routing["language"], "losses": {"capacity": 0.1}}}))
+    model, _ = create_model(vlm_config(folder, routing=GAMMA))
     model.model.language_model.shared_router.requires_grad_(False)
     arguments = training_arguments(vlm_config(folder), False)
     with watch_routing(model) as watch, pytest.raises(ValueError, match="all of their 1 weights are frozen"):
@@ -211,7 +210,7 @@ def test_routers_that_would_not_learn_are_refused_before_training(folder: Path) 
     ],
 )
 def test_frozen_parts_do_not_train(folder: Path, parts: list[str], expected: set[str]) -> None:
-    model, _ = create_vlm(vlm_config(folder, frozen=parts, routing=P_MOD))
+    model, _ = create_model(vlm_config(folder, frozen=parts, routing=P_MOD))
 
     def kind(name: str) -> str:
         if "router" in name:
@@ -226,7 +225,7 @@ def test_frozen_parts_do_not_train(folder: Path, parts: list[str], expected: set
 def test_packed_samples_train_like_padded_ones(folder: Path, routing: Any) -> None:
     data = replace(vlm_config(folder).data, protected="question" if routing is MASKED else None)
     config = vlm_config(folder, data=data, routing=routing)
-    model, processor = create_vlm(config)
+    model, processor = create_model(config)
     data = open_conversations(config.data.train, config.data)
     # The first conversations about two, one and no images.
     talks = [data[int((data.images == count).argmax())] for count in (2, 1, 0)]
@@ -259,7 +258,7 @@ def test_auxiliary_losses_are_added_once(folder: Path, accumulate: int) -> None:
         trainer_fields = {"per_device_train_batch_size": 4 // split, "gradient_accumulation_steps": split}
         fields = {"router": "linear", "capacity": 1.0, "gate": "identity", "losses": {"membership": 0.5}}
         config = vlm_config(folder, trainer=trainer_fields, routing={"language": fields})
-        model, processor = create_vlm(config)
+        model, processor = create_model(config)
         train, collator = open_conversations(config.data.train, config.data), ChatCollator(processor)
         arguments = training_arguments(config, progress=False)
         with watch_routing(model) as watch:
@@ -278,7 +277,7 @@ def test_auxiliary_losses_are_added_once(folder: Path, accumulate: int) -> None:
 
 def test_watch_counts_what_blocks_keep(folder: Path) -> None:
     config = vlm_config(folder, routing={"language": {"router": "linear", "capacity": 0.25}})
-    model, processor = create_vlm(config)
+    model, processor = create_model(config)
     data = open_conversations(config.data.train, config.data)
     batch = ChatCollator(processor)([data[index] for index in range(6)])
     with watch_routing(model) as watch:
@@ -299,27 +298,27 @@ def test_watch_counts_what_blocks_keep(folder: Path) -> None:
 def test_answers_do_not_depend_on_the_batch(folder: Path) -> None:
     config = vlm_config(folder, routing=P_MOD)
     torch.manual_seed(0)
-    model, processor = create_vlm(config)
+    model, processor = create_model(config)
     data, collator = open_conversations("questions:tiny/test", config.data), ChatCollator(processor)
-    results = [answer_questions(model, collator, data, batch_size=size, max_new_tokens=3) for size in (7, 72)]
+    results = [evaluate(model, collator, data, batch_size=size, max_new_tokens=3) for size in (7, 72)]
     assert results[0] == results[1]
     assert model.training
 
 
 def test_plan_agrees_with_the_model(folder: Path) -> None:
     config = vlm_config(folder, "planned", routing=P_MOD)
-    plan = plan_run(config)
-    model, _ = create_vlm(config)
+    plan = estimate(config)
+    model, _ = create_model(config)
     assert plan.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert plan.router_parameters == 3 * 33
     assert plan.kept == mmod.capacities(model)
     assert (plan.samples, plan.steps, plan.batch, plan.depth) == (256, 4, 4, 4)
     assert plan.flops.routed < plan.flops.dense
-    assert plan.activation_bytes < plan_run(vlm_config(folder)).activation_bytes
-    assert plan_run(replace(config, trainer={"per_device_train_batch_size": 8, "num_train_epochs": 2})).steps == 64
+    assert plan.activation_bytes < estimate(vlm_config(folder)).activation_bytes
+    assert estimate(replace(config, trainer={"per_device_train_batch_size": 8, "num_train_epochs": 2})).steps == 64
     assert "3 of 4 layers are routed" in str(plan)
     free, masked = (
-        plan_run(vlm_config(folder, routing=MASKED, data=replace(config.data, protected=protected)))
+        estimate(vlm_config(folder, routing=MASKED, data=replace(config.data, protected=protected)))
         for protected in (None, "question")
     )
     assert free.flops.routed < masked.flops.routed < masked.flops.dense
@@ -375,7 +374,7 @@ def test_every_batch_of_a_process_has_an_image(images: list[int], share: int, pr
 )
 def test_wrong_configs_are_named(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        finetune(vlm_config(folder, "wrong", **changes), progress=False)
+        fit(vlm_config(folder, "wrong", **changes), progress=False)
 
 
 def test_configs_that_exclude_themselves(folder: Path) -> None:
@@ -388,9 +387,9 @@ def test_configs_that_exclude_themselves(folder: Path) -> None:
     with pytest.raises(ValueError, match="names no part"):
         vlm_config(folder, routing={})
     with pytest.raises(ValueError, match="either"):
-        VlmModelConfig()
+        ModelConfig()
     with pytest.raises(ValueError, match=r"needs model\.processor"):
-        VlmModelConfig(config=MODEL)
+        ModelConfig(config=MODEL)
 
 
 def test_kinds_that_need_no_image_do_not_count() -> None:
@@ -400,7 +399,7 @@ def test_kinds_that_need_no_image_do_not_count() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "vlm").glob("*.yaml")), ids=lambda path: path.stem)
 def test_configs_are_read_and_say_what_they_are(path: Path) -> None:
-    config = load_config(path, kind=VlmConfig)
+    config = TrainConfig.load(path)
     assert config.output == f"runs/vlm/{path.stem}"
     if config.trainer.get("bf16"):
         config = replace(config, trainer={k: v for k, v in config.trainer.items() if k not in ("bf16", "deepspeed")})
@@ -413,9 +412,9 @@ def test_configs_are_read_and_say_what_they_are(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "vlm").glob("tiny-*.yaml")), ids=lambda path: path.stem)
 def test_tiny_configs_build_what_they_route(path: Path, folder: Path) -> None:
-    dense = load_config(ROOT / "configs/vlm/tiny-llava.yaml", kind=VlmConfig)
-    config = replace(load_config(path, kind=VlmConfig), model=dense.model)
-    model, _ = create_vlm(config, on_meta=True)
+    dense = TrainConfig.load(ROOT / "configs/vlm/tiny-llava.yaml")
+    config = replace(TrainConfig.load(path), model=dense.model)
+    model, _ = create_model(config, on_meta=True)
     assert mmod.is_routed(model) == (config.routing is not None)
 
 
@@ -425,12 +424,12 @@ def test_two_processes_train_as_one(folder: Path, routing: Any) -> None:
     fields = {"max_steps": 3, "save_strategy": "no", "logging_steps": 1, "max_grad_norm": 0.0}
     name = f"predicted-{routing is PREDICTOR}"
     one = vlm_config(folder, f"one-{name}", {**fields, "per_device_train_batch_size": 4}, routing=routing)
-    single = finetune(one, progress=False)
+    single = fit(one, progress=False)
     script = (
         "import sys; from pathlib import Path; sys.path[:0] = sys.argv[2:]\n"
-        "from tests.training.chat.configs import vlm_config; from mmod.training.chat.recipe import finetune\n"
+        "from tests.training.chat.configs import vlm_config; from mmod.training.chat.recipe import fit\n"
         f"fields = {fields!r} | {{'per_device_train_batch_size': 2, 'use_cpu': True, 'ddp_backend': 'gloo'}}\n"
-        f"finetune(vlm_config(Path(sys.argv[1]), 'two-{name}', fields, routing={routing!r}), progress=False)\n"
+        f"fit(vlm_config(Path(sys.argv[1]), 'two-{name}', fields, routing={routing!r}), progress=False)\n"
     )
     (folder / "two.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
@@ -453,7 +452,7 @@ def test_two_processes_train_as_one(folder: Path, routing: Any) -> None:
 
 def test_two_processes_that_split_the_model_train_as_one(folder: Path) -> None:
     for name in RUNS:
-        finetune(run_config(folder, name, 1), progress=False)
+        fit(run_config(folder, name, 1), progress=False)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command += [str(Path(__file__).with_name("fsdp_worker.py")), str(folder)]
     done = subprocess.run(

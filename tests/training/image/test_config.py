@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,7 +11,8 @@ import pytest
 import yaml
 
 from mmod import RoutingConfig
-from mmod.training import TrainConfig, load_config, train_config
+from mmod.training import TrainConfig
+from mmod.training.image.command import main
 
 ROOT = Path(__file__).parents[3]
 MINIMAL = """
@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 def test_overrides_reach_groups_and_free_mappings(path: Path) -> None:
     options = ["--epochs", "3", "--optim.lr=2e-4", "--model.args.depth", "4", "--ema.decay", "0.9"]
     losses = ["--routing.losses", "{membership: 0.1, capacity: 0.2}"]
-    config = load_config(path, [*options, "--routing.router=linear", "--routing.capacity", "0.25", *losses])
+    config = TrainConfig.load(path, [*options, "--routing.router=linear", "--routing.capacity", "0.25", *losses])
     assert (config.epochs, config.optim.lr, config.model.args) == (3, 2e-4, {"num_classes": 10, "depth": 4})
     routing = config.routing_config()
     assert routing is not None
@@ -44,10 +44,12 @@ def test_overrides_reach_groups_and_free_mappings(path: Path) -> None:
 
 def test_plain_values_are_as_strict_as_a_file(path: Path) -> None:
     fields = yaml.safe_load(path.read_text())
-    assert train_config(fields) == load_config(path)
-    assert train_config({**fields, "routing": {"blocks": [1, 3]}}).routing_config() == RoutingConfig(blocks=(1, 3))
+    assert TrainConfig.from_dict(fields) == TrainConfig.load(path)
+    assert TrainConfig.from_dict({**fields, "routing": {"blocks": [1, 3]}}).routing_config() == RoutingConfig(
+        blocks=(1, 3)
+    )
     with pytest.raises(ValueError, match=r"unknown config key 'data\.sauce'; valid keys in group 'data': augment"):
-        train_config({**fields, "data": {"sauce": "digits"}})
+        TrainConfig.from_dict({**fields, "data": {"sauce": "digits"}})
 
 
 @pytest.mark.parametrize(
@@ -73,25 +75,25 @@ def test_plain_values_are_as_strict_as_a_file(path: Path) -> None:
 )
 def test_wrong_option_is_named_with_the_valid_ones(path: Path, option: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_config(path, option.split())
+        TrainConfig.load(path, option.split())
 
 
 def test_wrong_key_in_the_file_is_named_with_the_valid_ones(path: Path) -> None:
     path.write_text(path.read_text() + "schedule: {warmup: 3}\n")
     with pytest.raises(ValueError, match=r"'schedule\.warmup'; valid keys in group 'schedule': .*warmup_epochs"):
-        load_config(path)
+        TrainConfig.load(path)
 
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no config file at '.*nowhere\.yaml'"):
-        load_config(tmp_path / "nowhere.yaml")
+        TrainConfig.load(tmp_path / "nowhere.yaml")
 
 
 def test_resolved_config_reads_back_as_itself(path: Path, tmp_path: Path) -> None:
-    config = load_config(path, ["--routing.preset", "p-mod", "--routing.depth", "12", "--mixup.mode", "elem"])
+    config = TrainConfig.load(path, ["--routing.preset", "p-mod", "--routing.depth", "12", "--mixup.mode", "elem"])
     copy = tmp_path / "copy.yaml"
     copy.write_text(yaml.safe_dump(config.to_dict()))
-    again = load_config(copy)
+    again = TrainConfig.load(copy)
     assert isinstance(again, TrainConfig)
     assert again.to_dict() == config.to_dict()
     assert again.routing_config() == config.routing_config()
@@ -107,34 +109,29 @@ def test_command_line_ends_with_an_error_that_names_valid_keys(path: Path) -> No
 
 
 def test_help_and_print_config(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from mmod.training import parse_config
+    from mmod.training.engine.parse import parse_config
 
     with pytest.raises(SystemExit) as stop:
-        parse_config(["--help"])
+        parse_config(["--help"], TrainConfig)
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert "--optim.layer_decay" in shown
     assert "Optimiser steps between checkpoints" in " ".join(shown.split())
     with pytest.raises(SystemExit) as stop:
-        parse_config([str(path), "--epochs", "7", "--print_config"])
+        parse_config([str(path), "--epochs", "7", "--print_config"], TrainConfig)
     assert stop.value.code == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["epochs"] == 7
     assert printed["data"]["source"] == "digits"
 
 
-def test_script_trains_and_says_when_it_had_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = importlib.util.spec_from_file_location("train", ROOT / "tools/train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+def test_command_trains_and_says_when_it_had_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(ROOT / "configs/digits/a-mod.yaml"), "--model.checkpoint=null", "--epochs=1"]
     arguments += [f"--output={tmp_path / 'run'}", "--data.source=digits:tiny", f"--data.root={tmp_path / 'digits'}"]
     arguments += ["--model.args.embed_dim=12", "--model.args.depth=2", "--data.batch_size=128"]
-    script.main(arguments)
+    main(arguments)
     assert "finished after 1 epochs, 2 steps" in capsys.readouterr().out
-    script.main(arguments)
+    main(arguments)
     shown = capsys.readouterr().out
     assert "had finished before after 1 epochs" in shown
     assert "(64 images)" in shown

@@ -22,7 +22,7 @@ import mmod
 from mmod.training import CapacityScheduleConfig, DistillConfig, EmaConfig, evaluate, fit
 from mmod.training.engine.loop import seed_draws
 from mmod.training.image.model import create_models
-from tests.training.worker import TensorStream, run, tiny_config, weights
+from tests.training.engine.worker import TensorStream, run, tiny_config, weights
 
 ROOT = Path(__file__).parents[3]
 ROUTED = {"router": "linear", "capacity": 0.5, "losses": {"membership": 0.1}}
@@ -52,7 +52,7 @@ def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path) -> N
     one = run(tiny_config(output=tmp_path / "one", batch_size=8, **options))
     (tmp_path / "options.json").write_text(json.dumps({**options, "batch_size": 4, "output": str(tmp_path / "two")}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--module", "tests.training.worker", str(tmp_path / "options.json")]
+    command += ["--module", "tests.training.engine.worker", str(tmp_path / "options.json")]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert_close(tmp_path / "one", tmp_path / "two")
     two = json.loads((tmp_path / "two/result.json").read_text())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.data.config import PairsConfig
 from mmod.data.readers.pairs import create_eval_pairs
-from mmod.training.pairs.evaluate import evaluate_clip, rank_matches
+from mmod.training.pairs.evaluate import evaluate, rank_matches
 from tests.training.pairs.worker import MODEL
 
 
@@ -63,7 +63,7 @@ def tokenizer(captions: list[str]) -> Tensor:
 
 
 def test_recalls_are_those_of_the_whole_similarity_matrix(model: Any, stream: Any) -> None:
-    result = evaluate_clip(model, stream, tokenizer)
+    result = evaluate(model, stream, tokenizer)
     assert model.training
     model.eval()
     images, texts = (torch.cat(parts) for parts in zip(*stream.batches(0)))
@@ -85,7 +85,7 @@ def test_kept_shares_of_both_towers(model: Any, stream: Any) -> None:
     routing = mmod.RoutingConfig(capacity=0.5)
     mmod.route_(model, routing)
     try:
-        result = evaluate_clip(model, stream, tokenizer)
+        result = evaluate(model, stream, tokenizer)
     finally:
         mmod.unroute_(model)
     assert result.kept["visual.transformer.resblocks.1"] == pytest.approx(5 / 10)
@@ -114,7 +114,7 @@ class KnowsDigits(nn.Module):
 
 def test_zero_shot_asks_for_the_digit_that_captions_name_first(stream: Any) -> None:
     classes = [tokens[3].item() for _, batch in stream.batches(0) for tokens in batch]
-    result = evaluate_clip(KnowsDigits("7"), stream, tokenizer, zero_shot="scenes")
+    result = evaluate(KnowsDigits("7"), stream, tokenizer, zero_shot="scenes")
     share = classes.count(tokenizer(["7"])[0, 1].item()) / len(classes)
     assert 0 < share < 1
     assert result.zero_shot_top1 == pytest.approx(100 * share)
@@ -128,9 +128,9 @@ def test_zero_shot_on_a_folder_of_classes(
         Image.new("RGB", (50, 60), (40 * number, 0, 99)).save(tmp_path / name / "a.png")
     options: dict[str, Any] = {"transform": open_clip.image_transform(48, is_train=False)}
     with pytest.raises(ValueError, match="holds 6 classes, ImageNet's validation set has 1000"):
-        evaluate_clip(model, stream, tokenizer, zero_shot=f"imagenet:{tmp_path}", **options)
+        evaluate(model, stream, tokenizer, zero_shot=f"imagenet:{tmp_path}", **options)
     monkeypatch.setattr(open_clip, "IMAGENET_CLASSNAMES", ["cat", "dog", "cup", "car", "sea", "tree"])
-    result = evaluate_clip(model, stream, tokenizer, zero_shot=f"imagenet:{tmp_path}", **options)
+    result = evaluate(model, stream, tokenizer, zero_shot=f"imagenet:{tmp_path}", **options)
     assert result.zero_shot_top1 in [pytest.approx(100 * hits / 6) for hits in range(7)]
     assert result.zero_shot_top5 >= result.zero_shot_top1
 
@@ -140,4 +140,4 @@ def test_captions_of_another_kind_have_no_zero_shot_class(model: Any, stream: An
         return tokenizer([f"the {caption}" for caption in captions])
 
     with pytest.raises(ValueError, match="pair 0 has a caption of another kind"):
-        evaluate_clip(model, stream, other, zero_shot="scenes")
+        evaluate(model, stream, other, zero_shot="scenes")

@@ -17,12 +17,11 @@ from torch import Tensor
 
 import mmod
 from mmod.data.corrupt import CorruptDataError
-from mmod.training import load_config, train_config
-from mmod.training.pairs.config import ClipConfig
-from mmod.training.pairs.model import create_clip_models, create_transforms
+from mmod.training.pairs.config import TrainConfig
+from mmod.training.pairs.model import create_models, create_transforms
 from tests.data.pair_files import png, write_tar
+from tests.training.engine.worker import weights
 from tests.training.pairs.worker import clip_config, run, write_model
-from tests.training.worker import weights
 
 ROOT = Path(__file__).parents[3]
 ROUTED = {"image": {"router": "linear", "capacity": 0.5, "losses": {"membership": 0.1}}, "text": {"capacity": 0.5}}
@@ -136,7 +135,7 @@ def test_bf16_with_augmentation_learns_the_training_pairs(folder: Path) -> None:
 
 class TestStartingWeights:
     def state(self, config: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-        model, teacher = create_clip_models(train_config(config, ClipConfig))
+        model, teacher = create_models(TrainConfig.from_dict(config))
         return model.state_dict(), teacher
 
     def test_open_clips_own_files_start_a_run(self, folder: Path) -> None:
@@ -223,10 +222,10 @@ CONFIGS = sorted((ROOT / "configs/clip").glob("*.yaml"))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_config_builds_its_model_and_says_what_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config = load_config(path, kind=ClipConfig)
+    config = TrainConfig.load(path)
     assert config.output == f"runs/clip/{path.stem}"
     assert f"tools/train_clip.py {path.relative_to(ROOT)}" in path.read_text()
     start = config.model.__class__(config.model.name, config.model.config)
-    model, _ = create_clip_models(train_config({**config.to_dict(), "model": vars(start)}, ClipConfig))
+    model, _ = create_models(TrainConfig.from_dict({**config.to_dict(), "model": vars(start)}))
     assert mmod.is_routed(model) == (config.routing is not None)
     create_transforms(model, config.model.name, config.augment)

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mmod.training import FitResult, train_config
-from mmod.training.pairs.config import ClipConfig
-from mmod.training.pairs.evaluate import ClipResult
-from mmod.training.pairs.recipe import fit_clip
-from mmod.training.pairs.task import ClipTask
+from mmod.training import FitResult
+from mmod.training.pairs.config import TrainConfig
+from mmod.training.pairs.evaluate import EvalResult
+from mmod.training.pairs.recipe import fit
+from mmod.training.pairs.task import PairsTask
 
 MODEL = {
     "embed_dim": 16,
@@ -50,20 +50,20 @@ def clip_config(folder: Path, output: str, **changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
-def run(fields: dict[str, Any]) -> FitResult[ClipResult]:
+def run(fields: dict[str, Any]) -> FitResult[EvalResult]:
     """Train as the fields say."""
-    return fit_clip(train_config(fields, ClipConfig), progress=False)
+    return fit(TrainConfig.from_dict(fields), progress=False)
 
 
 def main(path: str) -> None:
     steps = itertools.count(1)
-    real = ClipTask.after_step
+    real = PairsTask.after_step
 
-    def loud(self: ClipTask) -> None:
+    def loud(self: PairsTask) -> None:
         real(self)
         print(f"step {next(steps)}", flush=True)
 
-    ClipTask.after_step = loud  # type: ignore[method-assign]
+    PairsTask.after_step = loud  # type: ignore[method-assign]
     if "WORLD_SIZE" in os.environ:
         # One group for all runs, because a second one would need another port.
         dist.init_process_group("gloo")

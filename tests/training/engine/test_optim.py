@@ -9,7 +9,7 @@ import torch
 from timm.optim import Muon
 from timm.optim import muon as timm_muon
 
-from mmod.training.engine.muon import single_precision
+from mmod.training.engine.optim import single_precision
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (32, 8), (8, 32), (5,)])

@@ -1,0 +1,80 @@
+"""What evaluations share: a model in evaluation mode, and the tokens that its blocks kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from mmod import is_routed, routed_blocks, trace
+from mmod.training.engine.distributed import sum_over_processes
+
+__all__ = ["KeptShares", "RoutedResult", "evaluating"]
+
+
+class RoutedResult:
+    """The part of an evaluation's result that says what routed blocks kept.
+
+    Attributes:
+        kept: Name of each routed block to its mean kept share of tokens, in [0, 1].
+    """
+
+    kept: dict[str, float]
+
+    @property
+    def mean_kept(self) -> float:
+        """Mean kept share over the routed blocks; 1 for a dense model."""
+        return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
+
+    def kept_columns(self) -> dict[str, float]:
+        """Return mean and single shares as columns of a run's history; none for a dense model."""
+        shares = {f"kept/{name}": share for name, share in self.kept.items()}
+        return {"kept": self.mean_kept, **shares} if shares else {}
+
+
+class KeptShares:
+    """The mean share of tokens that each routed block keeps, over the samples of all processes.
+
+    Args:
+        model: A model, routed or not.
+        device: Where it is.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
+        self._names = list(routed_blocks(model)) if is_routed(model) else []
+        # Samples, then the sum of shares of each block.
+        self._sums = torch.zeros(1 + len(self._names), dtype=torch.float64, device=device)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count what is kept in the forward pass of a batch."""
+        if not self._names:
+            yield
+            return
+        with trace(self._model) as routings:
+            yield
+        keeps = [routings[name].keep_BN.double() for name in self._names]
+        self._sums += torch.stack([keeps[0].new_tensor(len(keeps[0])), *(keep_BN.mean(1).sum() for keep_BN in keeps)])
+
+    def means(self) -> dict[str, float]:
+        """Return each block's share; all processes must ask."""
+        count, *sums = sum_over_processes(self._sums).tolist()
+        return {name: total / count for name, total in zip(self._names, sums, strict=True)}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and back into its own at the end.
+
+    Args:
+        model: The model.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,122 @@
+"""From starting weights to the model that trains: dense weights, teacher, routing, routers, in this order."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmod import route_
+from mmod.training.engine.config import LoopConfig
+
+__all__ = ["Load", "load_weights", "prepare_models", "some", "unknown_name"]
+
+Load = Callable[[Any, str], dict[str, Tensor]]
+"""Loads the dense part of a checkpoint into a model and returns what else the checkpoint holds."""
+
+
+def prepare_models(
+    config: LoopConfig, model: Any, load: Load, create_teacher: Callable[[str], nn.Module]
+) -> tuple[nn.Module, nn.Module | None]:
+    """Load, route and copy a model as a config says.
+
+    A dense checkpoint is loaded before routing, so the dense teacher is what the model was when routing began. The
+    routers of a routed checkpoint are loaded after routing.
+
+    Args:
+        config: The run's config.
+        model: The dense model, changed in place.
+        load: Reads the config's checkpoint.
+        create_teacher: From the name of a teacher other than "dense" to its model.
+
+    Returns:
+        The model, and the frozen teacher in eval mode or None.
+
+    Raises:
+        ValueError: If the checkpoint does not fit the model.
+        FileNotFoundError: If the checkpoint is not there.
+    """
+    dense, checkpoint, name = set(model.state_dict()), config.model.checkpoint, config.teacher()
+    routers = {} if checkpoint is None else load(model, checkpoint)
+    teacher = copy.deepcopy(model) if name == "dense" else None if name is None else create_teacher(name)
+    if teacher is not None:
+        teacher.eval().requires_grad_(False)
+    routing = config.routing_configs()
+    if routing:
+        route_(model, **routing)
+    if routers:
+        own = set(model.state_dict()) - dense
+        if own != set(routers):
+            raise ValueError(
+                f"checkpoint {checkpoint!r} was routed in another way: it lacks {some(own - set(routers))} and has "
+                f"{some(set(routers) - own)} that the model does not know"
+            )
+        load_weights(model, {**model.state_dict(), **routers}, checkpoint)
+    if config.grad_checkpointing:
+        model.set_grad_checkpointing(True)
+    return model, teacher
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
+    """Load a state dict strictly, with messages that say what does not fit.
+
+    Args:
+        model: The model to fill.
+        state: Names to tensors.
+        source: Where the state came from, for the messages.
+
+    Raises:
+        ValueError: If names or shapes differ; a different number of classes is named as such.
+    """
+    own = model.state_dict()
+    missing, unknown = set(own) - set(state), set(state) - set(own)
+    if missing or unknown:
+        raise ValueError(
+            f"checkpoint {str(source)!r} does not fit the model: "
+            f"it lacks {some(missing)} and has {some(unknown)} that the model does not know"
+        )
+    for name, value in state.items():
+        if value.shape != own[name].shape:
+            classes = getattr(model, "num_classes", None)
+            head = value.shape[:1] != own[name].shape[:1] and own[name].shape[:1] == (classes,)
+            what = f"it has {value.shape[0]} classes, the model {classes}: " if head else ""
+            raise ValueError(
+                f"checkpoint {str(source)!r} does not fit the model: {what}{name} has shape "
+                f"{tuple(value.shape)}, the model's is {tuple(own[name].shape)}"
+            )
+    model.load_state_dict(state)
+
+
+def some(names: Iterable[str]) -> str:
+    """Name the first few keys of a state dict and how many there are.
+
+    Example:
+        >>> some(["head.weight", "head.bias"])
+        '2 keys (head.bias, head.weight)'
+    """
+    found = sorted(names)
+    if not found:
+        return "no key"
+    return f"{len(found)} keys ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
+
+
+def unknown_name(library: str, kind: str, name: str, known: Iterable[str], listing: str) -> ValueError:
+    """Return the error that a library knows no such model or optimiser, with the names that are near.
+
+    Args:
+        library: The library.
+        kind: What is looked for.
+        name: The name that was given.
+        known: The names that the library knows.
+        listing: The call that lists them.
+
+    Example:
+        >>> unknown_name("timm", "optimiser", "adamww", ["adam", "adamw"], "timm.optim.list_optimizers()")
+        ValueError("timm knows no optimiser 'adamww'; near ones: adamw, adam")
+    """
+    near = difflib.get_close_matches(name, list(known), n=5, cutoff=0.5)
+    hint = f"near ones: {', '.join(near)}" if near else f"{listing} lists the known ones"
+    return ValueError(f"{library} knows no {kind} {name!r}; {hint}")

@@ -1,0 +1,117 @@
+"""The optimiser and the learning-rate schedule of a run, both timm's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from timm.optim import Muon, create_optimizer_v2, list_optimizers
+from timm.optim import muon as timm_muon
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from torch import nn
+
+from mmod.training.engine.config import LoopConfig, OptimConfig
+from mmod.training.engine.model import unknown_name
+
+__all__ = ["create_optimizer", "create_schedule", "single_precision"]
+
+
+def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: int = 1) -> torch.optim.Optimizer:
+    """Make timm's optimiser with its parameter groups.
+
+    Args:
+        config: The optimiser's config.
+        model: The model to train, on its device.
+        samples_per_step: Samples per optimiser step over all processes, for `lr_per`.
+
+    Returns:
+        The optimiser.
+
+    Raises:
+        ValueError: If timm does not know it; similar names are listed.
+    """
+    names = [str(name) for name in list_optimizers()]
+    # The part before an underscore names a wrapper of timm's, such as lookahead.
+    if config.opt.lower().split("_")[-1] not in names:
+        raise unknown_name("timm", "optimiser", config.opt, names, "timm.optim.list_optimizers()")
+    scale = 1.0 if config.lr_per is None else samples_per_step / config.lr_per
+    optimizer: torch.optim.Optimizer = create_optimizer_v2(
+        model,
+        opt=config.opt,
+        lr=config.lr * scale,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        layer_decay=config.layer_decay,
+        **config.args,
+    )
+    return single_precision(optimizer)
+
+
+def create_schedule(
+    config: LoopConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+) -> tuple[Scheduler | None, int]:
+    """Make timm's schedule, a function of the optimiser step.
+
+    Args:
+        config: The run's config.
+        optimizer: What it steers.
+        steps_per_epoch: Optimiser steps of one epoch.
+
+    Returns:
+        The schedule (None for "none") and the epochs to train, cool-down and the like included.
+    """
+    schedule = config.schedule
+    schedule.check_rate(max(float(group["lr"]) for group in optimizer.param_groups))
+    scheduler, epochs = create_scheduler_v2(
+        optimizer,
+        sched=schedule.sched,
+        num_epochs=config.epochs,
+        warmup_epochs=schedule.warmup_epochs,
+        warmup_lr=schedule.warmup_lr,
+        min_lr=schedule.min_lr,
+        step_on_epochs=False,
+        updates_per_epoch=steps_per_epoch,
+        **schedule.args,
+    )
+    return scheduler, int(epochs)
+
+
+def single_precision(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Let timm's Muon on a CPU make updates orthogonal in fp32, in place; return any other optimiser as it is.
+
+    timm does it in bf16. CPUs without instructions for bf16 take ten times as long for that as in fp32, which for
+    small models is more than the rest of a training step.
+
+    Args:
+        optimizer: The optimiser.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.eye(8))
+        >>> type(single_precision(torch.optim.SGD([weight], lr=0.1))).__name__
+        'SGD'
+    """
+    on_cpu = all(weight.device.type == "cpu" for group in optimizer.param_groups for weight in group["params"])
+    if type(optimizer) is Muon and on_cpu:
+        optimizer.__class__ = _SingleMuon
+    return optimizer
+
+
+class _SingleMuon(Muon):
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        with _orthogonal_in(torch.float32):
+            return super().step(closure)
+
+
+@contextmanager
+def _orthogonal_in(dtype: torch.dtype) -> Iterator[None]:
+    """Change the precision that timm's optimiser has no option for."""
+    plain = timm_muon.zeropower_via_newtonschulz
+    timm_muon.zeropower_via_newtonschulz = partial(plain, dtype=dtype)
+    try:
+        yield
+    finally:
+        timm_muon.zeropower_via_newtonschulz = plain

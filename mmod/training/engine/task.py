@@ -1,0 +1,101 @@
+"""The training objective as a module: a model, its teacher, and the passes of an optimiser step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+__all__ = ["Batch", "Pass", "Task", "autocast"]
+
+Batch = tuple[Tensor, Tensor]
+_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
+    """Return the context in which a forward pass runs at `precision`.
+
+    Args:
+        device: Where the model is.
+        precision: "fp32", "bf16" or "fp16".
+
+    Raises:
+        ValueError: If the precision is unknown, or is "fp16" on another device than CUDA.
+    """
+    if precision not in _PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(_PRECISIONS)}, got {precision!r}")
+    if precision == "fp16" and device.type != "cuda":
+        raise ValueError(f"precision 'fp16' needs a CUDA device, got {device}; use 'bf16' or 'fp32'")
+    return torch.autocast(device.type, dtype=_PRECISIONS[precision], enabled=precision != "fp32")
+
+
+class Pass(NamedTuple):
+    """One forward and backward pass of an optimiser step.
+
+    Attributes:
+        arguments: What the task's forward takes.
+        weight: What its loss is weighed with.
+        samples: Samples of the batch.
+    """
+
+    arguments: tuple[Any, ...]
+    weight: float
+    samples: int
+
+
+class Task(nn.Module):
+    """A model with its objective: what the training loop drives, and what distributed training wraps.
+
+    Its forward returns the "loss" of a pass, the parts it is made of, and figures worth a mean over the epoch.
+
+    Args:
+        model: The model to train.
+        teacher: A frozen model that is imitated, or None.
+        distill_weight: Weight of that term.
+        auxiliary: Whether the routed model's auxiliary objectives are added.
+        precision: "fp32", "bf16" or "fp16".
+
+    Attributes:
+        shown: Names of the figures that the progress bar shows.
+    """
+
+    shown: tuple[str, ...] = ("loss",)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        teacher: nn.Module | None = None,
+        distill_weight: float = 1.0,
+        auxiliary: bool = False,
+        precision: str = "fp32",
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.teacher = teacher
+        self.distill_weight = distill_weight
+        self.auxiliary = auxiliary
+        self.precision = precision
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the model; the teacher stays in eval mode."""
+        super().train(mode)
+        if self.teacher is not None:
+            self.teacher.eval()
+        return self
+
+    def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
+        """Yield the passes of an optimiser step, as many as there are batches.
+
+        Args:
+            group: The step's batches, on the CPU.
+            device: Where the model is.
+        """
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """Do what an optimiser step leaves to be done; nothing by default."""
