@@ -12,7 +12,7 @@ import yaml
 
 from mmod import Plan
 from mmod.training.chat.config import VlmConfig
-from mmod.training.image.config import resolve_routing
+from mmod.training.engine.config import resolve_routing
 from mmod.training.studies.chat import run_vlm_tradeoff, vlm_jobs
 from mmod.training.studies.config import ChatStudyConfig
 from tests.training.chat.configs import vlm_config
