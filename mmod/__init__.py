@@ -8,7 +8,18 @@ from mmod.registry.dense_loads import watch_dense_loads
 
 if TYPE_CHECKING:
     from mmod.analysis import FlopReport, Trace, flops, prefill_flops, trace
-    from mmod.config import Plan, RoutingConfig, Score, register_loss, register_preset, register_score
+    from mmod.config import (
+        Gate,
+        LanguageRouting,
+        Plan,
+        RoutingConfig,
+        Score,
+        Threshold,
+        register_loss,
+        register_preset,
+        register_score,
+        score,
+    )
     from mmod.losses import auxiliary_loss
     from mmod.model import capacities, is_routed, route_, routed_blocks, routing_config, set_capacity, unroute_
     from mmod.planning import attention_ranks, preset
@@ -17,10 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FlopReport",
+    "Gate",
+    "LanguageRouting",
     "Plan",
     "Routing",
     "RoutingConfig",
     "Score",
+    "Threshold",
     "Trace",
     "attention_ranks",
     "auxiliary_loss",
@@ -37,6 +51,7 @@ __all__ = [
     "routed_blocks",
     "routing_config",
     "save_pretrained",
+    "score",
     "set_capacity",
     "trace",
     "unroute_",
@@ -45,7 +60,18 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "config": ("Plan", "RoutingConfig", "Score", "register_loss", "register_preset", "register_score"),
+        "config": (
+            "Gate",
+            "LanguageRouting",
+            "Plan",
+            "RoutingConfig",
+            "Score",
+            "Threshold",
+            "register_loss",
+            "register_preset",
+            "register_score",
+            "score",
+        ),
         "model": (
             "capacities",
             "is_routed",

@@ -43,7 +43,7 @@ def load_loss(routing: Routing, router: Router) -> Tensor:
 
     Source: MoDification, arXiv 2410.14268.
     """
-    gate_BN = apply_gate(routing.score_BN, str(router.config.gate), float(router.config.gate_scale or 0))
+    gate_BN = apply_gate(routing.score_BN, router.config.gate.name, router.config.gate.scale)
     if gate_BN is None:
         raise ValueError("the load loss needs a gate other than 'identity'")
     counted_BN = _skippable(routing, router)

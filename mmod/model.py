@@ -81,7 +81,7 @@ def _route(model: nn.Module, config: RoutingConfig | None, parts: Mapping[str, R
                 make_routed(block, router, state, stack.mixins[0])
             else:
                 make_important(block, state, stack.mixins[1])
-        if configs[name].shared:
+        if configs[name].language.shared:
             owner = model.get_submodule(".".join(stack.names[0].split(".")[:-2]))
             share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
         for module, mixin, shared in stack.companions:
@@ -123,14 +123,14 @@ def _prepare(
     stack: BlockStack, config: RoutingConfig, plan: Plan
 ) -> list[tuple[nn.Module, Router | None, RoutedState | ImportanceState]]:
     """Make everything a conversion needs, so that an error leaves the model as it was."""
-    missing = [name for name in config.language_options if name not in stack.options]
-    if missing:
-        raise ValueError(f"{stack.names[0]} is no layer of a language model, so it takes no {', '.join(missing)}")
+    if config.language.given and not stack.language:
+        given = ", ".join(config.language.given)
+        raise ValueError(f"{stack.names[0]} is no layer of a language model, so it takes no {given}")
     prefix = stack.prefix if config.protect_prefix else 0
     if not config.protect_prefix:
         _check_free_prefix(stack, plan)
     attends = config.reads_importance(training=True)
-    training_only = attends and not config.score.reads_importance
+    training_only = attends and not config.router.reads_importance
     spans: dict[int, Span] = {}
     readers: dict[int, list[Router]] = {}
     conversions: list[tuple[nn.Module, Router | None, RoutedState | ImportanceState]] = []
@@ -148,7 +148,7 @@ def _prepare(
                 f"block {index} needs the importance of a dense block before it, but none precedes it: keep block 0 "
                 f"dense (routed are {list(plan.blocks)})"
             )
-        span = spans.setdefault(start, Span()) if attends or config.score.draws else None
+        span = spans.setdefault(start, Span()) if attends or config.router.draws else None
         # The first weight that computes: those of a quantized block are integers.
         parameter = next(weight for weight in block.parameters() if weight.is_floating_point())
         router = stack.router(
@@ -305,10 +305,10 @@ def _check_budget(name: str, router: Router, capacity: Fraction) -> None:
     config = router.config
     if config.select != "topk":
         raise ValueError(f"{name} is routed by threshold: its kept share follows from the scores, not a capacity")
-    if config.inference_threshold is not None and router.capacity != capacity:
+    if config.language.inference_threshold is not None and router.capacity != capacity:
         raise ValueError(
-            f"in evaluation {name} keeps tokens by inference_threshold={config.inference_threshold}, whatever the "
-            "capacity: route with another capacity, or with inference_threshold=None"
+            f"in evaluation {name} keeps tokens by inference_threshold={config.language.inference_threshold}, whatever "
+            "the capacity: route with another capacity, or with inference_threshold=None"
         )
 
 

@@ -17,7 +17,9 @@ from mmod.adapters.described import check_description
 from mmod.config import RoutingConfig
 from mmod.model import capacities, restore_capacities, route_, routing_configs
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+# Version 2 has the options of all parts of a routing config side by side.
+_READ = (2, FORMAT_VERSION)
 WEIGHTS = "model.safetensors"
 CONFIG = "mmod.json"
 LIBRARIES = ("timm", "open_clip")
@@ -223,9 +225,9 @@ def _settings(model: nn.Module) -> dict[str, object]:
 def _read_config(path: Path) -> dict[str, Any]:
     config = _parse(path.read_bytes(), repr(str(path)))
     found = config.get("format_version") if isinstance(config, dict) else None
-    if found != FORMAT_VERSION:
+    if found not in _READ:
         raise ValueError(
-            f"{str(path)!r} has format version {found!r}; this mmod ({_version('mmod')}) reads {FORMAT_VERSION}"
+            f"{str(path)!r} has format version {found!r}; this mmod ({_version('mmod')}) reads one of {_READ}"
         )
     if set(config) != set(_KEYS) or config["library"] not in LIBRARIES or not isinstance(config["routing"], dict):
         raise ValueError(

@@ -75,13 +75,13 @@ def _reference_block(module, host, importance, position, x, *args, **kwargs):
     router, config = module.router, module.router.config
     tokens = x.shape[1]
     earlier = max((p for p in importance if p < position), default=None)
-    score = importance[earlier][0] if config.router == "attention" else router.score(x)[0]
+    score = importance[earlier][0] if config.router.name == "attention" else router.score(x)[0]
     if config.select == "topk":
         count = max(1, router.prefix, tokens * router.capacity.numerator // router.capacity.denominator)
         kept = kept_of(score.tolist(), count, router.prefix)
     else:
-        level = torch.sigmoid(score) if config.learns else score / score.mean()
-        kept = [t for t in range(tokens) if t < router.prefix or level[t] >= config.threshold]
+        level = torch.sigmoid(score) if config.router.learns else score / score.mean()
+        kept = [t for t in range(tokens) if t < router.prefix or level[t] >= config.select.threshold]
     if not kept:
         return x
     index = torch.tensor(kept)
@@ -92,14 +92,14 @@ def _reference_block(module, host, importance, position, x, *args, **kwargs):
         y = host.forward(module, z, **_reference_arguments(module, index, tokens, args, kwargs))
     gate = {
         "identity": lambda s: torch.ones_like(s),
-        "linear": lambda s: config.gate_scale * s,
-        "sigmoid": lambda s: config.gate_scale * torch.sigmoid(s),
-        "tanh": lambda s: 1 + config.gate_scale * torch.tanh(s),
-    }[config.gate](score).to(x.dtype)
+        "linear": lambda s: config.gate.scale * s,
+        "sigmoid": lambda s: config.gate.scale * torch.sigmoid(s),
+        "tanh": lambda s: 1 + config.gate.scale * torch.tanh(s),
+    }[config.gate.name](score).to(x.dtype)
     rows = list(x[0].unbind(0))
     for slot, token in enumerate(kept):
         rows[token] = z[0, slot] + gate[token] * (y[0, slot] - z[0, slot])
-    if config.reweight_skipped:
+    if config.gate.reweight_skipped:
         rows = [row if token in kept else gate[token] * row for token, row in enumerate(rows)]
     return torch.stack(rows).unsqueeze(0)
 

@@ -33,7 +33,7 @@ class BlockStack:
         companions: Modules outside the blocks that are converted with them, each with its mixin and the state it reads:
             they tell the blocks what only the model knows, such as which tokens are padding.
         sequence: Length of the token ids the part reads, or None where it reads images.
-        options: Options of `RoutingConfig` it supports among those that not every part does.
+        language: It takes `RoutingConfig.language`.
         router: What decides in its routed blocks.
         mixins: What is put in front of the class of a routed block, and of one that computes importance.
         hook: Returns the module to call before the blocks and what to call, for a config that suits the part.
@@ -47,7 +47,7 @@ class BlockStack:
     call_of: Callable[[nn.Module], BlockCall]
     companions: tuple[tuple[nn.Module, type[nn.Module], object], ...] = ()
     sequence: int | None = None
-    options: tuple[str, ...] = ()
+    language: bool = False
     router: type[Router] = Router
     mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
     hook: Callable[[RoutingConfig], tuple[nn.Module, ModelHook]] | None = None

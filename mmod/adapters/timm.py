@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from torch import nn
 
 from mmod.adapters.base import BlockStack, NamedArguments, Part
 from mmod.blocks import ImportanceBlock, RoutedBlock, host_class
-from mmod.config import RoutingConfig
+from mmod.config import ROUTING_FIELDS
 
 BLOCKS: tuple[type[nn.Module], ...] = (
     vision_transformer.Block,
@@ -34,7 +33,7 @@ register_notrace_module(RoutedBlock)
 register_notrace_module(ImportanceBlock)
 PACKAGE = "timm"
 # What entries of timm's registry that route take beside the dense model's arguments.
-ROUTING_ARGUMENTS = {"preset"} | {field.name for field in dataclasses.fields(RoutingConfig)}
+ROUTING_ARGUMENTS = {"preset", *ROUTING_FIELDS}
 ARGUMENTS = ("attn_mask", "is_causal", "rope", "shared_rel_pos_bias")
 SUPPORTED = (
     "timm families vit, deit (distilled too), deit3, dinov2, dinov3, siglip, aimv2, vit with registers, eva, eva02, "

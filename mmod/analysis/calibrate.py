@@ -30,15 +30,16 @@ def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
     """
     for name, block in routed_blocks(model).items():
         router = block.router
-        router.config = router.config.replace(max_tokens=None)
+        router.config = router.config.replace(select={"max_tokens": None})
         with trace(model) as decisions:
             model(images)
-        level_BN = router.config.score.squashed(decisions[name].score_BN)
+        level_BN = router.config.router.squashed(decisions[name].score_BN)
         count = kept_count(level_BN.shape[1], router.capacity, router.prefix)
         free = level_BN[:, router.prefix :]
         threshold = between(free.flatten(), free.shape[0] * (count - router.prefix))
         most = int((free >= threshold).sum(dim=1).max()) + router.prefix
-        router.config = router.config.replace(threshold=threshold, max_tokens=max(1, most) if static else None)
+        select = {"threshold": threshold, "max_tokens": max(1, most) if static else None}
+        router.config = router.config.replace(select=select)
 
 
 def between(level: Tensor, count: int) -> float:

@@ -129,7 +129,7 @@ def _fix_thresholds(model: nn.Module, kept: float | Mapping[str, float] | Trace 
     by_threshold = {
         name: block
         for name, block in model.named_modules()
-        if isinstance(block, RoutedBlock) and block.router.config.select == "threshold"
+        if isinstance(block, RoutedBlock) and block.router.config.select != "topk"
     }
     if not by_threshold:
         if kept is not None:
@@ -149,7 +149,7 @@ def _fix_thresholds(model: nn.Module, kept: float | Mapping[str, float] | Trace 
         if not 0 < share <= 1:
             raise ValueError(f"the kept share of {name} must be in (0, 1], got {share}")
         router = block.router
-        router.config = router.config.replace(select="topk", min_tokens=0, max_tokens=None)
+        router.config = router.config.replace(select="topk")
         # A share is a count over N in most traces; the nearest simple fraction gives that count back exactly.
         router.capacity = Fraction(share).limit_denominator(10_000)
 

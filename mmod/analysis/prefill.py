@@ -118,13 +118,13 @@ def prefill_flops(
 
 def _kept(name: str, block: RoutedBlock, free: Sequence[int], share: float | None) -> int:
     config, capacity = block.router.config, block.router.capacity
-    if config.select == "threshold" or config.inference_threshold is not None:
+    if config.select != "topk" or config.language.inference_threshold is not None:
         if share is None:
             raise ValueError(f"what {name} keeps follows from the data: give kept, the share of tokens it keeps")
         return int(sum(free) * share)
-    if isinstance(config.frames, int):
-        free = [config.frames] * (sum(free) // config.frames)
-    elif config.frames is None:
+    if isinstance(config.language.frames, int):
+        free = [config.language.frames] * (sum(free) // config.language.frames)
+    elif config.language.frames is None:
         free = [sum(free)]
     return sum(number * capacity.numerator // capacity.denominator for number in free)
 
@@ -135,7 +135,7 @@ def _row(name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> Block
     router = importance = 0
     if isinstance(block, RoutedBlock):
         router = 2 * tokens * sum(p.numel() for p in block.router.parameters() if p.ndim > 1)
-        if block.router.config.shared:
+        if block.router.config.language.shared:
             router += 2 * tokens * dim
     elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
         importance = 2 * tokens * tokens * width

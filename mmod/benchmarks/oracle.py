@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from mmod.analysis.trace import trace
 from mmod.benchmarks.models.free import sharing_copy
 from mmod.blocks import ImportanceBlock, RoutedBlock, RoutedState, SharedScore, convert
+from mmod.config import Threshold
 from mmod.model import routed_blocks, unroute_
 from mmod.routing import Router, Routing, apply_gate
 
@@ -101,9 +102,7 @@ def check_dense(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> No
     full = sharing_copy(model)
     for block in routed_blocks(full).values():
         block.router.capacity = Fraction(1)
-        block.router.config = block.router.config.replace(
-            select="topk", min_tokens=0, max_tokens=None, gate="identity", reweight_skipped=False
-        )
+        block.router.config = block.router.config.replace(select="topk", gate="identity")
     dense = unroute_(sharing_copy(model))
     check_close("routed at capacity 1 and gate 1 against dense", full(images), dense(images), tolerance)
 
@@ -166,12 +165,13 @@ def _kept(routing: Routing, image: int) -> list[int]:
 
 def _check_selection(name: str, router: Router, kept: list[int], score_BN: Tensor, image: int) -> None:
     prefix, tokens = router.prefix, score_BN.shape[1]
-    if router.config.select == "topk":
+    select = router.config.select
+    if not isinstance(select, Threshold):
         score, count = score_BN[image].tolist(), max(1, prefix, math.floor(router.capacity * tokens))
         reached = sorted(range(prefix, tokens), key=lambda token: (-score[token], token))[: count - prefix]
     else:
-        level = router.config.score.squashed(score_BN)[image].tolist()
-        reached = [token for token in range(prefix, tokens) if level[token] >= router.config.threshold]
+        level = router.config.router.squashed(score_BN)[image].tolist()
+        reached = [token for token in range(prefix, tokens) if level[token] >= select.threshold]
     expected = sorted([*range(prefix), *reached])
     if kept != expected:
         raise WrongOutputError(f"{name} keeps {kept}, but by its scores it must keep {expected}")
@@ -207,7 +207,7 @@ class _LoopBlock(nn.Module):
         else:
             only_kept = routing._replace(index_BK=torch.tensor([kept], device=x.device), valid_BK=None)
             y_BKD = super().forward(z_BKD, **state.call.select_tokens(state.call.bind(args, kwargs), x, only_kept))
-        gate_BN = apply_gate(score_BN, str(self.router.config.gate), float(self.router.config.gate_scale or 0))
+        gate_BN = apply_gate(score_BN, self.router.config.gate.name, self.router.config.gate.scale)
         out = x.clone()
         for slot, token in enumerate(kept):
             gate = 1.0 if gate_BN is None else float(gate_BN[0, token])
@@ -216,14 +216,14 @@ class _LoopBlock(nn.Module):
 
     def _score(self, x: Tensor) -> Tensor:
         state, config = self.mod_state, self.router.config
-        if config.score.shared and not (config.score.draws and state.first):
+        if config.router.shared and not (config.router.draws and state.first):
             assert state.span is not None
             shared = state.span.of(x, state.last)
             assert shared is not None
             return shared.score_BN
         assert self.router.score is not None
         score_BN: Tensor = self.router.score(x)
-        if config.score.draws and state.span is not None:
+        if config.router.draws and state.span is not None:
             state.span.put(SharedScore(score_BN))
         return score_BN
 
@@ -316,9 +316,9 @@ def _clear(model: nn.Module, decisions: Mapping[str, Routing], wanted: Mapping[s
 
 def _margin(routing: Routing, router: Router) -> Tensor:
     score_BN, prefix = routing.score_BN, router.prefix
-    if router.config.select == "threshold":
-        level_BN = router.config.score.squashed(score_BN)[:, prefix:]
-        return (level_BN - router.config.threshold).abs().amin(dim=1) / level_BN.abs().amax(dim=1)
+    if isinstance(router.config.select, Threshold):
+        level_BN = router.config.router.squashed(score_BN)[:, prefix:]
+        return (level_BN - router.config.select.threshold).abs().amin(dim=1) / level_BN.abs().amax(dim=1)
     kept = routing.index_BK.shape[1] - prefix
     if not 0 < kept < score_BN.shape[1] - prefix:
         return torch.full_like(score_BN[:, 0], torch.inf)

@@ -69,8 +69,8 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
     if state.call.fused_norm:
         norm = block.get_submodule(state.call.fused_norm)
         convert(norm, FusedNorm, FusedNormState("layer" if isinstance(norm, nn.LayerNorm) else "rms"))
-    if router.config.gate_on != "update":
-        for branch in cast(DecoderCall, state.call).branches(block, router.config.gate_on):
+    if router.config.language.gate_on != "update":
+        for branch in cast(DecoderCall, state.call).branches(block, router.config.language.gate_on):
             convert(branch, WeighedBranch, BranchState())
 
 

@@ -93,7 +93,7 @@ class RoutedDecoderBlock(RoutedBlock):
             kwargs: The same by name.
         """
         call: DecoderCall = self.mod_state.call  # type: ignore[assignment]
-        config = self.router.config
+        config = self.router.config.language
         compact = config.positions == "compact"
         # The way of decoding, where calls of small functions decide.
         if not args and not compact and call.try_append_all(kwargs, x):
@@ -102,7 +102,7 @@ class RoutedDecoderBlock(RoutedBlock):
         groups = call.groups(arguments)
         if groups is None:
             return super(RoutedBlock, self).forward(x, **call.select_tokens(arguments, x, None, compact))
-        scored = call.first_norm(self)(x) if config.normalize == "block" else x
+        scored = call.first_norm(self)(x) if config.scored == "norm" else x
         routing = self._decide(x, scored, groups)
         # A gate on the branches has weighed them when their sum is written back.
         written = routing if config.gate_on == "update" else routing._replace(gate_BK=None)
@@ -136,14 +136,14 @@ class RoutedDecoderBlock(RoutedBlock):
         self, z_1TD: Tensor, packing: Packing, x: Tensor, arguments: Mapping[str, Any], routing: Routing
     ) -> Tensor:
         call: DecoderCall = self.mod_state.call  # type: ignore[assignment]
-        packed = call.pack(arguments, x, routing, packing, self.router.config.positions == "compact")
+        packed = call.pack(arguments, x, routing, packing, self.router.config.language.positions == "compact")
         gate_BK = routing.gate_BK
         return self._run(z_1TD, packed, None if gate_BK is None else gate_BK.flatten()[packing.slot_T].unsqueeze(0))
 
     def _run(self, z: Tensor, arguments: Mapping[str, Any], gate: Tensor | None) -> Tensor:
         """Run the host layer on kept tokens, its branches weighed where that is where the gate is."""
         call: DecoderCall = self.mod_state.call  # type: ignore[assignment]
-        gate_on = self.router.config.gate_on
+        gate_on = self.router.config.language.gate_on
         if gate_on == "update":
             return super(RoutedBlock, self).forward(z, **arguments)
         with weighed_branches(call.branches(self, gate_on), gate):

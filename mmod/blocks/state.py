@@ -188,10 +188,10 @@ class RoutedState:
             choose: Calls the router, given the shared scores or None.
             marks: What else the decision depends on, see `SharedScore.decided`.
         """
-        draws = self.span is not None and self.first and router.config.score.draws
+        draws = self.span is not None and self.first and router.config.router.draws
         shared = None if draws else self.shared(x_BND, training)
         # Compilers find equal calls by themselves, and would guard on which tensor was seen before.
-        reuses = shared is not None and router.config.score.shared and not torch.compiler.is_compiling()
+        reuses = shared is not None and router.config.router.shared and not torch.compiler.is_compiling()
         routing = shared.decided(router, marks) if shared is not None and reuses else None
         # The blocks of a span may lie on several devices.
         if routing is None or routing.index_BK.device != x_BND.device:

@@ -1,32 +1,31 @@
-"""What to route and how, as values."""
+"""What to route and how, as values; names of scores, presets and losses."""
 
+from mmod.config.parts import GATES, Gate, LanguageRouting, Threshold
 from mmod.config.plan import Plan, rational
-from mmod.config.registry import (
-    LOSSES,
-    PRESETS,
-    SCORES,
-    Registry,
-    register_loss,
-    register_preset,
-    register_score,
-)
-from mmod.config.routing import GATES, LANGUAGE_OPTIONS, RoutingConfig
+from mmod.config.reading import revised, score
+from mmod.config.registry import LOSSES, PRESETS, SCORES, register_loss, register_preset, register_score
+from mmod.config.routing import ROUTING_FIELDS, RoutingConfig, regroup_saved
 from mmod.config.score import Placement, Score, relative_to_mean
 
 __all__ = [
     "GATES",
-    "LANGUAGE_OPTIONS",
     "LOSSES",
     "PRESETS",
+    "ROUTING_FIELDS",
     "SCORES",
+    "Gate",
+    "LanguageRouting",
     "Placement",
     "Plan",
-    "Registry",
     "RoutingConfig",
     "Score",
+    "Threshold",
     "rational",
+    "regroup_saved",
     "register_loss",
     "register_preset",
     "register_score",
     "relative_to_mean",
+    "revised",
+    "score",
 ]

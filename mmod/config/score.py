@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mmod.config.parts import Gate
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -18,16 +20,14 @@ class Placement:
     Args:
         dim: Channels D of a token.
         block: Index of the block in its model.
-        gate: How the score weighs the block's update, see `mmod.ops.gate.apply_gate`.
-        gate_scale: Factor of the gate.
+        gate: How the score weighs the block's update.
         device: Where parameters are created.
         dtype: Type of the parameters; scores are fp32 whatever it is.
     """
 
     dim: int
     block: int
-    gate: str = "identity"
-    gate_scale: float = 1.0
+    gate: Gate
     device: torch.device | None = None
     dtype: torch.dtype | None = None
 
@@ -79,9 +79,10 @@ class Score:
         """
         return score_BN.sigmoid() if self.learns else score_BN
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the options as plain values."""
-        return dataclasses.asdict(self)
+    def to_dict(self) -> str | dict[str, Any]:
+        """Return the score as plain values: its name, with the options where it has any."""
+        options = dataclasses.asdict(self)
+        return {"name": self.name, **options} if options else self.name
 
 
 def relative_to_mean(score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mmod.config import PRESETS, RoutingConfig, register_preset
+from mmod.config import PRESETS, Gate, LanguageRouting, RoutingConfig, Threshold, register_preset, revised, score
 from mmod.planning.schedules import ratio_decay
 
 
@@ -22,7 +22,7 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
     Args:
         name: One of these names.
         depth: Number of blocks of the model; "p-mod" and "gamma-mod" choose blocks by it.
-        changes: Fields of `RoutingConfig` to set differently.
+        changes: Fields of `RoutingConfig` to set differently; a mapping for a part changes some of its options.
 
     Raises:
         ValueError: Unknown name or field, or no depth where one is needed.
@@ -33,12 +33,12 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
     """
     make = PRESETS[name]
     if "depth" not in inspect.signature(make).parameters:
-        return RoutingConfig.from_dict({**make(), **changes})
+        return RoutingConfig.from_dict(revised(make(), changes))
     if depth is None and not {"capacity", "blocks"} <= set(changes):
         raise ValueError(
             f"preset {name!r} chooses blocks by depth: give depth=len(model.blocks), or capacity and blocks"
         )
-    return RoutingConfig.from_dict({**make(depth=depth), **changes})
+    return RoutingConfig.from_dict(revised(make(depth=depth), changes))
 
 
 @register_preset("mod")
@@ -46,12 +46,13 @@ def mod() -> dict[str, Any]:
     """Raposo et al., arXiv 2404.02258: a linear score of the raw tokens is its own gate (Eq. 1).
 
     Causal sampling's auxiliary loss is left out: image models see all tokens, so top-k needs none. A language model
-    needs `inference_threshold=0.5` with the loss "membership" to generate; `predictor=True` is the paper's second way.
+    needs `LanguageRouting(inference_threshold=0.5)` with the loss "membership" to generate; `predictor=True` is the
+    paper's second way.
     The score starts around 1 instead of around 0, so that a pretrained model starts from its own function. Trained from
     scratch the raw gate is known to diverge (Mixture-of-Recursions, arXiv 2507.10524, table 13); use
-    `preset("mod", gate="sigmoid", gate_scale=0.1)` there.
+    `preset("mod", gate=Gate("sigmoid", scale=0.1))` there.
     """
-    return {"router": "linear", "gate": "linear", "capacity": 0.125, "normalize": False}
+    return {"router": score("linear", normalize=False), "gate": "linear", "capacity": 0.125}
 
 
 @register_preset("a-mod")
@@ -72,8 +73,10 @@ def p_mod(depth: int | None) -> dict[str, Any]:
     weighs the whole update, which both agree with while it is 1. In language models `gate_on="mlp"` is the code's way;
     only image tokens are scored, weighed or skipped there.
     """
-    fields = {"router": "linear", "gate": "tanh", "gate_scale": 0.2, "reweight_skipped": True, "bias": True}
-    fields |= {"normalize": False, "init_std": 0.0}
+    fields = {
+        "router": score("linear", normalize=False, bias=True, init_std=0.0),
+        "gate": Gate("tanh", scale=0.2, reweight_skipped=True),
+    }
     if depth is None:
         return fields
     plan = ratio_decay(depth)
@@ -87,9 +90,7 @@ def modification() -> dict[str, Any]:
     The paper gates the attention and MLP outputs one by one, `gate_on="branches"` in language models; here the gate
     weighs their sum.
     """
-    return {
-        "router": "linear", "gate": "sigmoid", "select": "threshold", "threshold": 0.5, "losses": {"load": 0.01}
-    }  # fmt: skip
+    return {"router": "linear", "gate": "sigmoid", "select": Threshold(0.5), "losses": {"load": 0.01}}
 
 
 @register_preset("distilled")
@@ -117,19 +118,15 @@ def gamma_mod(depth: int | None) -> dict[str, Any]:
     if depth is not None and depth < 5:
         raise ValueError(f"preset 'gamma-mod' keeps the first three layers and the last dense: give depth, got {depth}")
     return {
-        "router": "linear",
+        # Two rows of standard deviation 0.02, subtracted.
+        "router": score("linear", normalize=False, init_std=0.02 * 2**0.5),
         "blocks": tuple(range(3, (depth or 5) - 1)),
         "capacity": 0.5,
-        "tokens": "all",
         "gate": "sigmoid",
-        "gate_on": "mlp",
-        "normalize": "block",
-        "shared": True,
-        "positions": "compact",
-        # Two rows of standard deviation 0.02, subtracted.
-        "init_std": 0.02 * 2**0.5,
         "losses": {"membership": 0.01},
-        "inference_threshold": 0.005,
+        "language": LanguageRouting(
+            tokens="all", shared=True, scored="norm", inference_threshold=0.005, gate_on="mlp", positions="compact"
+        ),
     }
 
 
@@ -140,10 +137,8 @@ def videollm_mod() -> dict[str, Any]:
     A frame is an image or a frame of a video; text is never skipped. The source leaves the gate open; here it is MoD's.
     """
     return {
-        "router": "linear",
+        "router": score("linear", normalize=False),
         "gate": "linear",
         "capacity": 0.2,
-        "normalize": False,
-        "tokens": "image",
-        "frames": "span",
+        "language": LanguageRouting(tokens="image", frames="span"),
     }

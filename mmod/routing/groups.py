@@ -10,7 +10,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
-from mmod.config import RoutingConfig
+from mmod.config import RoutingConfig, Threshold
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import slots_for
 from mmod.routing.decision import KEPT, PADDING, Routing, TokenGroups
@@ -254,7 +254,7 @@ class DecoderRouter(Router):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(config, dim=dim, block=block, capacity=capacity, prefix=prefix, device=device, dtype=dtype)
-        self.predictor = Predictor(dim, device, dtype) if config.predictor else None
+        self.predictor = Predictor(dim, device, dtype) if config.language.predictor else None
 
     def forward(
         self,
@@ -280,17 +280,17 @@ class DecoderRouter(Router):
             raise ValueError("this router needs the groups of the tokens: run the whole model, not a layer of it")
         free_BN = groups.free_BN
         score_BN = self._score(x_BND, importance_BN, free_BN)
-        if self.config.score.positional and score_BN is not importance_BN:
+        if self.config.router.positional and score_BN is not importance_BN:
             # By rank among the tokens that may be skipped, so that neither padding nor text moves the draw.
             score_BN = score_BN.gather(1, (free_BN.cumsum(1) - 1).clamp(min=0))
         predicted_BN = None if self.predictor is None else self.predictor(x_BND)
         index_BK, valid_BK, total = self._select(score_BN, predicted_BN, groups, free_BN)
-        gate, scale = str(self.config.gate), float(self.config.gate_scale or 0)
+        gate = self.config.gate
         gate_BK, skip_weight_BN = None, None
-        weight_BN = apply_gate(score_BN, gate, scale)
+        weight_BN = apply_gate(score_BN, gate.name, gate.scale)
         if weight_BN is not None:
             gate_BK = torch.where(groups.gated_BN, weight_BN, 1.0).gather(1, index_BK)
-            if self.config.reweight_skipped:
+            if gate.reweight_skipped:
                 skip_weight_BN = torch.where(free_BN, weight_BN, 1.0)
         return Routing(
             score_BN,
@@ -298,7 +298,7 @@ class DecoderRouter(Router):
             gate_BK,
             valid_BK,
             skip_weight_BN,
-            None if self.config.score.draws else importance_BN,
+            None if self.config.router.draws else importance_BN,
             total,
             groups,
             predicted_BN,
@@ -307,13 +307,14 @@ class DecoderRouter(Router):
     def _select(
         self, score_BN: Tensor, predicted_BN: Tensor | None, groups: TokenGroups, free_BN: Tensor
     ) -> tuple[Tensor, Tensor | None, int | None]:
-        threshold = self.config.threshold if self.config.select == "threshold" else None
-        if not self.training and self.config.inference_threshold is not None:
-            threshold = self.config.inference_threshold
+        select, language = self.config.select, self.config.language
+        threshold = select.threshold if isinstance(select, Threshold) else None
+        if not self.training and language.inference_threshold is not None:
+            threshold = language.inference_threshold
             score_BN = score_BN if predicted_BN is None else predicted_BN
         if threshold is None:
             return select_within(score_BN, self.capacity, groups)
-        squashed_BN = self.config.score.squashed(score_BN.detach(), free_BN)
+        squashed_BN = self.config.router.squashed(score_BN.detach(), free_BN)
         keep_BN = (groups.group_BN == KEPT) | (free_BN & (squashed_BN >= threshold))
         if groups.alone:
             return torch.zeros_like(keep_BN, dtype=torch.long), keep_BN, None

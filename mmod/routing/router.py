@@ -10,7 +10,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
-from mmod.config import Placement, RoutingConfig, rational
+from mmod.config import Placement, RoutingConfig, Threshold, rational
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import select_threshold, select_topk
 from mmod.routing.decision import Routing
@@ -50,12 +50,12 @@ class Router(nn.Module):
         self.config = config
         self.prefix = prefix
         self.capacity: Fraction = rational(capacity)
-        place = Placement(dim, block, str(config.gate), float(config.gate_scale or 0), device, dtype)
-        self.score: nn.Module | None = config.score.make(place)
+        place = Placement(dim, block, config.gate, device, dtype)
+        self.score: nn.Module | None = config.router.make(place)
 
     def extra_repr(self) -> str:
         """Say in a printed model what this router does."""
-        return f"router={self.config.score.name!r}, select={self.config.select!r}, capacity={float(self.capacity)}"
+        return f"router={self.config.router.name!r}, select={self.config.select!r}, capacity={float(self.capacity)}"
 
     def forward(
         self,
@@ -78,33 +78,34 @@ class Router(nn.Module):
             ValueError: Attention routing without importance, or importance of another shape than the tokens.
         """
         score_BN = self._score(x_BND, importance_BN, valid_BN)
-        gate, scale = str(self.config.gate), float(self.config.gate_scale or 0)
+        select, gate = self.config.select, self.config.gate
         gate_BK, skip_weight_BN, inverse_BN, total = None, None, None, None
         protect_BN = protect_BN if self.prefix else None
-        if self.config.select == "topk":
+        if not isinstance(select, Threshold):
             index_BK, valid_BK, gate_BK, inverse_BN = select_topk(
-                score_BN, self.capacity, self.prefix, valid_BN, protect_BN, gate=gate, scale=scale
+                score_BN, self.capacity, self.prefix, valid_BN, protect_BN, gate=gate.name, scale=gate.scale
             )
         else:
             index_BK, valid_BK, total = select_threshold(
-                self.config.score.squashed(score_BN.detach(), valid_BN),
-                self.config.threshold,
+                self.config.router.squashed(score_BN.detach(), valid_BN),
+                select.threshold,
                 prefix=self.prefix,
-                min_tokens=self.config.min_tokens,
-                max_tokens=self.config.max_tokens,
+                min_tokens=select.min_tokens,
+                max_tokens=select.max_tokens,
                 valid_BN=valid_BN,
                 protect_BN=protect_BN,
             )
-            gate_BK = apply_gate(score_BN.gather(1, index_BK), gate, scale) if gate != "identity" else None
-        if self.config.reweight_skipped:
-            skip_weight_BN = apply_gate(score_BN, gate, scale)
+            if gate.name != "identity":
+                gate_BK = apply_gate(score_BN.gather(1, index_BK), gate.name, gate.scale)
+        if gate.reweight_skipped:
+            skip_weight_BN = apply_gate(score_BN, gate.name, gate.scale)
         return Routing(
             score_BN,
             index_BK,
             gate_BK,
             valid_BK,
             skip_weight_BN,
-            None if self.config.score.draws else importance_BN,
+            None if self.config.router.draws else importance_BN,
             total,
             inverse_BN=inverse_BN,
             real_BN=valid_BN,
@@ -117,7 +118,7 @@ class Router(nn.Module):
                 f"importance has shape {tuple(importance_BN.shape)}, but the block's input has "
                 f"{tuple(x_BND.shape[:2])} (images, tokens): the sequence changed between the two blocks"
             )
-        score = self.config.score
+        score = self.config.router
         if score.reads_importance and importance_BN is None:
             raise ValueError(
                 f"{score.name} routing needs the importance of the preceding dense block: run the whole model"

@@ -34,7 +34,7 @@ ROUTED = [
 
 
 def ids(config: RoutingConfig) -> str:
-    return f"{config.router}-{config.select}-{config.context}"
+    return f"{config.router.name}-{config.select}-{config.context}"
 
 
 def outputs(model: nn.Module, images: Tensor, captions: Tensor) -> tuple[Tensor, Tensor]:

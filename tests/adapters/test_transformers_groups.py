@@ -273,7 +273,6 @@ def test_unmasked_attention_implementations_are_refused() -> None:
         {"frames": 0}, {"frames": "span", "tokens": "all"}, {"frames": 2, "select": "threshold"}, {"tokens": "text"},
         {"shared": True, "router": "attention"}, {"gate_on": "mlp", "gate": "identity"}, {"inference_threshold": 1.0},
         {"inference_threshold": 0.5, "select": "threshold"}, {"predictor": True}, {"positions": "none"},
-        {"normalize": "none"},
     ],
     ids=str,
 )  # fmt: skip

@@ -203,9 +203,9 @@ BY_INDUCTOR = {
 def test_inductor_decodes_the_same(method: str) -> None:
     torch._dynamo.reset()
     config = BY_INDUCTOR[method].replace(blocks=(1,))
-    model: Any = make_joint("llava", num_hidden_layers=2) if config.tokens != "all" else None
+    model: Any = make_joint("llava", num_hidden_layers=2) if config.language.tokens != "all" else None
     model = mmod.route_(model or make_language("llama", num_hidden_layers=2), language=config)
-    batch = text() if config.tokens == "all" else prompt("llava", (1, 2))
+    batch = text() if config.language.tokens == "all" else prompt("llava", (1, 2))
     step = torch.compile(model.forward, fullgraph=True)
     expected = logits(model, batch, transformers.DynamicCache(config=model.config), steps=1)
     same(logits(model, batch, static(model), step, steps=1), expected)

@@ -244,7 +244,7 @@ def test_calibration_sets_a_static_maximum_that_loses_nothing() -> None:
         counts.append(torch.stack([routing.keep_BN.sum(dim=1) for routing in decisions.values()]))
     assert torch.equal(*counts)
     assert bool((counts[0].double().mean(dim=1) == 6).all()), "floor(0.4 * 17) tokens of an image"
-    most = [block.router.config.max_tokens for block in mmod.routed_blocks(model).values()]
+    most = [block.router.config.select.max_tokens for block in mmod.routed_blocks(model).values()]
     assert most == counts[1].amax(dim=1).tolist()
 
 

@@ -14,8 +14,8 @@ from timm.models import get_arch_pretrained_cfgs, get_pretrained_cfg, list_model
 
 import mmod
 from mmod import RoutingConfig
+from mmod.config import ROUTING_FIELDS
 from mmod.registry.timm import ROUTED_MODELS, routed_name
-from mmod.registry.timm.entry import ROUTING_OPTIONS
 
 NAME = "test_vit_mod"
 WANTED = {
@@ -69,7 +69,7 @@ def test_preset_knows_the_depth() -> None:
 
 def test_options_hide_no_argument_of_a_model() -> None:
     for host in (timm.models.vision_transformer.VisionTransformer, timm.models.eva.Eva):
-        assert not set(inspect.signature(host).parameters) & {*ROUTING_OPTIONS, "preset"}
+        assert not set(inspect.signature(host).parameters) & {*ROUTING_FIELDS, "preset"}
 
 
 @pytest.mark.parametrize(

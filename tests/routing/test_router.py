@@ -153,7 +153,7 @@ class TestPresets:
     def test_a_mod_has_no_parameter_and_no_gate(self) -> None:
         router = make(mmod.preset("a-mod"))
         assert list(router.parameters()) == []
-        assert router.config.gate == "identity"
+        assert router.config.gate.name == "identity"
 
     def test_p_mod_starts_dense_and_reweighs_skipped_tokens(self) -> None:
         config = mmod.preset("p-mod", depth=32)

@@ -15,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from mmod import RoutingConfig
+from mmod import Gate, LanguageRouting, RoutingConfig, Threshold
 from mmod.config import Plan
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
@@ -158,14 +158,18 @@ def test_a_value_out_of_range_is_refused_with_the_valid_ones(kind: type, key: st
 
 
 NONE_FITS = (object(), NAN, b"x", [None], {1: 2})
-ROUTING = [(field.name, value) for field in dataclasses.fields(RoutingConfig) for value in NONE_FITS]
+PARTS = {"select": Threshold, "gate": Gate, "language": LanguageRouting}
+NAMES = [field.name for field in dataclasses.fields(RoutingConfig)]
+NAMES += [f"{part}.{field.name}" for part, kind in PARTS.items() for field in dataclasses.fields(kind)]
+ROUTING = [(name, value) for name in NAMES for value in NONE_FITS]
 
 
 @pytest.mark.parametrize(("name", "value"), ROUTING, ids=[f"{name}-{type(value).__name__}" for name, value in ROUTING])
 def test_every_field_of_a_routing_is_strict(name: str, value: object) -> None:
     with pytest.raises((TypeError, ValueError)) as error:
-        RoutingConfig(**{"router": "linear", name: value})  # type: ignore[arg-type]
-    one_line(error.value, name, "must be")
+        RoutingConfig(**nested({"router": "linear"}, name, value))
+    option = name.rpartition(".")[2]
+    one_line(error.value, *([option] if isinstance(value, dict) and name in PARTS else [option, "must be"]))
 
 
 @pytest.mark.parametrize("fields", [{"blocks": (1.5,)}, {"blocks": "x"}, {"capacities": ("x",)}, {"depth": True}])

@@ -20,7 +20,7 @@ from mmod.adapters.transformers.masks import first_column
 from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.adapters.transformers.saving import DescribedRouting
 from mmod.blocks import ImportanceDecoderBlock, RoutedDecoderBlock, host_class
-from mmod.config import LANGUAGE_OPTIONS, RoutingConfig
+from mmod.config import RoutingConfig, Threshold
 from mmod.routing import DecoderRouter, TokenGroups, assign_groups, decoded_groups
 
 LAYERS = (
@@ -81,7 +81,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         prefix=0,
         dim=int(config.hidden_size),
         call_of=lambda layer: _call_of(layer, rotary),
-        options=(*LANGUAGE_OPTIONS, "normalize"),
+        language=True,
         router=DecoderRouter,
         mixins=(RoutedDecoderBlock, ImportanceDecoderBlock),
         hook=lambda routing: (entry, GroupHook(model, entry, text, routing, plain)),
@@ -113,7 +113,8 @@ class GroupHook(DescribedRouting):
     def __init__(self, model: nn.Module, entry: nn.Module, text: nn.Module, config: RoutingConfig, plain: bool) -> None:
         super().__init__(model)
         self.images = ImageTokens(entry.config if entry is not text else None)
-        self.tokens = config.tokens or ("image" if entry is not text else "all")
+        self.language = config.language
+        self.tokens = self.language.tokens or ("image" if entry is not text else "all")
         self.config = config
         self.text_config: Any = text.config
         self.window: int | None = getattr(text.config, "sliding_window", None)
@@ -123,11 +124,11 @@ class GroupHook(DescribedRouting):
                 f"only image tokens may be skipped, but this {type(entry).__name__} says nothing of an image token: "
                 "set config.image_token_id, or route with tokens='all'"
             )
-        if config.frames is not None and self.tokens != "image":
+        if self.language.frames is not None and self.tokens != "image":
             raise ValueError("frames need image tokens, which this model has none of")
-        if config.positions == "compact" and not plain:
+        if self.language.positions == "compact" and not plain:
             raise ValueError(f"positions='compact' is not possible in {type(text).__name__}: it has several per token")
-        if config.min_tokens or config.max_tokens is not None:
+        if isinstance(config.select, Threshold) and config.select != Threshold(config.select.threshold):
             raise ValueError("min_tokens and max_tokens are for images; a language model's threshold takes neither")
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,7 +177,7 @@ class GroupHook(DescribedRouting):
         if self.tokens == "image":
             kind_BN = self.images.kinds(module, given, image_BN)
             free_BN = kind_BN > 0
-            if self.config.frames is not None and together:
+            if self.language.frames is not None and together:
                 frames = self.images.frames(given, kind_BN, valid_BN)
                 free_BN = free_BN & ~frames.apart_BN
         gated_BN = free_BN
@@ -188,7 +189,7 @@ class GroupHook(DescribedRouting):
             free_BN = free_BN & ~protected_BN.bool()
         segment_BN = self._segments(given, cache)
         groups = assign_groups(
-            free_BN, gated_BN, valid_BN, None if frames is None else self.config.frames, self.tokens == "image",
+            free_BN, gated_BN, valid_BN, None if frames is None else self.language.frames, self.tokens == "image",
             segment_BN, None if frames is None else frames.first_BN,
         )  # fmt: skip
         groups = groups._replace(causal=segment_BN is None and self._is_causal(given.get("attention_mask"), tokens))
@@ -233,17 +234,17 @@ class GroupHook(DescribedRouting):
 
     def _decides_alone(self, module: nn.Module) -> bool:
         """Whether a token's fate does not depend on other tokens."""
-        by_threshold = self.config.select == "threshold"
-        by_inference = self.config.inference_threshold is not None and not module.training
-        return self.config.learns and (by_threshold or by_inference)
+        by_threshold = self.config.select != "topk"
+        by_inference = self.language.inference_threshold is not None and not module.training
+        return self.config.router.learns and (by_threshold or by_inference)
 
     def _check_causal(self) -> None:
-        alone = self.config.select == "threshold" or self.config.inference_threshold is not None
-        if not (self.config.learns and alone):
+        alone = self.config.select != "topk" or self.language.inference_threshold is not None
+        if not (self.config.router.learns and alone):
             raise ValueError(
                 "text cannot be generated: text tokens may be skipped, and whether one is depends on tokens to come. "
                 "Route with select='threshold', with inference_threshold (and the loss 'membership'), or with "
-                f"tokens='image'; got router={self.config.router!r}, select={self.config.select!r}"
+                f"tokens='image'; got router={self.config.router.name!r}, select={self.config.select!r}"
             )
 
 

@@ -12,7 +12,9 @@ from mmod.blocks import ModelHook, host_class, is_converted
 from mmod.config import RoutingConfig
 from mmod.routing.shared import KEY_MAPPING
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# Version 1 has the options of all parts of a routing config side by side.
+_READ = (1, FORMAT_VERSION)
 KEY = "mmod"
 # What every way of transformers to batch continuously calls first.
 _CONTINUOUS = "init_continuous_batching"
@@ -36,7 +38,7 @@ class DescribedRouting(ModelHook):
         config: Any = self.model.config
         parts = {
             # A function cannot be saved; loading then says so.
-            part: {"router": "a function"} if callable(routing.router) else routing.to_dict()
+            part: {"router": "a function"} if routing.router.name == "function" else routing.to_dict()
             for part, routing in configs.items()
         }
         setattr(config, KEY, {"version": FORMAT_VERSION, "parts": parts, "capacities": list(capacities.values())})
@@ -102,8 +104,8 @@ def read_routing(config: Any, folder: str | Path) -> tuple[dict[str, RoutingConf
             f"{str(folder)!r} holds no routed model: its config.json says nothing of {KEY!r}. Load a dense one with "
             "from_pretrained and call mmod.route_"
         )
-    if described.get("version") != FORMAT_VERSION:
-        raise ValueError(f"{str(folder)!r} was saved as version {described.get('version')!r}, not {FORMAT_VERSION}")
+    if described.get("version") not in _READ:
+        raise ValueError(f"{str(folder)!r} was saved as version {described.get('version')!r}, none of {_READ}")
     parts = {name: RoutingConfig.from_dict(values) for name, values in described["parts"].items()}
     return parts, list(described["capacities"])
 

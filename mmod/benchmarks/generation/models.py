@@ -93,15 +93,18 @@ class GenerationModels:
         route_(model, language=routing)
         for name, block in routed_blocks(model).items():
             router = block.router
-            threshold = "threshold" if routing.select == "threshold" else "inference_threshold"
-            if getattr(router.config, threshold) is None or (routing.select, threshold) == ("topk", "threshold"):
+            if routing.select == "topk" and routing.language.inference_threshold is None:
                 continue
             with trace(model) as decisions, torch.no_grad():
                 self._call(model)
             groups = decisions[name].groups
             assert groups is not None
             level = torch.sigmoid(decisions[name].score_BN)[groups.free_BN]
-            router.config = router.config.replace(**{threshold: between(level, int(len(level) * router.capacity))})
+            threshold = between(level, int(len(level) * router.capacity))
+            if routing.select == "topk":
+                router.config = router.config.replace(language={"inference_threshold": threshold})
+            else:
+                router.config = router.config.replace(select={"threshold": threshold})
         return model
 
     def _call(self, model: Any, more_BN: Tensor | None = None, use_cache: bool = True) -> Any:
@@ -184,9 +187,9 @@ class GenerationModels:
         dense = self._call(self.models[None]).logits
         for name in self.config.presets:
             plain = preset_config(name, self.config.layers)
-            changes: dict[str, Any] = {"gate": "identity", "select": "topk", "reweight_skipped": False}
-            changes |= {"inference_threshold": None, "capacity": 1.0}
-            whole = route_(self._make(), language=_changed(plain, changes))
+            language = {"inference_threshold": None, "positions": "original", "gate_on": "update"}
+            everything = plain.replace(gate="identity", select="topk", capacity=1.0, language=language)
+            whole = route_(self._make(), language=everything)
             what = f"{name} at capacity 1 and gate 1 against dense"
             check_close(what, self._call(whole).logits, dense, TOLERANCE)
             if self.config.train:
@@ -194,7 +197,7 @@ class GenerationModels:
                 for own, expected in pairs:
                     check_close(f"gradients of {what}", own, expected, TOLERANCE)
             model = self.models[name]
-            if plain.router == "attention":
+            if plain.router.name == "attention":
                 # Importance counts the attention of the word, too; the cache is the same whatever chooses.
                 model = route_(self._make(), language=plain.replace(router="stride"))
             cache = self._call(model).past_key_values
@@ -223,11 +226,7 @@ def preset_config(name: str, layers: int) -> RoutingConfig:
         name: Its name.
         layers: Decoder layers.
     """
-    return preset(name, depth=layers, tokens="image")
-
-
-def _changed(config: RoutingConfig, changes: dict[str, Any]) -> RoutingConfig:
-    return config.replace(**changes, positions="original", gate_on="update")
+    return preset(name, depth=layers, language={"tokens": "image"})
 
 
 def _share(routing: Any) -> float:

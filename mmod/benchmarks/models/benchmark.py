@@ -17,7 +17,7 @@ from mmod.benchmarks.models.steps import Step
 from mmod.benchmarks.models.variants import DENSE, Variant, Variants
 from mmod.benchmarks.report import BenchmarkReport, BenchmarkRow
 from mmod.benchmarks.resume import run_all
-from mmod.config import RoutingConfig
+from mmod.config import RoutingConfig, score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +87,11 @@ class BenchmarkConfig:
     def routing(self, variant: Variant) -> RoutingConfig:
         """Return the routing config of one of the timed models."""
         return RoutingConfig(
-            router=variant.router,
+            router=score(variant.router, seed=self.seed) if variant.router == "random" else variant.router,
             capacity=variant.capacity,
             select=variant.select,
             context=variant.context,
             blocks=self.blocks if isinstance(self.blocks, str) else tuple(self.blocks),
-            seed=self.seed,
         )
 
     def routed(self) -> list[Variant]:

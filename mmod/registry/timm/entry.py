@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -13,12 +12,10 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, get_arch_pr
 from torch import Tensor, nn
 
 from mmod.adapters.find import find_stack
-from mmod.config import RoutingConfig
+from mmod.config import ROUTING_FIELDS, RoutingConfig
 from mmod.model import route_
 from mmod.planning import preset
 from mmod.registry.weights import keep_new_routers
-
-ROUTING_OPTIONS = tuple(field.name for field in dataclasses.fields(RoutingConfig))
 
 
 def routed_name(dense: str) -> str:
@@ -80,7 +77,7 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
         TypeError: An argument neither a routing option nor known to the model.
         ValueError: A routing option that is out of range, or a plan that does not fit the model.
     """
-    options = {option: kwargs.pop(option) for option in ROUTING_OPTIONS if option in kwargs}
+    options = {option: kwargs.pop(option) for option in ROUTING_FIELDS if option in kwargs}
     method = kwargs.pop("preset", None)
 
     def build(**arguments: Any) -> nn.Module:

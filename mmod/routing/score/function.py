@@ -32,7 +32,7 @@ class Function(Score):
         assert self.function is not None
         return FunctionScore(self.function)
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> str | dict[str, object]:
         """Refuse, since JSON cannot hold a function."""
         raise ValueError(
             "a config whose router is a function cannot be saved: register a score by mmod.register_score and name it"

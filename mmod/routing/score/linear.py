@@ -31,17 +31,17 @@ class Linear(Score):
     init_std: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, init_std="[0, inf)")
+        check_fields(self, "router", init_std="[0, inf)")
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
         return LinearScore(
             place.dim,
             # A linear gate is the score itself, so a pretrained block keeps its function only if scores start at 1.
-            bias=self.bias or place.gate == "linear",
-            initial=1.0 if place.gate == "linear" else 0.0,
+            bias=self.bias or place.gate.name == "linear",
+            initial=1.0 if place.gate.name == "linear" else 0.0,
             normalize=self.normalize,
-            init_std=near_dense_std(place.dim, place.gate_scale) if self.init_std is None else self.init_std,
+            init_std=near_dense_std(place.dim, place.gate.scale) if self.init_std is None else self.init_std,
             device=place.device,
             dtype=place.dtype,
         )

@@ -26,7 +26,7 @@ class Random(Score):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, "router")
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""

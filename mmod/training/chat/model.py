@@ -137,8 +137,8 @@ def check_routers_learn(model: nn.Module) -> None:
     for name, block in routed_blocks(model).items() if is_routed(model) else ():
         config = block.router.config
         # A network that predicts what is kept takes the loss in the score's place.
-        losses = set(config.losses) - ({"membership"} if config.predictor else set())
-        if config.learns and config.gate == "identity" and not losses:
+        losses = set(config.losses) - ({"membership"} if config.language.predictor else set())
+        if config.router.learns and config.gate.name == "identity" and not losses:
             raise ValueError(
                 f"the router of {name} would not learn: gate 'identity' sends its score no gradient and no loss does. "
                 "Set another gate, or losses such as {'membership': 0.01}"

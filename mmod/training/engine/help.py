@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import textwrap
 import typing
@@ -12,7 +13,7 @@ from typing import Any
 import jsonargparse
 from docstring_parser import parse
 
-from mmod.config import PRESETS, RoutingConfig
+from mmod.config import PRESETS, Gate, LanguageRouting, RoutingConfig, Threshold
 from mmod.io.yaml import STRICT
 from mmod.values import describe
 
@@ -65,6 +66,8 @@ def _sections(kind: type) -> Iterator[str]:
     parts = dataclass_in(routing) is not None or dict[str, dict[str, Any]] in typing.get_args(routing)
     key = "routing.PART" if parts else "routing"
     yield _describe(RoutingConfig, key)
+    for part, options in {"select": Threshold, "gate": Gate, "language": LanguageRouting}.items():
+        yield _describe(options, f"{key}.{part}")
     presets = f"Instead of all of them the fields to change of a preset: {', '.join(sorted(PRESETS))}."
     yield f"  {key}.preset\n{_fill(presets)}"
 
@@ -84,10 +87,11 @@ def _describe(kind: Any, key: str) -> str:
     """Return the fields of a dataclass with their meanings, types and defaults, as options under a key."""
     document = parse(kind.__doc__ or "")
     meanings = {item.arg_name: item.description or "" for item in document.params}
-    hints = typing.get_type_hints(kind)
+    hints, signature = typing.get_type_hints(kind.__init__), inspect.signature(kind)
     lines = [document.short_description or kind.__name__]
     for item in dataclasses.fields(kind):
-        default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        factory = item.default_factory
+        default = signature.parameters[item.name].default if factory is dataclasses.MISSING else factory()
         lines.append(f"  {key}.{item.name}")
         lines.append(_fill(f"{meanings[item.name]} ({describe(hints[item.name])}; default: {json.dumps(default)})"))
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import yaml
 
+from mmod.config import regroup_saved
 from mmod.io.files import write_atomically
 from mmod.io.locks import locked
 from mmod.io.yaml import read_yaml
@@ -106,7 +107,7 @@ def check_folder(folder: Path, record: Mapping[str, Any], free: Collection[str])
     kept = folder / _CONFIG
     if not kept.exists():
         raise ValueError(f"output {str(folder)!r} holds files but no {_CONFIG}: choose a new or empty folder")
-    old, new = _flat(read_yaml(kept)), _flat(record)
+    old, new = _flat(regroup_saved(read_yaml(kept))), _flat(record)
     differing = sorted(key for key in {*old, *new} - set(free) if old.get(key) != new.get(key))
     if differing:
         lines = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} now" for key in differing]

@@ -90,7 +90,7 @@ def evaluated_before(job: Job[Any], evaluate: Callable[[Any], Result], kind: Cal
 
 def by_threshold(model: nn.Module) -> bool:
     """Return whether some routed block of a model keeps as many tokens as pass a threshold."""
-    return is_routed(model) and any(b.router.config.select == "threshold" for b in routed_blocks(model).values())
+    return is_routed(model) and any(b.router.config.select != "topk" for b in routed_blocks(model).values())
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -36,7 +36,7 @@ def test_overrides_reach_groups_and_free_mappings(path: Path) -> None:
     assert (config.epochs, config.optim.lr, config.model.args) == (3, 2e-4, {"num_classes": 10, "depth": 4})
     routing = config.routing_config()
     assert routing is not None
-    assert (routing.router, routing.capacity) == ("linear", 0.25)
+    assert (routing.router.name, routing.capacity) == ("linear", 0.25)
     assert routing.losses == {"membership": 0.1, "capacity": 0.2}
     assert config.ema is not None
     assert config.ema.decay == 0.9
