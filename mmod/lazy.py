@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mmod.extras import name_missing_extra
+
 __all__ = ["lazy_names", "moved_module"]
 
 
@@ -33,7 +35,8 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name in home_of:
-            value = getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
+            with name_missing_extra():
+                value = getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
             # A name that was found once is an attribute like any other.
             setattr(sys.modules[package], name, value)
             return value

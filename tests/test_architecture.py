@@ -18,6 +18,7 @@ import mmod
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mmod"
 IMPORT_ORDER = [
+    "extras",
     "lazy",
     "own_folder",
     "values",
@@ -37,6 +38,8 @@ IMPORT_ORDER = [
     "data",
     "training",
     "benchmarks",
+    "cli",
+    "__main__",
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 NAMES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}

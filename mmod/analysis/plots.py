@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.analysis.trace import Trace
+from mmod.extras import name_missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +28,7 @@ CONTROLS = {"random": "^", "stride": "<", "norm": ">", "shallow": "d"}
 ROW_KEYS = ("name", "router", "capacity", "gflops", "latency_ms", "accuracy_mean", "accuracy_std", "seeds")
 
 
+@name_missing_extra()
 def draw_routing_maps(
     images: Tensor,
     trace: Trace,
@@ -115,6 +117,7 @@ def _short(name: str) -> str:
     return f"block {index}" if prefix else name
 
 
+@name_missing_extra()
 def draw_tradeoff(rows: Sequence[Mapping[str, Any]], measure: str = "top-1 accuracy") -> Figure:
     """Draw accuracy against FLOPs and, where it was measured, against latency.
 

@@ -13,6 +13,8 @@ from yaml.parser import ParserError
 from yaml.reader import ReaderError
 from yaml.scanner import ScannerError
 
+from mmod.io.configs import find_config
+
 __all__ = ["STRICT", "parse_yaml", "read_yaml"]
 
 STRICT = "strict"
@@ -82,7 +84,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping.
 
     Args:
-        path: The file, in UTF-8.
+        path: The file, in UTF-8, or what else `find_config` takes.
 
     Returns:
         The mapping.
@@ -91,7 +93,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         FileNotFoundError: If it is not there.
         ValueError: If it holds something else, or what `parse_yaml` refuses.
     """
-    path = Path(path)
+    path = find_config(path)
     if not path.is_file():
         raise FileNotFoundError(f"no config file at {str(path)!r}")
     try:

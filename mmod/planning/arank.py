@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_stacks
 from mmod.config import Plan
+from mmod.extras import name_missing_extra
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 
@@ -89,6 +90,7 @@ class LayerRanks:
         )
         return "\n".join(lines)
 
+    @name_missing_extra()
     def plot(self, path: str | Path) -> None:
         """Draw the rank over depth.
 

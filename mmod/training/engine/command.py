@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mmod.extras import name_missing_extra
+
 __all__ = ["one_line_errors"]
 
 _PACKAGE = Path(__file__).parents[2]
@@ -29,7 +31,8 @@ def one_line_errors() -> Iterator[None]:
         SystemExit: error: capacity must be a number in (0, 1] or several values, each a number in (0, 1], got 2
     """
     try:
-        yield
+        with name_missing_extra():
+            yield
     except KeyboardInterrupt:
         print("interrupted: nothing was saved since the last checkpoint", file=sys.stderr)
         sys.exit(130)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import jsonargparse
 
+from mmod.io.configs import find_config
 from mmod.io.yaml import read_yaml
 from mmod.training.engine.help import create_parser, dataclass_in
 from mmod.values import check_value, describe
@@ -96,7 +97,7 @@ def _create_parser(kind: type[AnyConfig], **options: Any) -> jsonargparse.Argume
 def _parse(parser: jsonargparse.ArgumentParser, arguments: list[str], kind: type[Config]) -> Config:
     if arguments and not arguments[0].startswith("-"):
         _check_tree(read_yaml(arguments[0]), kind)
-        arguments = ["--config", *arguments]
+        arguments = ["--config", str(find_config(arguments[0])), *arguments[1:]]
     names = (word.split("=")[0] for word in arguments if word.startswith("--"))
     _check_options((name[2:] for name in names if name not in _PARSER_OPTIONS), kind)
     return _instantiate(parser, lambda: parser.parse_args(arguments), kind)

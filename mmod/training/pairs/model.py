@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmod.data.readers.pairs import Tokenizer, Transform
+from mmod.io.configs import find_config
 from mmod.training.engine.checkpoint import find_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.model import prepare_models, unknown_name
@@ -60,7 +61,7 @@ def create_model(config: ModelConfig) -> Any:
         ValueError: If open_clip does not know the name; similar names are listed.
     """
     if config.config is not None:
-        path = Path(config.config)
+        path = find_config(config.config)
         if not path.is_file():
             raise FileNotFoundError(f"no model config at {config.config!r}")
         if path.stem != config.name:

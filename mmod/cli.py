@@ -1,0 +1,70 @@
+"""The command `mmod`: studies, training, benchmarks and data sets."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+
+from mmod.io.configs import find_config
+from mmod.training.engine.command import one_line_errors
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "tradeoff CONFIG": ("mmod.training.studies.command", "accuracy against FLOPs, time and memory, with controls"),
+    "train image CONFIG": ("mmod.training.image.command", "train an image classifier"),
+    "train pairs CONFIG": ("mmod.training.pairs.command", "train a CLIP model on image-text pairs"),
+    "train chat CONFIG": ("mmod.training.chat.command", "fine-tune a vision-language model on conversations"),
+    "benchmark MODE": ("mmod.benchmarks.command", "time models, ops, generation, or a suite of them"),
+    "configs [NAME]": ("mmod.io.configs", "list the configs that come with mmod, or print one"),
+}
+"""Each command to the module whose `main` runs it, and what it does."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command that a command line names; only that command's modules are imported.
+
+    Args:
+        arguments: The command line without the program's name; None takes that of the process.
+
+    Raises:
+        SystemExit: With code 2 where the command line does not fit, 1 where a command refuses something.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words == ["--version"]:
+        print(f"mmod {version('mmod')}")
+        return
+    found = next((command for command in COMMANDS if words[: len(_words(command))] == _words(command)), None)
+    if found is None:
+        group = [command for command in COMMANDS if words and _words(command)[0] == words[0]]
+        if words and words[-1] in ("-h", "--help"):
+            print(_usage(group or COMMANDS))
+            return
+        unknown = f"error: unknown command {' '.join(words)!r}\n\n" if words[len(group[:1]) :] else ""
+        print(f"{unknown}{_usage(group or COMMANDS)}", file=sys.stderr)
+        sys.exit(2)
+    rest = words[len(_words(found)) :]
+    # Options that name a config file take the name of one, too.
+    rest = [str(find_config(word)) if before == "--config" else word for before, word in zip(["", *rest], rest)]
+    sys.argv[0] = " ".join(["mmod", *_words(found)])
+    with one_line_errors():
+        importlib.import_module(COMMANDS[found][0]).main(rest)
+
+
+def _words(command: str) -> list[str]:
+    return [word for word in command.split() if word.islower()]
+
+
+def _usage(commands: Iterable[str]) -> str:
+    lines = [f"  mmod {command:<28}{COMMANDS[command][1]}" for command in commands]
+    return "\n".join(
+        [
+            "usage: mmod COMMAND [--key value] | mmod --help | mmod --version",
+            "",
+            *lines,
+            "",
+            "CONFIG is a YAML file or the name of a config that comes with mmod; `mmod COMMAND --help` lists its keys.",
+        ]
+    )

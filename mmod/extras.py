@@ -1,0 +1,51 @@
+"""Packages that an extra of mmod's installation brings, and what is said where one is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["EXTRAS", "name_missing_extra"]
+
+EXTRAS = {
+    "train": (
+        "PIL",
+        "docstring_parser",
+        "jsonargparse",
+        "matplotlib",
+        "scipy",
+        "sklearn",
+        "timm",
+        "torchvision",
+        "webdataset",
+        "yaml",
+    ),
+    "clip": ("open_clip",),
+    "vlm": ("accelerate", "peft", "transformers"),
+}
+"""Each extra to the packages that are imported of it."""
+
+
+@contextmanager
+def name_missing_extra() -> Iterator[None]:
+    """Name the extra to install when an import inside needs a package that is not there.
+
+    Raises:
+        ModuleNotFoundError: A package is missing.
+
+    Example:
+        >>> with name_missing_extra():
+        ...     raise ModuleNotFoundError("No module named 'peft'", name="peft")
+        Traceback (most recent call last):
+        ModuleNotFoundError: this needs the package peft, which is not installed: pip install -e ".[vlm]"
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+        if extra is None:
+            raise
+        instruction = f'pip install -e ".[{extra}]"'
+        message = f"this needs the package {package}, which is not installed: {instruction}"
+        raise ModuleNotFoundError(message, name=error.name) from None

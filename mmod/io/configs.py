@@ -1,0 +1,60 @@
+"""The config files that come with mmod, by path or by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["config_names", "find_config", "main"]
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def config_names() -> list[str]:
+    """Return the names of mmod's own configs, as `tradeoff/digits`."""
+    folder = _folder()
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+
+
+def find_config(path: str | Path) -> Path:
+    """Return the file that a path or a name stands for; a path that stands for none is returned as it is.
+
+    Args:
+        path: A file; or one of mmod's own, as `configs/tradeoff/digits.yaml`, `tradeoff/digits`, or `digits` where no
+            other has that name.
+
+    Raises:
+        ValueError: Several of mmod's own configs have that name.
+
+    Example:
+        >>> find_config("digits-smallest").name
+        'digits-smallest.yaml'
+    """
+    path = Path(path)
+    if path.exists() or path.is_absolute():
+        return path
+    folder = _folder()
+    parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
+    if parts and (folder.joinpath(*parts)).is_file():
+        return folder.joinpath(*parts)
+    if path.suffix:
+        return path
+    found = [name for name in config_names() if tuple(name.split("/"))[-len(parts) :] == parts]
+    if len(found) > 1:
+        raise ValueError(f"{str(path)!r} is the name of several configs: {', '.join(found)}")
+    return folder / f"{found[0]}.yaml" if found else path
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the names of mmod's own configs, or the config that the command line names.
+
+    Args:
+        arguments: Nothing, or a name.
+    """
+    print(find_config(arguments[0]).read_text(encoding="utf-8").rstrip() if arguments else "\n".join(config_names()))
+
+
+def _folder() -> Path:
+    """Return where the configs lie: inside an installed package, beside it in a repository."""
+    inside = _PACKAGE / "configs"
+    return inside if inside.is_dir() else _PACKAGE.parent / "configs"

@@ -1,0 +1,118 @@
+"""The command `mmod` and the configs it finds."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmod.cli import COMMANDS, main
+from mmod.extras import EXTRAS
+from mmod.io.configs import config_names, find_config
+from tests.test_architecture import MISSING, ROOT
+
+
+def run(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "mmod", *words], capture_output=True, text=True, cwd=folder)
+
+
+def test_help_and_version_import_nothing_heavy(capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; from mmod.cli import main; main(['--help']); main(['--version']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    *usage, version, torch = done.stdout.splitlines()
+    assert torch == "False"
+    assert version.startswith("mmod 0.")
+    assert all(f"mmod {command}" in "\n".join(usage) for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "usage: mmod COMMAND"),
+        (["train"], "mmod train pairs CONFIG"),
+        (["trian", "image"], "unknown command 'trian image'"),
+        (["train", "images", "x.yaml"], "unknown command 'train images x.yaml'"),
+    ],
+)
+def test_what_is_no_command_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_a_function_with_arguments(command: str) -> None:
+    assert callable(importlib.import_module(COMMANDS[command][0]).main)
+
+
+def test_commands_show_their_own_help() -> None:
+    done = run("train", "image", "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: mmod train image CONFIG")
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    done = run("tradeoff", "digits-smalest", folder=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.strip().endswith("error: no config file at 'digits-smalest'")
+
+
+def test_configs_are_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = ROOT / "configs/tradeoff/digits-smallest.yaml"
+    for name in ("configs/tradeoff/digits-smallest.yaml", "tradeoff/digits-smallest", "digits-smallest", expected):
+        assert find_config(name) == expected
+    monkeypatch.setattr("mmod.io.configs.config_names", lambda: ["digits/distilled", "clip/distilled"])
+    with pytest.raises(ValueError, match="several configs: digits/distilled"):
+        find_config("distilled")
+
+
+def test_a_file_of_the_user_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits-smallest").write_text("seeds: 3\n")
+    assert find_config("digits-smallest") == Path("digits-smallest")
+    assert find_config("missing.yaml") == Path("missing.yaml")
+
+
+def test_configs_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["configs"])
+    assert capsys.readouterr().out.split() == config_names()
+    main(["configs", "tradeoff/digits"])
+    assert capsys.readouterr().out.strip() == (ROOT / "configs/tradeoff/digits.yaml").read_text().strip()
+
+
+@pytest.mark.parametrize(
+    ("package", "code"),
+    [
+        ("timm", "from mmod.training import fit"),
+        ("timm", "from mmod.data import create_train_stream"),
+        ("matplotlib", "from mmod.analysis.plots import draw_tradeoff; draw_tradeoff([])"),
+    ],
+)
+def test_a_missing_extra_is_named(package: str, code: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; {code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr.splitlines()[-1] == (
+        f'ModuleNotFoundError: this needs the package {package}, which is not installed: pip install -e ".[train]"'
+    )
+
+
+@pytest.mark.parametrize("package", ["jsonargparse", "timm"])
+def test_the_command_names_a_missing_extra_in_one_line(package: str) -> None:
+    command = [sys.executable, "-c", MISSING.replace("runpy.run_path(sys.argv[0]", "runpy.run_module(sys.argv[0]")]
+    done = subprocess.run(
+        [*command, package, "mmod", "tradeoff", "digits-smallest"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        f'error: this needs the package {package}, which is not installed: pip install -e ".[train]"'
+    )
+
+
+def test_extras_are_those_of_the_installation() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert all(f"\n{extra} = [" in text for extra in EXTRAS)
