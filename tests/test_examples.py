@@ -1,0 +1,49 @@
+"""The programs and the notebook in examples/ run and print what they promise."""
+
+from __future__ import annotations
+
+import ast
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PRINTED = {
+    "route_timm_vit.py": ["'blocks.5': 0.5", "times fewer FLOPs", "maps: routing_maps.png"],
+    "route_clip_towers.py": ["capacity 0.25: ", "for a caption", "similarity of images and captions"],
+    "generate_with_small_cache.py": ["of the cache", "routed: True | same words: True"],
+}
+NOTEBOOK = ["stride     1.8", "equal: True", "loss "]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(PRINTED)
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_programs_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [name])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in PRINTED[name]), printed
+    if name == "route_timm_vit.py":
+        assert Path("routing_maps.png").stat().st_size > 1000
+
+
+def test_the_notebook_runs_cell_by_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = json.loads((EXAMPLES / "choosing_a_router.ipynb").read_text())["cells"]
+    scope: dict[str, object] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "the notebook is kept without outputs"
+            exec(compile(ast.parse("".join(cell["source"])), cell["id"], "exec"), scope)
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in NOTEBOOK), printed
