@@ -17,6 +17,10 @@ COMMANDS = {
     "train image CONFIG": ("mmod.training.image.command", "train an image classifier"),
     "train pairs CONFIG": ("mmod.training.pairs.command", "train a CLIP model on image-text pairs"),
     "train chat CONFIG": ("mmod.training.chat.command", "fine-tune a vision-language model on conversations"),
+    "train open-clip [ROUTING] -- ARGUMENTS": (
+        "mmod.training.pairs.open_clip_program",
+        "run open_clip's own training program on a routed model",
+    ),
     "benchmark MODE": ("mmod.benchmarks.command", "time models, ops, generation, or a suite of them"),
     "configs [NAME]": ("mmod.io.configs", "list the configs that come with mmod, or print one"),
 }
@@ -58,7 +62,7 @@ def _words(command: str) -> list[str]:
 
 
 def _usage(commands: Iterable[str]) -> str:
-    lines = [f"  mmod {command:<28}{COMMANDS[command][1]}" for command in commands]
+    lines = [f"  mmod {command:<40}{COMMANDS[command][1]}" for command in commands]
     return "\n".join(
         [
             "usage: mmod COMMAND [--key value] | mmod --help | mmod --version",

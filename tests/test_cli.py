@@ -89,7 +89,6 @@ def test_configs_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     ("package", "code"),
     [
         ("timm", "from mmod.training import fit"),
-        ("timm", "from mmod.data import create_train_stream"),
         ("matplotlib", "from mmod.analysis.plots import draw_tradeoff; draw_tradeoff([])"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mmod.training.chat.config import TrainConfig
-from mmod.training.engine.optional_dependency import extra
 from mmod.training.engine.parse import parse_config
 
 __all__ = ["main"]
@@ -20,7 +19,7 @@ def main(arguments: list[str], program: str | None = None) -> None:
     """
     config = parse_config([word for word in arguments if word != _DRY], TrainConfig, program)
     # A command line that asks for help only is answered without torch.
-    with extra("vlm"):
-        from mmod.training.chat.estimate import estimate
-        from mmod.training.chat.recipe import fit
+    from mmod.training.chat.estimate import estimate
+    from mmod.training.chat.recipe import fit
+
     print(estimate(config) if _DRY in arguments else fit(config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mmod.training.engine.optional_dependency import extra
 from mmod.training.engine.parse import parse_config
 from mmod.training.pairs.config import TrainConfig
 
@@ -18,6 +17,6 @@ def main(arguments: list[str], program: str | None = None) -> None:
     """
     config = parse_config(arguments, TrainConfig, program)
     # A command line that asks for help only is answered without torch.
-    with extra("clip"):
-        from mmod.training.pairs.recipe import fit
+    from mmod.training.pairs.recipe import fit
+
     print(fit(config))

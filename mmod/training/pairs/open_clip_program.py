@@ -12,7 +12,6 @@ from typing import Any
 from mmod.config import RoutingConfig
 from mmod.io.yaml import parse_yaml
 from mmod.training.engine.config import resolve_routing
-from mmod.training.engine.optional_dependency import extra
 
 __all__ = ["main", "train_open_clip"]
 
@@ -46,8 +45,7 @@ def main(arguments: list[str], program: str | None = None) -> None:
     if not towers:
         parser.error("give --image or --text or both: the routing of a tower")
     parts = {name: resolve_routing(fields) for name, fields in towers.items()}
-    with extra("clip"):
-        train_open_clip(arguments[place + 1 :], models=options.models, **parts)
+    train_open_clip(arguments[place + 1 :], models=options.models, **parts)
 
 
 def train_open_clip(

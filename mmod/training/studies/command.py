@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 from mmod.io.yaml import read_yaml
-from mmod.training.engine.optional_dependency import extra
 from mmod.training.engine.parse import parse_config
 from mmod.training.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig, StudyConfig
 from mmod.values import one_of
@@ -21,13 +19,12 @@ class _Kind(NamedTuple):
     config: type[StudyConfig]
     module: str
     run: str
-    extra: str | None = None
 
 
 _KINDS = {
     "image": _Kind(ImageStudyConfig, "image", "run_tradeoff"),
-    "pairs": _Kind(PairsStudyConfig, "pairs", "run_clip_tradeoff", "clip"),
-    "conversations": _Kind(ChatStudyConfig, "chat", "run_vlm_tradeoff", "vlm"),
+    "pairs": _Kind(PairsStudyConfig, "pairs", "run_clip_tradeoff"),
+    "conversations": _Kind(ChatStudyConfig, "chat", "run_vlm_tradeoff"),
 }
 
 
@@ -46,8 +43,7 @@ def main(arguments: Sequence[str]) -> None:
     kind = _KINDS[name]
     config = parse_config(arguments, kind.config)
     # A command line that asks for help only is answered without torch.
-    with nullcontext() if kind.extra is None else extra(kind.extra):
-        module = importlib.import_module(f"mmod.training.studies.{kind.module}")
+    module = importlib.import_module(f"mmod.training.studies.{kind.module}")
     result = getattr(module, kind.run)(config)
     used = sum(os.times()[:4])
     print(f"\n{result.table()}\n\nTable and pictures: {result.folder}\nCPU time of all processes: {used:.0f} seconds")
