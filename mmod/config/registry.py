@@ -111,8 +111,8 @@ def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:
         ... class Length(mmod.Score):
         ...     def make(self, place):
         ...         return NormScore()
-        >>> mmod.RoutingConfig(router="length").learns
-        False
+        >>> mmod.RoutingConfig(router="length").gate.name
+        'identity'
     """
 
     def add(score: type[AnyScore]) -> type[AnyScore]:
@@ -138,7 +138,7 @@ def register_preset(name: str) -> Callable[[Added], Added]:
         ... def half_norm():
         ...     return {"router": "norm", "capacity": 0.5}
         >>> import mmod
-        >>> mmod.preset("half-norm", blocks="late").router
+        >>> mmod.preset("half-norm", blocks="late").router.name
         'norm'
     """
 
