@@ -28,8 +28,12 @@ def main() -> None:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **sizes))
     # Each token is decided alone, which generation needs: its score against a threshold.
-    config = mmod.RoutingConfig(router="linear", gate="sigmoid", gate_scale=0.1, capacity=0.5, init_std=0.5)
-    mmod.route_(model.eval(), config.replace(tokens="all", inference_threshold=0.5))
+    config = mmod.RoutingConfig(
+        router=mmod.score("linear", init_std=0.5),
+        gate=mmod.Gate("sigmoid", scale=0.1),
+        language=mmod.LanguageRouting(tokens="all", inference_threshold=0.5),
+    )
+    mmod.route_(model.eval(), config)
 
     prompt = torch.randint(3, model.config.vocab_size, (1, 48))
     cache = transformers.DynamicCache()

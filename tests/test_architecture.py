@@ -112,13 +112,14 @@ def test_files_and_functions_stay_short(path: Path) -> None:
             assert length <= 60, f"{node.name} has {length} lines"
 
 
-def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "docs/index.md"])
+def test_examples_of_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks
     monkeypatch.chdir(tmp_path)
     scope: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block.replace("pretrained=True", "pretrained=False"), "README.md", "exec"), scope)
+        exec(compile(block.replace("pretrained=True", "pretrained=False"), page, "exec"), scope)
 
 
 def test_readme_commands_exist() -> None:
