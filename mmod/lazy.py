@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from mmod.extras import name_missing_extra
@@ -14,40 +16,44 @@ from mmod.extras import name_missing_extra
 __all__ = ["lazy_names", "moved_module"]
 
 
-def lazy_names(
-    package: str, homes: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the `__getattr__` and `__dir__` of a package whose names live in its modules.
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make the `__getattr__`, `__dir__` and `__all__` of a package that imports its names for type checkers only.
+
+    The one list of names is the package's block of imports below `if TYPE_CHECKING:`, read off its source.
 
     Args:
-        package: Name of the package.
-        homes: Each of its modules, named within it, to the names that the package takes from there.
+        package: Name of the package, which is being imported.
 
     Returns:
-        The two functions. The first imports a name's module, or a module named in `homes` itself.
+        The three. `__getattr__` imports the module that a name comes from, or a module of the package.
 
     Example:
-        >>> get, _ = lazy_names("mmod", {"config": ("Plan",)})
-        >>> get("Plan").__name__
-        'Plan'
+        >>> lazy_names("mmod.data")[2][:2]
+        ['AugmentConfig', 'BatchStream']
     """
-    home_of = {name: module for module, names in homes.items() for name in names}
+    module = sys.modules[package]
+    spec = module.__spec__
+    assert spec is not None
+    source = spec.loader.get_source(package)  # type: ignore[union-attr]  # of files and of zip archives
+    blocks = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    home_of = {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def get(name: str) -> Any:
         if name in home_of:
             with name_missing_extra():
-                value = getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
+                value = getattr(importlib.import_module(home_of[name]), name)
             # A name that was found once is an attribute like any other.
-            setattr(sys.modules[package], name, value)
+            setattr(module, name, value)
             return value
-        if name in homes:
+        if name[0] != "_" and importlib.util.find_spec(f"{package}.{name}") is not None:
             return importlib.import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *home_of})
+        return sorted({*vars(module), *home_of})
 
-    return get, names
+    return get, names, sorted(home_of)
 
 
 def moved_module(old: str, new: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 from mmod.adapters import find_library, load_adapter
 from mmod.adapters.described import check_description
 from mmod.config import RoutingConfig
+from mmod.io.files import parse_json, replacing
+from mmod.io.tensors import read_tensors, write_tensors
 from mmod.model import capacities, restore_capacities, route_, routing_configs
 
 FORMAT_VERSION = 3
@@ -57,24 +58,18 @@ def save_pretrained(
         ...     capacities(load_pretrained(folder))["blocks.1"]
         0.25
     """
-    from safetensors.torch import save_file
-
     folder = Path(folder)
     config = _describe(model, architecture)
-    state = _storable(model.state_dict())
+    state = model.state_dict()
     _check_rebuilds(config, model, state)
     taken = [name for name in (WEIGHTS, CONFIG) if (folder / name).exists()]
     if taken and not overwrite:
         raise FileExistsError(f"{str(folder)!r} holds {' and '.join(taken)}; pass overwrite=True to replace them")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config, indent=2)
-    partial = {name: folder / f".{name}.partial" for name in (WEIGHTS, CONFIG)}
-    save_file(state, partial[WEIGHTS], metadata={"format": "pt", "mmod": text})
-    partial[CONFIG].write_text(text + "\n")
-    for name, path in partial.items():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(path, folder / name)
+    with replacing(folder / WEIGHTS) as weights, replacing(folder / CONFIG) as described:
+        write_tensors(weights, state, {"format": "pt", "mmod": text})
+        described.write_text(text + "\n")
 
 
 def load_pretrained(folder: str | Path, device: torch.device | str | None = None, **options: Any) -> nn.Module:
@@ -95,8 +90,6 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
             to another one, or whose content does not fit: an unknown routing option, a weight that is missing, not
             known or of another shape.
     """
-    from safetensors import SafetensorError, safe_open
-
     folder = Path(folder)
     if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
         model: nn.Module = load_adapter("transformers").load(folder, route_again, **options)
@@ -107,13 +100,8 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{str(folder)!r} is no folder that mmod.save_pretrained made: it has no {name}")
     config = _read_config(folder / CONFIG)
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            header = file.metadata() or {}
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-    except SafetensorError as error:
-        raise ValueError(f"{str(folder / WEIGHTS)!r} is no whole safetensors file: {error}") from error
-    if "mmod" not in header or _parse(header["mmod"], f"the header of {WEIGHTS}") != config:
+    state, header = read_tensors(folder / WEIGHTS)
+    if "mmod" not in header or parse_json(header["mmod"], f"the header of {WEIGHTS}") != config:
         raise ValueError(
             f"{WEIGHTS} and {CONFIG} in {str(folder)!r} do not belong together: one was edited or replaced. Load with "
             "what the weights were saved with, then change it with mmod.set_capacity or unroute_ and route_"
@@ -223,7 +211,7 @@ def _settings(model: nn.Module) -> dict[str, object]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    config = _parse(path.read_bytes(), repr(str(path)))
+    config = parse_json(path.read_bytes(), repr(str(path)))
     found = config.get("format_version") if isinstance(config, dict) else None
     if found not in _READ:
         raise ValueError(
@@ -236,13 +224,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     return dict(config)
 
 
-def _parse(text: str | bytes, name: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is no JSON: {error}") from error
-
-
 def _check_fits(state: dict[str, Tensor], own: dict[str, Tensor], folder: Path) -> None:
     missing, unknown = sorted(set(own) - set(state)), sorted(set(state) - set(own))
     if missing or unknown:
@@ -253,18 +234,6 @@ def _check_fits(state: dict[str, Tensor], own: dict[str, Tensor], folder: Path) 
                 f"the weights in {str(folder)!r} do not fit: {name} has shape {tuple(value.shape)}, "
                 f"the model's is {tuple(own[name].shape)}"
             )
-
-
-def _storable(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors that share no memory, as safetensors wants them; tied ones are stored twice."""
-    stored: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, value in state.items():
-        value = value.detach().cpu().contiguous()
-        address = value.untyped_storage().data_ptr()
-        stored[name] = value.clone() if address in seen else value
-        seen.add(address)
-    return stored
 
 
 def _version(package: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,14 +110,14 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
 
 def test_interrupted_overwriting_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_pretrained(routed(), tmp_path)
-    replace = mmod.pretrained.os.replace
+    replace = os.replace
 
-    def stop_at_config(source: Path, target: Path) -> None:
-        if target.name == "mmod.json":
+    def stop_at_weights(source: Path, target: Path) -> None:
+        if target.name == "model.safetensors":
             raise KeyboardInterrupt
         replace(source, target)
 
-    monkeypatch.setattr(mmod.pretrained.os, "replace", stop_at_config)
+    monkeypatch.setattr(os, "replace", stop_at_weights)
     with pytest.raises(KeyboardInterrupt):
         save_pretrained(routed(RoutingConfig()), tmp_path, overwrite=True)
     with pytest.raises(ValueError, match="do not belong together"):

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.lazy import lazy_names
 
+# The one list of this package's names, see lazy_names.
+# ruff: noqa: F401
 if TYPE_CHECKING:
     from mmod.training.engine.config import EmaConfig, OptimConfig, ScheduleConfig
     from mmod.training.engine.run_folder import FitResult
@@ -35,41 +37,7 @@ if TYPE_CHECKING:
     from mmod.training.image.recipe import fit
     from mmod.training.image.task import ClassificationTask
 
-__all__ = [
-    "CapacityScheduleConfig",
-    "ClassificationTask",
-    "DistillConfig",
-    "EmaConfig",
-    "EvalResult",
-    "FitResult",
-    "LossConfig",
-    "MixupConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "ScheduleConfig",
-    "TrainConfig",
-    "evaluate",
-    "fit",
-]
-
-_get, __dir__ = lazy_names(
-    __name__,
-    {
-        "image.recipe": ("fit",),
-        "image.config": (
-            "CapacityScheduleConfig",
-            "DistillConfig",
-            "LossConfig",
-            "MixupConfig",
-            "ModelConfig",
-            "TrainConfig",
-        ),
-        "image.evaluate": ("EvalResult", "evaluate"),
-        "image.task": ("ClassificationTask",),
-        "engine.config": ("EmaConfig", "OptimConfig", "ScheduleConfig"),
-        "engine.run_folder": ("FitResult",),
-    },
-)
+_get, __dir__, __all__ = lazy_names(__name__)
 # Functions of the last version, of which image classifiers were the default, and what takes their place.
 _RENAMED = {
     "load_config": ("load_config", "TrainConfig.load"),
