@@ -1,314 +1,200 @@
-"""The trade-off between answers and cost of routed vision-language models: prefill, decoding, cache and FLOPs."""
+"""The study of vision-language models: answers by kind of question against prefill, decoding and cache."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmod import is_routed
-from mmod.analysis.plots import draw_tradeoff
-from mmod.analysis.prefill import PrefillFlops, prefill_flops
-from mmod.analysis.timing import interleave, ratios
+from mmod.analysis.prefill import prefill_flops
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import Conversations, open_conversations
-from mmod.io.yaml import read_yaml
-from mmod.training.chat.config import VlmConfig
-from mmod.training.chat.evaluate import generate, mean_over_kinds
-from mmod.training.chat.model import create_vlm
-from mmod.training.chat.recipe import MODEL, VlmResult, finetune
+from mmod.data.readers.conversations import ConversationsConfig, Talk, open_conversations
+from mmod.data.synthetic.priors import prior_of
+from mmod.training.chat.config import VlmConfig, VlmModelConfig
+from mmod.training.chat.evaluate import AnswerResult, answer_questions, generate, mean_over_kinds
+from mmod.training.chat.model import create_processor, create_vlm
+from mmod.training.chat.recipe import MODEL, finetune
 from mmod.training.engine.distributed import choose_device
-from mmod.training.studies.chat_pictures import draw_answers, draw_maps
+from mmod.training.studies.chat_pictures import draw_answers, draw_kept
 from mmod.training.studies.config import ChatStudyConfig
-from mmod.training.studies.paired import Difference, compare, spread, verdict
-from mmod.training.studies.runs import Crew, Job, Tick
-from mmod.training.studies.study import (
-    BASE,
-    compared,
-    markdown_table,
-    merged,
-    partners,
-    write_outcome,
-)
+from mmod.training.studies.entrants import DENSE, Entrant
+from mmod.training.studies.jobs import Job, Tick
+from mmod.training.studies.results import Column, markdown_table
+from mmod.training.studies.study import Study, latencies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["VlmPoint", "ChatStudyConfig", "VlmTradeoffResult", "run_vlm_tradeoff"]
+__all__ = ["ChatStudy"]
 
-_DENSE = "dense"
-
-
-@dataclass(frozen=True)
-class VlmPoint:
-    """One model of a study.
-
-    Args:
-        name: Router, and capacity where the study sets it.
-        router: The series.
-        flops_share: FLOPs of reading a prompt as a share of the dense model's.
-        gflops: FLOPs of reading a prompt of mean length in the language model, in 1e9.
-        image_share: Share of image-token-layer pairs of the language model that are computed.
-        prefill_ms: Median time of reading a prompt within a batch, in milliseconds.
-        prefill_speedup: Dense time over this time, median of interleaved rounds.
-        decode_per_s: Tokens decoded in a second for a batch of prompts, their reading left out.
-        cache_bytes: Keys and values that are held after reading a prompt.
-        accuracy: Mean over the kinds of questions that need an image, in percent, mean over seeds.
-        accuracy_std: Sample standard deviation over seeds; None for a single one.
-        accuracy_of: Accuracy of each seed.
-        to_dense: How much higher it is than the dense model's, paired by seed; None for the dense model.
-        to_control: The same to its control's; None where it has none.
-        right: Percent of right answers of each kind, mean over seeds.
-        right_std: Sample standard deviation of each kind over seeds; None for a single one.
-        kept: Share of the tokens that could be skipped which routed layers kept on the questions, mean over layers.
-        seeds: Number of seeds.
-    """
-
-    name: str
-    router: str
-    flops_share: float
-    gflops: float
-    image_share: float
-    prefill_ms: float
-    prefill_speedup: float
-    decode_per_s: float
-    cache_bytes: int
-    accuracy: float
-    accuracy_std: float | None
-    accuracy_of: dict[int, float]
-    to_dense: Difference | None
-    to_control: Difference | None
-    right: dict[str, float]
-    right_std: dict[str, float | None]
-    kept: float
-    seeds: int
+_RIGHT = "right/"
 
 
-@dataclass(frozen=True)
-class VlmTradeoffResult:
-    """The outcome of a study.
+class ChatStudy(Study[VlmConfig, AnswerResult]):
+    """A study of LLaVA-style models of transformers; see `Study`."""
 
-    Args:
-        folder: The study's folder with `tradeoff.{csv,json,md,png}`, `answers.png` and `maps-*.png`.
-        points: Its points.
-        prior: Percent of right answers without looking, by kind.
-    """
-
-    folder: str
-    points: list[VlmPoint]
-    prior: dict[str, float]
-
-    def table(self) -> str:
-        """Return the points as a Markdown table, the prior in its last row, and what the seeds do not tell apart."""
-        kinds = list(self.prior)
-        head = ["model", "image FLOPs", "FLOPs", "prefill ms", "speed-up", "decode tok/s", "cache bytes"]
-        head += ["right %", "to dense", "to control", *kinds]
-        rows = []
-        for p in self.points:
-            cells = [p.name, f"{p.image_share:.3f}", f"{p.flops_share:.3f}", f"{p.prefill_ms:.2f}"]
-            cells += [f"{p.prefill_speedup:.2f}", f"{p.decode_per_s:.0f}", f"{p.cache_bytes:,}"]
-            cells.append(_spread(p.accuracy, p.accuracy_std))
-            cells += ["" if gap is None else str(gap) for gap in (p.to_dense, p.to_control)]
-            cells += [_spread(p.right[kind], p.right_std[kind]) for kind in kinds]
-            rows.append(cells)
-        prior = [f"{self.prior[kind]:.1f}" for kind in kinds]
-        cells = ["language-only prior", *[""] * 6, f"{mean_over_kinds(self.prior):.1f}", "", "", *prior]
-        told = verdict({p.name: p.accuracy_of for p in self.points})
-        return f"{markdown_table(head, [*rows, cells])}\n\n{told}"
-
-
-def _spread(value: float, std: float | None) -> str:
-    return f"{value:.1f}" if std is None else f"{value:.1f} ± {std:.1f}"
-
-
-def run_vlm_tradeoff(config: ChatStudyConfig, *, progress: bool = True) -> VlmTradeoffResult:
-    """Run a study: train or load the dense model, route it, fine-tune, ask, time, and draw.
-
-    Args:
-        config: The study.
-        progress: Show bars.
-
-    Returns:
-        The points and the language-only prior; the same are written as CSV, JSON, Markdown and a picture.
-
-    Raises:
-        ValueError: The folder holds runs of another config, or a part of the config does not fit the model.
-    """
-    work = list(vlm_jobs(config))
-    results: dict[str, dict[int, VlmResult]] = {}
-    for job, found in Crew(config.processes, progress).run(work, _do):
-        results.setdefault(job.name, {})[job.seed] = found
-    prior = results[_DENSE][0].prior
-    first = compared(work)
-    models, collator = _trained(first)
-    val = open_conversations(str(first[_DENSE].config.data.val), first[_DENSE].config.data)
-    points = _measure(config, work, results, models, collator, val)
-    if config.maps:
-        talks = [val[index] for index in _with_one_image(val, config.maps)]
-        draw_maps(models, collator, talks, Path(config.output))
-    result = VlmTradeoffResult(config.output, points, prior)
-    write_outcome(config, result, _draw, threads=torch.get_num_threads(), cores=os.cpu_count(), prior=prior)
-    right = {point.name: {"all": point.accuracy, **point.right} for point in points}
-    figure = draw_answers(right, {point.name: point.flops_share for point in points})
-    figure.savefig(Path(config.output) / "answers.png", dpi=150)
-    return result
-
-
-def _do(job: Job[VlmConfig], tick: Tick) -> VlmResult:
-    """Do one run; the results of finished ones are read from their folders."""
-    return finetune(job.config, progress=False)
-
-
-def vlm_jobs(config: ChatStudyConfig) -> Iterator[Job[VlmConfig]]:
-    """Yield the runs of a study in the order they must be done.
-
-    Args:
-        config: The study.
-
-    Raises:
-        ValueError: If a config does not say where its evaluation questions come from.
-    """
-    recipe = merged(read_yaml(config.dense), config.changes)
-    tuning = merged(recipe, config.finetune)
-    for seed in range(config.seeds):
-        root = Path(config.output) / f"seed{seed}"
-        if config.train_dense:
-            base = _parse({**recipe, "output": str(root / BASE), "seed": seed})
-            yield Job(BASE, BASE, 1.0, seed, base)
-            arguments = tuning["model"].get("args", {})
-            tuning = {**tuning, "model": {"args": arguments, "checkpoint": str(root / BASE / MODEL)}}
-        dense = _parse({**tuning, "output": str(root / _DENSE), "seed": seed})
-        if dense.data.val is None:
-            raise ValueError(f"{config.dense!r} has no data.val, so there is nothing to ask")
-        yield Job(_DENSE, _DENSE, 1.0, seed, dense)
-        for router, routing in config.routers.items():
-            for capacity in config.capacities:
-                name = router if capacity is None else f"{router}-{capacity:g}"
-                fields = routing if capacity is None else {**routing, "capacity": capacity}
-                tuned = {**tuning, "output": str(root / name), "seed": seed, "routing": {config.part: fields}}
-                yield Job(name, router, 1.0 if capacity is None else capacity, seed, _parse(tuned))
-
-
-def _parse(fields: Mapping[str, Any]) -> VlmConfig:
-    return VlmConfig.from_dict(fields)
-
-
-def _trained(first: Mapping[str, Job[VlmConfig]]) -> tuple[dict[str, Any], ChatCollator]:
-    """Load the models of the first seed, and what encodes questions for all of them."""
-    models: dict[str, Any] = {}
-    for name, job in first.items():
-        weights = dataclasses.replace(job.config.model, checkpoint=str(Path(job.config.output) / MODEL), config=None)
-        trained = dataclasses.replace(job.config, model=weights, routing=None, lora=None, frozen=[])
-        model, processor = create_vlm(trained)
-        models[name] = model.to(choose_device()).eval()
-    return models, ChatCollator(processor, first[_DENSE].config.data.max_length)
-
-
-def _measure(
-    config: ChatStudyConfig,
-    work: Sequence[Job[VlmConfig]],
-    results: Mapping[str, Mapping[int, VlmResult]],
-    models: Mapping[str, Any],
-    collator: ChatCollator,
-    val: Conversations,
-) -> list[VlmPoint]:
-    prompts = collator.prompts([val[index] for index in _with_one_image(val, config.timed_prompts)])
-    count = len(prompts["input_ids"])
-    image = int((prompts["input_ids"] == collator.processor.image_token_id).sum()) // count
-    text = int(prompts["attention_mask"].sum()) // count - image
-    reads = {name: partial(_read, model, prompts) for name, model in models.items()}
-    device = next(iter(models.values())).device
-    with torch.inference_mode():
-        times = interleave(reads, seconds=0, rounds=config.timed_rounds, device=device)
-        rates = {name: _decode_rate(model, collator, prompts, config, times[name]) for name, model in models.items()}
-        held = {name: _cache_bytes(read()) // count for name, read in reads.items()}
-    first = compared(work)
-    all_answers = {
-        name: {seed: found.answers for seed, found in sorted(results[name].items()) if found.answers is not None}
-        for name in first
+    config: ChatStudyConfig
+    run_config = VlmConfig
+    found = AnswerResult
+    score = "right"
+    measure = "right answers"
+    columns: ClassVar = {
+        "name": ("model", ""),
+        "image_share": ("image FLOPs", ".3f"),
+        "flops_share": ("FLOPs", ".3f"),
+        "prefill_ms": ("prefill ms", ".2f"),
+        "prefill_speedup": ("speed-up", ".2f"),
+        "decode_per_s": ("decode tok/s", ".0f"),
+        "cache_bytes": ("cache bytes", ","),
+        "right": ("right %", "±.1f"),
+        "to_dense": ("to dense", ""),
+        "to_control": ("to control", ""),
+        "before": ("before tuning", "±.1f"),
     }
-    accuracy = {name: {seed: found.accuracy for seed, found in own.items()} for name, own in all_answers.items()}
-    to_dense = compare(accuracy, dict.fromkeys(first, _DENSE))
-    to_control = compare(accuracy, partners(config, work))
-    points = []
-    for name, job in first.items():
-        answers = list(all_answers[name].values())
-        kept = answers[0].kept
-        cost = prefill_flops(models[name], text, image, kept if is_routed(models[name]) else None)
-        own = list(accuracy[name].values())
-        right = {kind: [found.right[kind] for found in answers] for kind in answers[0].right}
-        points.append(
-            VlmPoint(
-                name=name,
-                router=job.router,
-                flops_share=cost.share,
-                gflops=cost.routed / 1e9,
-                image_share=_image_share(cost),
-                prefill_ms=median(times[name]) / count,
-                prefill_speedup=ratios(times[_DENSE], times[name]).median,
-                decode_per_s=rates[name],
-                cache_bytes=held[name],
-                accuracy=mean(own),
-                accuracy_std=spread(own),
-                accuracy_of=accuracy[name],
-                to_dense=to_dense[name],
-                to_control=to_control[name],
-                right={kind: mean(shares) for kind, shares in right.items()},
-                right_std={kind: spread(shares) for kind, shares in right.items()},
-                kept=mean(mean(found.kept.values()) if found.kept else 1.0 for found in answers),
-                seeds=len(own),
-            )
-        )
-    return points
+    data: ConversationsConfig
+
+    def create(self, config: VlmConfig) -> nn.Module:
+        """Make the model of a run."""
+        model: nn.Module = create_vlm(config)[0]
+        return model
+
+    def start_from(self, config: VlmConfig, folder: str) -> VlmConfig:
+        """Return the config of the same run from the final weights of the run in `folder`."""
+        model = VlmModelConfig(checkpoint=str(Path(folder) / MODEL), args=config.model.args)
+        return dataclasses.replace(config, model=model)
+
+    def load(self, job: Job[VlmConfig]) -> nn.Module:
+        """Make the final model of a run, which was saved routed and with its adapters merged."""
+        if job.is_trained:
+            done = self.start_from(job.config, job.config.output)
+            plain = dataclasses.replace(done, routing=None, lora=None, frozen=[])
+            job = dataclasses.replace(job, config=plain, is_trained=False)
+        return super().load(job)
+
+    def routing(self, fields: dict[str, Any], capacity: float | None) -> dict[str, Any]:
+        """Return the routing of the part that is routed."""
+        return {self.config.part: super().routing(fields, capacity)}
+
+    def train(self, config: VlmConfig, tick: Tick) -> AnswerResult:
+        """Do a run, or read the result of one that is finished."""
+        answers = finetune(config, progress=False).answers
+        assert answers is not None, "a study's runs have questions to answer"
+        return answers
+
+    def evaluate(self, config: VlmConfig) -> AnswerResult:
+        """Ask the model that a run starts from."""
+        model = self.create(config).to(choose_device())
+        questions = open_conversations(str(config.data.val), config.data)
+        limits: dict[str, Any] = {"batch_size": config.eval_batch_size, "max_new_tokens": config.max_new_tokens}
+        return answer_questions(model, _collator(config), questions, **limits)
+
+    def figures(self, found: AnswerResult) -> dict[str, float]:
+        """Return right answers in percent, overall and by kind, and the share kept of tokens that may be skipped."""
+        kinds = {f"{_RIGHT}{kind}": share for kind, share in found.right.items()}
+        return {"right": found.accuracy, **kinds, "kept": mean(found.kept.values()) if found.kept else 1.0}
+
+    def entrants(self, dense: VlmConfig, tuned: VlmConfig) -> list[Entrant]:
+        """Return what is compared, after checking that there is something to ask."""
+        if dense.data.val is None or tuned.data.val is None:
+            raise ValueError(f"{self.config.dense!r} has no data.val, so there is nothing to ask")
+        self.data = tuned.data
+        return super().entrants(dense, tuned)
+
+    def examine(self, job: Job[VlmConfig], found: AnswerResult) -> dict[str, float]:
+        """Count what reading a prompt of mean length costs and holds, and draw which image tokens are kept."""
+        model: Any = self.load(job)
+        collator = _collator(job.config)
+        prompts = collator.prompts(self._talks(self.config.timed_prompts))
+        count = len(prompts["input_ids"])
+        image = int((prompts["input_ids"] == collator.processor.image_token_id).sum()) // count
+        text = int(prompts["attention_mask"].sum()) // count - image
+        cost = prefill_flops(model, text, image, found.kept if is_routed(model) else None)
+        with torch.inference_mode():
+            cache = _read(model, prompts)
+        if self.config.maps and is_routed(model):
+            folder = Path(self.config.output)
+            folder.mkdir(parents=True, exist_ok=True)
+            figure = draw_kept(model, collator, self._talks(self.config.maps))
+            if figure is not None:
+                figure.savefig(folder / f"maps-{job.name}.png", dpi=150, bbox_inches="tight")
+        return {
+            "gflops": cost.routed / 1e9,
+            "flops_share": cost.share,
+            "image_share": sum(max(0, row.kept - text) for row in cost.layers) / (image * len(cost.layers)),
+            "cache_bytes": sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers) // count,
+        }
+
+    def time(self, jobs: Mapping[str, Job[VlmConfig]]) -> dict[str, dict[str, float]]:
+        """Measure reading a prompt within a batch, and decoding after it."""
+        models: dict[str, Any] = {name: self.load(job) for name, job in jobs.items()}
+        collators = {name: _collator(job.config) for name, job in jobs.items()}
+        prompts = collators[DENSE].prompts(self._talks(self.config.timed_prompts))
+        count, rounds = len(prompts["input_ids"]), self.config.timed_rounds
+        reads = {name: functools.partial(_read, model, prompts) for name, model in models.items()}
+        costs: dict[str, dict[str, float]] = {}
+        for name, (own, ratio) in latencies(reads, count, rounds, choose_device()).items():
+            taken = []
+            for _ in range(rounds):
+                started = time.perf_counter()
+                generate(models[name], collators[name], prompts, self.config.timed_tokens, exactly=True)
+                taken.append(time.perf_counter() - started)
+            # The first token comes from reading the prompt.
+            seconds = max(median(taken) - own * count / 1e3, 1e-9)
+            rate = count * max(1, self.config.timed_tokens - 1) / seconds
+            costs[name] = {"prefill_ms": own, "prefill_speedup": ratio, "decode_per_s": rate}
+        return costs
+
+    def drawn(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return prefill's FLOPs and latency, at the share of image tokens that is computed."""
+        return {"capacity": row["image_share"], "latency_ms": row.get("prefill_ms")}
+
+    def pictures(self, rows: Sequence[dict[str, Any]]) -> dict[str, Figure]:
+        """Draw right answers against the cost of prefill, and by kind of question."""
+        right = {
+            row["name"]: {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in self.prior}} for row in rows
+        }
+        answers = draw_answers(right, {row["name"]: row["flops_share"] for row in rows})
+        return {**super().pictures(rows), "answers": answers}
+
+    def table(self, rows: Sequence[dict[str, Any]]) -> str:
+        """Return the points as a Markdown table, with the prior in its last row."""
+        kinds: dict[str, Column] = {_RIGHT + kind: (kind, "±.1f") for kind in self.prior}
+        prior = {_RIGHT + kind: share for kind, share in self.prior.items()}
+        last = {"name": "language-only prior", "right": mean_over_kinds(self.prior), **prior}
+        return markdown_table({**self.columns, **kinds}, [*rows, last])
+
+    def facts(self) -> dict[str, Any]:
+        """Return the language-only prior."""
+        return {"prior": self.prior}
+
+    @functools.cached_property
+    def prior(self) -> dict[str, float]:
+        """Percent of right answers that each question's most frequent answer in training gives, by kind."""
+        train, val = (open_conversations(str(name), self.data) for name in (self.data.train, self.data.val))
+        return {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
+
+    def _talks(self, count: int) -> list[Talk]:
+        """Return the first evaluation conversations with one image: their prompts are about equally long."""
+        val = open_conversations(str(self.data.val), self.data)
+        places = [index for index in range(len(val)) if val.images[index] == 1][:count]
+        if not places:
+            raise ValueError("no evaluation question has one image, so there is nothing to time")
+        return [val[index] for index in places]
 
 
-def _image_share(cost: PrefillFlops) -> float:
-    text = cost.tokens - cost.image_tokens
-    return sum(max(0, row.kept - text) for row in cost.layers) / (cost.image_tokens * len(cost.layers))
-
-
-def _with_one_image(val: Conversations, count: int) -> list[int]:
-    """Return the first conversations with one image: their prompts are about equally long."""
-    found = [index for index in range(len(val)) if val.images[index] == 1][:count]
-    if not found:
-        raise ValueError("no evaluation question has one image, so there is nothing to time")
-    return found
+def _collator(config: VlmConfig) -> ChatCollator:
+    return ChatCollator(create_processor(config.model), config.data.max_length)
 
 
 def _read(model: Any, prompts: Mapping[str, Tensor]) -> Any:
     """Read prompts and return the cache of their keys and values."""
     inputs = {name: value.to(model.device) for name, value in prompts.items()}
     return model(**inputs, use_cache=True, logits_to_keep=1).past_key_values
-
-
-def _cache_bytes(cache: Any) -> int:
-    return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
-
-
-def _decode_rate(
-    model: Any, collator: ChatCollator, prompts: Mapping[str, Tensor], config: ChatStudyConfig, read_ms: list[float]
-) -> float:
-    """Return tokens decoded in a second over a batch, without the time of reading the prompts."""
-    taken = []
-    for _ in range(config.timed_rounds):
-        started = time.perf_counter()
-        generate(model, collator, prompts, config.timed_tokens, exactly=True)
-        taken.append(time.perf_counter() - started)
-    # The first token comes from reading the prompt.
-    seconds = max(median(taken) - median(read_ms) / 1e3, 1e-9)
-    return len(prompts["input_ids"]) * max(1, config.timed_tokens - 1) / seconds
-
-
-def _draw(points: list[dict[str, Any]]) -> Figure:
-    shown = {"capacity": "image_share", "latency_ms": "prefill_ms", "accuracy_mean": "accuracy"}
-    drawn = [point | {key: point[name] for key, name in shown.items()} for point in points]
-    return draw_tradeoff(drawn, "right answers")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmod import is_routed, trace
+from mmod import trace
 from mmod.analysis.plots import FAINT, INK, draw_routing_maps
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import Talk
@@ -19,23 +18,22 @@ from mmod.data.synthetic.questions import IMAGE
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_answers", "draw_maps"]
+__all__ = ["draw_answers", "draw_kept"]
 
 # Letters of a line of the question beside its picture.
 _LINE = 18
 
 
-def draw_maps(models: Mapping[str, Any], collator: ChatCollator, talks: Sequence[Talk], folder: Path) -> list[Path]:
+def draw_kept(model: Any, collator: ChatCollator, talks: Sequence[Talk]) -> Figure | None:
     """Draw which image tokens each routed layer kept of questions about one image.
 
     Args:
-        models: Name of each model to the model; dense ones are passed over.
-        collator: Encodes questions for all of them.
+        model: A routed model.
+        collator: Encodes questions for it.
         talks: Conversations with one image each.
-        folder: Where `maps-NAME.png` is written.
 
     Returns:
-        The files; none where an image's tokens are no square grid over its pixels, as in models that cut images into
+        The figure; None where an image's tokens are no square grid over its pixels, as in models that cut images into
         tiles.
     """
     prompts = collator.prompts(talks)
@@ -44,19 +42,12 @@ def draw_maps(models: Mapping[str, Any], collator: ChatCollator, talks: Sequence
     tokens = int(image_BN.sum()) // len(talks)
     side = math.isqrt(tokens)
     if pixels is None or pixels.ndim != 4 or side * side != tokens:
-        return []
+        return None
     low, high = pixels.amin(), pixels.amax()
     labels = [textwrap.fill(talk.messages[-2].text.replace(IMAGE, "").strip(), _LINE) for talk in talks]
-    written = []
-    for name, model in models.items():
-        if not is_routed(model):
-            continue
-        with torch.inference_mode(), trace(model) as decisions:
-            model(**{key: value.to(model.device) for key, value in prompts.items()}, logits_to_keep=1)
-        figure = draw_routing_maps((pixels - low) / (high - low), decisions, 0, (side, side), labels, image_BN)
-        written.append(folder / f"maps-{name}.png")
-        figure.savefig(written[-1], dpi=150, bbox_inches="tight")
-    return written
+    with torch.inference_mode(), trace(model) as decisions:
+        model(**{key: value.to(model.device) for key, value in prompts.items()}, logits_to_keep=1)
+    return draw_routing_maps((pixels - low) / (high - low), decisions, 0, (side, side), labels, image_BN)
 
 
 def draw_answers(right: Mapping[str, Mapping[str, float]], shares: Mapping[str, float]) -> Figure:

@@ -18,13 +18,13 @@ __all__ = ["main"]
 class _Kind(NamedTuple):
     config: type[StudyConfig]
     module: str
-    run: str
+    study: str
 
 
 _KINDS = {
-    "image": _Kind(ImageStudyConfig, "image", "run_tradeoff"),
-    "pairs": _Kind(PairsStudyConfig, "pairs", "run_clip_tradeoff"),
-    "conversations": _Kind(ChatStudyConfig, "chat", "run_vlm_tradeoff"),
+    "image": _Kind(ImageStudyConfig, "image", "ImageStudy"),
+    "pairs": _Kind(PairsStudyConfig, "pairs", "PairsStudy"),
+    "conversations": _Kind(ChatStudyConfig, "chat", "ChatStudy"),
 }
 
 
@@ -44,6 +44,6 @@ def main(arguments: Sequence[str]) -> None:
     config = parse_config(arguments, kind.config)
     # A command line that asks for help only is answered without torch.
     module = importlib.import_module(f"mmod.training.studies.{kind.module}")
-    result = getattr(module, kind.run)(config)
+    result = getattr(module, kind.study)(config).run()
     used = sum(os.times()[:4])
-    print(f"\n{result.table()}\n\nTable and pictures: {result.folder}\nCPU time of all processes: {used:.0f} seconds")
+    print(f"\n{result.table}\n\nTable and pictures: {result.folder}\nCPU time of all processes: {used:.0f} seconds")

@@ -1,23 +1,16 @@
-"""The trade-off between retrieval, zero-shot accuracy, FLOPs and latency of CLIP models, dense and routed."""
+"""The study of image-text models: retrieval and zero-shot accuracy against FLOPs and latency of both towers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmod import flops
-from mmod.analysis.plots import draw_tradeoff
-from mmod.analysis.timing import interleave, ratios
+from mmod.analysis import flops
 from mmod.data.readers.pairs import create_eval_pairs
-from mmod.io.yaml import read_yaml
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.loop import run
 from mmod.training.pairs.config import ClipConfig, RoutingParts
@@ -25,282 +18,114 @@ from mmod.training.pairs.evaluate import ClipResult, evaluate_clip
 from mmod.training.pairs.model import create_clip_models, create_transforms
 from mmod.training.pairs.recipe import ImageText
 from mmod.training.studies.config import PairsStudyConfig
-from mmod.training.studies.paired import Difference, compare, spread, verdict
-from mmod.training.studies.runs import Crew, Job, Tick, counted
-from mmod.training.studies.study import (
-    BASE,
-    by_threshold,
-    compared,
-    evaluated_before,
-    markdown_table,
-    merged,
-    partners,
-    write_outcome,
-)
+from mmod.training.studies.entrants import DENSE
+from mmod.training.studies.jobs import Job, Tick, with_progress
+from mmod.training.studies.study import Study, by_threshold, latencies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ClipPoint", "PairsStudyConfig", "ClipTradeoffResult", "clip_jobs", "run_clip_tradeoff"]
+__all__ = ["PairsStudy"]
 
 
-@dataclass(frozen=True)
-class ClipPoint:
-    """One point of the trade-off: a model, its cost, and what it finds, mean over the seeds.
+class PairsStudy(Study[ClipConfig, ClipResult]):
+    """A study of open_clip's models; see `Study`."""
 
-    Args:
-        name: Name of the model in the study.
-        router: Its series: "dense" or a name of `PairsStudyConfig.routers`.
-        capacity: Capacity of its routed blocks; 1 without any.
-        image_gflops: FLOPs of one image, in 1e9.
-        text_gflops: FLOPs of one caption, in 1e9.
-        image_ms: Median latency of one image in a batch, in milliseconds.
-        text_ms: The same of one caption.
-        image_speedup: Dense latency of an image over this latency, median of interleaved rounds.
-        text_speedup: The same of a caption.
-        recall1: Recall at 1 in percent, mean of both directions.
-        recall1_std: Its sample standard deviation over seeds; None for a single one.
-        recall1_of: Recall at 1 of each seed.
-        to_dense: How much higher recall at 1 is than the dense model's, paired by seed; None for the dense model.
-        to_control: The same to its control's; None where it has none.
-        recall5: Recall at 5 in percent, mean of both directions.
-        zero_shot: Zero-shot top-1 in percent; None without zero-shot classes.
-        before: Recall at 1 in percent before fine-tuning; None where nothing was fine-tuned.
-        kept: Share of tokens that routed blocks kept on the evaluation data.
-        seeds: Number of seeds.
-    """
-
-    name: str
-    router: str
-    capacity: float
-    image_gflops: float
-    text_gflops: float
-    image_ms: float
-    text_ms: float
-    image_speedup: float
-    text_speedup: float
-    recall1: float
-    recall1_std: float | None
-    recall1_of: dict[int, float]
-    to_dense: Difference | None
-    to_control: Difference | None
-    recall5: float
-    zero_shot: float | None
-    before: float | None
-    kept: float
-    seeds: int
-
-
-_COLUMNS = {
-    "router": "model",
-    "capacity": "capacity",
-    "image_gflops": "GFLOPs / image",
-    "text_gflops": "GFLOPs / caption",
-    "image_ms": "ms / image",
-    "text_ms": "ms / caption",
-    "image_speedup": "image speed-up",
-    "text_speedup": "text speed-up",
-    "recall1": "R@1 %",
-    "recall1_std": "std",
-    "to_dense": "to dense",
-    "to_control": "to control",
-    "recall5": "R@5 %",
-    "zero_shot": "zero-shot %",
-    "before": "R@1 before tuning",
-    "kept": "kept",
-}
-_DIGITS = {"image_gflops": 4, "text_gflops": 4, "image_ms": 3, "text_ms": 3, "kept": 3, "capacity": 2}
-
-
-@dataclass(frozen=True)
-class ClipTradeoffResult:
-    """The outcome of a study.
-
-    Args:
-        folder: The study's folder with `tradeoff.{csv,json,md,png}`.
-        points: Its points.
-    """
-
-    folder: str
-    points: list[ClipPoint]
-
-    def table(self) -> str:
-        """Return the points as a Markdown table, and which of them the seeds do not tell apart."""
-        rows = [[_cell(getattr(point, name), _DIGITS.get(name, 2)) for name in _COLUMNS] for point in self.points]
-        table = markdown_table(list(_COLUMNS.values()), rows)
-        return f"{table}\n\n{verdict({point.name: point.recall1_of for point in self.points})}"
-
-
-def _cell(value: object, digits: int) -> str:
-    if value is None:
-        return ""
-    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What came out of one run."""
-
-    result: ClipResult
-    before: ClipResult | None = None
-
-
-def run_clip_tradeoff(config: PairsStudyConfig, *, progress: bool = True) -> ClipTradeoffResult:
-    """Run a study: train or load the dense model, route it, fine-tune, evaluate, time, and draw.
-
-    Args:
-        config: The study.
-        progress: Show bars.
-
-    Returns:
-        The points; the same are written as CSV, JSON, Markdown and a picture.
-
-    Raises:
-        ValueError: The folder holds runs of another config, or a part of the config does not fit the model.
-    """
-    work = list(clip_jobs(config))
-    found: dict[str, dict[int, _Found]] = {}
-    for job, outcome in Crew(config.processes, progress).run(work, _do):
-        found.setdefault(job.name, {})[job.seed] = outcome
-    result = ClipTradeoffResult(config.output, _points(config, work, found))
-    write_outcome(config, result, _draw)
-    return result
-
-
-def _do(job: Job[ClipConfig], tick: Tick) -> _Found:
-    """Do one run; the results of finished ones are read from their folders."""
-    if job.given:
-        return _Found(evaluated_before(job, _evaluate, ClipResult))
-    before = evaluated_before(job, _evaluate, ClipResult) if job.config.model.has_weights else None
-    return _Found(run(counted(ImageText(job.config), tick), progress=False).best, before)
-
-
-def clip_jobs(config: PairsStudyConfig) -> Iterator[Job[ClipConfig]]:
-    """Yield the training runs of a study in the order they must be done.
-
-    Args:
-        config: The study.
-    """
-    recipe = merged(read_yaml(config.dense), config.changes)
-    tuning = merged(recipe, config.finetune)
-    for seed in range(config.seeds):
-        root = Path(config.output) / f"seed{seed}"
-        base = BASE if config.tune_dense else "dense"
-        dense = ClipConfig.from_dict({**recipe, "output": str(root / base), "seed": seed})
-        yield Job(base, base, 1.0, seed, dense, not config.train_dense, dense.epochs)
-        start = dense.model
-        if config.train_dense:
-            start = dataclasses.replace(dense.model, checkpoint=dense.output, pretrained=None)
-        tuned = ClipConfig.from_dict({**tuning, "output": str(root / "dense"), "seed": seed})
-        tuned = dataclasses.replace(tuned, model=start)
-        if config.tune_dense:
-            yield Job("dense", "dense", 1.0, seed, tuned, work=tuned.epochs)
-        for router, towers in config.routers.items():
-            for capacity in filter(None, config.capacities):
-                name = f"{router}-{capacity:g}"
-                parts = RoutingParts(**{tower: {**fields, "capacity": capacity} for tower, fields in towers.items()})
-                routed = dataclasses.replace(tuned, routing=parts, output=str(root / name))
-                yield Job(name, router, capacity, seed, routed, work=tuned.epochs)
-
-
-def _evaluate(config: ClipConfig) -> ClipResult:
-    device = choose_device(config.device)
-    model = create_clip_models(config)[0].to(device)
-    _, transform, tokenizer = create_transforms(model, config.model.name, None)
-    stream = create_eval_pairs(config.data, transform, tokenizer)
-    options: dict[str, Any] = {"zero_shot": config.zero_shot, "transform": transform, "workers": config.data.workers}
-    return evaluate_clip(model, stream, tokenizer, device, config.precision, **options)
-
-
-def _trained(job: Job[ClipConfig]) -> Any:
-    """Return the final model of a run, in evaluation mode on the device it was trained on."""
-    config = job.config
-    if (Path(config.output) / "model").is_dir():
-        weights = dataclasses.replace(config.model, checkpoint=config.output, pretrained=None)
-        config = dataclasses.replace(config, model=weights)
-    return create_clip_models(config)[0].to(choose_device(config.device)).eval()
-
-
-def _points(
-    config: PairsStudyConfig,
-    work: Sequence[Job[ClipConfig]],
-    found: Mapping[str, Mapping[int, _Found]],
-) -> list[ClipPoint]:
-    first = compared(work)
-    models = {name: _trained(job) for name, job in first.items()}
-    run = first["dense"].config
-    device = choose_device(run.device)
-    _, transform, tokenizer = create_transforms(models["dense"], run.model.name, None)
-    batches = create_eval_pairs(run.data, transform, tokenizer).batches(0)
-    images, texts = (part[: config.latency_batch].to(device) for part in next(batches))
-    times = {
-        tower: _time(models, f"encode_{tower}", inputs, config, device)
-        for tower, inputs in (("image", images), ("text", texts))
+    config: PairsStudyConfig
+    run_config = ClipConfig
+    found = ClipResult
+    score = "recall1"
+    measure = "recall at 1, mean of both directions,"
+    columns: ClassVar = {
+        "series": ("model", ""),
+        "capacity": ("capacity", "g"),
+        "image_gflops": ("GFLOPs / image", ".4f"),
+        "text_gflops": ("GFLOPs / caption", ".4f"),
+        "image_ms": ("ms / image", ".3f"),
+        "text_ms": ("ms / caption", ".3f"),
+        "image_speedup": ("image speed-up", ".2f"),
+        "text_speedup": ("text speed-up", ".2f"),
+        "recall1": ("R@1 %", ".2f"),
+        "recall1_std": ("std", ".2f"),
+        "to_dense": ("to dense", ""),
+        "to_control": ("to control", ""),
+        "recall5": ("R@5 %", ".2f"),
+        "zero_shot": ("zero-shot %", ".2f"),
+        "before": ("R@1 before tuning", ".2f"),
+        "kept": ("kept", ".3f"),
     }
-    recall = {name: {seed: one.result.recall1 for seed, one in sorted(found[name].items())} for name in first}
-    to_dense = compare(recall, dict.fromkeys(first, "dense"))
-    to_control = compare(recall, partners(config, work))
-    points = []
-    for name, job in first.items():
-        results = [found[name][seed].result for seed in sorted(found[name])]
-        before = [one.before.recall1 for one in found[name].values() if one.before is not None]
-        shares = {"kept": results[0].kept} if by_threshold(models[name]) else {}
-        cost = {
-            tower: flops(models[name], {tower: inputs[:1]}, **shares).routed / 1e9
-            for tower, inputs in (("image", images), ("text", texts))
+
+    def create(self, config: ClipConfig) -> nn.Module:
+        """Make the open_clip model of a run."""
+        return create_clip_models(config)[0]
+
+    def start_from(self, config: ClipConfig, folder: str) -> ClipConfig:
+        """Return the config of the same run from the final weights of the run in `folder`."""
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, checkpoint=folder, pretrained=None))
+
+    def routing(self, fields: dict[str, Any], capacity: float | None) -> RoutingParts:
+        """Return the routing of both towers at a capacity."""
+        return RoutingParts(**{tower: super(PairsStudy, self).routing(own, capacity) for tower, own in fields.items()})
+
+    def train(self, config: ClipConfig, tick: Tick) -> ClipResult:
+        """Do a run, or read the result of one that is finished."""
+        return run(with_progress(ImageText(config), tick), progress=False).best
+
+    def evaluate(self, config: ClipConfig) -> ClipResult:
+        """Measure retrieval and zero-shot accuracy of the model that a run starts from."""
+        device = choose_device(config.device)
+        model = self.create(config).to(device)
+        _, transform, tokenizer = create_transforms(model, config.model.name, None)
+        stream = create_eval_pairs(config.data, transform, tokenizer)
+        options: dict[str, Any] = {"zero_shot": config.zero_shot, "workers": config.data.workers}
+        return evaluate_clip(model, stream, tokenizer, device, config.precision, transform=transform, **options)
+
+    def figures(self, found: ClipResult) -> dict[str, float]:
+        """Return recall, zero-shot accuracy where it was measured, and kept share."""
+        zero_shot = {} if found.zero_shot_top1 is None else {"zero_shot": found.zero_shot_top1}
+        return {"recall1": found.recall1, "recall5": found.recall5, **zero_shot, "kept": found.mean_kept}
+
+    def work(self, config: ClipConfig) -> float:
+        """Return the epochs of a run."""
+        return config.epochs
+
+    def examine(self, job: Job[ClipConfig], found: ClipResult) -> dict[str, float]:
+        """Count the FLOPs of one image and of one caption."""
+        model = self.load(job)
+        kept: dict[str, Any] = {"kept": found.kept} if by_threshold(model) else {}
+        batch = _batch(job.config, model, 1)
+        return {
+            f"{tower}_gflops": flops(model, {tower: inputs}, **kept).routed / 1e9 for tower, inputs in batch.items()
         }
-        recalls = list(recall[name].values())
-        zero_shot = [result.zero_shot_top1 for result in results if result.zero_shot_top1 is not None]
-        points.append(
-            ClipPoint(
-                name=name,
-                router=job.router,
-                capacity=job.capacity,
-                image_gflops=cost["image"],
-                text_gflops=cost["text"],
-                image_ms=median(times["image"][name]) / len(images),
-                text_ms=median(times["text"][name]) / len(texts),
-                image_speedup=ratios(times["image"]["dense"], times["image"][name]).median,
-                text_speedup=ratios(times["text"]["dense"], times["text"][name]).median,
-                recall1=mean(recalls),
-                recall1_std=spread(recalls),
-                recall1_of=recall[name],
-                to_dense=to_dense[name],
-                to_control=to_control[name],
-                recall5=mean(result.recall5 for result in results),
-                zero_shot=mean(zero_shot) if zero_shot else None,
-                before=mean(before) if before else None,
-                kept=mean(result.mean_kept for result in results),
-                seeds=len(recalls),
-            )
-        )
-    return points
+
+    def time(self, jobs: Mapping[str, Job[ClipConfig]]) -> dict[str, dict[str, float]]:
+        """Measure the latency of each tower on a batch, for each image and caption."""
+        models: dict[str, Any] = {name: self.load(job) for name, job in jobs.items()}
+        costs: dict[str, dict[str, float]] = {name: {} for name in jobs}
+        device = choose_device(jobs[DENSE].config.device)
+        for tower, inputs in _batch(jobs[DENSE].config, models[DENSE], self.config.latency_batch).items():
+            calls = {name: partial(getattr(model, f"encode_{tower}"), inputs) for name, model in models.items()}
+            times = latencies(calls, len(inputs), self.config.latency_rounds, device)
+            for name, (own, ratio) in times.items():
+                costs[name] |= {f"{tower}_ms": own, f"{tower}_speedup": ratio}
+        return costs
+
+    def drawn(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return FLOPs and latency of a pair."""
+        ms = row["image_ms"] + row["text_ms"] if "image_ms" in row else None
+        return {"gflops": row["image_gflops"] + row["text_gflops"], "latency_ms": ms}
+
+    def pictures(self, rows: Sequence[dict[str, Any]]) -> dict[str, Figure]:
+        """Draw recall against FLOPs and latency of a pair."""
+        pictures = super().pictures(rows)
+        for axis, title in zip(pictures["tradeoff"].axes, ("GFLOPs per pair", "latency per pair in ms")):
+            axis.set_xlabel(title)
+        return pictures
 
 
-def _time(
-    models: Mapping[str, Any], method: str, inputs: Tensor, config: PairsStudyConfig, device: torch.device
-) -> dict[str, list[float]]:
-    with torch.inference_mode():
-        return interleave(
-            {name: partial(getattr(model, method), inputs) for name, model in models.items()},
-            seconds=0,
-            rounds=config.latency_rounds,
-            device=device,
-        )
-
-
-def _draw(points: list[dict[str, Any]]) -> Figure:
-    drawn = [
-        {
-            **row,
-            "gflops": row["image_gflops"] + row["text_gflops"],
-            "latency_ms": row["image_ms"] + row["text_ms"],
-            "accuracy_mean": row["recall1"],
-            "accuracy_std": row["recall1_std"],
-        }
-        for row in points
-    ]
-    figure = draw_tradeoff(drawn, "recall at 1, mean of both directions,")
-    for axis, title in zip(figure.axes, ("GFLOPs per pair", "latency per pair in ms")):
-        axis.set_xlabel(title)
-    return figure
+def _batch(config: ClipConfig, model: Any, count: int) -> dict[str, Tensor]:
+    """Return the first evaluation images and captions on the model's device."""
+    _, transform, tokenizer = create_transforms(model, config.model.name, None)
+    images, texts = next(iter(create_eval_pairs(config.data, transform, tokenizer).batches(0)))
+    device = choose_device(config.device)
+    return {"image": images[:count].to(device), "text": texts[:count].to(device)}

@@ -1,91 +1,290 @@
-"""What the trade-off studies of every kind of model share: their configs, their jobs, and how points are written."""
+"""A study: one dense model, the entrants made from it, and what they cost and score over several seeds."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from statistics import median
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from mmod import is_routed, routed_blocks
+from mmod.analysis.plots import draw_tradeoff
+from mmod.analysis.timing import interleave, ratios
 from mmod.io.files import write_atomically
+from mmod.io.yaml import read_yaml
+from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.logging import write_csv
 from mmod.training.studies.config import StudyConfig
-from mmod.training.studies.runs import Job
+from mmod.training.studies.entrants import DENSE, Dense, Entrant, Routed
+from mmod.training.studies.jobs import Job, Runner, Tick
+from mmod.training.studies.paired import compare, verdict
+from mmod.training.studies.results import Column, Point, StudyResult, flat, markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["Study", "by_threshold", "latencies", "merged"]
+
 Config = TypeVar("Config")
-Result = TypeVar("Result")
+Found = TypeVar("Found")
 # The dense model that all fine-tuning starts from; the point shown as dense is fine-tuned like the others.
-BASE = "base"
+_BASE = "base"
 # The series that others are compared with where a study names no other control.
-CONTROL = "random"
+_CONTROL = "random"
 
 
-class Outcome(Protocol):
-    """What a study found."""
+class Outcome(NamedTuple):
+    """What came out of one run: its evaluation at the end, and before its first step where that was asked for."""
 
-    @property
-    def folder(self) -> str:
-        """The study's folder."""
-        ...
+    result: Any
+    before: Any = None
 
-    @property
-    def points(self) -> Sequence[Any]:
-        """Its points, dataclasses of one kind."""
-        ...
 
-    def table(self) -> str:
+class Study(ABC, Generic[Config, Found]):
+    """A comparison of models by cost and score; a subclass says what they are and how they are judged.
+
+    Args:
+        config: The study.
+
+    Attributes:
+        run_config: The dataclass of a run's config.
+        found: The dataclass of an evaluation.
+        score: The figure, in percent, by which models are compared.
+        measure: What the score is, for the picture.
+        columns: Name of each column of the table to its title and format.
+    """
+
+    run_config: ClassVar[Any]
+    found: ClassVar[type]
+    score: ClassVar[str]
+    measure: ClassVar[str]
+    columns: ClassVar[dict[str, Column]]
+
+    def __init__(self, config: StudyConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def create(self, config: Config) -> nn.Module:
+        """Make the model that a run starts from, routed as its config says."""
+
+    @abstractmethod
+    def start_from(self, config: Config, folder: str) -> Config:
+        """Return the config of the same run from the final weights of the run in `folder`."""
+
+    @abstractmethod
+    def train(self, config: Config, tick: Tick) -> Found:
+        """Do a run, or read the result of one that is finished."""
+
+    @abstractmethod
+    def evaluate(self, config: Config) -> Found:
+        """Judge the model that a run starts from."""
+
+    @abstractmethod
+    def figures(self, found: Found) -> dict[str, float]:
+        """Return the figures of an evaluation by name, the score among them."""
+
+    @abstractmethod
+    def examine(self, job: Job[Config], found: Found) -> dict[str, float]:
+        """Count what a finished model costs, and draw what it keeps."""
+
+    @abstractmethod
+    def time(self, jobs: Mapping[str, Job[Config]]) -> dict[str, dict[str, float]]:
+        """Measure the final models of some runs side by side; return each one's figures."""
+
+    def routing(self, fields: dict[str, Any], capacity: float | None) -> Any:
+        """Return a run's `routing` from that of a series and a capacity."""
+        return fields if capacity is None else {**fields, "capacity": capacity}
+
+    def work(self, config: Config) -> float:
+        """Return how long a run takes, in any unit."""
+        return 1.0
+
+    def entrants(self, dense: Config, tuned: Config) -> list[Entrant]:
+        """Return what is compared, the dense model first.
+
+        Args:
+            dense: Config that trains the dense model.
+            tuned: Config that fine-tunes it.
+        """
+        config, entrants = self.config, list[Entrant]([Dense()])
+        for (series, fields), capacity in product(config.routers.items(), config.capacities):
+            end = "" if capacity is None else f"-{capacity:g}"
+            control = config.controls.get(series, _CONTROL)
+            routing = self.routing(fields, capacity)
+            name, against = f"{series}{end}", None if control is None else f"{control}{end}"
+            entrants.append(Routed(name=name, series=series, capacity=capacity, control=against, routing=routing))
+        return entrants
+
+    def drawn(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return a point's place in the picture: `gflops`, `latency_ms` (None until it is measured), `capacity`."""
+        return {"latency_ms": row.get("latency_ms")}
+
+    def pictures(self, rows: Sequence[dict[str, Any]]) -> dict[str, Figure]:
+        """Draw the points; return figures by the name of their file."""
+        shown = [
+            {**row, "router": row["series"], "accuracy_mean": row[self.score], "accuracy_std": row[f"{self.score}_std"]}
+            | self.drawn(row)
+            for row in rows
+        ]
+        return {"tradeoff": draw_tradeoff(shown, self.measure)}
+
+    def table(self, rows: Sequence[dict[str, Any]]) -> str:
         """Return the points as a Markdown table."""
-        ...
+        return markdown_table(self.columns, rows)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what the JSON file says beyond config and points."""
+        return {}
 
-def compared(work: Sequence[Job[Config]]) -> dict[str, Job[Config]]:
-    """Return the runs of the first seed that become points, by name.
+    def run(self, *, progress: bool = True) -> StudyResult:
+        """Train or load the dense model and the entrants made from it, evaluate, time, and draw.
 
-    Args:
-        work: All runs of a study.
-    """
-    return {job.name: job for job in work if job.seed == 0 and job.router != BASE}
+        Table and pictures are written as soon as there is a model to compare with the dense one, and again with each
+        further model of the first seed and each further seed. Latency joins them at the end, when nothing else runs.
 
+        Args:
+            progress: Show a bar.
 
-def partners(study: StudyConfig, work: Sequence[Job[Any]]) -> dict[str, str | None]:
-    """Return the name of each model's control, the same capacity of another series; None where it has none.
+        Returns:
+            The points; the same are written as CSV, JSON, Markdown and pictures.
 
-    Args:
-        study: The study's config.
-        work: Its runs.
-    """
-    control = {series: study.controls.get(series, CONTROL) for series in study.routers}
-    names: dict[tuple[str | None, float], str] = {(job.router, job.capacity): job.name for job in work}
-    return {job.name: names.get((control.get(job.router), job.capacity)) for job in work}
+        Raises:
+            ValueError: The folder holds runs of another config, or a part of the config does not fit the model.
+        """
+        entrants, jobs = self.plan()
+        first = {job.name: job for job in jobs if job.seed == 0 and job.name != _BASE}
+        outcomes: dict[str, dict[int, Outcome]] = {name: {} for name in first}
+        costs: dict[str, dict[str, float]] = {}
+        runner = Runner(self.config.processes, progress)
 
+        def write() -> StudyResult:
+            shown = [entrant for entrant in entrants if entrant.name in costs]
+            return self._write(self._points(shown, outcomes, costs), runner)
 
-def evaluated_before(job: Job[Any], evaluate: Callable[[Any], Result], kind: Callable[..., Result]) -> Result:
-    """Evaluate the model of a run as it is before its first step; read again when that was done before.
+        for job, outcome in runner.run(jobs, self.do):
+            if job.name not in first:
+                continue
+            outcomes[job.name][job.seed] = outcome
+            if job.seed == 0:
+                costs[job.name] = self.examine(job, outcome.result)
+            is_news = job.seed == 0 or all(job.seed in seeds for seeds in outcomes.values())
+            if len(costs) > 1 and DENSE in costs and is_news:
+                write()
+        for name, times in self.time(first).items():
+            costs[name] |= times
+        return write()
 
-    Args:
-        job: The run; the result is kept beside its folder, with its config.
-        evaluate: From the run's config to the result, a dataclass.
-        kind: The class of the result.
-    """
-    path = Path(job.config.output + ".before.json")
-    config = {key: value for key, value in job.config.to_dict().items() if key != "output"}
-    if path.exists():
-        kept = json.loads(path.read_text())
-        if kept.get("config") == config:
-            return kind(**kept["found"])
-    result = evaluate(job.config)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"config": config, "found": dataclasses.asdict(result)}  # type: ignore[call-overload]
-    write_atomically(path, json.dumps(found) + "\n")
-    return result
+    def plan(self) -> tuple[list[Entrant], list[Job[Config]]]:
+        """Return what is compared, and the runs in the order they must be done."""
+        config, runs = self.config, list[Job[Config]]()
+        recipe = merged(read_yaml(config.dense), config.changes)
+        dense = self.run_config.from_dict({**recipe, "output": config.output})
+        tuned = self.run_config.from_dict({**merged(recipe, config.finetune), "output": config.output})
+        entrants = self.entrants(dense, tuned)
+        base = _BASE if config.tune_dense else DENSE
+        for seed in range(config.seeds):
+            root = Path(config.output) / f"seed{seed}"
+            place = Path(config.bases) / root.name / _BASE if config.bases else root / base
+            own = dataclasses.replace(dense, output=str(place), seed=seed)
+            if config.train_dense or not config.tune_dense:
+                runs.append(Job(base, seed, own, is_trained=config.train_dense, work=self.work(own)))
+            start: Any = self.start_from(tuned, str(place)) if config.train_dense else tuned
+            for entrant in entrants:
+                if entrant.name == base:
+                    continue
+                run = entrant.configure(own, dataclasses.replace(start, seed=seed))
+                run = dataclasses.replace(run, output=str(root / entrant.name))
+                is_trained = config.tune or not entrant.is_tuned
+                # Evaluating alone takes about as long as a twentieth of an epoch.
+                work = entrant.share * self.work(run) if is_trained else 0.05
+                runs.append(Job(entrant.name, seed, run, entrant.is_tuned, is_trained, work))
+        return entrants, runs
+
+    def do(self, job: Job[Config], tick: Tick) -> Outcome:
+        """Do one run.
+
+        Args:
+            job: The run.
+            tick: Told the share that is done.
+        """
+        if not job.is_trained:
+            return Outcome(self._evaluate_once(job))
+        before = self._evaluate_once(job) if job.is_tuned and self.config.before else None
+        return Outcome(self.train(job.config, tick), before)
+
+    def load(self, job: Job[Config]) -> nn.Module:
+        """Make the final model of a run, in evaluation mode on the device it was trained on.
+
+        Args:
+            job: The run.
+        """
+        config: Any = job.config
+        model = self.create(self.start_from(config, config.output) if job.is_trained else config)
+        return model.to(choose_device(getattr(config, "device", "auto"))).eval()
+
+    def _evaluate_once(self, job: Job[Config]) -> Found:
+        """Evaluate the model that a run starts from; read again when that was done before."""
+        run: Any = job.config
+        path = Path(f"{run.output}.before.json")
+        config = {key: value for key, value in run.to_dict().items() if key != "output"}
+        if path.exists():
+            kept = json.loads(path.read_text())
+            if kept.get("config") == config:
+                found: Found = self.found(**kept["found"])
+                return found
+        found = self.evaluate(run)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"config": config, "found": dataclasses.asdict(found)}  # type: ignore[call-overload]
+        write_atomically(path, json.dumps(record) + "\n")
+        return found
+
+    def _points(
+        self,
+        entrants: Sequence[Entrant],
+        outcomes: Mapping[str, Mapping[int, Outcome]],
+        costs: Mapping[str, dict[str, float]],
+    ) -> list[Point]:
+        figures = {entrant.name: self._by_seed(outcomes[entrant.name]) for entrant in entrants}
+        scores = {name: own[self.score] for name, own in figures.items()}
+        to_dense = compare(scores, dict.fromkeys(scores, DENSE))
+        to_control = compare(scores, {entrant.name: entrant.control for entrant in entrants})
+        return [
+            Point(name, entrant.series, entrant.capacity, costs[name], figures[name], to_dense[name], to_control[name])
+            for name, entrant in zip(figures, entrants)
+        ]
+
+    def _by_seed(self, outcomes: Mapping[int, Outcome]) -> dict[str, dict[int, float]]:
+        figures: dict[str, dict[int, float]] = {}
+        for seed, outcome in sorted(outcomes.items()):
+            for name, value in self.figures(outcome.result).items():
+                figures.setdefault(name, {})[seed] = value
+            if outcome.before is not None:
+                figures.setdefault("before", {})[seed] = self.figures(outcome.before)[self.score]
+        return figures
+
+    def _write(self, points: list[Point], runner: Runner) -> StudyResult:
+        folder, rows = Path(self.config.output), [point.row() for point in points]
+        told = verdict({point.name: point.figures[self.score] for point in points})
+        result = StudyResult(folder, points, f"{self.table(rows)}\n\n{told}", runner.cpu_seconds)
+        machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+        record = {"config": dataclasses.asdict(self.config), **machine, "cpu_seconds": result.cpu_seconds}
+        record |= {**self.facts(), "points": [dataclasses.asdict(point) for point in points]}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "tradeoff.json", json.dumps(record, indent=2) + "\n")
+        write_csv(folder / "tradeoff.csv", [flat(row) for row in rows])
+        write_atomically(folder / "tradeoff.md", result.table + "\n")
+        for name, figure in self.pictures(rows).items():
+            figure.savefig(folder / f"{name}.png", dpi=150)
+        runner.say(f"{len(points)} models after {result.cpu_seconds:.0f} CPU seconds: {folder}/tradeoff.{{md,png}}")
+        return result
 
 
 def by_threshold(model: nn.Module) -> bool:
@@ -93,48 +292,20 @@ def by_threshold(model: nn.Module) -> bool:
     return is_routed(model) and any(b.router.config.select != "topk" for b in routed_blocks(model).values())
 
 
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table.
+def latencies(
+    calls: Mapping[str, Callable[[], object]], count: int, rounds: int, device: torch.device
+) -> dict[str, tuple[float, float]]:
+    """Time calls in interleaved rounds; return median milliseconds and median speed-up over "dense" by name.
 
     Args:
-        head: Names of the columns.
-        rows: Cells of each row.
-
-    Example:
-        >>> print(markdown_table(["model", "top-1 %"], [["dense", "95.8"]]))
-        | model | top-1 % |
-        |---|---|
-        | dense | 95.8 |
+        calls: What to time, "dense" among it.
+        count: Samples that a call takes; the time returned is that of one.
+        rounds: Rounds of the measurement.
+        device: Where they run.
     """
-    head_line, *lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
-    return "\n".join([head_line, "|" + "---|" * len(head), *lines])
-
-
-def write_outcome(
-    config: Any, outcome: Outcome, draw: Callable[[list[dict[str, Any]]], Figure], **facts: object
-) -> None:
-    """Write what a study found as `tradeoff.{json,csv,md,png}`.
-
-    Args:
-        config: The study's config, a dataclass.
-        outcome: What it found. A field that holds several figures becomes a column `FIELD/NAME` for each in the CSV.
-        draw: From the fields of the points to their picture.
-        facts: What the JSON file says beyond config and points.
-    """
-    folder = Path(outcome.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    points = [dataclasses.asdict(point) for point in outcome.points]
-    record = {"config": dataclasses.asdict(config), "torch": torch.__version__, **facts, "points": points}
-    write_atomically(folder / "tradeoff.json", json.dumps(record, indent=2) + "\n")
-    write_csv(folder / "tradeoff.csv", [_flat(point) for point in points])
-    write_atomically(folder / "tradeoff.md", outcome.table() + "\n")
-    draw(points).savefig(folder / "tradeoff.png", dpi=150)
-
-
-def _flat(point: Mapping[str, Any]) -> dict[str, Any]:
-    nested = {name: parts for name, parts in point.items() if isinstance(parts, Mapping)}
-    flat = {name: value for name, value in point.items() if name not in nested}
-    return flat | {f"{name}/{part}": value for name, parts in nested.items() for part, value in parts.items()}
+    with torch.inference_mode():
+        times = interleave(calls, seconds=0, rounds=rounds, device=device)
+    return {name: (median(own) / count, ratios(times[DENSE], own).median) for name, own in times.items()}
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

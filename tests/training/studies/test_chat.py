@@ -13,7 +13,7 @@ import yaml
 from mmod import Plan
 from mmod.training.chat.config import VlmConfig
 from mmod.training.engine.config import resolve_routing
-from mmod.training.studies.chat import run_vlm_tradeoff, vlm_jobs
+from mmod.training.studies.chat import ChatStudy
 from mmod.training.studies.config import ChatStudyConfig
 from tests.training.chat.configs import vlm_config
 
@@ -34,35 +34,36 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ChatStudyConfig:
 
 
 def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run_vlm_tradeoff(study, progress=False)
+    result = ChatStudy(study).run(progress=False)
     points = {point.name: point for point in result.points}
     assert list(points) == ["dense", "p-mod", "random"]
     dense = points["dense"]
-    assert dense.image_share == dense.flops_share == dense.kept == 1
-    assert dense.prefill_speedup == 1
-    assert points["p-mod"].image_share == pytest.approx((1 + 0.75 + 0.25 + 2 / 16) / 4)
-    assert points["random"].image_share == pytest.approx((2 + 2 * 0.25) / 4)
-    assert all(point.seeds == 2 and point.accuracy_std is not None for point in result.points)
+    assert dense.cost["image_share"] == dense.cost["flops_share"] == dense.mean("kept") == 1
+    assert dense.cost["prefill_speedup"] == 1
+    assert points["p-mod"].cost["image_share"] == pytest.approx((1 + 0.75 + 0.25 + 2 / 16) / 4)
+    assert points["random"].cost["image_share"] == pytest.approx((2 + 2 * 0.25) / 4)
+    assert all(point.seeds == 2 and point.row()["right_std"] is not None for point in result.points)
     assert dense.to_dense is dense.to_control is None
     for name in ("p-mod", "random"):
         gap = points[name].to_dense
         assert gap is not None
-        assert gap.mean == pytest.approx(points[name].accuracy - dense.accuracy)
+        assert gap.mean == pytest.approx(points[name].mean("right") - dense.mean("right"))
         assert (points[name].to_control is None) == (name == "random")
     # Every image token that a layer skips leaves the keys and values of one token, fp32, out of its cache.
     per_token = 2 * 32 * 4
-    skipped = round(4 * 16 * (1 - points["random"].image_share))
-    assert dense.cache_bytes - points["random"].cache_bytes == skipped * per_token
+    skipped = round(4 * 16 * (1 - points["random"].cost["image_share"]))
+    assert dense.cost["cache_bytes"] - points["random"].cost["cache_bytes"] == skipped * per_token
     folder = Path(result.folder)
     assert (folder / "tradeoff.png").stat().st_size
     assert (folder / "answers.png").stat().st_size
     assert sorted(path.name for path in folder.glob("maps-*.png")) == ["maps-p-mod.png", "maps-random.png"]
-    assert "Paired over 2 seeds, 95 % intervals" in result.table()
+    assert "Paired over 2 seeds, 95 % intervals" in result.table
     rows = list(csv.DictReader((folder / "tradeoff.csv").open()))
     assert [row["name"] for row in rows] == list(points)
-    assert float(rows[0]["right/count"]) == dense.right["count"]
-    assert json.loads((folder / "tradeoff.json").read_text())["prior"] == result.prior
-    table = result.table().split("\n\n")[0].splitlines()
+    assert float(rows[0]["right/count"]) == dense.mean("right/count")
+    prior = json.loads((folder / "tradeoff.json").read_text())["prior"]
+    assert set(prior) == {name[6:] for name in dense.figures if name.startswith("right/")}
+    table = result.table.split("\n\n")[0].splitlines()
     assert table[-1].startswith("| language-only prior")
     assert len({line.count("|") for line in table}) == 1
 
@@ -70,12 +71,12 @@ def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypat
         raise AssertionError("trained again")
 
     monkeypatch.setattr("mmod.training.chat.recipe.RoutedTrainer", refuse)
-    again = run_vlm_tradeoff(study, progress=False)
-    assert [point.accuracy for point in again.points] == [point.accuracy for point in result.points]
+    again = ChatStudy(study).run(progress=False)
+    assert [point.figures for point in again.points] == [point.figures for point in result.points]
 
 
 def test_jobs_start_from_the_dense_model_of_their_seed(study: ChatStudyConfig) -> None:
-    jobs = list(vlm_jobs(dataclasses.replace(study, capacities=[0.5, 0.25])))
+    jobs = ChatStudy(dataclasses.replace(study, capacities=[0.5, 0.25])).plan()[1]
     names = ["base", "dense", "p-mod-0.5", "p-mod-0.25", "random-0.5", "random-0.25"]
     assert [job.name for job in jobs] == names * 2
     for job in jobs:
@@ -88,7 +89,7 @@ def test_jobs_start_from_the_dense_model_of_their_seed(study: ChatStudyConfig) -
 
 
 def test_a_given_checkpoint_is_not_trained(study: ChatStudyConfig) -> None:
-    jobs = list(vlm_jobs(dataclasses.replace(study, train_dense=False, seeds=1)))
+    jobs = ChatStudy(dataclasses.replace(study, train_dense=False, seeds=1)).plan()[1]
     assert [job.name for job in jobs] == ["dense", "p-mod", "random"]
 
 
@@ -102,7 +103,7 @@ def test_wrong_studies_are_named(study: ChatStudyConfig) -> None:
     with pytest.raises(ValueError, match="maps must be an integer of at least 0, got -1"):
         dataclasses.replace(study, maps=-1)
     with pytest.raises(ValueError, match=r"no data\.val"):
-        list(vlm_jobs(dataclasses.replace(study, changes={"data": {"val": None}})))
+        ChatStudy(dataclasses.replace(study, changes={"data": {"val": None}})).plan()[1]
 
 
 def shipped(name: str) -> dict[str, VlmConfig]:
@@ -110,7 +111,8 @@ def shipped(name: str) -> dict[str, VlmConfig]:
     config = ChatStudyConfig(**yaml.safe_load(path.read_text()))
     assert f"tools/tradeoff.py configs/tradeoff/{name}" in path.read_text()
     return {
-        job.name: job.config for job in vlm_jobs(dataclasses.replace(config, dense=str(ROOT / config.dense), seeds=1))
+        job.name: job.config
+        for job in ChatStudy(dataclasses.replace(config, dense=str(ROOT / config.dense), seeds=1)).plan()[1]
     }
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from mmod.analysis.plots import draw_tradeoff
 from mmod.training.studies.config import ImageStudyConfig
-from mmod.training.studies.image import jobs, run_tradeoff
+from mmod.training.studies.image import ImageStudy
 
 DENSE = {
     "output": "unused",
@@ -47,24 +47,22 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
 
 
 def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig) -> None:
-    result = run_tradeoff(study, progress=False)
+    result = ImageStudy(study).run(progress=False)
     points = {point.name: point for point in result.points}
     assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5", "isoflop-3"]
-    assert points["dense"].gflops > points["isoflop-3"].gflops > 0
-    assert points["dense"].gflops > points["a-mod-0.5"].gflops
-    assert points["a-mod-0.5"].kept == pytest.approx(8 / 17)
-    assert points["isoflop-3"].before is None
-    assert points["dense"].before is not None
-    assert points["a-mod-0.5"].before is not None
-    assert all(point.seeds == 2 and point.accuracy_std is not None for point in result.points)
+    assert points["dense"].cost["gflops"] > points["isoflop-3"].cost["gflops"] > 0
+    assert points["dense"].cost["gflops"] > points["a-mod-0.5"].cost["gflops"]
+    assert points["a-mod-0.5"].mean("kept") == pytest.approx(8 / 17)
+    assert "before" not in points["isoflop-3"].figures
+    assert {"before", "top1"} <= set(points["dense"].figures) & set(points["a-mod-0.5"].figures)
+    assert all(point.seeds == 2 and point.row()["top1_std"] is not None for point in result.points)
     for name, point in points.items():
-        gaps = [
-            own - full for own, full in zip(point.accuracy.values(), points["dense"].accuracy.values(), strict=True)
-        ]
+        own, dense = point.figures["top1"], points["dense"].figures["top1"]
+        gaps = [own[seed] - dense[seed] for seed in (0, 1)]
         assert point.to_dense is None if name == "dense" else point.to_dense.mean == pytest.approx(mean(gaps))
         assert (point.to_control is None) == (name in ("dense", "random-0.5", "isoflop-3"))
-        assert point.latency_ms is not None
-        assert point.speedup is not None
+        assert point.cost["latency_ms"] > 0
+        assert point.cost["speedup"] > 0
     assert result.cpu_seconds > 0
     folder = Path(result.folder)
     runs = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
@@ -73,23 +71,23 @@ def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig) -> None:
         assert (folder / name).stat().st_size
     assert len(json.loads((folder / "tradeoff.json").read_text())["points"]) == 5
 
-    again = run_tradeoff(study, progress=False)
-    assert [point.accuracy_mean for point in again.points] == [point.accuracy_mean for point in result.points]
+    again = ImageStudy(study).run(progress=False)
+    assert [point.figures for point in again.points] == [point.figures for point in result.points]
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")} == runs
 
     # Runs in processes of their own come to the same, and other studies can take this one's dense models.
     apart = dataclasses.replace(study, output=f"{study.output}-apart", bases=study.output, seeds=1, processes=2)
     apart = dataclasses.replace(apart, routers={"a-mod": study.routers["a-mod"]}, isoflop="none")
-    points_apart = {point.name: point for point in run_tradeoff(apart, progress=False).points}
-    assert points_apart["a-mod-0.5"].accuracy[0] == points["a-mod-0.5"].accuracy[0]
+    points_apart = {point.name: point for point in ImageStudy(apart).run(progress=False).points}
+    assert points_apart["a-mod-0.5"].figures["top1"][0] == points["a-mod-0.5"].figures["top1"][0]
     assert not (Path(apart.output) / "seed0" / "base").exists()
     plain = dataclasses.replace(
         apart, output=f"{study.output}-plain", tune=False, tune_dense=False, processes=1, maps=0
     )
-    untrained = {point.name: point for point in run_tradeoff(plain, progress=False).points}
+    untrained = {point.name: point for point in ImageStudy(plain).run(progress=False).points}
     assert list(untrained) == ["dense", "a-mod-0.5"]
-    assert untrained["dense"].accuracy_mean == pytest.approx(points_apart["dense"].before)
-    assert untrained["a-mod-0.5"].accuracy_mean == pytest.approx(points_apart["a-mod-0.5"].before)
+    assert untrained["dense"].mean("top1") == pytest.approx(points_apart["dense"].mean("before"))
+    assert untrained["a-mod-0.5"].mean("top1") == pytest.approx(points_apart["a-mod-0.5"].mean("before"))
     assert not list(Path(plain.output).rglob("result.json"))
 
 
@@ -98,13 +96,13 @@ def test_table_and_pictures_come_with_the_first_pair(
 ) -> None:
     stages: list[list[dict[str, object]]] = []
 
-    def draw(points: list[dict[str, object]]) -> Figure:
+    def draw(points: list[dict[str, object]], measure: str) -> Figure:
         stages.append(points)
         assert (tmp_path / "out" / "maps-a-mod-0.5.png").exists()
-        return draw_tradeoff(points)
+        return draw_tradeoff(points, measure)
 
-    monkeypatch.setattr("mmod.training.studies.image.draw_tradeoff", draw)
-    run_tradeoff(dataclasses.replace(study, output=str(tmp_path / "out"), seeds=1, isoflop="none"))
+    monkeypatch.setattr("mmod.training.studies.study.draw_tradeoff", draw)
+    ImageStudy(dataclasses.replace(study, output=str(tmp_path / "out"), seeds=1, isoflop="none")).run()
     names = ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5"]
     assert [[point["name"] for point in stage] for stage in stages] == [names[:2], names[:3], names, names]
     assert all((point["latency_ms"] is None) == (stage is not stages[-1]) for stage in stages for point in stage)
@@ -119,8 +117,8 @@ def test_an_evaluation_of_another_routing_is_not_taken(study: ImageStudyConfig, 
     kept = []
     for min_tokens in (2, 12):
         routing = {"router": "norm", "select": "threshold", "threshold": 0.99, "min_tokens": min_tokens}
-        result = run_tradeoff(dataclasses.replace(plain, routers={"norm": routing}), progress=False)
-        kept.append(result.points[1].kept)
+        result = ImageStudy(dataclasses.replace(plain, routers={"norm": routing})).run(progress=False)
+        kept.append(result.points[1].mean("kept"))
     assert kept[0] < kept[1]
 
 
@@ -143,7 +141,7 @@ def test_wrong_studies_fail_before_the_first_run(
 ) -> None:
     fields = {**vars(study), "output": str(tmp_path / "out"), **changes}
     with pytest.raises(error, match=message):
-        run_tradeoff(ImageStudyConfig(**fields), progress=False)
+        ImageStudy(ImageStudyConfig(**fields)).run(progress=False)
     assert not (tmp_path / "out").exists()
 
 
@@ -154,8 +152,8 @@ STUDIES = sorted(path for path in Path("configs/tradeoff").glob("*.yaml") if "\n
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_study_configs_plan_their_runs(path: Path) -> None:
     config = ImageStudyConfig(**yaml.safe_load(path.read_text()))
-    planned = list(jobs(config))
-    assert planned[0].router == ("base" if config.tune_dense else "dense")
+    _, planned = ImageStudy(config).plan()
+    assert planned[0].name == ("base" if config.tune_dense and config.train_dense else "dense")
     # No method stands without choices at random and evenly spread ones beside it.
     assert {"random", "stride"} <= {fields.get("router") for fields in config.routers.values()}
     routed = [job for job in planned if job.config.routing is not None]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from mmod.training.studies.config import PairsStudyConfig
-from mmod.training.studies.pairs import clip_jobs, run_clip_tradeoff
+from mmod.training.studies.pairs import PairsStudy
 from tests.training.pairs.worker import MODEL, write_model
 
 ROUTERS = {
@@ -44,28 +44,28 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> PairsStudyConfig:
 
 
 def test_a_study_compares_and_can_be_continued(study: PairsStudyConfig) -> None:
-    result = run_clip_tradeoff(study, progress=False)
+    result = PairsStudy(study).run(progress=False)
     points = {point.name: point for point in result.points}
     assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5"]
     dense, both, image = points.values()
-    assert dense.image_gflops > both.image_gflops > 0
-    assert dense.text_gflops > both.text_gflops > 0
-    assert dense.text_gflops == image.text_gflops
-    assert dense.kept == 1 > both.kept
-    assert all(point.seeds == 2 and point.recall1_std is not None for point in result.points)
-    assert all(point.before is not None and point.zero_shot is not None for point in result.points)
+    assert dense.cost["image_gflops"] > both.cost["image_gflops"] > 0
+    assert dense.cost["text_gflops"] > both.cost["text_gflops"] > 0
+    assert dense.cost["text_gflops"] == image.cost["text_gflops"]
+    assert dense.mean("kept") == 1 > both.mean("kept")
+    assert all(point.seeds == 2 and point.row()["recall1_std"] is not None for point in result.points)
+    assert all({"before", "zero_shot"} <= set(point.figures) for point in result.points)
     folder = Path(result.folder)
     for name in ("tradeoff.csv", "tradeoff.md", "tradeoff.png"):
         assert (folder / name).stat().st_size
     assert all((point.to_dense is None) == (point is dense) for point in result.points)
-    table, told = result.table().split("\n\n")
+    table, told = result.table.split("\n\n")
     assert table.count("\n") == 4
     assert told.startswith("Paired over 2 seeds, 95 % intervals")
     assert len(json.loads((folder / "tradeoff.json").read_text())["points"]) == 3
     runs = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
     assert len(runs) == 8
-    again = run_clip_tradeoff(study, progress=False)
-    assert [point.recall1 for point in again.points] == [point.recall1 for point in result.points]
+    again = PairsStudy(study).run(progress=False)
+    assert [point.figures for point in again.points] == [point.figures for point in result.points]
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")} == runs
 
 
@@ -85,15 +85,15 @@ def test_wrong_studies_fail_before_the_first_run(
     study: PairsStudyConfig, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        run_clip_tradeoff(PairsStudyConfig(**{**vars(study), "output": str(tmp_path / "out"), **changes}))
+        PairsStudy(PairsStudyConfig(**{**vars(study), "output": str(tmp_path / "out"), **changes})).run()
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs/tradeoff").glob("clip*.yaml")), ids=lambda path: path.stem)
 def test_study_configs_plan_their_runs(path: Path) -> None:
     config = PairsStudyConfig(**yaml.safe_load(path.read_text()))
-    planned = list(clip_jobs(config))
-    assert [job.router for job in planned[:2]] == ["base", "dense"]
+    _, planned = PairsStudy(config).plan()
+    assert [job.name for job in planned[:2]] == ["base", "dense"]
     assert "random" in config.routers
     routed = [job for job in planned if job.config.routing is not None]
     assert len(routed) == config.seeds * len(config.routers) * len(config.capacities)

@@ -9,15 +9,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from mmod.data.loader import BatchStream
-from mmod.training.engine.recipe import Recipe
+from mmod.training.engine.distributed import Process
+from mmod.training.engine.recipe import Recipe, Streams
 
-__all__ = ["Crew", "Job", "Tick", "counted", "in_words"]
+__all__ = ["Job", "Runner", "Tick", "in_words", "with_progress"]
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
@@ -27,29 +29,31 @@ Tick = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Job(Generic[Config]):
-    """One training run of a study.
+    """One run of a study.
 
     Args:
-        name: Its name in the study.
-        router: Its series.
-        capacity: Capacity that the study gives its routed blocks; 1 where it gives none.
+        name: Name of the model.
         seed: Its seed.
         config: How it is trained.
-        given: It is not trained but evaluated as its starting weights and its routing leave it.
+        is_tuned: It starts from the dense model's weights.
+        is_trained: It is trained; otherwise it is evaluated as it starts.
         work: How long it takes, in any unit that all runs of the study share.
     """
 
     name: str
-    router: str
-    capacity: float
     seed: int
     config: Config
-    given: bool = False
+    is_tuned: bool = False
+    is_trained: bool = True
     work: float = 1.0
 
 
+# Does one run and reports its progress.
+Do = Callable[[Job[Config], Tick], Result]
+
+
 @dataclass
-class Crew:
+class Runner:
     """Does the runs of a study.
 
     Args:
@@ -75,43 +79,41 @@ class Crew:
         if self.progress:
             tqdm.write(line)
 
-    def run(
-        self, work: Sequence[Job[Config]], do: Callable[[Job[Config], Tick], Result]
-    ) -> Iterator[tuple[Job[Config], Result]]:
+    def run(self, jobs: Sequence[Job[Config]], do: Do[Config, Result]) -> Iterator[tuple[Job[Config], Result]]:
         """Do the runs and yield each with its result as soon as it has one.
 
         Args:
-            work: The runs. All runs of a seed wait for its first, from whose weights they start.
-            do: Does one; a function of a module, since other processes import it.
+            jobs: The runs. All runs of a seed wait for its first, from whose weights they start.
+            do: Does one; it is pickled for other processes.
         """
-        with _Bar(work, self.progress) as bar:
-            yield from self._in_turn(work, do, bar) if self.processes == 1 else self._side_by_side(work, do, bar)
+        with _Bar(jobs, self.progress) as bar:
+            yield from self._in_turn(jobs, do, bar) if self.processes == 1 else self._side_by_side(jobs, do, bar)
 
     def _in_turn(
-        self, work: Sequence[Job[Config]], do: Callable[[Job[Config], Tick], Result], bar: _Bar
+        self, jobs: Sequence[Job[Config]], do: Do[Config, Result], bar: _Bar
     ) -> Iterator[tuple[Job[Config], Result]]:
-        for index, job in enumerate(work):
+        for index, job in enumerate(jobs):
             bar.begin(index)
-            result = do(job, lambda share, index=index: bar.update(index, share))  # type: ignore[misc]
+            result = do(job, partial(bar.update, index))
             bar.update(index, 1.0)
             yield job, result
 
     def _side_by_side(
-        self, work: Sequence[Job[Config]], do: Callable[[Job[Config], Tick], Result], bar: _Bar
+        self, jobs: Sequence[Job[Config]], do: Do[Config, Result], bar: _Bar
     ) -> Iterator[tuple[Job[Config], Result]]:
         context = multiprocessing.get_context("spawn")
         reports = context.SimpleQueue()
         before = multiprocessing.active_children()
         pool = ProcessPoolExecutor(self.processes, context, _start_worker, (reports,))
-        first = {job.seed: index for index, job in reversed(list(enumerate(work)))}
+        first = {job.seed: index for index, job in reversed(list(enumerate(jobs)))}
         running: dict[Future[Result], int] = {}
-        waiting, finished = list(range(len(work))), set[int]()
+        waiting, finished = list(range(len(jobs))), set[int]()
         try:
             while waiting or running:
-                ready = [i for i in waiting if i == first[work[i].seed] or first[work[i].seed] in finished]
+                ready = [i for i in waiting if i == first[jobs[i].seed] or first[jobs[i].seed] in finished]
                 for index in ready[: self.processes - len(running)]:
                     waiting.remove(index)
-                    running[pool.submit(_work, do, work[index], index)] = index
+                    running[pool.submit(_work, do, jobs[index], index)] = index
                     bar.begin(index)
                 done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
                 self._read(reports, bar)
@@ -119,7 +121,7 @@ class Crew:
                     index = running.pop(future)
                     finished.add(index)
                     bar.update(index, 1.0)
-                    yield work[index], future.result()
+                    yield jobs[index], future.result()
         except BaseException:
             # Runs can be resumed: what others are still doing is not waited for.
             pool.shutdown(wait=False, cancel_futures=True)
@@ -136,12 +138,12 @@ class Crew:
 
 
 class _Bar:
-    """One bar over all runs, with the time that is left at the rate measured so far."""
+    """A bar over all runs, with the time left at the rate measured so far."""
 
-    def __init__(self, work: Sequence[Job[Any]], progress: bool) -> None:
-        self.work = work
-        self.shares = [0.0] * len(work)
-        self.total = sum(job.work for job in work)
+    def __init__(self, jobs: Sequence[Job[Any]], progress: bool) -> None:
+        self.jobs = jobs
+        self.shares = [0.0] * len(jobs)
+        self.total = sum(job.work for job in jobs)
         self.started: tuple[float, float] | None = None
         layout = "study:{percentage:3.0f} % |{bar}| {desc}"
         self.bar = tqdm(total=self.total, bar_format=layout, disable=not progress)
@@ -156,11 +158,11 @@ class _Bar:
     @property
     def done(self) -> float:
         """The work done so far."""
-        return sum(job.work * share for job, share in zip(self.work, self.shares))
+        return sum(job.work * share for job, share in zip(self.jobs, self.shares))
 
     def begin(self, index: int) -> None:
         """Name the run that begins."""
-        job = self.work[index]
+        job = self.jobs[index]
         self.name = f"{job.name}, seed {job.seed}"
         self._show()
 
@@ -203,27 +205,11 @@ def in_words(seconds: float) -> str:
     return f"about {seconds / 3600:.1f} hours left"
 
 
-class _CountedStream:
-    """A stream of batches that tells how much of a run it has given out."""
-
-    def __init__(self, stream: BatchStream, epochs: int, tick: Tick) -> None:
-        self.stream, self.epochs, self.tick = stream, epochs, tick
-        self.steps_per_epoch, self.num_samples = stream.steps_per_epoch, stream.num_samples
-        self.report = stream.report
-
-    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the batches of an epoch."""
-        total = self.epochs * self.steps_per_epoch
-        for step, batch in enumerate(self.stream.batches(epoch, start), epoch * self.steps_per_epoch + start):
-            yield batch
-            self.tick(min(1.0, (step + 1) / total))
-
-
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe[Any, Any])
 
 
-def counted(recipe: AnyRecipe, tick: Tick) -> AnyRecipe:
-    """Let a recipe's training batches tell how much of the run is done; return the recipe.
+def with_progress(recipe: AnyRecipe, tick: Tick) -> AnyRecipe:
+    """Let a recipe's training batches report how much of the run is done; return the recipe.
 
     Args:
         recipe: A kind of training, changed in place.
@@ -231,9 +217,17 @@ def counted(recipe: AnyRecipe, tick: Tick) -> AnyRecipe:
     """
     create = recipe.create_streams
 
-    def create_streams(process: Any, model: torch.nn.Module) -> tuple[BatchStream, BatchStream]:
+    def create_streams(process: Process, model: nn.Module) -> Streams:
         train, test = create(process, model)
-        return _CountedStream(train, recipe.config.epochs, tick), test
+        batches, steps = train.batches, train.steps_per_epoch
+
+        def counted(epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+            for step, batch in enumerate(batches(epoch, start), epoch * steps + start + 1):
+                yield batch
+                tick(min(1.0, step / (steps * recipe.config.epochs)))
+
+        train.batches = counted  # type: ignore[method-assign]
+        return train, test
 
     recipe.create_streams = create_streams  # type: ignore[method-assign]
     return recipe
@@ -257,7 +251,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work(do: Callable[[Job[Config], Tick], Result], job: Job[Config], index: int) -> Result:
+def _work(do: Do[Config, Result], job: Job[Config], index: int) -> Result:
     def tick(share: float) -> None:
         _reports.put((index, share, os.getpid(), time.process_time()))
 

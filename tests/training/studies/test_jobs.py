@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from mmod.training.studies import runs
-from mmod.training.studies.runs import Crew, Job, Tick, in_words
+from mmod.training.studies import jobs
+from mmod.training.studies.jobs import Job, Runner, Tick, in_words
 
-WORK = [Job(name, name, 1.0, seed, f"{name}{seed}") for seed in (0, 1) for name in ("base", "dense", "a-mod")]
+JOBS = [Job(name, seed, f"{name}{seed}") for seed in (0, 1) for name in ("base", "dense", "a-mod")]
 
 
 def report(job: Job[str], tick: Tick) -> tuple[str, int]:
@@ -30,26 +30,26 @@ def fail(job: Job[str], tick: Tick) -> None:
 
 
 def test_runs_in_one_process_keep_their_order() -> None:
-    found = list(Crew(progress=False).run(WORK, report))
-    assert [job for job, _ in found] == WORK
-    assert [result for _, result in found] == [(job.config, os.getpid()) for job in WORK]
+    found = list(Runner(progress=False).run(JOBS, report))
+    assert [job for job, _ in found] == JOBS
+    assert [result for _, result in found] == [(job.config, os.getpid()) for job in JOBS]
 
 
 def test_runs_side_by_side_wait_for_the_first_of_their_seed() -> None:
-    crew = Crew(processes=2, progress=False)
-    found = list(crew.run(WORK, report))
-    assert sorted(job.config for job, _ in found) == sorted(job.config for job in WORK)
+    runner = Runner(processes=2, progress=False)
+    found = list(runner.run(JOBS, report))
+    assert sorted(job.config for job, _ in found) == sorted(job.config for job in JOBS)
     assert all(result[0] == job.config and result[1] != os.getpid() for job, result in found)
     for seed in (0, 1):
         assert next(job.name for job, _ in found if job.seed == seed) == "base"
     # The workers' CPU time counts too.
-    assert crew.cpu_seconds > time.process_time()
+    assert runner.cpu_seconds > time.process_time()
 
 
 def test_a_run_that_fails_ends_the_study_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(ValueError, match="base0 does not fit"):
-        list(Crew(processes=2, progress=False).run(WORK, fail))
+        list(Runner(processes=2, progress=False).run(JOBS, fail))
     assert time.monotonic() - started < 100
 
 
@@ -57,11 +57,11 @@ def test_a_killed_study_leaves_no_process(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     (tmp_path / "study.py").write_text(
         "import sys\n"
-        "from mmod.training.studies.runs import Crew, Job\n"
-        "from tests.training.studies.test_runs import linger\n"
+        "from mmod.training.studies.jobs import Runner, Job\n"
+        "from tests.training.studies.test_jobs import linger\n"
         "if __name__ == '__main__':\n"
-        "    work = [Job('base', 'base', 1.0, seed, sys.argv[1]) for seed in (0, 1)]\n"
-        "    list(Crew(2, False).run(work, linger))\n"
+        "    work = [Job('base', seed, sys.argv[1]) for seed in (0, 1)]\n"
+        "    list(Runner(2, False).run(work, linger))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     study = subprocess.Popen([sys.executable, str(tmp_path / "study.py"), str(pids)], env=environment)
@@ -97,13 +97,13 @@ def test_the_bar_says_how_long_the_whole_study_will_take(
 ) -> None:
     # Every reading of the clock is a minute after the last; a report comes after each quarter of a run.
     clock: Iterator[int] = iter(range(0, 10**6, 60))
-    monkeypatch.setattr(runs.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(jobs.time, "perf_counter", lambda: next(clock))
 
     def slowly(job: Job[str], tick: Tick) -> None:
         for share in (0.25, 0.5, 0.75, 1.0):
             tick(share)
 
-    list(Crew().run(WORK, slowly))
+    list(Runner().run(JOBS, slowly))
     shown = capsys.readouterr().err
     assert "base, seed 0, time left: measuring" in shown
     assert re.search(r"17 % .*dense, seed 0, about \d+ minutes? left", shown)

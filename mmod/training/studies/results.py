@@ -1,0 +1,114 @@
+"""What a study finds: its points, and how they are written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from mmod.training.studies.paired import Difference, spread
+
+__all__ = ["Column", "Point", "StudyResult", "flat", "markdown_table"]
+
+Column = tuple[str, str]
+"""Title of a column, and how its values are formatted; `±` in front adds the standard deviation over seeds."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One model of a study.
+
+    Args:
+        name: Its name.
+        series: Its series.
+        capacity: Capacity of its routed blocks; 1 without any, None where the study sets none.
+        cost: FLOPs, latency and the like of the first seed's model.
+        figures: What its evaluation found: value of each figure for each seed.
+        to_dense: How much higher it scores than the dense model, paired by seed; None for the dense model.
+        to_control: The same against its control; None where it has none.
+    """
+
+    name: str
+    series: str
+    capacity: float | None
+    cost: dict[str, float]
+    figures: dict[str, dict[int, float]]
+    to_dense: Difference | None
+    to_control: Difference | None
+
+    @property
+    def seeds(self) -> int:
+        """Number of seeds."""
+        return max(map(len, self.figures.values()))
+
+    def mean(self, figure: str) -> float:
+        """Return the mean of a figure over the seeds."""
+        return mean(self.figures[figure].values())
+
+    def row(self) -> dict[str, Any]:
+        """Return everything by name; a figure `x` gives its mean `x` and the standard deviation `x_std`."""
+        row = {"name": self.name, "series": self.series, "capacity": self.capacity, "seeds": self.seeds, **self.cost}
+        for figure, values in self.figures.items():
+            row |= {figure: self.mean(figure), f"{figure}_std": spread(list(values.values()))}
+        return row | {"to_dense": self.to_dense, "to_control": self.to_control}
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """The outcome of a study.
+
+    Args:
+        folder: The study's folder with `tradeoff.{csv,json,md,png}` and other pictures.
+        points: Its points.
+        table: The points as a Markdown table, and which of them the seeds do not tell apart.
+        cpu_seconds: CPU time of all processes since the study was last started.
+    """
+
+    folder: Path
+    points: list[Point]
+    table: str
+    cpu_seconds: float
+
+
+def markdown_table(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as a Markdown table; columns without any value are left out.
+
+    Args:
+        columns: Name of each column to its title and format.
+        rows: Values by name of the column.
+
+    Example:
+        >>> rows = [{"name": "dense", "top1": 95.82, "top1_std": 0.11}, {"name": "shallow", "top1": 95.0}]
+        >>> print(markdown_table({"name": ("model", ""), "top1": ("top-1 %", "±.1f"), "kept": ("kept", ".3f")}, rows))
+        | model | top-1 % |
+        |---|---|
+        | dense | 95.8 ± 0.1 |
+        | shallow | 95.0 |
+    """
+    cells = {title: [_cell(row, name, form) for row in rows] for name, (title, form) in columns.items()}
+    used = {title: column for title, column in cells.items() if any(column)}
+    head, *lines = ["| " + " | ".join(line) + " |" for line in (used, *zip(*used.values()))]
+    return "\n".join([head, "|" + "---|" * len(used), *lines])
+
+
+def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
+    if row.get(name) is None:
+        return ""
+    text, std = format(row[name], form.lstrip("±")), row.get(f"{name}_std")
+    return text if std is None or not form.startswith("±") else f"{text} ± {std:{form[1:]}}"
+
+
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with a column `NAME/FIELD` for each field of a difference.
+
+    Args:
+        row: Values by name.
+    """
+    columns: dict[str, Any] = {}
+    for name, value in row.items():
+        parts = dataclasses.asdict(value) if isinstance(value, Difference) else {"": value}
+        columns |= {f"{name}/{part}".rstrip("/"): number for part, number in parts.items()}
+    return columns
