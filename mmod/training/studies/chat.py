@@ -18,10 +18,10 @@ from mmod.analysis.prefill import prefill_flops
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, Talk, open_conversations
 from mmod.data.synthetic.priors import prior_of
-from mmod.training.chat.config import VlmConfig, VlmModelConfig
-from mmod.training.chat.evaluate import AnswerResult, answer_questions, generate, mean_over_kinds
-from mmod.training.chat.model import create_processor, create_vlm
-from mmod.training.chat.recipe import MODEL, finetune
+from mmod.training.chat.config import ModelConfig, TrainConfig
+from mmod.training.chat.evaluate import EvalResult, evaluate, generate, mean_over_kinds
+from mmod.training.chat.model import create_model, create_processor
+from mmod.training.chat.recipe import MODEL, fit
 from mmod.training.engine.distributed import choose_device
 from mmod.training.studies.chat_pictures import draw_answers, draw_kept
 from mmod.training.studies.config import ChatStudyConfig
@@ -38,12 +38,12 @@ __all__ = ["ChatStudy"]
 _RIGHT = "right/"
 
 
-class ChatStudy(Study[VlmConfig, AnswerResult]):
+class ChatStudy(Study[TrainConfig, EvalResult]):
     """A study of LLaVA-style models of transformers; see `Study`."""
 
     config: ChatStudyConfig
-    run_config = VlmConfig
-    found = AnswerResult
+    run_config = TrainConfig
+    found = EvalResult
     score = "right"
     measure = "right answers"
     columns: ClassVar = {
@@ -61,17 +61,17 @@ class ChatStudy(Study[VlmConfig, AnswerResult]):
     }
     data: ConversationsConfig
 
-    def create(self, config: VlmConfig) -> nn.Module:
+    def create(self, config: TrainConfig) -> nn.Module:
         """Make the model of a run."""
-        model: nn.Module = create_vlm(config)[0]
+        model: nn.Module = create_model(config)[0]
         return model
 
-    def start_from(self, config: VlmConfig, folder: str) -> VlmConfig:
+    def start_from(self, config: TrainConfig, folder: str) -> TrainConfig:
         """Return the config of the same run from the final weights of the run in `folder`."""
-        model = VlmModelConfig(checkpoint=str(Path(folder) / MODEL), args=config.model.args)
+        model = ModelConfig(checkpoint=str(Path(folder) / MODEL), args=config.model.args)
         return dataclasses.replace(config, model=model)
 
-    def load(self, job: Job[VlmConfig]) -> nn.Module:
+    def load(self, job: Job[TrainConfig]) -> nn.Module:
         """Make the final model of a run, which was saved routed and with its adapters merged."""
         if job.is_trained:
             done = self.start_from(job.config, job.config.output)
@@ -83,32 +83,32 @@ class ChatStudy(Study[VlmConfig, AnswerResult]):
         """Return the routing of the part that is routed."""
         return {self.config.part: super().routing(fields, capacity)}
 
-    def train(self, config: VlmConfig, tick: Tick) -> AnswerResult:
+    def train(self, config: TrainConfig, tick: Tick) -> EvalResult:
         """Do a run, or read the result of one that is finished."""
-        answers = finetune(config, progress=False).answers
+        answers = fit(config, progress=False).answers
         assert answers is not None, "a study's runs have questions to answer"
         return answers
 
-    def evaluate(self, config: VlmConfig) -> AnswerResult:
+    def evaluate(self, config: TrainConfig) -> EvalResult:
         """Ask the model that a run starts from."""
         model = self.create(config).to(choose_device())
         questions = open_conversations(str(config.data.val), config.data)
         limits: dict[str, Any] = {"batch_size": config.eval_batch_size, "max_new_tokens": config.max_new_tokens}
-        return answer_questions(model, _collator(config), questions, **limits)
+        return evaluate(model, _collator(config), questions, **limits)
 
-    def figures(self, found: AnswerResult) -> dict[str, float]:
+    def figures(self, found: EvalResult) -> dict[str, float]:
         """Return right answers in percent, overall and by kind, and the share kept of tokens that may be skipped."""
         kinds = {f"{_RIGHT}{kind}": share for kind, share in found.right.items()}
         return {"right": found.accuracy, **kinds, "kept": mean(found.kept.values()) if found.kept else 1.0}
 
-    def entrants(self, dense: VlmConfig, tuned: VlmConfig) -> list[Entrant]:
+    def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
         """Return what is compared, after checking that there is something to ask."""
         if dense.data.val is None or tuned.data.val is None:
             raise ValueError(f"{self.config.dense!r} has no data.val, so there is nothing to ask")
         self.data = tuned.data
         return super().entrants(dense, tuned)
 
-    def examine(self, job: Job[VlmConfig], found: AnswerResult) -> dict[str, float]:
+    def examine(self, job: Job[TrainConfig], found: EvalResult) -> dict[str, float]:
         """Count what reading a prompt of mean length costs and holds, and draw which image tokens are kept."""
         model: Any = self.load(job)
         collator = _collator(job.config)
@@ -132,7 +132,7 @@ class ChatStudy(Study[VlmConfig, AnswerResult]):
             "cache_bytes": sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers) // count,
         }
 
-    def time(self, jobs: Mapping[str, Job[VlmConfig]]) -> dict[str, dict[str, float]]:
+    def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
         """Measure reading a prompt within a batch, and decoding after it."""
         models: dict[str, Any] = {name: self.load(job) for name, job in jobs.items()}
         collators = {name: _collator(job.config) for name, job in jobs.items()}
@@ -190,7 +190,7 @@ class ChatStudy(Study[VlmConfig, AnswerResult]):
         return [val[index] for index in places]
 
 
-def _collator(config: VlmConfig) -> ChatCollator:
+def _collator(config: TrainConfig) -> ChatCollator:
     return ChatCollator(create_processor(config.model), config.data.max_length)
 
 

@@ -22,7 +22,7 @@ from mmod.training.engine.loop import run
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, evaluate
 from mmod.training.image.model import create_models
-from mmod.training.image.recipe import Classification
+from mmod.training.image.recipe import ImageRecipe
 from mmod.training.studies.config import ImageStudyConfig
 from mmod.training.studies.entrants import DENSE, Entrant
 from mmod.training.studies.jobs import Job, Tick, with_progress
@@ -83,7 +83,7 @@ class ImageStudy(Study[TrainConfig, EvalResult]):
 
     def train(self, config: TrainConfig, tick: Tick) -> EvalResult:
         """Do a run, or read the result of one that is finished."""
-        return run(with_progress(Classification(config), tick), progress=False).best
+        return run(with_progress(ImageRecipe(config), tick), progress=False).best
 
     def evaluate(self, config: TrainConfig) -> EvalResult:
         """Measure the accuracy of the model that a run starts from."""

@@ -13,10 +13,10 @@ from mmod.analysis import flops
 from mmod.data.readers.pairs import create_eval_pairs
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.loop import run
-from mmod.training.pairs.config import ClipConfig, RoutingParts
-from mmod.training.pairs.evaluate import ClipResult, evaluate_clip
-from mmod.training.pairs.model import create_clip_models, create_transforms
-from mmod.training.pairs.recipe import ImageText
+from mmod.training.pairs.config import RoutingParts, TrainConfig
+from mmod.training.pairs.evaluate import EvalResult, evaluate
+from mmod.training.pairs.model import create_models, create_transforms
+from mmod.training.pairs.recipe import PairsRecipe
 from mmod.training.studies.config import PairsStudyConfig
 from mmod.training.studies.entrants import DENSE
 from mmod.training.studies.jobs import Job, Tick, with_progress
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["PairsStudy"]
 
 
-class PairsStudy(Study[ClipConfig, ClipResult]):
+class PairsStudy(Study[TrainConfig, EvalResult]):
     """A study of open_clip's models; see `Study`."""
 
     config: PairsStudyConfig
-    run_config = ClipConfig
-    found = ClipResult
+    run_config = TrainConfig
+    found = EvalResult
     score = "recall1"
     measure = "recall at 1, mean of both directions,"
     columns: ClassVar = {
@@ -55,11 +55,11 @@ class PairsStudy(Study[ClipConfig, ClipResult]):
         "kept": ("kept", ".3f"),
     }
 
-    def create(self, config: ClipConfig) -> nn.Module:
+    def create(self, config: TrainConfig) -> nn.Module:
         """Make the open_clip model of a run."""
-        return create_clip_models(config)[0]
+        return create_models(config)[0]
 
-    def start_from(self, config: ClipConfig, folder: str) -> ClipConfig:
+    def start_from(self, config: TrainConfig, folder: str) -> TrainConfig:
         """Return the config of the same run from the final weights of the run in `folder`."""
         return dataclasses.replace(config, model=dataclasses.replace(config.model, checkpoint=folder, pretrained=None))
 
@@ -67,29 +67,29 @@ class PairsStudy(Study[ClipConfig, ClipResult]):
         """Return the routing of both towers at a capacity."""
         return RoutingParts(**{tower: super(PairsStudy, self).routing(own, capacity) for tower, own in fields.items()})
 
-    def train(self, config: ClipConfig, tick: Tick) -> ClipResult:
+    def train(self, config: TrainConfig, tick: Tick) -> EvalResult:
         """Do a run, or read the result of one that is finished."""
-        return run(with_progress(ImageText(config), tick), progress=False).best
+        return run(with_progress(PairsRecipe(config), tick), progress=False).best
 
-    def evaluate(self, config: ClipConfig) -> ClipResult:
+    def evaluate(self, config: TrainConfig) -> EvalResult:
         """Measure retrieval and zero-shot accuracy of the model that a run starts from."""
         device = choose_device(config.device)
         model = self.create(config).to(device)
         _, transform, tokenizer = create_transforms(model, config.model.name, None)
         stream = create_eval_pairs(config.data, transform, tokenizer)
         options: dict[str, Any] = {"zero_shot": config.zero_shot, "workers": config.data.workers}
-        return evaluate_clip(model, stream, tokenizer, device, config.precision, transform=transform, **options)
+        return evaluate(model, stream, tokenizer, device, config.precision, transform=transform, **options)
 
-    def figures(self, found: ClipResult) -> dict[str, float]:
+    def figures(self, found: EvalResult) -> dict[str, float]:
         """Return recall, zero-shot accuracy where it was measured, and kept share."""
         zero_shot = {} if found.zero_shot_top1 is None else {"zero_shot": found.zero_shot_top1}
         return {"recall1": found.recall1, "recall5": found.recall5, **zero_shot, "kept": found.mean_kept}
 
-    def work(self, config: ClipConfig) -> float:
+    def work(self, config: TrainConfig) -> float:
         """Return the epochs of a run."""
         return config.epochs
 
-    def examine(self, job: Job[ClipConfig], found: ClipResult) -> dict[str, float]:
+    def examine(self, job: Job[TrainConfig], found: EvalResult) -> dict[str, float]:
         """Count the FLOPs of one image and of one caption."""
         model = self.load(job)
         kept: dict[str, Any] = {"kept": found.kept} if by_threshold(model) else {}
@@ -98,7 +98,7 @@ class PairsStudy(Study[ClipConfig, ClipResult]):
             f"{tower}_gflops": flops(model, {tower: inputs}, **kept).routed / 1e9 for tower, inputs in batch.items()
         }
 
-    def time(self, jobs: Mapping[str, Job[ClipConfig]]) -> dict[str, dict[str, float]]:
+    def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
         """Measure the latency of each tower on a batch, for each image and caption."""
         models: dict[str, Any] = {name: self.load(job) for name, job in jobs.items()}
         costs: dict[str, dict[str, float]] = {name: {} for name in jobs}
@@ -123,7 +123,7 @@ class PairsStudy(Study[ClipConfig, ClipResult]):
         return pictures
 
 
-def _batch(config: ClipConfig, model: Any, count: int) -> dict[str, Tensor]:
+def _batch(config: TrainConfig, model: Any, count: int) -> dict[str, Tensor]:
     """Return the first evaluation images and captions on the model's device."""
     _, transform, tokenizer = create_transforms(model, config.model.name, None)
     images, texts = next(iter(create_eval_pairs(config.data, transform, tokenizer).batches(0)))

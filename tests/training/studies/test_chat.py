@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mmod import Plan
-from mmod.training.chat.config import VlmConfig
+from mmod.training.chat.config import TrainConfig
 from mmod.training.engine.config import resolve_routing
 from mmod.training.studies.chat import ChatStudy
 from mmod.training.studies.config import ChatStudyConfig
@@ -106,7 +106,7 @@ def test_wrong_studies_are_named(study: ChatStudyConfig) -> None:
         ChatStudy(dataclasses.replace(study, changes={"data": {"val": None}})).plan()[1]
 
 
-def shipped(name: str) -> dict[str, VlmConfig]:
+def shipped(name: str) -> dict[str, TrainConfig]:
     path = ROOT / "configs" / "tradeoff" / name
     config = ChatStudyConfig(**yaml.safe_load(path.read_text()))
     assert f"tools/tradeoff.py configs/tradeoff/{name}" in path.read_text()
@@ -128,7 +128,7 @@ def test_shipped_studies_are_read_and_say_what_they_are() -> None:
     assert plans["gamma-mod"] == plans["gamma-mod-random"]
 
 
-def plan_of(config: VlmConfig) -> Plan:
+def plan_of(config: TrainConfig) -> Plan:
     assert config.routing is not None
     fields = config.routing["language"]
     return resolve_routing({**fields, **({"depth": 8} if "preset" in fields else {})}).plan(8)
