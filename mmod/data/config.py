@@ -76,11 +76,11 @@ class DataConfig:
     """What to read and how.
 
     Args:
-        source: "digits" or "digits:LEVEL" (the embedded set, built into `root` when it is not there);
+        source: "digits" or "digits:DIFFICULTY" (the embedded set, built into `root` when it is not there);
             "shards:PATTERN" (webdataset shards; `{split}` in the pattern stands for the split); or a
             name for `timm.data.create_dataset`: "folder", "torch/...", "hfds/...".
-        root: Folder of the data. For digits it defaults to `runs/data/cluttered-digits-LEVEL`; for remote shards it is
-            where copies of them are kept.
+        root: Folder of the data. For digits it defaults to `runs/data/cluttered-digits-DIFFICULTY`; for remote shards
+            it is where copies of them are kept.
         train_split: Split to train on.
         val_split: Split to evaluate on.
         image_size: Side of an image, in pixels.
@@ -164,7 +164,7 @@ def check_name(name: str) -> None:
     is_torchvision = kind == "torch" and rest.lower() in _TORCHVISION
     if name not in FOLDERS and not is_torchvision and not (kind == "hfds" and rest):
         raise ValueError(
-            f"source {name!r} is unknown; valid: digits, digits:LEVEL, shards:PATTERN, folder, hfds/NAME, and "
+            f"source {name!r} is unknown; valid: digits, digits:DIFFICULTY, shards:PATTERN, folder, hfds/NAME, and "
             f"torch/NAME with one of {', '.join(_TORCHVISION)}"
         )
 
@@ -175,9 +175,10 @@ class PairsConfig:
 
     Args:
         train: Shards to train on: paths or URLs with brace ranges (`{00000..00127}.tar`), globs (local paths only) or
-            `pipe:` commands, one or a list; or `scenes:LEVEL/SPLIT`, the embedded set, built where it is not there.
+            `pipe:` commands, one or a list; or `scenes:DIFFICULTY/SPLIT`, the embedded set, built where it is not
+            there.
         val: Pairs to evaluate on, given alike; read by number, so remote shards are copied to `root`.
-        root: Folder for copies of remote shards, or of the embedded set (`runs/data/captioned-scenes-LEVEL` by
+        root: Folder for copies of remote shards, or of the embedded set (`runs/data/captioned-scenes-DIFFICULTY` by
             default).
         batch_size: Pairs in a batch of one process.
         workers: Worker processes; 0 reads in the training process.

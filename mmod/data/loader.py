@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +18,9 @@ from mmod.data.config import DataConfig
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.source import ImageSource
 from mmod.data.stream import ImageReader, MemoryReader, SampleStream
-from mmod.data.synthetic.build import find_level
-from mmod.data.synthetic.digits import LEVELS, build_digits
+from mmod.data.synthetic.digits import DIGITS
 
-# Mean and standard deviation of the grey values of cluttered digits, near enough for every level.
+# Mean and standard deviation of the grey values of cluttered digits, near enough for every difficulty.
 _DIGITS_MEAN, _DIGITS_STD = 0.094, 0.22
 
 
@@ -58,9 +56,6 @@ class BatchStream(Protocol):
 def create_train_stream(config: DataConfig, seed: int, rank: int = 0, world: int = 1) -> BatchStream:
     """Make the stream of shuffled and augmented training batches of one process.
 
-    Every epoch has its own order. Full batches only: the fewer than `batch_size * world` samples at the end
-    of an epoch's order wait for another epoch. The processes' batches of one step are neighbours in the order.
-
     Args:
         config: What to read.
         seed: Seed of order and augmentation, the same in all processes.
@@ -82,21 +77,11 @@ def create_train_stream(config: DataConfig, seed: int, rank: int = 0, world: int
         >>> images.shape, stream.steps_per_epoch
         (torch.Size([16, 1, 32, 32]), 16)
     """
-    _check_rank(rank, world)
-    reader, report = _create_reader(config, config.train_split, training=True)
-    if len(reader) < config.batch_size * world:
-        raise ValueError(
-            f"the split {config.train_split!r} of {config.source!r} has {len(reader)} samples, fewer than one batch of "
-            f"batch_size={config.batch_size} on each of {world} processes"
-        )
-    return SampleStream(reader, report, config.batch_size, config.workers, config.pin_memory, rank, world, seed)
+    return _create_stream(config, config.train_split, (rank, world), seed)
 
 
 def create_eval_stream(config: DataConfig, rank: int = 0, world: int = 1) -> BatchStream:
     """Make the stream of evaluation batches of one process: every sample once, in order.
-
-    Process `rank` reads samples `rank, rank + world, ...`; the last batch may be smaller, and the processes may
-    differ by one in their number of batches.
 
     Args:
         config: What to read.
@@ -116,29 +101,25 @@ def create_eval_stream(config: DataConfig, rank: int = 0, world: int = 1) -> Bat
         >>> [len(classes) for _, classes in create_eval_stream(config).batches(epoch=0)]
         [48, 16]
     """
-    _check_rank(rank, world)
-    reader, report = _create_reader(config, config.val_split, training=False)
-    if len(reader) < world:
-        raise ValueError(f"the split {config.val_split!r} has {len(reader)} samples for {world} processes")
-    return SampleStream(reader, report, config.batch_size, config.workers, config.pin_memory, rank, world)
+    return _create_stream(config, config.val_split, (rank, world))
 
 
-def _check_rank(rank: int, world: int) -> None:
-    if not 0 <= rank < world:
-        raise ValueError(f"rank={rank} must lie in [0, world={world})")
-
-
-def _create_reader(config: DataConfig, split: str, training: bool) -> tuple[ImageReader | MemoryReader, CorruptReport]:
+def _create_stream(config: DataConfig, split: str, place: tuple[int, int], seed: int | None = None) -> SampleStream:
     report = CorruptReport(config.on_corrupt)
+    reader = _create_reader(config, split, report, training=seed is not None)
+    return SampleStream(reader, report, config, place, seed, name=f"the split {split!r} of {config.source!r}")
+
+
+def _create_reader(config: DataConfig, split: str, report: CorruptReport, training: bool) -> ImageReader | MemoryReader:
     source = _create_source(config, split, report)
     mean, std = normalisation(config)
     digits = _is_digits(config)
     mode = "L" if config.channels == 1 else "RGB"
     if config.in_memory or (config.in_memory is None and digits and config.augment is None):
         transform = _transform(config, training, mean, std, normalise=False)
-        return MemoryReader(source, mode, transform, mean, std, report), report
+        return MemoryReader(source, mode, transform, mean, std, report)
     # A corrupt training sample is replaced, so that every process keeps its number of full batches.
-    return ImageReader(source, mode, _transform(config, training, mean, std), replace=training), report
+    return ImageReader(source, mode, _transform(config, training, mean, std), replace=training)
 
 
 def _create_source(config: DataConfig, split: str, report: CorruptReport) -> ImageSource:
@@ -147,8 +128,11 @@ def _create_source(config: DataConfig, split: str, report: CorruptReport) -> Ima
 
     kind, _, rest = config.source.partition(":")
     if kind == "digits":
-        root = _build_level(config, rest or "default", split)
-        return ShardSource(f"{root}/{split}-*.tar", report)
+        difficulty = rest or "default"
+        side = DIGITS.config(difficulty).canvas
+        if config.image_size != side:
+            raise ValueError(f"image_size={config.image_size}: images of {difficulty!r} digits have {side} pixels")
+        return ShardSource(DIGITS.locate(f"digits:{difficulty}/{split}", config.root), report)
     if kind == "shards":
         if "{split}" not in rest:
             raise ValueError(
@@ -160,17 +144,6 @@ def _create_source(config: DataConfig, split: str, report: CorruptReport) -> Ima
 
 def _is_digits(config: DataConfig) -> bool:
     return config.source.partition(":")[0] == "digits"
-
-
-def _build_level(config: DataConfig, level: str, split: str) -> Path:
-    digits = find_level(LEVELS, level, "digits")
-    if split not in digits.scenes:
-        raise ValueError(f"split {split!r} of the digits is unknown; valid: {', '.join(digits.scenes)}")
-    if config.image_size != digits.canvas:
-        raise ValueError(f"image_size={config.image_size}: scenes of the level {level!r} have {digits.canvas} pixels")
-    root = Path(config.root or f"runs/data/cluttered-digits-{level}")
-    build_digits(root, digits, progress=True)
-    return root
 
 
 def normalisation(config: DataConfig) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from mmod.data.config import DataConfig, PairsConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
 from mmod.data.readers.source import ImageSource, UnreadableSampleError
 
@@ -162,35 +163,43 @@ class MemoryReader:
 class SampleStream:
     """A `mmod.data.loader.BatchStream` over a reader.
 
+    In training every epoch has its own order, of full batches only: the fewer than `batch_size * world` samples at its
+    end wait for another epoch. The processes' batches of one step are neighbours in the order. In evaluation process
+    `rank` reads samples `rank, rank + world, ...` in order; the last batch may be smaller, and the processes may differ
+    by one in their number of batches.
+
     Args:
         reader: Reads batches.
         report: Where unreadable samples are counted.
-        batch_size: Samples in a batch of one process.
-        workers: Worker processes; 0 reads in this one.
-        pin_memory: Return pinned tensors.
-        rank: Number of this process.
-        world: Number of processes.
+        config: `batch_size` of one process, `workers` and `pin_memory`.
+        place: Number of this process and number of processes.
         seed: Seed of the order of training; None reads every sample once, in order.
+        name: What is read, for messages.
+
+    Raises:
+        ValueError: If the process has no place, or there are too few samples for one batch of each process.
     """
 
     def __init__(
         self,
         reader: BatchReader,
         report: CorruptReport,
-        batch_size: int,
-        workers: int = 0,
-        pin_memory: bool = False,
-        rank: int = 0,
-        world: int = 1,
+        config: DataConfig | PairsConfig,
+        place: tuple[int, int] = (0, 1),
         seed: int | None = None,
+        name: str = "the source",
     ):
+        self.rank, self.world = place
+        self.batch_size = config.batch_size
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"rank={self.rank} must lie in [0, world={self.world})")
+        needed = "one" if seed is None else f"one batch of batch_size={self.batch_size}"
+        if len(reader) < self.world * (1 if seed is None else self.batch_size):
+            raise ValueError(f"{name} has {len(reader)} samples, fewer than {needed} on each of {self.world} processes")
         self.reader = reader
         self.report = report
-        self.batch_size = batch_size
-        self.workers = workers
-        self.pin_memory = pin_memory
-        self.rank = rank
-        self.world = world
+        self.workers = config.workers
+        self.pin_memory = config.pin_memory
         self.seed = seed
         self.num_samples = len(reader)
         self.steps_per_epoch = len(self._order(0))

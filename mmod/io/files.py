@@ -52,8 +52,8 @@ def parse_json(data: str | bytes, name: str) -> Any:
 
 
 @contextmanager
-def replacing(target: str | Path, *, shared: bool = False) -> Iterator[Path]:
-    """Write a file or folder under a temporary name; it takes its own name, on disk, when the block ends.
+def replacing(target: str | Path, *, shared: bool = False, durable: bool = True) -> Iterator[Path]:
+    """Write a file or folder under a temporary name; it takes its own name when the block ends.
 
     A reader finds the old content or the new, never a part. When the block fails, nothing is left; what a killed
     process left is removed by the next one that writes the same target.
@@ -61,6 +61,8 @@ def replacing(target: str | Path, *, shared: bool = False) -> Iterator[Path]:
     Args:
         target: The file, replaced if it is there, or the folder, which must not be there or be empty.
         shared: Whether several processes may write the target at once. Otherwise the caller holds a lock.
+        durable: Push all content to disk first, so that this holds for a crash of the machine, too. It takes
+            milliseconds a file.
 
     Yields:
         A path beside `target` at which the block makes the file or folder.
@@ -86,7 +88,7 @@ def replacing(target: str | Path, *, shared: bool = False) -> Iterator[Path]:
     _remove(partial)
     try:
         yield partial
-        for path in (*partial.rglob("*"), partial):
+        for path in (*partial.rglob("*"), partial) if durable else ():
             sync(path)
         os.replace(partial, target)
     finally:

@@ -8,22 +8,21 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mmod.data.commands import main
 from mmod.data.convert.conversations import ConvertConversationsConfig, convert_conversations
 from mmod.data.convert.pairs import ConvertConfig, convert_pairs
 from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.shards import ShardSource
-from mmod.data.synthetic.digits import LEVELS, build_digits
+from mmod.data.synthetic.digits import DIGITS
 from tests.data.bad_files import IMAGE_NAMES, IMAGES, NO_JSON, PNG, RECORDS, SAID, SOUND, SPECIAL, Payload
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("trap_folder")]
-ROOT = Path(__file__).parents[2]
 
 
 def test_converters_drop_exactly_the_images_that_readers_count() -> None:
@@ -166,24 +165,23 @@ def test_sources_that_are_no_files(kind: str, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "source", "content"),
+    ("command", "source", "content"),
     [
-        ("convert_pairs", "t.csv", b"file,text\n"),
-        ("convert_pairs", "t.json", b"[" * 200_000),
-        ("convert_pairs", "t.parquet", b""),
-        ("convert_pairs", "t.csv", None),
-        ("convert_conversations", "t.json", b"{"),
-        ("convert_conversations", "t.jsonl", b"{\n"),
-        ("convert_conversations", "t.json", b'[{"image": "../0.png"}]'),
-        ("convert_conversations", "t.json", None),
+        ("convert-pairs", "t.csv", b"file,text\n"),
+        ("convert-pairs", "t.json", b"[" * 200_000),
+        ("convert-pairs", "t.parquet", b""),
+        ("convert-pairs", "t.csv", None),
+        ("convert-conversations", "t.json", b"{"),
+        ("convert-conversations", "t.jsonl", b"{\n"),
+        ("convert-conversations", "t.json", b'[{"image": "../0.png"}]'),
+        ("convert-conversations", "t.json", None),
     ],
 )
-def test_command_lines_end_with_one_message(script: str, source: str, content: bytes | None) -> None:
+def test_command_lines_end_with_one_message(command: str, source: str, content: bytes | None) -> None:
     if content is not None:
         Path(source).write_bytes(content)
-    main = runpy.run_path(str(ROOT / "datasets" / f"{script}.py"))["main"]
     with pytest.raises(SystemExit, match=rf"(?s)^error: .*(t\.{source[2:]}|dropped\.csv)"):
-        main([source, "out"])
+        main([command, source, "out"])
 
 
 @pytest.mark.parametrize("name", ["out/00000_stats.json", "out/conversion.json", "digits/manifest.json"])
@@ -193,7 +191,7 @@ def test_broken_notes_of_conversions_and_builds_are_named(name: str) -> None:
 
     def again() -> None:
         if name.startswith("digits"):
-            build_digits("digits", LEVELS["tiny"])
+            DIGITS.build("digits", "tiny")
         else:
             convert_pairs(ConvertConfig("t.csv", "out"), progress=False)
 

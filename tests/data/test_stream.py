@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmod.data import AugmentConfig, CorruptDataError, DataConfig, create_eval_stream, create_train_stream
-from mmod.data.loader import _create_reader
 from mmod.data.stream import SampleStream
 
 STRONG = AugmentConfig(
@@ -129,13 +128,20 @@ def test_ranks_share_out_every_sample_exactly_once(samples, batch, world):
             return samples
 
     def taken(seed: int | None) -> list[list[np.ndarray]]:
-        return [SampleStream(Counted(), None, batch, rank=r, world=world, seed=seed)._order(0) for r in range(world)]
+        config = DataConfig(batch_size=batch)
+        return [SampleStream(Counted(), None, config, (rank, world), seed)._order(0) for rank in range(world)]
 
-    evaluated = np.concatenate([part for rank in taken(None) for part in rank] or [[]])
-    assert sorted(evaluated) == list(range(samples))
-    trained = [part for rank in taken(7) for part in rank]
-    assert len(set(np.concatenate([*trained, []]))) == samples // (batch * world) * batch * world
-    assert all(len(part) == batch for part in trained)
+    for seed, needed in ((None, world), (7, world * batch)):
+        if samples < needed:
+            with pytest.raises(ValueError, match=f"has {samples} samples, fewer than one"):
+                taken(seed)
+    if samples >= world:
+        evaluated = np.concatenate([part for rank in taken(None) for part in rank])
+        assert sorted(evaluated) == list(range(samples))
+    if samples >= world * batch:
+        trained = [part for rank in taken(7) for part in rank]
+        assert len(set(np.concatenate(trained))) == samples // (batch * world) * batch * world
+        assert all(len(part) == batch for part in trained)
 
 
 def test_two_processes_make_the_global_batches_of_one(digits):
@@ -245,9 +251,9 @@ def test_shards_with_any_number_of_workers(digits):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"source": "digits:huge"}, r"'huge' is unknown; valid: default, tiny, aligned, hard"),
-        ({"source": "digits:tiny", "image_size": 64}, "image_size=64: scenes of the level 'tiny' have 32 pixels"),
-        ({"source": "digits:tiny", "train_split": "training"}, "'training' of the digits is unknown; valid: train"),
+        ({"source": "digits:huge"}, "'huge' of cluttered digits is unknown; valid: default, tiny, aligned, hard"),
+        ({"source": "digits:tiny", "image_size": 64}, "image_size=64: images of 'tiny' digits have 32 pixels"),
+        ({"source": "digits:tiny", "train_split": "training"}, "must be digits:DIFFICULTY/SPLIT with a split of train"),
         ({"source": "shards:/nowhere/a.tar"}, r"must contain '\{split\}'"),
         ({"source": "shards:/nowhere/{split}-{00..03}.tar"}, "no shard matches '/nowhere/train-00.tar'"),
         ({"source": "folder"}, "root=None is no folder"),
@@ -292,7 +298,7 @@ def test_ranks_epochs_and_policies_out_of_range_are_named(digits):
 def test_readers_survive_pickling(folder):
     import pickle
 
-    reader, _ = _create_reader(folder_config(folder, augment=STRONG), "train", training=True)
+    reader = create_train_stream(folder_config(folder, augment=STRONG), 0).reader
     again = pickle.loads(pickle.dumps(reader))
     indices = np.arange(3)
     assert torch.equal(reader.read(indices, (0, 0)).images, again.read(indices, (0, 0)).images)

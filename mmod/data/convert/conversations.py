@@ -10,30 +10,26 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mmod.data.convert.resumable import (
     DROPPED,
-    claim,
-    converted,
+    DroppedItemError,
+    check_image,
+    convert_items,
     count_reasons,
-    finish_part,
-    finished,
-    unfinished,
     write_report,
 )
 from mmod.data.corrupt import CorruptDataError
-from mmod.data.readers.image_files import ImageFileError, ImageFiles
-from mmod.data.readers.images import convert_image, file_extension, open_image
-from mmod.data.readers.records import check_record, image_names, read_records
-from mmod.io.files import open_shard, write_atomically
+from mmod.data.readers.image_files import ImageFiles
+from mmod.data.readers.images import file_extension
+from mmod.data.records import check_record, image_names, read_records
+from mmod.io.files import write_atomically
 
 CHECKED = "conversations.json"
-_FREE = ("threads", "output", "on_fault")
 
 
 @dataclass(frozen=True)
@@ -101,12 +97,6 @@ class ConversationsReport:
         return "\n".join(lines)
 
 
-class _Outcome(NamedTuple):
-    images: dict[str, bytes]
-    reason: str = ""
-    details: str = ""
-
-
 def convert_conversations(config: ConvertConversationsConfig, progress: bool = True) -> ConversationsReport:
     """Check every record and image, from the start or from where an earlier call stopped.
 
@@ -132,82 +122,47 @@ def convert_conversations(config: ConvertConversationsConfig, progress: bool = T
         >>> convert_conversations(config, progress=False).dropped
         {'image not found': 1}
     """
-    from tqdm import tqdm
-
     records = read_records(Path(config.source))
     if not records:
         raise ValueError(f"{config.source!r} holds no record")
-    folder = claim(config, _FREE)
     files = ImageFiles(config.images or Path(config.source).parent, config.follow_links)
-    with (
-        ThreadPoolExecutor(config.threads) as pool,
-        tqdm(total=len(records), unit="record", disable=not progress) as bar,
-    ):
-        for number, part in unfinished(folder, records, len(records), config.shard_size, bar):
-            _check_part(folder, number, part, config, files, pool, bar)
-    report = _gather(folder, records, config)
+    parts = convert_items(
+        config,
+        records,
+        len(records),
+        lambda record: _check(record, config, files),
+        lambda number, record: [number],
+        # Hidden until the set is known to be sound.
+        shards=".{}.tar" if config.shards else None,
+        free_keys=("threads", "output", "on_fault"),
+        unit="record",
+        progress=progress,
+    )
+    report = _gather(Path(config.output), records, parts, config)
     if report.dropped and config.on_fault == "raise":
-        raise CorruptDataError(f"{report}\n{folder / DROPPED} names them; on_fault='drop' goes on without")
+        raise CorruptDataError(f"{report}\n{Path(config.output) / DROPPED} names them; on_fault='drop' goes on without")
     return report
 
 
-def _check_part(
-    folder: Path,
-    number: int,
-    records: Iterator[Any],
-    config: ConvertConversationsConfig,
-    files: ImageFiles,
-    pool: Executor,
-    bar: Any,
-) -> None:
-    """Check a run of records and write its shard, hidden until the set is known to be sound."""
-    dropped: list[tuple[int, str, str]] = []
-
-    def sound() -> Iterator[dict[str, Any]]:
-        outcomes = converted(records, lambda record: _check(record, config, files), pool, 16 * config.threads)
-        for place, (record, outcome) in enumerate(outcomes):
-            if outcome.reason:
-                dropped.append((number * config.shard_size + place, outcome.reason, outcome.details))
-            else:
-                key = f"{number:05d}{place:05d}"
-                yield {"__key__": key, "json": json.dumps(record).encode(), **outcome.images}
-            bar.update()
-
-    if config.shards:
-        with open_shard(folder / f".{number:05d}.tar") as writer:
-            for sample in sound():
-                writer.write(sample)
-    else:
-        for _ in sound():
-            pass
-    finish_part(folder, number, {"dropped": dropped})
-
-
-def _check(record: Any, config: ConvertConversationsConfig, files: ImageFiles) -> _Outcome:
+def _check(record: Any, config: ConvertConversationsConfig, files: ImageFiles) -> dict[str, bytes]:
     """Check a record and open its images, which are named by what they are and not by what their files are called."""
     try:
         check_record(record)
     except ValueError as error:
-        return _Outcome({}, "unsound record", str(error))
-    images = {}
+        raise DroppedItemError("unsound record", str(error)) from error
+    members = {"json": json.dumps(record).encode()}
     for place, name in enumerate(image_names(record)):
-        try:
-            data = files.read(name)
-            image = open_image(data)
-            convert_image(image, "RGB")
-        except ImageFileError as error:
-            return _Outcome({}, error.reason, error.details)
-        except ValueError as error:
-            return _Outcome({}, "image cannot be decoded", f"{name}: {error}")
-        if min(image.size) < config.min_size:
-            return _Outcome({}, "image too small", f"{name}: {image.width} x {image.height}")
-        images[f"{place}.{file_extension(image)}"] = data
-    return _Outcome(images if config.shards else {})
+        data = files.read(name)
+        image, _ = check_image(data, config.min_size, f"{name}: ")
+        members[f"{place}.{file_extension(image)}"] = data
+    return members
 
 
-def _gather(folder: Path, records: Sequence[Any], config: ConvertConversationsConfig) -> ConversationsReport:
+def _gather(
+    folder: Path, records: Sequence[Any], parts: Mapping[str, Mapping[str, Any]], config: ConvertConversationsConfig
+) -> ConversationsReport:
     """Gather the parts' statistics into the report, and the sound records into one file if they may be all there is."""
-    rows = [row for stats in finished(folder).values() for row in stats["dropped"]]
+    rows = [row for stats in parts.values() for row in stats["dropped"]]
     out = {row[0] for row in rows}
     sound = [record for place, record in enumerate(records) if place not in out]
     counts = Counter(len(image_names(record)) for record in sound)

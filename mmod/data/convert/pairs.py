@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from mmod.data.convert.resumable import claim, converted, count_reasons, finish_part, finished, unfinished, write_report
+from mmod.data.convert.resumable import DroppedItemError, check_image, convert_items, count_reasons, write_report
 from mmod.data.convert.tables import SUFFIXES, Row, Table
-from mmod.data.readers.image_files import ImageFileError, ImageFiles
-from mmod.data.readers.images import convert_image, file_extension, is_deep, open_image
+from mmod.data.readers.image_files import ImageFiles
+from mmod.data.readers.images import file_extension, is_deep
 from mmod.data.synthetic.build import SIZES
-from mmod.io.files import open_shard, write_atomically
+from mmod.io.files import write_atomically
 
 # Formats that every reader of shards knows.
 _KEPT = ("JPEG", "PNG", "WEBP")
@@ -98,10 +96,6 @@ class ConvertReport:
         return "\n".join(lines)
 
 
-class DroppedRowError(Exception):
-    """Raised for a row that becomes no sample; its first argument is a reason out of a few, the second the details."""
-
-
 def convert_pairs(config: ConvertConfig, progress: bool = True) -> ConvertReport:
     """Convert a table to shards, from the start or from where an earlier call stopped.
 
@@ -129,55 +123,34 @@ def convert_pairs(config: ConvertConfig, progress: bool = True) -> ConvertReport
         >>> print(convert_pairs(ConvertConfig(f"{folder}/table.csv", f"{folder}/shards"), progress=False).dropped)
         {'image not found': 1}
     """
-    from tqdm import tqdm
-
     table = Table(config.source, config.image_column, config.caption_column)
     count = table.count()
     if not count:
         raise ValueError(f"{config.source!r} holds no row")
-    folder, rows = claim(config), table.rows()
     files = ImageFiles(config.images or Path(config.source).parent, config.follow_links)
-    with ThreadPoolExecutor(config.threads) as pool, tqdm(total=count, unit="row", disable=not progress) as bar:
-        for number, part in unfinished(folder, rows, count, config.shard_size, bar):
-            _write_shard(folder, number, part, config, files, pool, bar)
-    return _report(folder, config, count)
+    parts = convert_items(
+        config, table.rows(), count, lambda row: _convert(row, config, files), _label, progress=progress
+    )
+    folder = Path(config.output)
+    shards = {f"{number}.tar": stats["samples"] for number, stats in parts.items()}
+    dropped = [row for stats in parts.values() for row in stats["dropped"]]
+    reasons = count_reasons(reason for _, _, reason, _ in dropped)
+    report = ConvertReport(count, sum(shards.values()), reasons, shards, config.output)
+    write_report(folder, report, ["row", "image", "reason", "details"], dropped)
+    write_atomically(folder / SIZES, json.dumps(shards, indent=2) + "\n")
+    return report
 
 
-def _write_shard(
-    folder: Path,
-    number: int,
-    rows: Iterator[Row],
-    config: ConvertConfig,
-    files: ImageFiles,
-    pool: ThreadPoolExecutor,
-    bar: Any,
-) -> None:
-    dropped: list[tuple[int, str, str, str]] = []
-    samples = read = 0
-    with open_shard(folder / f"{number:05d}.tar") as writer:
-        for row, outcome in converted(rows, lambda row: _convert(row, config, files), pool, 16 * config.threads):
-            if isinstance(outcome, DroppedRowError):
-                reason, details = outcome.args
-                shown = row.image if isinstance(row.image, str) else "(bytes)"
-                dropped.append((row.number, shown, reason, details))
-            else:
-                writer.write({"__key__": f"{number:05d}{read:05d}", **outcome})
-                samples += 1
-            read += 1
-            bar.update()
-    finish_part(folder, number, {"rows": read, "samples": samples, "dropped": dropped})
+def _label(number: int, row: Row) -> list[Any]:
+    return [number, row.image if isinstance(row.image, str) else "(bytes)"]
 
 
-def _convert(row: Row, config: ConvertConfig, files: ImageFiles) -> dict[str, bytes] | DroppedRowError:
+def _convert(row: Row, config: ConvertConfig, files: ImageFiles) -> dict[str, bytes]:
     """Make the members of a row's sample."""
-    try:
-        if row.fault:
-            raise DroppedRowError("unsound row", row.fault)
-        caption = _check_caption(row.caption)
-        data = _read_image(row.image, files)
-        extension, data, size, original = _check_image(data, config)
-    except DroppedRowError as error:
-        return error
+    if row.fault:
+        raise DroppedItemError("unsound row", row.fault)
+    caption = _check_caption(row.caption)
+    extension, data, size, original = _check_size(_read_image(row.image, files), config)
     record = {"caption": caption, "row": row.number, "status": "success", "width": size[0], "height": size[1]}
     record |= {"original_width": original[0], "original_height": original[1]}
     if isinstance(row.image, str):
@@ -187,11 +160,11 @@ def _convert(row: Row, config: ConvertConfig, files: ImageFiles) -> dict[str, by
 
 def _check_caption(caption: Any) -> str:
     if not isinstance(caption, str) or not caption.strip():
-        raise DroppedRowError("no caption", repr(caption))
+        raise DroppedItemError("no caption", repr(caption))
     try:
         caption.encode()
     except UnicodeEncodeError as error:
-        raise DroppedRowError("caption is not UTF-8", ascii(caption)) from error
+        raise DroppedItemError("caption is not UTF-8", ascii(caption)) from error
     return caption.strip()
 
 
@@ -201,26 +174,17 @@ def _read_image(image: Any, files: ImageFiles) -> bytes:
     if isinstance(image, bytes) and image:
         return image
     if not isinstance(image, str) or not image.strip():
-        raise DroppedRowError("no image", repr(image))
-    try:
-        return files.read(image)
-    except ImageFileError as error:
-        raise DroppedRowError(error.reason, error.details) from error
+        raise DroppedItemError("no image", repr(image))
+    return files.read(image)
 
 
-def _check_image(data: bytes, config: ConvertConfig) -> tuple[str, bytes, tuple[int, int], tuple[int, int]]:
+def _check_size(data: bytes, config: ConvertConfig) -> tuple[str, bytes, tuple[int, int], tuple[int, int]]:
     """Decode an image to its end; return extension, file, and its size now and before."""
-    try:
-        opened = open_image(data)
-        image = convert_image(opened, "RGB")
-    except ValueError as error:
-        raise DroppedRowError("image cannot be decoded", str(error)) from error
+    opened, image = check_image(data, config.min_size)
     original = opened.size
     short, long = min(original), max(original)
-    if short < config.min_size:
-        raise DroppedRowError("image too small", f"{original[0]} x {original[1]}")
     if long > config.max_aspect * short:
-        raise DroppedRowError("image too long", f"{original[0]} x {original[1]}")
+        raise DroppedItemError("image too long", f"{original[0]} x {original[1]}")
     plain = opened.format in _KEPT and not is_deep(opened)
     if plain and (config.resize is None or short <= config.resize):
         return file_extension(opened), data, original, original
@@ -231,15 +195,3 @@ def _check_image(data: bytes, config: ConvertConfig) -> tuple[str, bytes, tuple[
     file = io.BytesIO()
     image.save(file, format="JPEG", quality=config.quality)
     return "jpg", file.getvalue(), image.size, original
-
-
-def _report(folder: Path, config: ConvertConfig, count: int) -> ConvertReport:
-    """Gather the shards' statistics into the report and its files."""
-    parts = finished(folder)
-    shards = {f"{number}.tar": stats["samples"] for number, stats in parts.items()}
-    rows = [row for stats in parts.values() for row in stats["dropped"]]
-    reasons = count_reasons(reason for _, _, reason, _ in rows)
-    report = ConvertReport(count, sum(shards.values()), reasons, shards, config.output)
-    write_report(folder, report, ["row", "image", "reason", "details"], rows)
-    write_atomically(folder / SIZES, json.dumps(shards, indent=2) + "\n")
-    return report

@@ -12,120 +12,128 @@ import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mmod.io.files import parse_json, write_atomically
+from PIL import Image
+
+from mmod.data.readers.image_files import ImageFileError
+from mmod.data.readers.images import convert_image, open_image
+from mmod.io.claim import claim_folder
+from mmod.io.files import open_shard, parse_json, write_atomically
 
 SETTINGS, REPORT, DROPPED = "conversion.json", "report.json", "dropped.csv"
 _STATS = "_stats.json"
 
 Item = TypeVar("Item")
-Outcome = TypeVar("Outcome")
 
 
-def claim(config: Any, free: Sequence[str] = ("threads", "output")) -> Path:
-    """Mark a folder as that of a conversion.
+class DroppedItemError(Exception):
+    """Raised for an item that becomes no sample.
 
     Args:
-        config: What is converted and how, a dataclass with at least `source` and `output`.
-        free: Its fields that may differ when the conversion goes on.
+        reason: Why not, out of a few.
+        details: What else there is to say.
+    """
+
+    def __init__(self, reason: str, details: str) -> None:
+        super().__init__(reason, details)
+        self.reason = reason
+        self.details = details
+
+
+def convert_items(
+    config: Any,
+    items: Iterable[Item],
+    count: int,
+    convert: Callable[[Item], dict[str, bytes]],
+    label: Callable[[int, Item], list[Any]],
+    *,
+    shards: str | None = "{}.tar",
+    free_keys: Sequence[str] = ("threads", "output"),
+    unit: str = "row",
+    progress: bool = True,
+) -> dict[str, dict[str, Any]]:
+    """Convert items part by part, from the start or from where an earlier call stopped.
+
+    Args:
+        config: What is converted and how, a dataclass with at least `source`, `output`, `shard_size` and `threads`.
+        items: All that is converted.
+        count: How many they are.
+        convert: From an item to the members of its sample; raises a `DroppedItemError` or an `ImageFileError`.
+        label: From an item's number and the item to what the report says of one that is dropped, before the reason.
+        shards: Name of a part's shard, with `{}` for its number; None for no shards.
+        free_keys: Fields of the config that may differ when the conversion goes on.
+        unit: What items are called.
+        progress: Show a progress bar.
 
     Returns:
-        The folder.
+        Number of each part in five digits to its `rows`, `samples` and what was `dropped`.
 
     Raises:
         FileNotFoundError: If the source is not there.
-        FileExistsError: If the folder holds other files, or a conversion of another source or with other settings.
+        FileExistsError: If the output holds other files, or a conversion of another source or with other settings.
     """
-    folder, source = Path(config.output), Path(config.source).stat()
-    settings = {**dataclasses.asdict(config), "bytes": source.st_size, "modified": source.st_mtime_ns}
-    for name in free:
-        settings.pop(name)
-    kept = folder / SETTINGS
-    if kept.exists():
-        # A conversion that was begun before a field existed has its default.
-        defaults = {field.name: field.default for field in dataclasses.fields(config) if field.name in settings}
-        old = {**defaults, **_read_json(kept)}
-        differing = sorted(key for key in {*old, *settings} if old.get(key) != settings.get(key))
-        if differing:
-            changes = "; ".join(f"{key}: {old.get(key)!r} there, {settings.get(key)!r} now" for key in differing)
-            raise FileExistsError(f"{config.output!r} holds another conversion ({changes}); choose another folder")
-        return folder
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{config.output!r} is not empty and holds no conversion; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(kept, json.dumps(settings, indent=2) + "\n")
-    return folder
+    from tqdm import tqdm
 
+    folder = _claim(config, free_keys)
+    numbered = enumerate(items)
 
-def unfinished(
-    folder: Path, items: Iterable[Item], count: int, size: int, bar: Any
-) -> Iterator[tuple[int, Iterator[Item]]]:
-    """Yield the parts that are still to be done, each of which must be read to its end.
+    def attempt(item: tuple[int, Item]) -> dict[str, bytes] | DroppedItemError | ImageFileError:
+        try:
+            return convert(item[1])
+        except (DroppedItemError, ImageFileError) as error:
+            return error
 
-    Args:
-        folder: Folder of the conversion.
-        items: All that is converted.
-        count: How many they are.
-        size: How many make up a part.
-        bar: A progress bar, moved on by the parts that are done.
-
-    Yields:
-        A part's number and its items.
-    """
-    items = iter(items)
-    for number, first in enumerate(range(0, count, size)):
-        part = islice(items, min(size, count - first))
-        if (folder / f"{number:05d}{_STATS}").exists():
-            bar.update(sum(1 for _ in part))
-        else:
-            yield number, part
-
-
-def converted(
-    items: Iterator[Item], convert: Callable[[Item], Outcome], pool: Executor, ahead: int
-) -> Iterator[tuple[Item, Outcome]]:
-    """Yield items with what becomes of them, in their order.
-
-    Args:
-        items: The items.
-        convert: From an item to what becomes of it.
-        pool: Where it is called.
-        ahead: How many items are converted at a time.
-    """
-    # A window, because a pool's map would read all items into memory ahead of whoever writes them.
-    while window := list(islice(items, ahead)):
-        yield from zip(window, pool.map(convert, window))
-
-
-def finish_part(folder: Path, number: int, stats: dict[str, Any]) -> None:
-    """Write a part's statistics; they are what says that it is whole.
-
-    Args:
-        folder: Folder of the conversion.
-        number: Number of the part.
-        stats: JSON values; under `dropped` a row of the report for each item that was left out.
-    """
-    write_atomically(folder / f"{number:05d}{_STATS}", json.dumps(stats) + "\n")
-
-
-def finished(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the statistics of all parts, by the parts' numbers in five digits.
-
-    Args:
-        folder: Folder of the conversion.
-    """
+    with ThreadPoolExecutor(config.threads) as pool, tqdm(total=count, unit=unit, disable=not progress) as bar:
+        for first in range(0, count, config.shard_size):
+            part = islice(numbered, min(config.shard_size, count - first))
+            number = f"{first // config.shard_size:05d}"
+            if (folder / f"{number}{_STATS}").exists():
+                bar.update(sum(1 for _ in part))
+                continue
+            dropped: list[list[Any]] = []
+            samples = read = 0
+            with open_shard(folder / shards.format(number)) if shards else nullcontext() as writer:
+                for (index, item), outcome in _outcomes(part, attempt, pool, 16 * config.threads):
+                    if isinstance(outcome, dict):
+                        if writer is not None:
+                            writer.write({"__key__": f"{number}{read:05d}", **outcome})
+                        samples += 1
+                    else:
+                        dropped.append([*label(index, item), outcome.reason, outcome.details])
+                    read += 1
+                    bar.update()
+            stats = {"rows": read, "samples": samples, "dropped": dropped}
+            write_atomically(folder / f"{number}{_STATS}", json.dumps(stats) + "\n")
     return {path.name.removesuffix(_STATS): _read_json(path) for path in sorted(folder.glob(f"*{_STATS}"))}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    content = parse_json(path.read_bytes(), str(path))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return content
+def check_image(data: bytes, min_size: int, prefix: str = "") -> tuple[Image.Image, Image.Image]:
+    """Decode an image to its end.
+
+    Args:
+        data: The encoded file.
+        min_size: Least length of its shorter side, in pixels.
+        prefix: What the details of a fault begin with.
+
+    Returns:
+        The image as it is stored, and in RGB.
+
+    Raises:
+        DroppedItemError: If it cannot be decoded or is too small.
+    """
+    try:
+        opened = open_image(data)
+        image = convert_image(opened, "RGB")
+    except ValueError as error:
+        raise DroppedItemError("image cannot be decoded", f"{prefix}{error}") from error
+    if min(opened.size) < min_size:
+        raise DroppedItemError("image too small", f"{prefix}{opened.width} x {opened.height}")
+    return opened, image
 
 
 def count_reasons(reasons: Iterable[str]) -> dict[str, int]:
@@ -148,3 +156,29 @@ def write_report(folder: Path, report: Any, head: Sequence[str], dropped: Iterab
     writer.writerows(dropped)
     write_atomically(folder / DROPPED, text.getvalue())
     write_atomically(folder / REPORT, json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+
+
+def _claim(config: Any, free_keys: Sequence[str]) -> Path:
+    source = Path(config.source).stat()
+    settings = {**dataclasses.asdict(config), "bytes": source.st_size, "modified": source.st_mtime_ns}
+    for name in free_keys:
+        settings.pop(name)
+    defaults = {field.name: field.default for field in dataclasses.fields(config) if field.name in settings}
+    defaults = {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
+    claim_folder(config.output, settings, file=SETTINGS, kind="a conversion", defaults=defaults)
+    return Path(config.output)
+
+
+def _outcomes(
+    items: Iterator[Item], convert: Callable[[Item], Any], pool: ThreadPoolExecutor, ahead: int
+) -> Iterator[tuple[Item, Any]]:
+    # A window, because a pool's map would read all items into memory ahead of whoever writes them.
+    while window := list(islice(items, ahead)):
+        yield from zip(window, pool.map(convert, window))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content = parse_json(path.read_bytes(), str(path))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return content

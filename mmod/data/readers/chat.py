@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmod.data.readers.conversations import Protected, Talk
-from mmod.data.readers.records import Message
-from mmod.data.synthetic.questions import IMAGE
+from mmod.data.readers.conversations import ChatSample, Protected
+from mmod.data.records import IMAGE, Message
 
 IGNORED = -100
 """Label of a token that no loss is taken of."""
@@ -53,11 +52,11 @@ class ChatCollator:
         self.packed = packed
         self.protected = protected
 
-    def __call__(self, talks: Sequence[Talk]) -> dict[str, Any]:
+    def __call__(self, chats: Sequence[ChatSample]) -> dict[str, Any]:
         """Encode a batch.
 
         Args:
-            talks: The conversations.
+            chats: The conversations.
 
         Returns:
             What the processor returns, `labels` (B, N) and, where tokens are protected, `protected_mask` (B, N).
@@ -67,52 +66,52 @@ class ChatCollator:
             ValueError: If a template rewrites what was said before, a processor writes an image in other tokens than
                 the image's, or `max_length` leaves an image or all answers out.
         """
-        texts = [self._render(talk.messages) for talk in talks]
-        spans = [self._answers(text, talk) for text, talk in zip(texts, talks)]
-        batch = self._process(texts, talks, "right")
+        texts = [self._render(chat.messages) for chat in chats]
+        spans = [self._answers(text, chat) for text, chat in zip(texts, chats)]
+        batch = self._process(texts, chats, "right")
         labels_BN = torch.full_like(batch["input_ids"], IGNORED)
-        for row, (text, talk, answers) in enumerate(zip(texts, talks, spans)):
+        for row, (text, chat, answers) in enumerate(zip(texts, chats, spans)):
             mask_N = batch["attention_mask"][row].bool()
             ids = batch["input_ids"][row][mask_N]
-            said = self._is_answer(text, talk, answers, ids)
+            said = self._is_answer(text, chat, answers, ids)
             labels_BN[row, mask_N] = torch.where(said, ids, IGNORED)
         batch["labels"] = labels_BN
         if self.protected is not None:
             text_BN = batch["attention_mask"].bool() & (batch["input_ids"] != self.processor.image_token_id)
             is_asked_BN = labels_BN == IGNORED
             batch["protected_mask"] = text_BN & is_asked_BN if self.protected == "question" else text_BN
-        batch = self._cut(batch, talks)
+        batch = self._cut(batch, chats)
         return _pack(batch) if self.packed else batch
 
-    def prompts(self, talks: Sequence[Talk]) -> dict[str, Tensor]:
+    def prompts(self, chats: Sequence[ChatSample]) -> dict[str, Tensor]:
         """Encode conversations up to the last answer, padded on the left, as `generate` wants them.
 
         Args:
-            talks: The conversations.
+            chats: The conversations.
         """
-        texts = [self._render(talk.messages[:-1], ask=True) for talk in talks]
-        return self._process(texts, talks, "left")
+        texts = [self._render(chat.messages[:-1], ask=True) for chat in chats]
+        return self._process(texts, chats, "left")
 
     def _render(self, messages: Sequence[Message], ask: bool = False) -> str:
         said = [{"role": message.role, "content": _content(message)} for message in messages]
         text: str = self.processor.apply_chat_template(said, tokenize=False, add_generation_prompt=ask)
         return text
 
-    def _answers(self, text: str, talk: Talk) -> list[tuple[int, int]]:
+    def _answers(self, text: str, chat: ChatSample) -> list[tuple[int, int]]:
         """Return where in the rendered text each answer starts and ends."""
         spans = []
-        for place, message in enumerate(talk.messages):
+        for place, message in enumerate(chat.messages):
             if message.role != "assistant":
                 continue
-            before = self._render(talk.messages[:place], ask=True)
-            after = text if place + 1 == len(talk.messages) else self._render(talk.messages[: place + 1])
+            before = self._render(chat.messages[:place], ask=True)
+            after = text if place + 1 == len(chat.messages) else self._render(chat.messages[: place + 1])
             if not (text.startswith(after) and after.startswith(before)):
-                raise ValueError(f"the chat template changes earlier turns when later ones follow, as in {talk.key!r}")
+                raise ValueError(f"the chat template changes earlier turns when later ones follow, as in {chat.key!r}")
             spans.append((len(before), len(after)))
         return spans
 
-    def _process(self, texts: list[str], talks: Sequence[Talk], side: str) -> dict[str, Tensor]:
-        images = [image for talk in talks for image in talk.images]
+    def _process(self, texts: list[str], chats: Sequence[ChatSample], side: str) -> dict[str, Tensor]:
+        images = [image for chat in chats for image in chat.images]
         batch = self.processor(
             images=images or None,
             text=texts,
@@ -128,7 +127,7 @@ class ChatCollator:
         first = self.processor.tokenizer.bos_token
         return first is None or not text.startswith(first)
 
-    def _is_answer(self, text: str, talk: Talk, answers: list[tuple[int, int]], ids_N: Tensor) -> Tensor:
+    def _is_answer(self, text: str, chat: ChatSample, answers: list[tuple[int, int]], ids_N: Tensor) -> Tensor:
         """Return True where a token of the processed text belongs to an answer (N)."""
         image = self.processor.image_token_id
         plain = self.processor.tokenizer(
@@ -142,18 +141,18 @@ class ChatCollator:
         if not torch.equal(tokens[tokens != image], ids_N[ids_N != image]):
             raise ValueError(
                 f"{type(self.processor).__name__} writes more than image tokens in the place of an image, as in "
-                f"{talk.key!r}: labels cannot be placed"
+                f"{chat.key!r}: labels cannot be placed"
             )
         is_answer_N = torch.zeros_like(ids_N, dtype=torch.bool)
         is_answer_N[ids_N != image] = said[tokens != image]
         return is_answer_N
 
-    def _cut(self, batch: dict[str, Tensor], talks: Sequence[Talk]) -> dict[str, Tensor]:
+    def _cut(self, batch: dict[str, Tensor], chats: Sequence[ChatSample]) -> dict[str, Tensor]:
         length = batch["input_ids"].shape[1]
         if self.max_length is not None and length > self.max_length:
             over = batch["input_ids"][:, self.max_length :] == self.processor.image_token_id
             if over.any():
-                key = talks[int(over.any(1).nonzero()[0])].key
+                key = chats[int(over.any(1).nonzero()[0])].key
                 raise ValueError(f"max_length={self.max_length} cuts an image off in {key!r}; give more")
             batch = {
                 name: value[:, : self.max_length] if value.ndim == 2 and value.shape[1] == length else value
@@ -161,7 +160,7 @@ class ChatCollator:
             }
         empty = (batch["labels"] == IGNORED).all(1)
         if empty.any():
-            raise ValueError(f"max_length={self.max_length} leaves no answer in {talks[int(empty.nonzero()[0])].key!r}")
+            raise ValueError(f"max_length={self.max_length} leaves no answer in {chats[int(empty.nonzero()[0])].key!r}")
         return batch
 
 

@@ -7,10 +7,11 @@ read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -18,20 +19,17 @@ from PIL import Image
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, OnCorrupt
 from mmod.data.readers.image_files import ImageFiles, read_image
 from mmod.data.readers.images import IMAGE_EXTENSIONS, decode_image
-from mmod.data.readers.records import Message, check_record, image_names, read_records
-from mmod.data.readers.shards import expand_pattern, group_members, read_at, shard_members
-from mmod.data.synthetic.build import find_level
-from mmod.data.synthetic.question_files import build_questions
-from mmod.data.synthetic.questions import IMAGE, LEVELS
+from mmod.data.readers.shards import Members, expand_pattern, read_at, read_samples
+from mmod.data.records import IMAGE, Message, check_record, image_names, read_records
+from mmod.data.synthetic.question_files import QUESTIONS
 from mmod.io.files import parse_json
 from mmod.values import check_fields
 
-EMBEDDED = "questions:"
 Protected = Literal["question", "conversation"]
 """Which text is protected in training: all but the answers, or all."""
 
 
-class Talk(NamedTuple):
+class ChatSample(NamedTuple):
     """One conversation, ready to be encoded.
 
     Attributes:
@@ -63,11 +61,11 @@ class ConversationsConfig:
 
     Args:
         train: Conversations to train on: a `.json` or `.jsonl` file in LLaVA's format, webdataset shards by brace range
-            or glob (`.tar`), or `questions:LEVEL/SPLIT`, the embedded set, built where it is not there.
+            or glob (`.tar`), or `questions:DIFFICULTY/SPLIT`, the embedded set, built where it is not there.
         val: Conversations to evaluate on, given alike; their last questions are asked. None for no evaluation.
         images: Folder that the image paths of a JSON file are relative to; by default the one the file lies in.
         follow_links: Also read image files outside of that folder to which symbolic links in it lead.
-        root: Folder of the embedded set (`runs/data/cluttered-questions-LEVEL` by default).
+        root: Folder of the embedded set (`runs/data/cluttered-questions-DIFFICULTY` by default).
         max_length: Longest sequence in tokens, image tokens included; what a conversation says beyond is cut off. None
             for no limit.
         packed: Put the conversations of a training batch into one row instead of padding them to the longest.
@@ -95,7 +93,7 @@ class ConversationsConfig:
         check_fields(self, "data", max_length="[2, inf)")
 
 
-class Conversations:
+class ChatDataset:
     """Checked conversations by number, in any order and from any process.
 
     Args:
@@ -123,7 +121,7 @@ class Conversations:
         """Return the number of conversations."""
         return len(self.images)
 
-    def __getitem__(self, index: int) -> Talk:
+    def __getitem__(self, index: int) -> ChatSample:
         """Read one conversation and decode its images.
 
         Raises:
@@ -131,7 +129,7 @@ class Conversations:
         """
         row = self.record(index)
         images = tuple(_open_image(place, row["key"]) for place in row["images"])
-        return Talk(row["key"], tuple(Message(*said) for said in row["messages"]), images, tuple(row["kinds"]))
+        return ChatSample(row["key"], tuple(Message(*said) for said in row["messages"]), images, tuple(row["kinds"]))
 
     def record(self, index: int) -> dict[str, Any]:
         """Return one conversation as JSON values, its images not decoded."""
@@ -149,7 +147,7 @@ class Conversations:
             yield from zip(kinds, said[::2], said[1::2])
 
 
-def open_conversations(source: str, config: ConversationsConfig | None = None, progress: bool = False) -> Conversations:
+def open_conversations(source: str, config: ConversationsConfig | None = None, progress: bool = False) -> ChatDataset:
     """Open a source, check every record of it and find every image file.
 
     Args:
@@ -174,26 +172,16 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
     """
     config = config or ConversationsConfig()
     report = CorruptReport(config.on_corrupt)
-    if source.startswith(EMBEDDED):
-        source = _build_embedded(source, config.root, progress)
+    if source.startswith("questions:"):
+        source = QUESTIONS.locate(source, config.root, progress)
     if source.endswith(".tar"):
         rows = _read_shards(source, report, progress)
     elif source.endswith((".json", ".jsonl")):
         files = ImageFiles(config.images or Path(source).parent, config.follow_links)
         rows = _read_file(Path(source), files, report, progress)
     else:
-        raise ValueError(f"{source!r} must end in .json, .jsonl or .tar, or be {EMBEDDED}LEVEL/SPLIT")
-    return Conversations(rows, report)
-
-
-def _build_embedded(source: str, root: str | None, progress: bool) -> str:
-    level, _, split = source.removeprefix(EMBEDDED).partition("/")
-    config = find_level(LEVELS, level, "cluttered questions")
-    if split not in config.conversations:
-        raise ValueError(f"{source!r} must be {EMBEDDED}LEVEL/SPLIT with a split of {', '.join(config.conversations)}")
-    folder = Path(root or f"runs/data/cluttered-questions-{level}")
-    build_questions(folder, config, progress)
-    return f"{folder}/{split}-*.tar"
+        raise ValueError(f"{source!r} must end in .json, .jsonl or .tar, or be questions:DIFFICULTY/SPLIT")
+    return ChatDataset(rows, report)
 
 
 def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, Any]]:
@@ -213,41 +201,27 @@ def _read_shards(pattern: str, report: CorruptReport, progress: bool) -> Iterato
     from tqdm import tqdm
 
     for shard in tqdm(expand_pattern(pattern), "index", unit="shard", disable=not progress):
-        ends: list[Fault] = []
-
-        def named(shard: str = shard, ends: list[Fault] = ends) -> Iterator[tuple[str, Any]]:
-            for member in shard_members(shard):
-                if isinstance(member, Fault):
-                    ends.append(member)
-                else:
-                    yield member.name, member
-
-        empty = True
         with open(shard, "rb") as file:
-            for key, members in group_members(named()):
-                empty = False
-                try:
-                    yield _shard_row(shard, key, members, lambda at, size: read_at(file, at, size))
-                except ValueError as error:
-                    # A last sample cut short by the shard's end is no second fault.
-                    report.add([] if ends else [Fault(shard, key, str(error))])
-        report.add(ends or ([Fault(shard, "", "holds no sample")] if empty else []))
+            for row in read_samples(shard, partial(_shard_row, file)):
+                if isinstance(row, Fault):
+                    report.add([row])
+                else:
+                    yield row
 
 
-def _shard_row(
-    shard: str, key: str, members: Mapping[str, list[Any]], read: Callable[[int, int], bytes]
-) -> dict[str, Any]:
+def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, Any]:
     """Make the row of a sample: its `.json`, and its images by name in order of their extensions' numbers."""
     texts = members.get("json", [])
     if len(texts) != 1:
         raise ValueError(f"needs one .json member, has {len(texts)}")
-    record = parse_json(read(texts[0].offset_data, texts[0].size), "the .json member")
+    text = read_at(file, texts[0].offset_data, texts[0].size)
+    record = parse_json(text, "the .json member")
     images = {name: found for name, found in members.items() if name.rsplit(".", 1)[-1] in IMAGE_EXTENSIONS}
     if any(len(found) != 1 for found in images.values()):
         raise ValueError("two images of one name")
     ordered = sorted(images, key=lambda name: int(name.split(".")[0]) if name.split(".")[0].isdecimal() else 0)
     messages = check_record(record, len(images))
-    places = [[shard, images[name][0].offset_data, images[name][0].size] for name in ordered]
+    places = [[file.name, images[name][0].offset_data, images[name][0].size] for name in ordered]
     return _row(record, messages, places, key)
 
 

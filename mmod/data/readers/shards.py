@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -24,12 +24,14 @@ from PIL import Image
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.readers.images import IMAGE_EXTENSIONS, MAX_BYTES, decode_image
 from mmod.data.readers.source import UnreadableSampleError
-from mmod.io.files import check_regular
+from mmod.io.files import check_regular, replacing
 
-DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, MemoryError, RecursionError)
-"""What `tarfile` raises at damaged archives, whose headers may claim anything."""
+# What `tarfile` raises at damaged archives, whose headers may claim anything.
+_DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, MemoryError, RecursionError)
 
-Member = TypeVar("Member")
+Members = dict[str, list[tarfile.TarInfo]]
+"""Members of a sample by extension."""
+Sample = TypeVar("Sample")
 _BLOCK = tarfile.BLOCKSIZE
 # More do not fit into a tensor of classes.
 _DIGITS = 18
@@ -127,14 +129,9 @@ def fetch_shard(url: str, folder: str | Path) -> str:
     path = Path(folder) / f"{stem}-{hashlib.sha256(url.encode()).hexdigest()[:12]}.tar"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".partial-{os.getpid()}")
-        try:
-            # Closing the pipe checks the exit status of the command behind it.
-            with gopen(url) as stream, open(partial, "wb") as file:
-                shutil.copyfileobj(stream, file)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        # Closing the pipe checks the exit status of the command behind it.
+        with replacing(path, shared=True) as partial, gopen(url) as stream, open(partial, "wb") as file:
+            shutil.copyfileobj(stream, file)
     return str(path)
 
 
@@ -155,9 +152,9 @@ class ShardSource:
 
     Example:
         >>> import tempfile
-        >>> from mmod.data.synthetic.digits import LEVELS, build_digits
+        >>> from mmod.data.synthetic.digits import DIGITS
         >>> root = tempfile.mkdtemp()
-        >>> _ = build_digits(root, LEVELS["tiny"])
+        >>> _ = DIGITS.build(root, "tiny")
         >>> len(ShardSource(f"{root}/train-*.tar", CorruptReport()))
         256
     """
@@ -176,7 +173,7 @@ class ShardSource:
         self.shards = [_local(url, cache) for url in expand_pattern(pattern)]
         rows: list[tuple[int, int, int, int, int]] = []
         for number, shard in enumerate(tqdm(self.shards, "index", unit="shard", disable=not progress)):
-            for entry in _index_shard(shard, target):
+            for entry in read_samples(shard, self._choose):
                 if isinstance(entry, Fault):
                     report.add([entry])
                 else:
@@ -202,6 +199,15 @@ class ShardSource:
         except (OSError, ValueError) as error:
             raise UnreadableSampleError(Fault(path, _member_name(path, image_at), str(error))) from error
 
+    def _choose(self, key: str, members: Members) -> tuple[int, int, int, int]:
+        """Return where the image and the target lie: offset and size of each."""
+        images = [member for extension in IMAGE_EXTENSIONS for member in members.get(extension, [])]
+        targets = members.get(self.target.extension, [])
+        if len(images) != 1 or len(targets) != 1:
+            found = ", ".join(f".{extension} x {len(same)}" for extension, same in members.items())
+            raise ValueError(f"needs one image and one .{self.target.extension} member, has {found}")
+        return images[0].offset_data, images[0].size, targets[0].offset_data, targets[0].size
+
 
 def _local(url: str, cache: str | Path | None) -> str:
     if not _URL.match(url):
@@ -211,21 +217,47 @@ def _local(url: str, cache: str | Path | None) -> str:
     return fetch_shard(url, cache)
 
 
-def group_members(members: Iterable[tuple[str, Member]]) -> Iterator[tuple[str, dict[str, list[Member]]]]:
-    """Gather the members of each sample: neighbours whose names agree up to the first dot.
+def read_samples(path: str, choose: Callable[[str, Members], Sample]) -> Iterator[Sample | Fault]:
+    """Walk over a shard, sample by sample: neighbours whose names agree up to the first dot.
 
     Args:
-        members: Names and what belongs to them, in the order of the shard.
+        path: The shard, not compressed.
+        choose: From a sample's key and its members, by extension in small letters, to what is wanted of it; raises a
+            ValueError where they do not give it.
 
     Yields:
-        Key of a sample, and its members by extension in small letters.
+        What was chosen, and a fault for each sample with none, for a damaged shard, of which the rest is lost, and for
+        one without samples.
+
+    Raises:
+        ValueError: If the shard is compressed.
     """
+    ends: list[Fault] = []
+    empty = True
+    for key, members in _group(path, ends):
+        empty = False
+        try:
+            chosen = choose(key, members)
+        except ValueError as error:
+            # A last sample cut short by the shard's end is no second fault.
+            if not ends:
+                yield Fault(path, key, str(error))
+        else:
+            yield chosen
+    yield from ends or ([Fault(path, "", "holds no sample")] if empty else [])
+
+
+def _group(path: str, ends: list[Fault]) -> Iterator[tuple[str, Members]]:
+    """Yield the key and the members of each sample, and append to `ends` what ended the shard early, if anything."""
     from webdataset.tariterators import base_plus_ext
 
     key = ""
-    found: dict[str, list[Member]] = {}
-    for name, member in members:
-        prefix, extension = base_plus_ext(name)
+    found: Members = {}
+    for member in _read_members(path):
+        if isinstance(member, Fault):
+            ends.append(member)
+            continue
+        prefix, extension = base_plus_ext(member.name)
         if prefix is None:
             continue
         if prefix != key and found:
@@ -237,71 +269,10 @@ def group_members(members: Iterable[tuple[str, Member]]) -> Iterator[tuple[str, 
         yield key, found
 
 
-def choose_members(
-    path: str, key: str, members: dict[str, list[Member]], target: Target
-) -> tuple[Member, Member] | Fault:
-    """Return the image and the target among the members of a sample, or what keeps them from being chosen."""
-    images = [member for extension in IMAGE_EXTENSIONS for member in members.get(extension, [])]
-    targets = members.get(target.extension, [])
-    if len(images) != 1 or len(targets) != 1:
-        found = ", ".join(f".{extension} x {len(same)}" for extension, same in members.items())
-        return Fault(path, key, f"needs one image and one .{target.extension} member, has {found}")
-    return images[0], targets[0]
-
-
-def _index_shard(path: str, target: Target) -> Iterator[tuple[int, int, int, int] | Fault]:
-    """Yield (image offset, image size, target offset, target size) of each sample, and each fault met."""
-    ends: list[Fault] = []
-
-    def named() -> Iterator[tuple[str, tarfile.TarInfo]]:
-        for member in shard_members(path):
-            if isinstance(member, Fault):
-                ends.append(member)
-            else:
-                yield member.name, member
-
-    empty = True
-    for key, members in group_members(named()):
-        empty = False
-        chosen = choose_members(path, key, members, target)
-        if not isinstance(chosen, Fault):
-            image, beside = chosen
-            yield image.offset_data, image.size, beside.offset_data, beside.size
-        elif not ends:
-            # A last sample cut short by the shard's end is no second fault.
-            yield chosen
-    if empty and not ends:
-        ends.append(Fault(path, "", "holds no sample"))
-    yield from ends
-
-
-def plain_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of an archive that are files of at most `MAX_BYTES`, stored as they are.
-
-    Args:
-        tar: The archive.
-
-    Raises:
-        tarfile.ReadError: At a negative size, which would lead back to where the archive has been read already.
-    """
-    for member in tar:
-        if member.size < 0:
-            raise tarfile.ReadError(f"the size of {member.name!r} is {member.size}")
-        # A few bytes of a sparse member can stand for any number of zeros.
-        if member.isreg() and not member.issparse() and member.size <= MAX_BYTES:
-            yield member
-
-
-def shard_members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
-    """Yield the complete members of a tar file, then what ended it early if something did.
+def _read_members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
+    """Yield the complete members of a tar file that are files stored as they are, then what ended it early.
 
     `tarfile` ends quietly at a header that it cannot parse, so the end-of-archive mark is looked for here.
-
-    Args:
-        path: The shard, not compressed.
-
-    Raises:
-        ValueError: If the shard is compressed.
     """
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -311,13 +282,19 @@ def shard_members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
         file.seek(0)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in plain_members(tar):
+                for member in tar:
+                    if member.size < 0:
+                        # It would lead back to where the archive has been read already.
+                        raise tarfile.ReadError(f"the size of {member.name!r} is {member.size}")
+                    # A few bytes of a sparse member can stand for any number of zeros.
+                    if not member.isreg() or member.issparse() or member.size > MAX_BYTES:
+                        continue
                     if member.offset_data + member.size > size:
                         yield Fault(path, member.name, f"the shard ends at byte {size}, within this member")
                         return
                     yield member
                 end = tar.offset
-        except DAMAGE as error:
+        except _DAMAGE as error:
             yield Fault(path, "", f"damaged tar file: {error}; what follows is lost")
             return
         file.seek(end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from mmod.data.synthetic.questions import Conversation, QuestionsConfig, compose_conversations
+from mmod.data.synthetic.questions import QuestionsConfig, SyntheticChat, compose_chats
 
 
 def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, str, str]]) -> dict[str, float]:
@@ -47,13 +47,13 @@ def measure_prior(config: QuestionsConfig) -> dict[str, float]:
         Share of the test questions of each kind that the most frequent answer in training gets right, in [0, 1].
 
     Example:
-        >>> from mmod.data.synthetic.questions import LEVELS
-        >>> measure_prior(LEVELS["tiny"])["count"] < 0.9
+        >>> from mmod.data.synthetic.questions import DIFFICULTIES
+        >>> measure_prior(DIFFICULTIES["tiny"])["count"] < 0.9
         True
     """
-    train, test = (_turns(compose_conversations(config, split)) for split in ("train", "test"))
+    train, test = (_turns(compose_chats(config, split)) for split in ("train", "test"))
     return prior_of(train, test)
 
 
-def _turns(talks: Iterable[Conversation]) -> Iterable[tuple[str, str, str]]:
-    return ((turn.kind, turn.question, turn.answer) for talk in talks for turn in talk.turns)
+def _turns(chats: Iterable[SyntheticChat]) -> Iterable[tuple[str, str, str]]:
+    return ((turn.kind, turn.question, turn.answer) for chat in chats for turn in chat.turns)

@@ -14,17 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmod.data.synthetic.digits import (
-    SPLITS,
-    SourceDigits,
-    check_fragments,
-    cut_fragment,
-    load_sources,
-    paste,
-    scale_digit,
-)
+from mmod.data.synthetic.handwriting import SPLITS, SourceDigits, check_drawn, draw_clutter, load_split, scale_digit
 
-IMAGE = "<image>"
 ONE_IMAGE = ("count", "largest", "beside", "read")
 KINDS = (*ONE_IMAGE, "two", "text")
 """Kinds of questions: four about one image, "two" about one of two, "text" about none."""
@@ -78,21 +69,18 @@ class QuestionsConfig:
         sides = (*self.small, *self.large)
         if not (4 <= sides[0] <= sides[1] < sides[2] <= sides[3] <= self.canvas // 2):
             raise ValueError(f"small={self.small} and large={self.large} must ascend from 4 to canvas/2, apart")
-        check_fragments(self.fragment, self.contrast)
+        check_drawn(self)
         if not 1 <= self.digits[0] < self.digits[1] <= 4:
             raise ValueError(f"digits={self.digits} must ascend within 1 to 4")
         if min(self.shares) < 0 or sum(self.shares) >= 1:
             raise ValueError(f"shares={self.shares} must not be negative and leave room for one image")
         if set(self.conversations) != set(SPLITS) or min(self.conversations.values()) < len(KINDS):
             raise ValueError(f"conversations={self.conversations} must give each of {SPLITS} at least {len(KINDS)}")
-        if min(self.clutter, self.seed) < 0 or min(self.shard_size, self.turns, self.step) < 1:
-            raise ValueError(
-                f"clutter={self.clutter} and seed={self.seed} must be >= 0, shard_size={self.shard_size}, "
-                f"turns={self.turns} and step={self.step} >= 1"
-            )
+        if min(self.turns, self.step) < 1:
+            raise ValueError(f"turns={self.turns} and step={self.step} must be >= 1")
 
 
-LEVELS: dict[str, QuestionsConfig] = {
+DIFFICULTIES: dict[str, QuestionsConfig] = {
     "default": QuestionsConfig(),
     "tiny": QuestionsConfig(conversations={"train": 256, "val": 72, "test": 72}, shard_size=128),
     "hard": QuestionsConfig(
@@ -103,7 +91,7 @@ LEVELS: dict[str, QuestionsConfig] = {
 """Named parameter sets: `default` learns in minutes on two cores, `tiny` is for tests, `hard` wants a GPU."""
 
 
-class Scene(NamedTuple):
+class QuestionScene(NamedTuple):
     """An image and the digits in it, from left to right.
 
     Attributes:
@@ -133,7 +121,7 @@ class Turn(NamedTuple):
     answer: str
 
 
-class Conversation(NamedTuple):
+class SyntheticChat(NamedTuple):
     """Some turns about some images.
 
     Attributes:
@@ -141,11 +129,11 @@ class Conversation(NamedTuple):
         turns: The turns.
     """
 
-    scenes: tuple[Scene, ...]
+    scenes: tuple[QuestionScene, ...]
     turns: tuple[Turn, ...]
 
 
-def compose_conversations(config: QuestionsConfig, split: str) -> Iterator[Conversation]:
+def compose_chats(config: QuestionsConfig, split: str) -> Iterator[SyntheticChat]:
     """Compose the conversations of one split, each from its own seed.
 
     Args:
@@ -159,12 +147,10 @@ def compose_conversations(config: QuestionsConfig, split: str) -> Iterator[Conve
         ValueError: If the split is unknown.
 
     Example:
-        >>> next(compose_conversations(LEVELS["tiny"], "test")).turns[0].kind
+        >>> next(compose_chats(DIFFICULTIES["tiny"], "test")).turns[0].kind
         'count'
     """
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r} is unknown; valid: {', '.join(SPLITS)}")
-    painter = _Painter(config, load_sources(config.seed), split)
+    painter = _Painter(config, *load_split(config, split))
     for index in range(config.conversations[split]):
         rng = np.random.default_rng([config.seed, SPLITS.index(split), index, 2])
         if split != "train":
@@ -177,36 +163,36 @@ def compose_conversations(config: QuestionsConfig, split: str) -> Iterator[Conve
         scene = painter.paint(int(rng.integers(config.digits[0], config.digits[1] + 1)), rng)
         kinds = [kind for kind in ONE_IMAGE if len(scene.classes) >= _NEEDED[kind]]
         chosen = [kinds[place] for place in rng.permutation(len(kinds))[: config.turns]]
-        yield Conversation((scene,), tuple(_ASK[kind](scene, rng) for kind in chosen))
+        yield SyntheticChat((scene,), tuple(_ASK[kind](scene, rng) for kind in chosen))
 
 
-def _single(kind: str, painter: _Painter, rng: np.random.Generator, turns: int = 1) -> Conversation:
+def _single(kind: str, painter: _Painter, rng: np.random.Generator, turns: int = 1) -> SyntheticChat:
     """Make a conversation whose kind is given, of one turn unless both images may be asked about."""
     low, high = painter.config.digits
     if kind == "text":
         first, second = (int(value) for value in rng.permutation(10)[:2])
-        return Conversation((), (Turn(kind, f"which is larger , {first} or {second} ?", str(max(first, second))),))
+        return SyntheticChat((), (Turn(kind, f"which is larger , {first} or {second} ?", str(max(first, second))),))
     if kind == "two":
         scenes = tuple(painter.paint(int(rng.integers(max(low, 2), high + 1)), rng) for _ in range(2))
-        return Conversation(scenes, tuple(_ask_two(scenes, int(place)) for place in rng.permutation(2)[:turns]))
+        return SyntheticChat(scenes, tuple(_ask_two(scenes, int(place)) for place in rng.permutation(2)[:turns]))
     scene = painter.paint(int(rng.integers(max(low, _NEEDED[kind]), high + 1)), rng)
-    return Conversation((scene,), (_ASK[kind](scene, rng),))
+    return SyntheticChat((scene,), (_ASK[kind](scene, rng),))
 
 
-def _ask_two(scenes: tuple[Scene, ...], place: int) -> Turn:
+def _ask_two(scenes: tuple[QuestionScene, ...], place: int) -> Turn:
     question = f"which digit is the largest in the {('first', 'second')[place]} image ?"
     return Turn("two", question, str(scenes[place].classes[scenes[place].largest]))
 
 
-def _ask_count(scene: Scene, rng: np.random.Generator) -> Turn:
+def _ask_count(scene: QuestionScene, rng: np.random.Generator) -> Turn:
     return Turn("count", "how many digits are there ?", str(len(scene.classes)))
 
 
-def _ask_largest(scene: Scene, rng: np.random.Generator) -> Turn:
+def _ask_largest(scene: QuestionScene, rng: np.random.Generator) -> Turn:
     return Turn("largest", "which digit is the largest ?", str(scene.classes[scene.largest]))
 
 
-def _ask_beside(scene: Scene, rng: np.random.Generator) -> Turn:
+def _ask_beside(scene: QuestionScene, rng: np.random.Generator) -> Turn:
     left = int(rng.integers(len(scene.classes) - 1))
     first, second = scene.classes[left : left + 2]
     if rng.integers(2):
@@ -214,11 +200,11 @@ def _ask_beside(scene: Scene, rng: np.random.Generator) -> Turn:
     return Turn("beside", f"which digit is right of the {first} ?", str(second))
 
 
-def _ask_read(scene: Scene, rng: np.random.Generator) -> Turn:
+def _ask_read(scene: QuestionScene, rng: np.random.Generator) -> Turn:
     return Turn("read", "which digits are there , from left to right ?", " ".join(map(str, scene.classes)))
 
 
-_ASK: dict[str, Callable[[Scene, np.random.Generator], Turn]] = {
+_ASK: dict[str, Callable[[QuestionScene, np.random.Generator], Turn]] = {
     "count": _ask_count,
     "largest": _ask_largest,
     "beside": _ask_beside,
@@ -230,13 +216,13 @@ _NEEDED = {"count": 1, "largest": 2, "beside": 2, "read": 1}
 class _Painter:
     """Draws scenes from the handwriting of one split."""
 
-    def __init__(self, config: QuestionsConfig, sources: SourceDigits, split: str) -> None:
+    def __init__(self, config: QuestionsConfig, sources: SourceDigits, pool: np.ndarray) -> None:
         self.config = config
         self.sources = sources
-        self.pool = sources.splits[split]
-        self.by_class = [self.pool[sources.labels[self.pool] == digit] for digit in range(10)]
+        self.pool = pool
+        self.by_class = [pool[sources.labels[pool] == digit] for digit in range(10)]
 
-    def paint(self, count: int, rng: np.random.Generator) -> Scene:
+    def paint(self, count: int, rng: np.random.Generator) -> QuestionScene:
         """Draw digits of different classes, apart from each other, one of them the largest.
 
         Args:
@@ -245,9 +231,7 @@ class _Painter:
         """
         config = self.config
         canvas = np.zeros((config.canvas, config.canvas), np.uint8)
-        for source in rng.choice(self.pool, config.clutter):
-            digit = scale_digit(self.sources.images[source], config.large, rng)
-            paste(canvas, cut_fragment(digit, config.fragment, config.contrast, rng), rng)
+        draw_clutter(canvas, self.sources, self.pool, config, config.large, rng)
         classes = [int(digit) for digit in rng.permutation(10)[:count]]
         chosen = [int(rng.choice(self.by_class[digit])) for digit in classes]
         digits = [
@@ -260,7 +244,7 @@ class _Painter:
             np.maximum(region, digit, out=region)
         centres = [left + len(digit) / 2 for left, digit in zip(lefts, digits)]
         order = sorted(range(count), key=centres.__getitem__)
-        return Scene(canvas, tuple(classes[i] for i in order), order.index(0), tuple(chosen[i] for i in order))
+        return QuestionScene(canvas, tuple(classes[i] for i in order), order.index(0), tuple(chosen[i] for i in order))
 
     def _place(self, sides: list[int], rng: np.random.Generator) -> tuple[list[int], list[int]]:
         """Draw corners at which no two boxes meet and no two centres are about as far left."""

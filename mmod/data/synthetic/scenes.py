@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from itertools import starmap
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmod.data.synthetic.build import ShardSet, build_shards
-from mmod.data.synthetic.digits import (
+from mmod.data.synthetic.build import SyntheticSet
+from mmod.data.synthetic.handwriting import (
     SPLITS,
     SourceDigits,
-    check_fragments,
-    cut_fragment,
+    check_drawn,
+    draw_clutter,
     encode_png,
-    load_sources,
+    load_split,
     paste,
     scale_digit,
 )
 
-# Raise this whenever the same parameters would give other bytes: an older build is then refused, not mixed.
-FORMAT = 1
 SIZES = ("large", "small")
 RELATIONS = ("left of", "above")
 GROUNDS = ("clutter", "plain")
@@ -104,19 +100,15 @@ class ScenesConfig:
         sides = (*self.small, *self.large)
         if not 4 <= sides[0] <= sides[1] <= sides[2] <= sides[3] <= self.canvas // 2:
             raise ValueError(f"small={self.small} and large={self.large} must ascend from 4 to canvas/2")
-        check_fragments(self.fragment, self.contrast)
+        check_drawn(self)
         kinds = len(all_kinds())
         if set(self.scenes) != set(SPLITS) or not all(
             0 < count <= (count if name == "train" else kinds) for name, count in self.scenes.items()
         ):
             raise ValueError(f"scenes={self.scenes} must give each of {SPLITS} a number, at most {kinds} but for train")
-        if self.clutter < 0 or self.shard_size < 1 or self.seed < 0:
-            raise ValueError(
-                f"clutter={self.clutter} and seed={self.seed} must be >= 0, shard_size={self.shard_size} >= 1"
-            )
 
 
-LEVELS: dict[str, ScenesConfig] = {
+DIFFICULTIES: dict[str, ScenesConfig] = {
     "default": ScenesConfig(),
     "tiny": ScenesConfig(scenes={"train": 256, "val": 64, "test": 64}, shard_size=64),
     "hard": ScenesConfig(canvas=64, large=(24, 30), small=(12, 16), clutter=30, contrast=(0.6, 1.0)),
@@ -169,14 +161,11 @@ def compose_pairs(config: ScenesConfig, split: str) -> Iterator[Pair]:
         ValueError: If the split is unknown.
 
     Example:
-        >>> next(compose_pairs(LEVELS["tiny"], "test")).kind.caption
+        >>> next(compose_pairs(DIFFICULTIES["tiny"], "test")).kind.caption
         'a small 1 above a large 0 on clutter'
     """
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r} is unknown; valid: {', '.join(SPLITS)}")
-    sources = load_sources(config.seed)
+    sources, pool = load_split(config, split)
     split_seed = SPLITS.index(split)
-    pool = sources.splits[split]
     kinds = all_kinds()
     for index in range(config.scenes[split]):
         turn, place = divmod(index, len(kinds))
@@ -191,9 +180,7 @@ def _compose(
 ) -> Pair:
     canvas = np.zeros((config.canvas, config.canvas), np.uint8)
     if kind.ground == "clutter":
-        for source in rng.choice(pool, config.clutter):
-            digit = scale_digit(sources.images[source], config.large, rng)
-            paste(canvas, cut_fragment(digit, config.fragment, config.contrast, rng), rng)
+        draw_clutter(canvas, sources, pool, config, config.large, rng)
     half = config.canvas // 2
     chosen, boxes = [], []
     for number, (digit_class, size) in enumerate(zip(kind.digits, kind.sizes)):
@@ -207,48 +194,19 @@ def _compose(
     return Pair(canvas, kind, (chosen[0], chosen[1]), (boxes[0], boxes[1]))
 
 
-def build_scenes(root: str | Path, config: ScenesConfig | None = None, progress: bool = False) -> dict[str, Any]:
-    """Write the shards of a build, or find them already written; see `mmod.data.synthetic.build.build_shards`.
-
-    Shards hold `KEY.png`, `KEY.txt` (the caption) and `KEY.json` (how the scene was made); `sizes.json` beside them
-    tells open_clip's training program how many samples each has.
-
-    Args:
-        root: Folder of the build. It must not exist, be empty, or hold a build with the same parameters.
-        config: Parameters; `LEVELS["default"]` when not given.
-        progress: Show a progress bar.
-
-    Returns:
-        The manifest: `format`, `parameters` and, for each shard, its `samples` and `sha256`.
-
-    Raises:
-        FileExistsError: If `root` holds another build or files that are no build.
-        ValueError: If `root` holds the right build but a shard of it is damaged.
-
-    Example:
-        >>> import tempfile
-        >>> manifest = build_scenes(tempfile.mkdtemp(), LEVELS["tiny"])
-        >>> sorted(manifest["shards"])[:2]
-        ['test-00000.tar', 'train-00000.tar']
-    """
-    config = config or LEVELS["default"]
-
-    def compose(split: str) -> Iterator[dict[str, Any]]:
-        return starmap(_members, enumerate(compose_pairs(config, split)))
-
-    scenes = {split: config.scenes[split] for split in SPLITS}
-    wanted = ShardSet("captioned scenes", FORMAT, asdict(config), scenes, config.shard_size, 5, compose, sizes=True)
-    return build_shards(root, wanted, progress)
+def _samples(config: ScenesConfig, split: str) -> Iterator[dict[str, Any]]:
+    for index, pair in enumerate(compose_pairs(config, split)):
+        height, width = pair.image.shape
+        key, caption = f"{index:09d}", pair.kind.caption
+        made = {"digits": pair.kind.digits, "sources": pair.sources, "boxes": pair.boxes}
+        record = {"caption": caption, "key": key, "status": "success", "width": width, "height": height, **made}
+        yield {
+            "__key__": key,
+            "png": encode_png(pair.image),
+            "txt": caption.encode(),
+            "json": json.dumps(record).encode(),
+        }
 
 
-def _members(index: int, pair: Pair) -> dict[str, Any]:
-    height, width = pair.image.shape
-    key = f"{index:09d}"
-    made = {"digits": pair.kind.digits, "sources": pair.sources, "boxes": pair.boxes}
-    record = {"caption": pair.kind.caption, "key": key, "status": "success", "width": width, "height": height, **made}
-    return {
-        "__key__": key,
-        "png": encode_png(pair.image),
-        "txt": pair.kind.caption.encode(),
-        "json": json.dumps(record).encode(),
-    }
+SCENES = SyntheticSet("scenes", "captioned scenes", 1, DIFFICULTIES, _samples, "scenes", digits=5, sizes=True)
+"""The set: shards of `KEY.png`, `KEY.txt` (the caption) and `KEY.json` (how the scene was made)."""

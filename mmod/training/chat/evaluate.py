@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import Conversations, Talk
+from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.training.chat.trainer import watch_routing
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import evaluating
@@ -63,7 +63,7 @@ def mean_over_kinds(figures: Mapping[str, float]) -> float:
 def evaluate(
     model: Any,
     collator: ChatCollator,
-    conversations: Conversations,
+    conversations: ChatDataset,
     *,
     batch_size: int = 32,
     max_new_tokens: int = 16,
@@ -140,8 +140,8 @@ def generate(
 
 
 def _batches(
-    conversations: Conversations, batch_size: int, rank: int, world: int, progress: bool
-) -> Iterator[list[Talk]]:
+    conversations: ChatDataset, batch_size: int, rank: int, world: int, progress: bool
+) -> Iterator[list[ChatSample]]:
     """Yield this process's conversations, those of about equal length together."""
     order = np.lexsort((conversations.letters, conversations.images))[rank::world]
     for start in tqdm(range(0, len(order), batch_size), desc="answer", disable=not progress, leave=False):

@@ -20,7 +20,7 @@ from transformers import Trainer
 from mmod import Routing, auxiliary_loss, is_routed, routed_blocks
 from mmod.adapters import find_stacks
 from mmod.blocks import host_class
-from mmod.data.readers.conversations import Conversations
+from mmod.data.readers.conversations import ChatDataset
 from mmod.training.chat.model import check_routers_learn, router_parameters
 from mmod.training.chat.sampler import LengthSampler
 from mmod.training.engine.config import OptimConfig
@@ -181,7 +181,7 @@ class RoutedTrainer(Trainer):
         # Plain data parallelism finds unused weights by itself, unless gradients are checkpointed.
         waits = self.args.fsdp or self.args.deepspeed or self.args.gradient_checkpointing
         together = self.args.world_size > 1 and bool(waits)
-        if not isinstance(dataset, Conversations) or not (grouped or together):
+        if not isinstance(dataset, ChatDataset) or not (grouped or together):
             return super()._get_train_sampler(train_dataset)
         # Letters only: images have an even length in most models, and several of them weigh the most.
         lengths = dataset.images * (1 + int(dataset.letters.max())) + dataset.letters

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmod.data.synthetic.questions import IMAGE, WORDS
+from mmod.data.records import IMAGE
+from mmod.data.synthetic.questions import WORDS
 
 __all__ = ["create_word_processor"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmod import is_routed
 from mmod.analysis.prefill import prefill_flops
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import ConversationsConfig, Talk, open_conversations
+from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
 from mmod.data.synthetic.priors import prior_of
 from mmod.training.chat.config import ModelConfig, TrainConfig
 from mmod.training.chat.evaluate import EvalResult, evaluate, generate, mean_over_kinds
@@ -181,7 +181,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         train, val = (open_conversations(str(name), self.data) for name in (self.data.train, self.data.val))
         return {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
 
-    def _talks(self, count: int) -> list[Talk]:
+    def _talks(self, count: int) -> list[ChatSample]:
         """Return the first evaluation conversations with one image: their prompts are about equally long."""
         val = open_conversations(str(self.data.val), self.data)
         places = [index for index in range(len(val)) if val.images[index] == 1][:count]

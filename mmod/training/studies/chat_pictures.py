@@ -12,8 +12,8 @@ import torch
 from mmod import trace
 from mmod.analysis.plots import FAINT, INK, draw_routing_maps
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import Talk
-from mmod.data.synthetic.questions import IMAGE
+from mmod.data.readers.conversations import ChatSample
+from mmod.data.records import IMAGE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ __all__ = ["draw_answers", "draw_kept"]
 _LINE = 18
 
 
-def draw_kept(model: Any, collator: ChatCollator, talks: Sequence[Talk]) -> Figure | None:
+def draw_kept(model: Any, collator: ChatCollator, talks: Sequence[ChatSample]) -> Figure | None:
     """Draw which image tokens each routed layer kept of questions about one image.
 
     Args:

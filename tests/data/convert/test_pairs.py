@@ -178,7 +178,7 @@ def test_nothing_of_the_users_is_overwritten(folder: Path) -> None:
     convert_pairs(config(source), progress=False)
     with pytest.raises(FileExistsError, match=r"resize: None there, 9 now"):
         convert_pairs(config(source, resize=9), progress=False)
-    with pytest.raises(FileExistsError, match="is not empty and holds no conversion"):
+    with pytest.raises(FileExistsError, match=r"holds files but no conversion\.json"):
         convert_pairs(dataclasses.replace(config(source), output=str(folder / "images")), progress=False)
 
 

@@ -17,8 +17,8 @@ from PIL import Image
 from mmod.data.convert.conversations import ConvertConversationsConfig, convert_conversations
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.chat import IGNORED, ChatCollator
-from mmod.data.readers.conversations import ConversationsConfig, Talk, open_conversations
-from mmod.data.readers.records import Message, check_record
+from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
+from mmod.data.records import Message, check_record
 from mmod.training.chat.words import create_word_processor
 
 
@@ -127,14 +127,14 @@ NONE = {"id": "3", "conversations": said("which is larger , 3 or 7 ?", "7")}
 
 
 @pytest.fixture
-def talks(folder: Path) -> list[Talk]:
+def talks(folder: Path) -> list[ChatSample]:
     for name in ("a", "b"):
         Image.new("RGB", (12, 12)).save(folder / f"{name}.png")
     found = open_conversations(write(folder, [SOUND, TWO, NONE]))
     return [found[index] for index in range(3)]
 
 
-def test_labels_stand_on_answers_alone(talks: list[Talk]) -> None:
+def test_labels_stand_on_answers_alone(talks: list[ChatSample]) -> None:
     processor = create_word_processor(image_size=12, patch_size=6)
     batch = ChatCollator(processor)(talks)
     assert batch["pixel_values"].shape == (3, 3, 12, 12)
@@ -147,7 +147,7 @@ def test_labels_stand_on_answers_alone(talks: list[Talk]) -> None:
     assert not kept[batch["attention_mask"] == 0].any()
 
 
-def test_prompts_end_where_the_answer_starts(talks: list[Talk]) -> None:
+def test_prompts_end_where_the_answer_starts(talks: list[ChatSample]) -> None:
     collator = ChatCollator(create_word_processor(image_size=12, patch_size=6))
     prompts, batch = collator.prompts(talks), collator(talks)
     for row in range(3):
@@ -196,13 +196,13 @@ def test_labels_of_random_conversations(answers: list[str], images: int) -> None
             Message("user", ("<image>\n" * images if not place else "") + "which is the 7 ?"),
             Message("assistant", text),
         ]
-    talk = Talk("x", tuple(messages), tuple(Image.new("RGB", (12, 12)) for _ in range(images)))
+    talk = ChatSample("x", tuple(messages), tuple(Image.new("RGB", (12, 12)) for _ in range(images)))
     labels = ChatCollator(processor)([talk])["labels"][0]
     assert processor.tokenizer.decode(labels[labels != IGNORED]) == " ".join(f"{text} </s>" for text in answers)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_protected_text_is_the_question_or_all_that_is_said(talks: list[Talk], packed: bool) -> None:
+def test_protected_text_is_the_question_or_all_that_is_said(talks: list[ChatSample], packed: bool) -> None:
     processor = create_word_processor(image_size=12, patch_size=6)
     batches = {
         protected: ChatCollator(processor, packed=packed, protected=protected)(talks)
@@ -224,7 +224,7 @@ def test_protected_text_is_the_question_or_all_that_is_said(talks: list[Talk], p
     assert "first" not in words
 
 
-def test_long_conversations_are_cut_but_never_an_image(talks: list[Talk]) -> None:
+def test_long_conversations_are_cut_but_never_an_image(talks: list[ChatSample]) -> None:
     processor = create_word_processor(image_size=12, patch_size=6)
     whole = ChatCollator(processor)(talks[1:2])
     cut = ChatCollator(processor, max_length=whole["input_ids"].shape[1] - 2)(talks[1:2])
@@ -236,7 +236,7 @@ def test_long_conversations_are_cut_but_never_an_image(talks: list[Talk]) -> Non
         ChatCollator(processor, max_length=5)(talks[2:])
 
 
-def test_templates_that_rewrite_the_past_are_refused(talks: list[Talk]) -> None:
+def test_templates_that_rewrite_the_past_are_refused(talks: list[ChatSample]) -> None:
     processor = create_word_processor(image_size=12, patch_size=6)
     processor.chat_template = "{{ messages | length }} " + processor.chat_template
     with pytest.raises(ValueError, match="changes earlier turns"):
@@ -374,7 +374,7 @@ def test_conversion_keeps_to_its_folder(folder: Path) -> None:
         convert(folder, min_size=9)
     (folder / "other").mkdir()
     (folder / "other" / "file").write_text("mine")
-    with pytest.raises(FileExistsError, match="holds no conversion"):
+    with pytest.raises(FileExistsError, match=r"holds files but no conversion\.json"):
         convert_conversations(ConvertConversationsConfig(f"{folder}/all.json", f"{folder}/other"), progress=False)
     with pytest.raises(ValueError, match="on_fault"):
         ConvertConversationsConfig("a.json", "b", on_fault="ignore")

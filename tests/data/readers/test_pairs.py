@@ -205,6 +205,6 @@ def test_wrong_configs(fields: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("train", ["scenes:tiny", "scenes:tiny/tests", "scenes:huge/train"])
 def test_unknown_embedded_sets(train: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"scenes:LEVEL/SPLIT|is unknown; valid: default"):
+    with pytest.raises(ValueError, match=r"scenes:DIFFICULTY/SPLIT|of captioned scenes is unknown; valid: default"):
         create_train_pairs(PairsConfig(train, root=str(tmp_path / "x")), transform, tokenizer, 0)
     assert not (tmp_path / "x").exists()

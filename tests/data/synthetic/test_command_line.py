@@ -3,7 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mmod.data.synthetic.digits import LEVELS, build_digits
+from mmod.data.synthetic.digits import DIGITS
 
 ROOT = Path(__file__).parents[3]
 
@@ -19,10 +19,10 @@ def test_a_level_gives_defaults_and_flags_change_them(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "train-000003.tar: 64 scenes" in done.stdout
     # Raises if the script had built anything else.
-    build_digits(tmp_path / "set", LEVELS["tiny"])
+    DIGITS.build(tmp_path / "set", "tiny")
     done = run(str(tmp_path / "set"), "--level", "tiny", "--clutter", "1", "--scenes.train", "9")
     assert done.returncode != 0
-    assert "clutter: 4 there, 1 asked for" in done.stderr
+    assert "clutter: 4 there, 1 now" in done.stderr
     assert "Traceback" not in done.stderr
 
 

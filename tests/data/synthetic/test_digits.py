@@ -9,17 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmod.data.synthetic.digits import (
-    LEVELS,
-    MANIFEST,
-    SPLITS,
-    DigitsConfig,
-    build_digits,
-    compose_scenes,
-    load_sources,
-)
+from mmod.data.synthetic.build import MANIFEST
+from mmod.data.synthetic.digits import DIFFICULTIES, DIGITS, DigitsConfig, compose_scenes
+from mmod.data.synthetic.handwriting import SPLITS, load_sources
 
-TINY = LEVELS["tiny"]
+TINY = DIFFICULTIES["tiny"]
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -28,7 +22,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 def test_builds_are_equal_byte_for_byte_and_differ_by_seed(tmp_path):
     for name, config in (("a", TINY), ("b", TINY), ("c", replace(TINY, seed=1))):
-        build_digits(tmp_path / name, config)
+        DIGITS.build(tmp_path / name, config)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     shards_a, shards_c = contents(tmp_path / "a"), contents(tmp_path / "c")
     assert all(shards_a[name] != shards_c[name] for name in shards_a)
@@ -53,7 +47,7 @@ def test_sources_are_loaded_once_and_nobody_changes_them():
 
 
 def test_no_source_image_crosses_splits_not_even_as_clutter(tmp_path):
-    build_digits(tmp_path / "set", TINY)
+    DIGITS.build(tmp_path / "set", TINY)
     used: dict[str, set[int]] = {split: set() for split in SPLITS}
     for path in (tmp_path / "set").glob("*.tar"):
         with tarfile.open(path) as tar:
@@ -84,7 +78,7 @@ def test_a_scene_is_its_target_in_its_box_and_little_else():
 
 
 def test_most_of_a_default_scene_is_background():
-    config = replace(LEVELS["default"], scenes={"train": 64, "val": 1, "test": 1})
+    config = replace(DIFFICULTIES["default"], scenes={"train": 64, "val": 1, "test": 1})
     images = np.stack([scene.image for scene in compose_scenes(config, "train")])
     patches = images.reshape(64, 8, 4, 8, 4).max(axis=(2, 4))
     box = config.digit_size[1] ** 2 / config.canvas**2
@@ -121,40 +115,40 @@ def test_digits_lie_on_the_grid_and_a_grid_of_one_changes_nothing(tmp_path):
     assert {edge % 4 for box in places for edge in box} == {0}
     assert len(set(places)) > 15
     # Builds from before there was a grid are still recognised.
-    assert "grid" not in build_digits(tmp_path / "set", TINY)["parameters"]
-    assert build_digits(tmp_path / "grid", replace(TINY, grid=4))["parameters"]["grid"] == 4
+    assert "grid" not in DIGITS.build(tmp_path / "set", TINY)["parameters"]
+    assert DIGITS.build(tmp_path / "grid", replace(TINY, grid=4))["parameters"]["grid"] == 4
 
 
 def test_the_same_parameters_build_once(tmp_path):
-    first = build_digits(tmp_path / "set", TINY)
+    first = DIGITS.build(tmp_path / "set", TINY)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "set").iterdir()}
-    assert build_digits(tmp_path / "set", TINY) == first
+    assert DIGITS.build(tmp_path / "set", TINY) == first
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "set").iterdir()} == before
 
 
 def test_other_parameters_and_foreign_files_are_refused(tmp_path):
-    build_digits(tmp_path / "set", TINY)
+    DIGITS.build(tmp_path / "set", TINY)
     before = contents(tmp_path / "set")
-    with pytest.raises(FileExistsError, match="clutter: 4 there, 5 asked for"):
-        build_digits(tmp_path / "set", replace(TINY, clutter=5))
+    with pytest.raises(FileExistsError, match="clutter: 4 there, 5 now"):
+        DIGITS.build(tmp_path / "set", replace(TINY, clutter=5))
     assert contents(tmp_path / "set") == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    with pytest.raises(FileExistsError, match="holds no build"):
-        build_digits(tmp_path / "mine", TINY)
+    with pytest.raises(FileExistsError, match=r"holds files but no manifest\.json"):
+        DIGITS.build(tmp_path / "mine", TINY)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
 
 
 @pytest.mark.parametrize("damage", ["change", "delete"])
 def test_a_damaged_build_is_an_error(tmp_path, damage):
-    build_digits(tmp_path / "set", TINY)
+    DIGITS.build(tmp_path / "set", TINY)
     shard = tmp_path / "set" / "val-000000.tar"
     if damage == "delete":
         shard.unlink()
     else:
         shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match=r"val-000000\.tar is missing or differs"):
-        build_digits(tmp_path / "set", TINY)
+        DIGITS.build(tmp_path / "set", TINY)
 
 
 def test_a_killed_build_leaves_nothing_and_restarts(tmp_path):
@@ -168,14 +162,14 @@ def test_a_killed_build_leaves_nothing_and_restarts(tmp_path):
         "    if count == 3: os.kill(os.getpid(), 9)\n"
         "    return write(*arguments)\n"
         "build.open_shard = dying\n"
-        "digits.build_digits(sys.argv[1], digits.LEVELS['tiny'])\n"
+        "digits.DIGITS.build(sys.argv[1], 'tiny')\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "set")], env=environment, check=False)
     assert done.returncode == -9
     assert not (tmp_path / "set").exists()
-    build_digits(tmp_path / "set", TINY)
-    build_digits(tmp_path / "other", TINY)
+    DIGITS.build(tmp_path / "set", TINY)
+    DIGITS.build(tmp_path / "other", TINY)
     assert contents(tmp_path / "set") == contents(tmp_path / "other")
     assert not (tmp_path / ".set.partial").exists()
 
@@ -186,12 +180,12 @@ def test_an_exception_removes_the_partial_build(tmp_path, monkeypatch):
 
     monkeypatch.setattr("mmod.data.synthetic.build.open_shard", fail)
     with pytest.raises(KeyboardInterrupt):
-        build_digits(tmp_path / "set", TINY)
+        DIGITS.build(tmp_path / "set", TINY)
     assert [path.name for path in tmp_path.iterdir()] == [".set.lock"]
 
 
 def test_processes_that_build_at_once_agree(tmp_path):
-    code = "import sys; from mmod.data.synthetic.digits import *; build_digits(sys.argv[1], LEVELS['tiny'])"
+    code = "import sys; from mmod.data.synthetic.digits import *; DIGITS.build(sys.argv[1], 'tiny')"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code, str(tmp_path / "set")]
     running = [subprocess.Popen(command, env=environment) for _ in range(2)]

@@ -9,26 +9,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmod.data.synthetic.digits import load_sources
+from mmod.data.synthetic.handwriting import load_sources
 from mmod.data.synthetic.priors import measure_prior, prior_of
-from mmod.data.synthetic.question_files import build_questions, export_questions
-from mmod.data.synthetic.questions import KINDS, LEVELS, WORDS, Conversation, QuestionsConfig, compose_conversations
+from mmod.data.synthetic.question_files import QUESTIONS, export_questions
+from mmod.data.synthetic.questions import DIFFICULTIES, KINDS, WORDS, QuestionsConfig, SyntheticChat, compose_chats
 
-TINY = LEVELS["tiny"]
+TINY = DIFFICULTIES["tiny"]
 
 
 @pytest.fixture(scope="module")
-def talks() -> dict[str, list[Conversation]]:
+def chats() -> dict[str, list[SyntheticChat]]:
     config = replace(TINY, conversations={"train": 600, "val": 72, "test": 420})
-    return {split: list(compose_conversations(config, split)) for split in ("train", "test")}
+    return {split: list(compose_chats(config, split)) for split in ("train", "test")}
 
 
-def answer(talk: Conversation, kind: str, question: str) -> str:
+def answer(chat: SyntheticChat, kind: str, question: str) -> str:
     """Work the answer out anew from what is known of the scenes."""
     words = question.split()
     if kind == "text":
         return str(max(int(word) for word in words if word.isdecimal()))
-    scene = talk.scenes[kind == "two" and "second" in words]
+    scene = chat.scenes[kind == "two" and "second" in words]
     if kind == "count":
         return str(len(scene.classes))
     if kind in ("largest", "two"):
@@ -39,26 +39,26 @@ def answer(talk: Conversation, kind: str, question: str) -> str:
     return str(scene.classes[place - 1 if "left" in words else place + 1])
 
 
-def test_answers_are_true_and_in_the_vocabulary(talks: dict[str, list[Conversation]]) -> None:
+def test_answers_are_true_and_in_the_vocabulary(chats: dict[str, list[SyntheticChat]]) -> None:
     known = {*WORDS, *map(str, range(10))}
-    for talk in talks["train"] + talks["test"]:
-        for turn in talk.turns:
-            assert turn.answer == answer(talk, turn.kind, turn.question)
+    for chat in chats["train"] + chats["test"]:
+        for turn in chat.turns:
+            assert turn.answer == answer(chat, turn.kind, turn.question)
             assert {*turn.question.split(), *turn.answer.split()} <= known
 
 
-def test_kinds_images_and_turns(talks: dict[str, list[Conversation]]) -> None:
-    assert {len(talk.scenes) for talk in talks["train"]} == {0, 1, 2}
-    assert max(len(talk.turns) for talk in talks["train"]) == TINY.turns
-    assert [talk.turns[0].kind for talk in talks["test"][: len(KINDS)]] == list(KINDS)
-    assert all(len(talk.turns) == 1 for talk in talks["test"])
-    for talk in talks["train"]:
-        assert len({turn.question for turn in talk.turns}) == len(talk.turns)
+def test_kinds_images_and_turns(chats: dict[str, list[SyntheticChat]]) -> None:
+    assert {len(chat.scenes) for chat in chats["train"]} == {0, 1, 2}
+    assert max(len(chat.turns) for chat in chats["train"]) == TINY.turns
+    assert [chat.turns[0].kind for chat in chats["test"][: len(KINDS)]] == list(KINDS)
+    assert all(len(chat.turns) == 1 for chat in chats["test"])
+    for chat in chats["train"]:
+        assert len({turn.question for turn in chat.turns}) == len(chat.turns)
 
 
-def test_digits_do_not_overlap_and_the_largest_is_larger(talks: dict[str, list[Conversation]]) -> None:
-    for talk in talks["test"][:100]:
-        for scene in talk.scenes:
+def test_digits_do_not_overlap_and_the_largest_is_larger(chats: dict[str, list[SyntheticChat]]) -> None:
+    for chat in chats["test"][:100]:
+        for scene in chat.scenes:
             assert len(set(scene.classes)) == len(scene.classes)
             assert scene.image.max() > 200
     assert TINY.large[0] > TINY.small[1]
@@ -79,28 +79,28 @@ def test_prior_answers_unknown_questions_by_their_kind() -> None:
     }
 
 
-def test_no_handwriting_crosses_splits(talks: dict[str, list[Conversation]]) -> None:
+def test_no_handwriting_crosses_splits(chats: dict[str, list[SyntheticChat]]) -> None:
     splits = load_sources().splits
-    for split, some in talks.items():
-        used = {source for talk in some for scene in talk.scenes for source in scene.sources}
+    for split, some in chats.items():
+        used = {source for chat in some for scene in chat.scenes for source in scene.sources}
         assert used <= set(splits[split].tolist())
 
 
 def test_builds_are_equal_and_refuse_others(tmp_path: Path) -> None:
     config = replace(TINY, conversations={"train": 20, "val": 7, "test": 7}, shard_size=10)
-    first, second = build_questions(tmp_path / "a", config), build_questions(tmp_path / "b", config)
+    first, second = QUESTIONS.build(tmp_path / "a", config), QUESTIONS.build(tmp_path / "b", config)
     assert first == second
-    assert build_questions(tmp_path / "a", config) == first
+    assert QUESTIONS.build(tmp_path / "a", config) == first
     with pytest.raises(FileExistsError, match="clutter"):
-        build_questions(tmp_path / "a", replace(config, clutter=9))
+        QUESTIONS.build(tmp_path / "a", replace(config, clutter=9))
 
 
 def test_json_says_what_shards_say(tmp_path: Path) -> None:
     from mmod.data.readers.conversations import open_conversations
 
     config = replace(TINY, conversations={"train": 40, "val": 7, "test": 7}, shard_size=30)
-    build_questions(tmp_path / "shards", config)
-    files = export_questions(tmp_path / "json", config)["files"]
+    QUESTIONS.build(tmp_path / "shards", config)
+    files = export_questions(tmp_path / "json", config)
     assert {name: entry["samples"] for name, entry in files.items()} == {
         "train.json": 40,
         "val.json": 7,
@@ -113,8 +113,8 @@ def test_json_says_what_shards_say(tmp_path: Path) -> None:
         assert one[index].kinds == other[index].kinds
         for left, right in zip(one[index].images, other[index].images, strict=True):
             np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
-    talks = compose_conversations(config, "train")
-    assert list(one.turns()) == [tuple(turn) for talk in talks for turn in talk.turns]
+    chats = compose_chats(config, "train")
+    assert list(one.turns()) == [tuple(turn) for chat in chats for turn in chat.turns]
     assert json.loads((tmp_path / "json" / "train.json").read_text())[0]["conversations"][0]["from"] == "human"
     with pytest.raises(FileExistsError, match="not empty"):
         export_questions(tmp_path / "json", config)

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmod.data.synthetic.digits import SPLITS, load_sources
-from mmod.data.synthetic.scenes import LEVELS, ScenesConfig, all_kinds, build_scenes, compose_pairs
+from mmod.data.synthetic.handwriting import SPLITS, load_sources
+from mmod.data.synthetic.scenes import DIFFICULTIES, SCENES, ScenesConfig, all_kinds, compose_pairs
 
-TINY = LEVELS["tiny"]
+TINY = DIFFICULTIES["tiny"]
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -21,7 +21,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 def test_builds_are_equal_byte_for_byte_and_tell_open_clip_their_sizes(tmp_path: Path) -> None:
     for name in "ab":
-        build_scenes(tmp_path / name, TINY)
+        SCENES.build(tmp_path / name, TINY)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     sizes = json.loads((tmp_path / "a/sizes.json").read_text())
     assert sizes["train-00003.tar"] == 64

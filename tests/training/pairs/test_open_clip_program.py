@@ -10,7 +10,7 @@ import torch
 import webdataset
 
 import mmod
-from mmod.data.synthetic.scenes import LEVELS, build_scenes
+from mmod.data.synthetic.scenes import SCENES
 from mmod.training.pairs.open_clip_program import readable_shards, train_open_clip
 from tests.training.pairs.worker import MODEL
 
@@ -18,7 +18,7 @@ ARGUMENTS = ["--dataset-type", "webdataset", "--epochs", "1", "--batch-size", "3
 
 
 def test_the_program_trains_a_routed_model_from_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build_scenes(tmp_path / "data", LEVELS["tiny"])
+    SCENES.build(tmp_path / "data", "tiny")
     model = MODEL | {"vision_cfg": {**MODEL["vision_cfg"], "image_size": 48}}  # type: ignore[dict-item]
     (tmp_path / "program-clip.json").write_text(json.dumps(model))
     seen: list[torch.nn.Module] = []
@@ -47,7 +47,7 @@ def test_the_program_trains_a_routed_model_from_shards(tmp_path: Path, monkeypat
 def test_without_the_preparation_its_reader_fails_on_the_mark_at_a_shards_end(tmp_path: Path) -> None:
     from open_clip_train import data
 
-    build_scenes(tmp_path / "data", LEVELS["tiny"])
+    SCENES.build(tmp_path / "data", "tiny")
     urls = [{"url": str(path)} for path in sorted((tmp_path / "data").glob("val-*.tar"))]
     with pytest.raises(KeyError, match="fname"):
         list(data.tarfile_to_samples_nothrow(iter([dict(url) for url in urls])))

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmod.data.synthetic.questions import IMAGE
 from mmod.io.files import check_regular, parse_json
 
+IMAGE = "<image>"
+"""What stands in a text where an image does."""
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 

@@ -1,0 +1,161 @@
+"""Command lines for data: builds of the embedded sets, and conversions of a user's own tables and conversations."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from mmod.io.yaml import STRICT
+
+__all__ = ["COMMANDS", "main"]
+
+_BUILD = """Build the embedded set "{0.title}" as webdataset shards, or draw a picture of it.
+
+%(prog)s runs/data/mine
+%(prog)s runs/data/mine --difficulty hard --clutter 24
+%(prog)s --montage {0.name}.png"""
+_PAIRS = """Convert a table of images and captions to webdataset shards.
+
+%(prog)s data/captions.csv data/shards --image_column file --resize 384
+%(prog)s annotations/captions_train2017.json data/coco --images data/train2017
+
+SOURCE is a .csv, .tsv or .parquet table or COCO's caption annotations in .json. Started again, the same command goes on
+where it was interrupted; rows that become no sample are reported with the reason."""
+_CONVERSATIONS = """Check conversations in LLaVA's JSON format.
+
+%(prog)s data/llava_v1_5_mix665k.json data/checked --images data/images
+%(prog)s data/mine.jsonl data/checked --on_fault drop --shards true
+
+Every image is opened, every role and the number of `<image>` checked. Started again, the same command goes on where it
+was interrupted. Records with a fault are listed with the reason, and left out only with `--on_fault drop`."""
+
+
+def main(arguments: Sequence[str], prog: str | None = None) -> None:
+    """Run one of `COMMANDS` and print what was made.
+
+    Args:
+        arguments: Name of the command, and its own arguments.
+        prog: What the program is called in its help; by default what was started.
+
+    Raises:
+        SystemExit: If the command line is wrong, or the command fails; the message is one line.
+    """
+    name, *rest = arguments or [""]
+    if name not in COMMANDS:
+        sys.exit(f"error: data command {name!r} is unknown; valid: {', '.join(COMMANDS)}")
+    try:
+        COMMANDS[name](rest, prog)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        sys.exit(f"error: {error}")
+
+
+def _digits(arguments: Sequence[str], prog: str | None) -> None:
+    from mmod.data.synthetic.digits import DIGITS
+
+    _build(DIGITS, arguments, prog)
+
+
+def _scenes(arguments: Sequence[str], prog: str | None) -> None:
+    from mmod.data.synthetic.scenes import SCENES
+
+    _build(SCENES, arguments, prog)
+
+
+def _questions(arguments: Sequence[str], prog: str | None) -> None:
+    from mmod.data.synthetic.priors import measure_prior
+    from mmod.data.synthetic.question_files import QUESTIONS, export_questions
+
+    config = _build(QUESTIONS, arguments, prog, export_questions)
+    if config is not None:
+        for kind, share in measure_prior(config).items():
+            print(f"right without looking: {kind} {100 * share:.1f} %")
+
+
+def _build(dataset: Any, arguments: Sequence[str], prog: str | None, export: Callable[..., Any] | None = None) -> Any:
+    """Build or draw a set as a command line says: a difficulty gives the defaults, options change them.
+
+    Args:
+        dataset: A `SyntheticSet`.
+        arguments: The command line.
+        prog: See `main`.
+        export: Writes JSON with images instead of shards, as `SyntheticSet.build` does shards.
+
+    Returns:
+        The parameters of what was built; None for a picture.
+    """
+    names: dict[str, Any] = {"choices": list(dataset.difficulties), "default": "default"}
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = _create_parser(description=_BUILD.format(dataset), prog=prog)
+    for each in (first, parser):
+        each.add_argument("--difficulty", "--level", **names, help="named parameters to start from")
+    parser.add_argument("root", nargs="?", help="folder of the build")
+    parser.add_argument("--montage", help="PNG file to draw test images into, instead of building")
+    if export is not None:
+        parser.add_argument("--json", type=bool, default=False, help="write SPLIT.json and images/ instead of shards")
+    try:
+        defaults = dataset.config(first.parse_known_args(arguments)[0].difficulty)
+    except argparse.ArgumentError as error:
+        parser.error(str(error))
+    parser.add_class_arguments(type(defaults))
+    parser.set_defaults(dataclasses.asdict(defaults))
+    options = parser.parse_args(arguments)
+    if (options.root is None) == (options.montage is None):
+        parser.error("give either the folder of a build or --montage FILE")
+    config = type(defaults)(**{field.name: options[field.name] for field in dataclasses.fields(defaults)})
+    if options.montage is not None:
+        from mmod.data.synthetic.montage import save_montage
+
+        save_montage(options.montage, dataset, config)
+        print(f"drew {options.montage}")
+        return None
+    written: Mapping[str, Any] = (
+        export(options.root, config, progress=True)
+        if export is not None and options.json
+        else dataset.build(options.root, config, progress=True)["shards"]
+    )
+    for name, entry in written.items():
+        print(f"{options.root}/{name}: {entry['samples']} {dataset.counts}, sha256 {entry['sha256'][:16]}")
+    return config
+
+
+def _convert_pairs(arguments: Sequence[str], prog: str | None) -> None:
+    from mmod.data.convert.pairs import ConvertConfig, convert_pairs
+
+    print(convert_pairs(_parse_conversion(_PAIRS, ConvertConfig, arguments, prog)))
+
+
+def _convert_conversations(arguments: Sequence[str], prog: str | None) -> None:
+    from mmod.data.convert.conversations import ConvertConversationsConfig, convert_conversations
+
+    print(convert_conversations(_parse_conversion(_CONVERSATIONS, ConvertConversationsConfig, arguments, prog)))
+
+
+def _parse_conversion(description: str, kind: Callable[..., Any], arguments: Sequence[str], prog: str | None) -> Any:
+    """Read the config of a conversion from `SOURCE OUTPUT [--key value]`."""
+    parser = _create_parser(description=description, usage="%(prog)s SOURCE OUTPUT [--key value]", prog=prog)
+    parser.add_class_arguments(kind)
+    words = list(arguments)
+    if len(words) > 1 and not words[0].startswith("-"):
+        words = ["--source", words[0], "--output", *words[1:]]
+    return kind(**parser.parse_args(words).as_dict())
+
+
+def _create_parser(**options: Any) -> ArgumentParser:
+    return ArgumentParser(
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, parser_mode=STRICT, **options
+    )
+
+
+COMMANDS: dict[str, Callable[[Sequence[str], str | None], None]] = {
+    "digits": _digits,
+    "scenes": _scenes,
+    "questions": _questions,
+    "convert-pairs": _convert_pairs,
+    "convert-conversations": _convert_conversations,
+}
+"""Name of each command to what takes its arguments and the program's name."""

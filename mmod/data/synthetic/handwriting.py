@@ -1,0 +1,185 @@
+"""scikit-learn's handwritten digits, split without overlap, and how the embedded sets draw with them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image
+
+SPLITS = ("train", "val", "test")
+_SOURCE_SHARES = {"train": 0.7, "val": 0.1, "test": 0.2}
+
+
+class SourceDigits(NamedTuple):
+    """scikit-learn's digits and their split, read-only.
+
+    Attributes:
+        images: Grey values, uint8, (1797, 8, 8).
+        labels: Classes, (1797,).
+        splits: Split name -> indices of its images; disjoint, together all of them.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    splits: Mapping[str, np.ndarray]
+
+
+@lru_cache(maxsize=2)
+def load_sources(seed: int = 0) -> SourceDigits:
+    """Load the source images and split them 70/10/20, stratified by class; a process does so once for a seed.
+
+    Args:
+        seed: Seed of the split.
+
+    Returns:
+        Images, labels and the indices of each split.
+
+    Example:
+        >>> sources = load_sources()
+        >>> {name: len(indices) for name, indices in sources.splits.items()}
+        {'train': 1258, 'val': 180, 'test': 359}
+    """
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = np.round(digits.images * (255 / 16)).astype(np.uint8)
+    rng = np.random.default_rng([seed, len(SPLITS)])
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
+    cuts = np.cumsum([_SOURCE_SHARES[name] for name in SPLITS])[:-1]
+    for label in range(10):
+        indices = rng.permutation(np.flatnonzero(digits.target == label))
+        for name, part in zip(SPLITS, np.split(indices, np.round(cuts * len(indices)).astype(int))):
+            parts[name].append(part)
+    splits = {name: np.sort(np.concatenate(part)) for name, part in parts.items()}
+    labels = digits.target.astype(np.int64)
+    # All callers share them.
+    for array in (images, labels, *splits.values()):
+        array.flags.writeable = False
+    return SourceDigits(images, labels, MappingProxyType(splits))
+
+
+class DrawnConfig(Protocol):
+    """What the parameters of all embedded sets have in common; see their classes."""
+
+    @property
+    def clutter(self) -> int: ...  # noqa: D102
+    @property
+    def fragment(self) -> tuple[float, float]: ...  # noqa: D102
+    @property
+    def contrast(self) -> tuple[float, float]: ...  # noqa: D102
+    @property
+    def shard_size(self) -> int: ...  # noqa: D102
+    @property
+    def seed(self) -> int: ...  # noqa: D102
+
+
+def check_drawn(config: DrawnConfig) -> None:
+    """Check the parameters that all embedded sets have in common.
+
+    Args:
+        config: The parameters.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+    for name in ("fragment", "contrast"):
+        low, high = getattr(config, name)
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"{name}={(low, high)} must lie in (0, 1], ascending")
+    if config.clutter < 0 or config.seed < 0 or config.shard_size < 1:
+        raise ValueError(
+            f"clutter={config.clutter} and seed={config.seed} must be >= 0, shard_size={config.shard_size} >= 1"
+        )
+
+
+def load_split(config: DrawnConfig, split: str) -> tuple[SourceDigits, np.ndarray]:
+    """Load the source images and the indices of those that a split may show.
+
+    Args:
+        config: The parameters of a set, whose seed decides the split.
+        split: One of `SPLITS`.
+
+    Raises:
+        ValueError: If the split is unknown.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r} is unknown; valid: {', '.join(SPLITS)}")
+    sources = load_sources(config.seed)
+    return sources, sources.splits[split]
+
+
+def draw_clutter(
+    canvas: np.ndarray,
+    sources: SourceDigits,
+    pool: np.ndarray,
+    config: DrawnConfig,
+    sides: tuple[int, int],
+    rng: np.random.Generator,
+    grid: int = 1,
+) -> tuple[int, ...]:
+    """Draw fragments of digits at random places of a canvas, in place.
+
+    Args:
+        canvas: Grey values, uint8, (rows, columns).
+        sources: The source images.
+        pool: Indices of those that fragments may be cut from.
+        config: How many there are, and their sides and ink.
+        sides: Smallest and largest side of a digit's box, in pixels.
+        rng: Draws everything.
+        grid: See `paste`.
+
+    Returns:
+        Index of each fragment's source image.
+    """
+    chosen = rng.choice(pool, config.clutter)
+    for source in chosen:
+        digit = scale_digit(sources.images[source], sides, rng)
+        paste(canvas, _cut_fragment(digit, config.fragment, config.contrast, rng), rng, grid)
+    return tuple(int(source) for source in chosen)
+
+
+def scale_digit(digit: np.ndarray, sides: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
+    """Resize a square image to a side drawn between two, both included."""
+    side = int(rng.integers(sides[0], sides[1] + 1))
+    return np.asarray(Image.fromarray(digit).resize((side, side), Image.Resampling.BILINEAR))
+
+
+def _cut_fragment(
+    digit: np.ndarray, shares: tuple[float, float], contrast: tuple[float, float], rng: np.random.Generator
+) -> np.ndarray:
+    """Cut a rectangle from a digit, with sides that are drawn shares of the digit's and ink of a drawn strength."""
+    side = len(digit)
+    low, high = (max(1, round(side * share)) for share in shares)
+    height, width = rng.integers(low, high + 1, 2)
+    top, left = rng.integers(0, side - height + 1), rng.integers(0, side - width + 1)
+    piece = digit[top : top + height, left : left + width]
+    return (piece * rng.uniform(*contrast)).astype(np.uint8)
+
+
+def paste(canvas: np.ndarray, patch: np.ndarray, rng: np.random.Generator, grid: int = 1) -> tuple[int, int, int, int]:
+    """Draw a patch at a random place of a canvas, in place; return its left, top, right and bottom.
+
+    Args:
+        canvas: Grey values (rows, columns).
+        patch: Grey values of the patch, no larger.
+        rng: Draws the place.
+        grid: Its upper left corner lies at multiples of so many pixels.
+    """
+    height, width = patch.shape
+    top = grid * int(rng.integers(0, (canvas.shape[0] - height) // grid + 1))
+    left = grid * int(rng.integers(0, (canvas.shape[1] - width) // grid + 1))
+    region = canvas[top : top + height, left : left + width]
+    np.maximum(region, patch, out=region)
+    return left, top, left + width, top + height
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """Encode grey or RGB values, uint8, (H, W) or (H, W, 3), as a PNG file."""
+    png = io.BytesIO()
+    Image.fromarray(image).save(png, format="PNG")
+    return png.getvalue()

@@ -1,0 +1,40 @@
+"""A picture of an embedded set."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmod.data.synthetic.build import SyntheticSet
+
+__all__ = ["save_montage"]
+
+
+def save_montage(path: str | Path, dataset: SyntheticSet[Any], config: Any, columns: int = 8, rows: int = 4) -> None:
+    """Save a picture of the first test images of a set.
+
+    Args:
+        path: PNG file to write.
+        dataset: The set.
+        config: Its parameters.
+        columns: Images in a row.
+        rows: Number of rows.
+
+    Raises:
+        FileExistsError: If the file exists.
+    """
+    scale, gap = max(1, 96 // config.canvas), 4
+    cell = config.canvas * scale + gap
+    sheet = np.full((rows * cell + gap, columns * cell + gap), 255, np.uint8)
+    samples = dataset.compose(config, "test")
+    images = (sample[name] for sample in samples for name in sample if name.endswith("png"))
+    for index, image in zip(range(rows * columns), images):
+        top, left = gap + index // columns * cell, gap + index % columns * cell
+        large = np.asarray(Image.open(io.BytesIO(image))).repeat(scale, axis=0).repeat(scale, axis=1)
+        sheet[top : top + len(large), left : left + len(large)] = large
+    with open(path, "xb") as file:
+        Image.fromarray(sheet).save(file, format="PNG", optimize=True)
