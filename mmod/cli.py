@@ -22,6 +22,7 @@ COMMANDS = {
         "run open_clip's own training program on a routed model",
     ),
     "benchmark MODE": ("mmod.benchmarks.command", "time models, ops, generation, or a suite of them"),
+    "data COMMAND": ("mmod.data.commands", "build an embedded set, convert a table of pairs, check conversations"),
     "configs [NAME]": ("mmod.io.configs", "list the configs that come with mmod, or print one"),
 }
 """Each command to the module whose `main` runs it, and what it does."""

@@ -35,38 +35,39 @@ Every image is opened, every role and the number of `<image>` checked. Started a
 was interrupted. Records with a fault are listed with the reason, and left out only with `--on_fault drop`."""
 
 
-def main(arguments: Sequence[str], prog: str | None = None) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Run one of `COMMANDS` and print what was made.
 
     Args:
         arguments: Name of the command, and its own arguments.
-        prog: What the program is called in its help; by default what was started.
 
     Raises:
-        SystemExit: If the command line is wrong, or the command fails; the message is one line.
+        SystemExit: With code 2 if the command line is wrong, with one line if the command fails.
     """
-    name, *rest = arguments or [""]
-    if name not in COMMANDS:
-        sys.exit(f"error: data command {name!r} is unknown; valid: {', '.join(COMMANDS)}")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=COMMANDS)
+    name = parser.parse_args(arguments[:1]).command
+    # A script of `datasets/` is named after its command, `mmod data` is not.
+    prog = parser.prog if parser.prog.endswith(".py") else f"{parser.prog} {name}"
     try:
-        COMMANDS[name](rest, prog)
+        COMMANDS[name](arguments[1:], prog)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(f"error: {error}")
 
 
-def _digits(arguments: Sequence[str], prog: str | None) -> None:
+def _digits(arguments: Sequence[str], prog: str) -> None:
     from mmod.data.synthetic.digits import DIGITS
 
     _build(DIGITS, arguments, prog)
 
 
-def _scenes(arguments: Sequence[str], prog: str | None) -> None:
+def _scenes(arguments: Sequence[str], prog: str) -> None:
     from mmod.data.synthetic.scenes import SCENES
 
     _build(SCENES, arguments, prog)
 
 
-def _questions(arguments: Sequence[str], prog: str | None) -> None:
+def _questions(arguments: Sequence[str], prog: str) -> None:
     from mmod.data.synthetic.priors import measure_prior
     from mmod.data.synthetic.question_files import QUESTIONS, export_questions
 
@@ -76,13 +77,13 @@ def _questions(arguments: Sequence[str], prog: str | None) -> None:
             print(f"right without looking: {kind} {100 * share:.1f} %")
 
 
-def _build(dataset: Any, arguments: Sequence[str], prog: str | None, export: Callable[..., Any] | None = None) -> Any:
+def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[..., Any] | None = None) -> Any:
     """Build or draw a set as a command line says: a difficulty gives the defaults, options change them.
 
     Args:
         dataset: A `SyntheticSet`.
         arguments: The command line.
-        prog: See `main`.
+        prog: What the program is called in its help.
         export: Writes JSON with images instead of shards, as `SyntheticSet.build` does shards.
 
     Returns:
@@ -123,19 +124,19 @@ def _build(dataset: Any, arguments: Sequence[str], prog: str | None, export: Cal
     return config
 
 
-def _convert_pairs(arguments: Sequence[str], prog: str | None) -> None:
+def _convert_pairs(arguments: Sequence[str], prog: str) -> None:
     from mmod.data.convert.pairs import ConvertConfig, convert_pairs
 
     print(convert_pairs(_parse_conversion(_PAIRS, ConvertConfig, arguments, prog)))
 
 
-def _convert_conversations(arguments: Sequence[str], prog: str | None) -> None:
+def _convert_conversations(arguments: Sequence[str], prog: str) -> None:
     from mmod.data.convert.conversations import ConvertConversationsConfig, convert_conversations
 
     print(convert_conversations(_parse_conversion(_CONVERSATIONS, ConvertConversationsConfig, arguments, prog)))
 
 
-def _parse_conversion(description: str, kind: Callable[..., Any], arguments: Sequence[str], prog: str | None) -> Any:
+def _parse_conversion(description: str, kind: Callable[..., Any], arguments: Sequence[str], prog: str) -> Any:
     """Read the config of a conversion from `SOURCE OUTPUT [--key value]`."""
     parser = _create_parser(description=description, usage="%(prog)s SOURCE OUTPUT [--key value]", prog=prog)
     parser.add_class_arguments(kind)
@@ -151,7 +152,7 @@ def _create_parser(**options: Any) -> ArgumentParser:
     )
 
 
-COMMANDS: dict[str, Callable[[Sequence[str], str | None], None]] = {
+COMMANDS: dict[str, Callable[[Sequence[str], str], None]] = {
     "digits": _digits,
     "scenes": _scenes,
     "questions": _questions,
