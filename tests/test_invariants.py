@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import mmod
 from mmod import RoutingConfig
-from tests.reference import as_double, reference_forward
+from mmod.benchmarks.oracle import reference_forward
 from tests.zoo import ZOO, make_images, make_model
 
 DENSE_FUNCTIONS = [
@@ -70,7 +70,7 @@ def test_full_capacity_is_bitwise_dense_in_bf16(name: str, config: RoutingConfig
 @pytest.mark.parametrize("name", ZOO)
 def test_matches_the_per_image_definition_with_gradients(name: str) -> None:
     for config in (ROUTERS["attention"], ROUTERS["linear"], ROUTERS["context"]):
-        model = as_double(mmod.route_(make_model(name), config))
+        model = mmod.route_(make_model(name), config).double()
         images = make_images(name, 2).double()
         expected = reference_forward(model, images)
         close(model(images), expected, 1e-6)

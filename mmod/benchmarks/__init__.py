@@ -1,16 +1,28 @@
 """Benchmarks of ops, routed models and generation; each speed is that of a path whose output was checked."""
 
-from mmod.benchmarks.generation.benchmark import GenerationConfig, GenerationRow, benchmark_generation
-from mmod.benchmarks.models.benchmark import BenchmarkConfig, benchmark
-from mmod.benchmarks.models.free import free_routing
+import warnings
+from typing import Any
+
+from mmod.benchmarks.generation.benchmark import benchmark_generation
+from mmod.benchmarks.generation.config import GenerationConfig, GenerationRow
+from mmod.benchmarks.models.benchmark import benchmark
+from mmod.benchmarks.models.config import BenchmarkConfig, BenchmarkRow
+from mmod.benchmarks.models.paths import free_routing
 from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig, OpRow, benchmark_ops
 from mmod.benchmarks.ops.cases import OpSize
 from mmod.benchmarks.oracle import WrongOutputError, check_dense, check_reference
-from mmod.benchmarks.report import BenchmarkReport, BenchmarkRow
-from mmod.benchmarks.suite import Bar, SuiteConfig, SuiteFailedError, benchmark_suite
+from mmod.benchmarks.report import BenchmarkReport
+from mmod.benchmarks.suite import SuiteConfig, SuiteFailedError, Threshold, benchmark_suite
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Bar":
+        warnings.warn("mmod.benchmarks.Bar is called Threshold", DeprecationWarning, stacklevel=2)
+        return Threshold
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
-    "Bar",
     "BenchmarkConfig",
     "BenchmarkReport",
     "BenchmarkRow",
@@ -21,6 +33,7 @@ __all__ = [
     "OpSize",
     "SuiteConfig",
     "SuiteFailedError",
+    "Threshold",
     "WrongOutputError",
     "benchmark",
     "benchmark_generation",

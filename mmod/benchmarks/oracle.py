@@ -1,7 +1,7 @@
-"""Is a routed model's output right? Checks against the dense model and a slow loop over single images.
+"""Oracle of routed models: their definition as a slow loop over single images, and checks against it.
 
-No speed is worth reporting for a wrong result, so a benchmark runs these first.
-Axes: B images, N tokens, K slots per image, D channels, H heads.
+Benchmarks run the checks before they time anything, and the tests hold every kind of model to the same definition.
+Axes: B images, N tokens, K slots per image.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mmod.adapters import find_stack
 from mmod.analysis.trace import trace
-from mmod.benchmarks.models.free import sharing_copy
-from mmod.blocks import ImportanceBlock, RoutedBlock, RoutedState, SharedScore, convert
+from mmod.benchmarks.models.paths import sharing_copy
+from mmod.blocks import RoutedBlock, host_class
 from mmod.config import Threshold
 from mmod.model import routed_blocks, unroute_
-from mmod.routing import Router, Routing, apply_gate
+from mmod.routing import Router, Routing
 
 # The last kept and the first skipped score of an image must differ by this many times the rounding of its scores:
 # closer ones may change places when the same sums are taken in another order.
 CLEAR_MARGIN = 4
-
-
 # Error of torch's own operations by dtype, as a share of the largest value: beyond it, something is wrong with them.
 PLAIN_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -79,7 +79,7 @@ def check_error_rule(what: str, found: Tensor, plain: Tensor, exact: Tensor, dty
         raise WrongOutputError(f"{what}: the shape is {tuple(found.shape)}, not {tuple(exact.shape)}")
     scale = float(exact.abs().max()) if exact.numel() else 0.0
     error, allowed = (float((x.double() - exact).abs().max()) if x.numel() else 0.0 for x in (found, plain))
-    # Small results that torch hits by chance leave room for a rounding or two.
+    # 2 ulp are allowed in case torch's own error happens to be 0.
     allowed = 2 * allowed + 2 * torch.finfo(plain.dtype).eps * scale
     if not error <= allowed:
         raise WrongOutputError(
@@ -109,11 +109,10 @@ def check_dense(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> No
 
 @torch.no_grad()
 def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> None:
-    """Check a routed model against a loop over single images and tokens.
+    """Check a routed model against a loop over single images and tokens, see `reference_forward`.
 
-    The loop scores on its own (importance from the full attention map), selects by Python's sort or by comparing with
-    the threshold, and writes one token at a time. Where kept tokens attend to all, they are taken from the block's
-    result for all tokens.
+    Scores and outputs are compared where each of the model's decisions is given to the loop, and each decision with
+    what Python's sort, or the threshold, makes of the model's scores: close scores may change places in another batch.
 
     Args:
         model: A routed model in evaluation; it is not changed.
@@ -125,123 +124,162 @@ def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -
     """
     with trace(model) as decisions:
         output = model(images)
-    loop = sharing_copy(model)
-    routers = {name: block.router for name, block in routed_blocks(model).items()}
-    states: dict[str, _LoopState] = {}
-    for name, module in loop.named_modules():
-        if isinstance(module, RoutedBlock):
-            states[name] = _LoopState(module.mod_state)
-            convert(module, _LoopBlock, states[name])
-        elif isinstance(module, ImportanceBlock):
-            convert(module, _MapBlock, module.mod_state)
+    loop, blocks = _Loop(model), routed_blocks(model)
     for image in range(images.shape[0]):
-        for name, state in states.items():
-            state.routing = _only(decisions[name], image)
-        expected = loop(images[image : image + 1])
-        for name, state in states.items():
-            assert state.seen_score_N is not None
-            score = decisions[name].score_BN[image]
-            check_close(f"the scores of {name} against a single image's", score, state.seen_score_N, tolerance)
-            _check_selection(name, routers[name], _kept(decisions[name], image), decisions[name].score_BN, image)
+        given = {name: routing.index_BK[image][_filled(routing, image)].tolist() for name, routing in decisions.items()}
+        expected, scores = loop.run(images[image : image + 1], given)
+        for name, kept in given.items():
+            score_BN, router = decisions[name].score_BN, blocks[name].router
+            check_close(f"the scores of {name} against a single image's", score_BN[image], scores[name], tolerance)
+            wanted = _keep(router, score_BN[image])
+            if kept != wanted:
+                raise WrongOutputError(f"{name} keeps {kept}, but by its scores it must keep {wanted}")
         check_close("the routed output against a loop over images", output[image], expected[0], tolerance)
 
 
-def _only(routing: Routing, image: int) -> Routing:
-    part = slice(image, image + 1)
-    gate_BK, valid_BK = routing.gate_BK, routing.valid_BK
-    return Routing(
-        routing.score_BN[part],
-        routing.index_BK[part],
-        None if gate_BK is None else gate_BK[part],
-        None if valid_BK is None else valid_BK[part],
-    )
+def _filled(routing: Routing, image: int) -> Tensor | slice:
+    return slice(None) if routing.valid_BK is None else routing.valid_BK[image]
 
 
-def _kept(routing: Routing, image: int) -> list[int]:
-    index_K = routing.index_BK[image]
-    kept: list[int] = (index_K if routing.valid_BK is None else index_K[routing.valid_BK[image]]).tolist()
-    return kept
+def reference_forward(model: nn.Module, images: Tensor) -> Tensor:
+    """Run a routed timm model by its definition: one image at a time, selection by Python's sort, row by row.
+
+    Blocks are run by their host class on each image's kept tokens, importance comes from full attention maps, and
+    everything between the blocks is the model's own. Gradients reach the model's parameters.
+
+    Args:
+        model: A routed model; it is not changed.
+        images: Images (B, C, height, width).
+
+    Returns:
+        The outputs of all images.
+
+    Example:
+        >>> import timm, mmod
+        >>> model, images = mmod.route_(timm.create_model("test_vit").eval()), torch.randn(2, 3, 160, 160)
+        >>> bool(torch.allclose(reference_forward(model, images), model(images), atol=1e-4))
+        True
+    """
+    loop = _Loop(model)
+    return torch.cat([loop.run(image)[0] for image in images.split(1)])
 
 
-def _check_selection(name: str, router: Router, kept: list[int], score_BN: Tensor, image: int) -> None:
-    prefix, tokens = router.prefix, score_BN.shape[1]
-    select = router.config.select
+def kept_of(score: Sequence[float], count: int, prefix: int) -> list[int]:
+    """Return the prefix and the best other tokens, ascending; ties go to the lower index, NaN ranks last.
+
+    Args:
+        score: Scores of an image's tokens.
+        count: Tokens kept, prefix included.
+        prefix: Leading tokens that are always kept.
+
+    Example:
+        >>> kept_of([0.0, 0.2, float("nan"), 0.9, 0.2], count=3, prefix=1)
+        [0, 1, 3]
+    """
+    rest = sorted(range(prefix, len(score)), key=lambda token: (math.isnan(score[token]), -score[token], token))
+    return sorted([*range(prefix), *rest[: count - prefix]])
+
+
+def _keep(router: Router, score_N: Tensor) -> list[int]:
+    """Return the tokens of one image that a router must keep."""
+    prefix, tokens, select = router.prefix, score_N.shape[0], router.config.select
     if not isinstance(select, Threshold):
-        score, count = score_BN[image].tolist(), max(1, prefix, math.floor(router.capacity * tokens))
-        reached = sorted(range(prefix, tokens), key=lambda token: (-score[token], token))[: count - prefix]
-    else:
-        level = router.config.router.squashed(score_BN)[image].tolist()
-        reached = [token for token in range(prefix, tokens) if level[token] >= select.threshold]
-    expected = sorted([*range(prefix), *reached])
-    if kept != expected:
-        raise WrongOutputError(f"{name} keeps {kept}, but by its scores it must keep {expected}")
+        return kept_of(score_N.tolist(), max(1, prefix, math.floor(router.capacity * tokens)), prefix)
+    level = router.config.router.squashed(score_N[None])[0].tolist()
+    return [token for token in range(tokens) if token < prefix or level[token] >= select.threshold]
 
 
-class _LoopState:
-    """What a block of the loop knows: how it is called, where shared scores come from, and the given selection."""
-
-    def __init__(self, routed: RoutedState) -> None:
-        self.call = routed.call
-        self.span, self.first, self.last = routed.span, routed.first, routed.last
-        self.routing: Routing | None = None
-        self.seen_score_N: Tensor | None = None
+_GATES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+    "identity": lambda score, scale: torch.ones_like(score),
+    "linear": lambda score, scale: scale * score,
+    "sigmoid": lambda score, scale: scale * torch.sigmoid(score),
+    "tanh": lambda score, scale: 1 + scale * torch.tanh(score),
+}
 
 
-class _LoopBlock(nn.Module):
-    """A routed block for one image, token by token, that applies a given selection and notes its own score."""
+class _Loop:
+    """A copy of a routed model, on the same weights, that runs one image by the definition."""
 
-    router: Router
-    mod_state: _LoopState
+    def __init__(self, model: nn.Module) -> None:
+        self.model = sharing_copy(model)
+        stack = find_stack(self.model)
+        reads_importance = any(b.router.config.router.reads_importance for b in routed_blocks(self.model).values())
+        self._given: Mapping[str, list[int]] | None = None
+        self._scores: dict[str, Tensor] = {}
+        # Importance in the last dense block, and what the first of several consecutive routed blocks drew (N).
+        self._importance: Tensor | None = None
+        self._drawn: Tensor | None = None
+        block: Any
+        for name, block in zip(stack.names, stack.blocks):
+            run = partial(host_class(block).forward, block)
+            if isinstance(block, RoutedBlock):
+                block.forward = partial(self._routed, name, block, run)
+            else:
+                block.forward = partial(self._dense, run, reads_importance)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        state, routing = self.mod_state, self.mod_state.routing
-        assert routing is not None
-        score_BN = self._score(x)
-        state.seen_score_N = score_BN[0]
-        kept = _kept(routing, 0)
+    def run(self, image: Tensor, given: Mapping[str, list[int]] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the output and each block's scores (N), for decisions of its own or given ones."""
+        self._given, self._scores = given, {}
+        return self.model(image), self._scores
+
+    def _dense(
+        self, run: Callable[..., Tensor], reads_importance: bool, x: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self._drawn = None
+        if not reads_importance:
+            return run(x, *args, **kwargs)
+        with _FullMaps() as maps:
+            y = run(x, *args, **kwargs)
+        if maps.seen:
+            self._importance = torch.stack([m.mean(dim=(1, 2)) for m in maps.seen]).mean(dim=0)[0]
+        return y
+
+    def _routed(
+        self, name: str, block: Any, run: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        config = block.router.config
+        score = self._scores[name] = self._score(block.router, x)
+        kept = _keep(block.router, score) if self._given is None else self._given[name]
         if not kept:
             return x
-        z_BKD = torch.stack([x[0, token] for token in kept]).unsqueeze(0)
-        if self.router.config.context == "all":
-            y_BKD = super().forward(x, *args, **kwargs)[:, kept]
+        index = torch.tensor(kept, device=x.device)
+        if config.context == "all":
+            y = run(x, *args, **kwargs)[:, index]
         else:
-            only_kept = routing._replace(index_BK=torch.tensor([kept], device=x.device), valid_BK=None)
-            y_BKD = super().forward(z_BKD, **state.call.select_tokens(state.call.bind(args, kwargs), x, only_kept))
-        gate_BN = apply_gate(score_BN, self.router.config.gate.name, self.router.config.gate.scale)
-        out = x.clone()
+            y = run(x[:, index], **_narrow(block.mod_state.call, index, args, kwargs))
+        gate = _GATES[config.gate.name](score, config.gate.scale).to(x.dtype)
+        rows = list(x[0].unbind(0))
         for slot, token in enumerate(kept):
-            gate = 1.0 if gate_BN is None else float(gate_BN[0, token])
-            out[0, token] = z_BKD[0, slot] + gate * (y_BKD[0, slot] - z_BKD[0, slot])
-        return out
+            rows[token] = rows[token] + gate[token] * (y[0, slot] - rows[token])
+        if config.gate.reweight_skipped:
+            rows = [row if token in kept else gate[token] * row for token, row in enumerate(rows)]
+        return torch.stack(rows).unsqueeze(0)
 
-    def _score(self, x: Tensor) -> Tensor:
-        state, config = self.mod_state, self.router.config
-        if config.router.shared and not (config.router.draws and state.first):
-            assert state.span is not None
-            shared = state.span.of(x, state.last)
-            assert shared is not None
-            return shared.score_BN
-        assert self.router.score is not None
-        score_BN: Tensor = self.router.score(x)
-        if config.router.draws and state.span is not None:
-            state.span.put(SharedScore(score_BN))
-        return score_BN
+    def _score(self, router: Router, x: Tensor) -> Tensor:
+        if router.config.router.reads_importance:
+            assert self._importance is not None
+            return self._importance
+        if router.config.router.draws and self._drawn is not None:
+            return self._drawn
+        assert router.score is not None
+        score: Tensor = router.score(x)[0]
+        self._drawn = score if router.config.router.draws else None
+        return score
 
 
-class _MapBlock(nn.Module):
-    """A dense block that takes importance from full attention maps."""
-
-    mod_state: Any
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with _FullMaps() as maps:
-            y = super().forward(x, *args, **kwargs)
-        self.mod_state.span.put(SharedScore(torch.stack([m.mean(dim=(1, 2)) for m in maps.seen]).mean(dim=0)))
-        return y
+def _narrow(call: Any, index: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a timm block's arguments after the tokens for the kept tokens alone."""
+    narrowed = {**dict(zip(call.names, args)), **kwargs}
+    for name, value in narrowed.items():
+        if name == "rope" and value is not None:
+            narrowed[name] = value[..., index[call.rope_prefix :] - call.rope_prefix, :]
+        elif isinstance(value, Tensor):
+            narrowed[name] = value[..., index, :][..., index] if value.shape[-2] > 1 else value[..., index]
+    return narrowed
 
 
 class _FullMaps(TorchFunctionMode):
-    """Notes the attention map of every attention call inside it."""
+    """Records the attention map of every attention call inside it, in float32 or better and without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,16 +294,16 @@ class _FullMaps(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        wanted = torch.promote_types(result.dtype, torch.float32) if isinstance(result, Tensor) else None
         if func is F.scaled_dot_product_attention:
-            query, key = args[:2]
-            scale = kwargs.get("scale") or query.shape[-1] ** -0.5
-            product = query.double() @ key.double().transpose(-2, -1) * scale
+            query, key = (x.detach().double() for x in args[:2])
+            product = query @ key.transpose(-2, -1) * (kwargs.get("scale") or query.shape[-1] ** -0.5)
             mask = kwargs.get("attn_mask")
             if mask is not None:
                 product = product.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else product + mask
-            self.seen.append(torch.softmax(product, dim=-1).float())
+            self.seen.append(torch.softmax(product, dim=-1).to(wanted))
         elif func in (torch.softmax, Tensor.softmax, F.softmax) and result.ndim == 4:
-            self.seen.append(result.float())
+            self.seen.append(result.detach().to(wanted))
         return result
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks that take long: run after run, each kept once it is done, so that a killed one goes on where it was."""
+"""Resume log: the runs of a benchmark are kept one by one, so that a killed benchmark goes on where it was."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mmod.benchmarks.report import (
     AnyRow,
     BenchmarkReport,
     Row,
-    check_same,
     environment,
     plain_options,
     refuse_to_overwrite,
 )
+from mmod.io.claim import check_same
 
 
 class Options(Protocol):
@@ -48,13 +48,13 @@ def run_all(
     progress: bool,
     notes: Callable[[Sequence[AnyRow]], Sequence[str]] | None = None,
 ) -> BenchmarkReport:
-    """Make the runs of a benchmark that are not done yet, and write the results of all.
+    """Run what is missing of a benchmark and write the results of all runs.
 
     Args:
         config: Its options.
         title: What is measured, in a few words.
         row: The class of its rows.
-        runs: Name of each run to what makes it.
+        runs: The runs by name; each returns its rows.
         progress: Show a progress bar on stderr.
         notes: Returns what a reader of the table must know, from the rows.
 
@@ -67,22 +67,22 @@ def run_all(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     options, folder, machine = plain_options(config), Path(config.out), environment(config.device)
-    journal = Journal(folder, options, machine)
-    missing = [name for name in runs if name not in journal.runs]
+    log = ResumeLog(folder, options, machine)
+    missing = [name for name in runs if name not in log.runs]
     with tqdm(total=len(runs), initial=len(runs) - len(missing), disable=not progress, unit="run") as bar:
         for name in missing:
             bar.set_description(name)
-            journal.add(name, runs[name]())
+            log.add(name, runs[name]())
             bar.update()
-    rows = [row.from_dict(values) for name in runs for values in journal.runs[name]]
+    rows = [row.from_dict(values) for name in runs for values in log.runs[name]]
     report = BenchmarkReport(title, options, machine, rows, notes(rows) if notes else ())
     report.save(folder)
-    journal.close()
+    log.close()
     return report
 
 
-class Journal:
-    """The runs of a benchmark that is not finished, a line each, so that a killed benchmark goes on where it was.
+class ResumeLog:
+    """The runs of a benchmark that is not finished, one line of JSON each.
 
     Args:
         folder: Where the results will be; nothing is written before the first run is added.
@@ -107,7 +107,7 @@ class Journal:
         lines = self._path.read_text().splitlines(keepends=True)
         whole = [json.loads(line) for line in lines if line.endswith("\n")]
         if whole:
-            check_same(self._path, whole[0], self._head)
+            check_same(self._path, whole[0], self._head, kind="a benchmark")
         self.runs = {entry["run"]: entry["rows"] for entry in whole[1:]}
         if len(whole) < len(lines):
             self._path.write_text("".join(line for line in lines if line.endswith("\n")))

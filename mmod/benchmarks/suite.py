@@ -1,4 +1,4 @@
-"""Several benchmarks by one command, and which of the bars set for them are met."""
+"""Suites: several benchmarks by one command, checked against thresholds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 
-from mmod.benchmarks.generation.benchmark import GenerationConfig, GenerationRow, benchmark_generation
-from mmod.benchmarks.models.benchmark import BenchmarkConfig, benchmark
+from mmod.benchmarks.generation.benchmark import benchmark_generation
+from mmod.benchmarks.generation.config import GenerationConfig, GenerationRow
+from mmod.benchmarks.models.benchmark import benchmark
+from mmod.benchmarks.models.config import BenchmarkConfig, BenchmarkRow
 from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig, OpRow, benchmark_ops
 from mmod.benchmarks.report import (
+    FORMER_COLUMNS,
     UNFINISHED,
     BenchmarkReport,
-    BenchmarkRow,
     Row,
+    current_columns,
     environment,
     finished_rows,
     plain_options,
@@ -25,7 +28,7 @@ from mmod.benchmarks.report import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
+class Threshold:
     """A limit that rows of a benchmark must keep.
 
     Args:
@@ -49,17 +52,19 @@ class Bar:
 
     def __post_init__(self) -> None:
         if (self.at_least is None) == (self.at_most is None):
-            raise ValueError(f"the bar {self.name!r} needs either at_least or at_most")
+            raise ValueError(f"the threshold {self.name!r} needs either at_least or at_most")
+        object.__setattr__(self, "column", FORMER_COLUMNS.get(self.column, self.column))
+        object.__setattr__(self, "where", current_columns(self.where))
 
-    def judge(self, rows: Sequence[Mapping[str, Any]]) -> BarRow:
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> ThresholdRow:
         """Return whether rows keep the limit, and by how much the worst of them keeps or misses it.
 
         Args:
             rows: Rows of its parts, as plain values.
 
         Example:
-            >>> bar = Bar(name="fast", parts=["ops"], column="of_bound", at_least=0.85, where={"op": "merge_rows"})
-            >>> row = bar.judge([{"op": "merge_rows", "of_bound": {"median": 0.8}}])
+            >>> fast = Threshold(name="fast", parts=["ops"], column="of_bound", at_least=0.85)
+            >>> row = fast.check([{"op": "merge_rows", "of_bound": {"median": 0.8}}])
             >>> row.met, round(row.margin, 2)
             (False, -0.05)
         """
@@ -67,11 +72,11 @@ class Bar:
         assert limit is not None
         counted = [(row, value) for row in rows if self._counts(row) and (value := self._value(row)) is not None]
         if not counted:
-            return BarRow(self.name, 0, "", None, limit, None, False)
+            return ThresholdRow(self.name, 0, "", None, limit, None, False)
         sign = 1.0 if self.at_least is not None else -1.0
         row, worst = min(counted, key=lambda pair: sign * pair[1])
         margin = sign * (worst - limit)
-        return BarRow(self.name, len(counted), _describe(row), worst, limit, margin, margin >= 0)
+        return ThresholdRow(self.name, len(counted), _describe(row), worst, limit, margin, margin >= 0)
 
     def _counts(self, row: Mapping[str, Any]) -> bool:
         return all(row[name] in (v if isinstance(v, list) else [v]) for name, v in self.where.items())
@@ -83,8 +88,8 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class BarRow(Row):
-    """A bar and what was measured.
+class ThresholdRow(Row):
+    """A threshold and what was measured.
 
     Args:
         name: What is asked for.
@@ -96,7 +101,7 @@ class BarRow(Row):
         met: Whether every row keeps it; not where nothing was measured.
     """
 
-    HEADER = ("bar", "verdict", "limit", "worst", "rows", "worst row")
+    HEADER = ("threshold", "verdict", "limit", "worst", "rows", "worst row")
 
     name: str
     rows: int
@@ -116,23 +121,25 @@ class BarRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteConfig:
-    """Benchmarks and the bars set for them.
+    """Benchmarks and the thresholds that they must keep.
 
     Args:
         ops: Benchmarks of ops; `out` names the folder of each within that of the suite.
         models: Benchmarks of models, likewise.
         generation: Benchmarks of generation, likewise.
-        bars: Limits that their rows must keep.
+        thresholds: Limits that their rows must keep.
+        bars: Their earlier name; those given here are added.
         out: Folder for all results. A suite that was killed goes on in the same folder.
 
     Raises:
-        ValueError: Parts that share a folder, or a bar over parts or columns that do not exist.
+        ValueError: Parts that share a folder, or a threshold over parts or columns that do not exist.
     """
 
     ops: list[OpBenchmarkConfig] = field(default_factory=list)
     models: list[BenchmarkConfig] = field(default_factory=list)
     generation: list[GenerationConfig] = field(default_factory=list)
-    bars: list[Bar] = field(default_factory=list)
+    thresholds: list[Threshold] = field(default_factory=list)
+    bars: list[Threshold] = field(default_factory=list)
     out: str = "runs/benchmark_suite"
 
     def __post_init__(self) -> None:
@@ -143,19 +150,24 @@ class SuiteConfig:
         columns = {part.out: _columns(OpRow) for part in self.ops}
         columns |= {part.out: _columns(BenchmarkRow) for part in self.models}
         columns |= {part.out: _columns(GenerationRow) for part in self.generation}
-        for bar in self.bars:
-            for part in bar.parts:
+        object.__setattr__(self, "thresholds", [*self.thresholds, *self.bars])
+        object.__setattr__(self, "bars", [])
+        for threshold in self.thresholds:
+            for part in threshold.parts:
                 if part not in columns:
-                    raise ValueError(f"the bar {bar.name!r} is set for {part!r}; parts are {', '.join(names)}")
-                unknown = sorted({bar.column, *bar.where} - columns[part])
+                    raise ValueError(
+                        f"the threshold {threshold.name!r} is set for {part!r}; parts are {', '.join(names)}"
+                    )
+                unknown = sorted({threshold.column, *threshold.where} - columns[part])
                 if unknown:
                     raise ValueError(
-                        f"the bar {bar.name!r} names columns {unknown}; {part} has {', '.join(sorted(columns[part]))}"
+                        f"the threshold {threshold.name!r} names columns {unknown}; "
+                        f"{part} has {', '.join(sorted(columns[part]))}"
                     )
 
 
 class SuiteFailedError(RuntimeError):
-    """Parts of a suite failed; the others were measured and judged.
+    """Parts of a suite failed; the others were measured and checked.
 
     Args:
         failures: What went wrong, by part.
@@ -168,7 +180,7 @@ class SuiteFailedError(RuntimeError):
 
 
 def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkReport:
-    """Run all benchmarks of a suite that are not finished yet, and judge them by its bars.
+    """Run all benchmarks of a suite that are not finished yet, and check their rows against its thresholds.
 
     A part that fails does not keep the next ones from running; the same command tries it again.
 
@@ -177,12 +189,12 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
         progress: Show progress bars on stderr.
 
     Returns:
-        A row for each bar. The benchmarks' own tables are in the folders of the parts.
+        A row for each threshold. The benchmarks' own tables are in the folders of the parts.
 
     Raises:
         FileExistsError: The output folder holds a finished suite.
         ValueError: It holds a part with other options or of another machine.
-        SuiteFailedError: Parts failed. The report is written all the same, and bars over those parts are not judged.
+        SuiteFailedError: Parts failed. The report is written all the same; thresholds over them are not checked.
     """
     folder = Path(config.out)
     refuse_to_overwrite(folder)
@@ -197,12 +209,12 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
             rows[part.out] = _run(part, run, folder, progress) if found is None else found
         except Exception as error:
             failures[part.out] = f"{type(error).__name__}: {error}"
-    judged = [
-        bar.judge([] if failures.keys() & set(bar.parts) else [row for part in bar.parts for row in rows[part]])
-        for bar in config.bars
+    checked = [
+        each.check([] if failures.keys() & set(each.parts) else [row for part in each.parts for row in rows[part]])
+        for each in config.thresholds
     ]
     notes = [f"{part} failed: {why}" for part, why in failures.items()]
-    report = BenchmarkReport("bars", plain_options(config), environment(measures[0][0].device), judged, notes)
+    report = BenchmarkReport("thresholds", plain_options(config), environment(measures[0][0].device), checked, notes)
     report.save(folder)
     if failures:
         (folder / UNFINISHED).touch()

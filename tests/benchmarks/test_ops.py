@@ -14,11 +14,11 @@ import yaml
 
 import mmod
 from mmod.benchmarks import (
-    Bar,
     BenchmarkConfig,
     OpBenchmarkConfig,
     OpSize,
     SuiteConfig,
+    Threshold,
     WrongOutputError,
     benchmark_ops,
     benchmark_suite,
@@ -27,7 +27,7 @@ from mmod.benchmarks.command import MODES, main
 from mmod.benchmarks.models.benchmark import _Bench
 from mmod.benchmarks.ops import benchmark as op_benchmark
 from mmod.benchmarks.ops import roofline
-from mmod.benchmarks.ops.baselines import packed_rivals
+from mmod.benchmarks.ops.baselines import packed_baselines
 from mmod.benchmarks.ops.benchmark import _calls, check_case
 from mmod.benchmarks.ops.cases import CASES, make_case
 from mmod.benchmarks.ops.roofline import Rates, Work
@@ -39,7 +39,7 @@ SUITES = sorted((ROOT / "configs" / "benchmark").glob("*.yaml"))
 
 
 @pytest.fixture
-def small_controls(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates mean nothing here, so their measurement may be quick."""
     for sizes in (roofline.COPIED_BYTES, roofline.FLUSHED_BYTES):
         monkeypatch.setitem(sizes, "cpu", 1 << 16)
@@ -56,7 +56,7 @@ def check(op: str, size: OpSize, dtype: torch.dtype, train: bool, backends: list
     options = OpBenchmarkConfig(backends=backends, compiled=compiled)
     calls, left_out = _calls(options, op, case, case.learns if train else ())
     assert not left_out
-    assert len(calls) == (len(backends) + len(case.rivals)) if not compiled else len(calls) > len(backends)
+    assert len(calls) == (len(backends) + len(case.baselines)) if not compiled else len(calls) > len(backends)
     check_case(op, case, calls, dtype, train)
 
 
@@ -89,7 +89,7 @@ def test_compiled_forms_are_checked_too() -> None:
         ("merge_rows", "mmod.ops.reference.lerp_rows", "merge_rows by torch, result 0|merge_rows by auto, result 0"),
     ],
 )
-@pytest.mark.usefixtures("small_controls")
+@pytest.mark.usefixtures("small_probes")
 def test_a_wrong_op_is_never_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, op: str, target: str, message: str
 ) -> None:
@@ -110,7 +110,7 @@ def test_wrong_gradients_are_found() -> None:
         check_case("gather_norm", case, off, torch.float32, True)
 
 
-@pytest.mark.usefixtures("small_controls")
+@pytest.mark.usefixtures("small_probes")
 def test_a_killed_benchmark_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = config(tmp_path, ops=["gather_rows", "scatter_rows"], step=["forward"])
     run, seen = op_benchmark._run, []
@@ -124,7 +124,7 @@ def test_a_killed_benchmark_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(op_benchmark, "_run", killed_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         benchmark_ops(options, progress=False)
-    with pytest.raises(ValueError, match=r"begun with other rounds \(2, now 3\)"):
+    with pytest.raises(ValueError, match=r"config\.rounds: 2 there, 3 now"):
         benchmark_ops(config(tmp_path, ops=["gather_rows", "scatter_rows"], step=["forward"], rounds=3))
     unfinished = tmp_path / "out" / "unfinished.jsonl"
     unfinished.write_text(unfinished.read_text() + '{"run": "cut of')
@@ -136,8 +136,8 @@ def test_a_killed_benchmark_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         benchmark_ops(options, progress=False)
 
 
-@pytest.mark.usefixtures("small_controls")
-def test_rows_hold_bound_rival_and_what_was_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("small_probes")
+def test_rows_hold_bound_baseline_and_what_was_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     main([
         "ops", "--ops=[packed_attention, attention_with_importance]", "--step=[forward]", "--dtypes=[bfloat16]",
@@ -152,9 +152,9 @@ def test_rows_hold_bound_rival_and_what_was_left_out(tmp_path: Path, capsys: pyt
     assert "bfloat16" in kernel["left_out"]
     assert any(note.startswith("Left out: packed_attention") for note in saved["notes"])
     timed = rows["packed_attention", "auto"]
-    assert timed["rival"] in packed_rivals([1], CPU, torch.float32)
-    assert rows["attention_with_importance", "auto"]["rival"] in ("attention alone", "map of all pairs")
-    assert rows["packed_attention", "padded"]["rival"] is None
+    assert timed["baseline"] in packed_baselines([1], CPU, torch.float32)
+    assert rows["attention_with_importance", "auto"]["baseline"] in ("attention alone", "map of all pairs")
+    assert rows["packed_attention", "padded"]["baseline"] is None
     assert timed["of_bound"]["median"] > 0
     assert timed["extra_bytes"] >= 0
 
@@ -183,30 +183,30 @@ def test_config_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tokens must be positive, got 0"):
         OpSize(images=1, tokens=0)
     with pytest.raises(ValueError, match="needs either at_least or at_most"):
-        Bar(name="both", parts=["a"], column="ms", at_least=1, at_most=2)
+        Threshold(name="both", parts=["a"], column="ms", at_least=1, at_most=2)
     part = OpBenchmarkConfig(out="a")
     with pytest.raises(ValueError, match=r"names columns \['of_free'\]; a has"):
-        SuiteConfig(ops=[part], bars=[Bar(name="b", parts=["a"], column="of_free", at_least=1)])
+        SuiteConfig(ops=[part], thresholds=[Threshold(name="b", parts=["a"], column="of_free", at_least=1)])
     with pytest.raises(ValueError, match="is set for 'b'; parts are a"):
-        SuiteConfig(ops=[part], bars=[Bar(name="b", parts=["b"], column="of_bound", at_least=1)])
+        SuiteConfig(ops=[part], thresholds=[Threshold(name="b", parts=["b"], column="of_bound", at_least=1)])
     with pytest.raises(ValueError, match="each with an out folder of its own"):
         SuiteConfig(ops=[part], models=[BenchmarkConfig(out="a")])
 
 
-@pytest.mark.usefixtures("small_controls")
-def test_a_suite_judges_its_bars_and_measures_no_part_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("small_probes")
+def test_a_suite_checks_thresholds_and_measures_no_part_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tiny_ops = config(tmp_path, ops=["gather_rows"], step=["forward"], out="ops")
     tiny_models = BenchmarkConfig(
         model="test_vit", model_args={"img_size": 64}, routers=["linear"], capacities=[0.25], batch_sizes=[2],
         execution=["eager"], step=["train"], seconds=0, rounds=2, out="models",
     )  # fmt: skip
-    bars = [
-        Bar(name="easy", parts=["ops"], where={"path": ["auto", "torch"]}, column="of_bound", at_least=0),
-        Bar(name="hard", parts=["models"], column="of_free", at_least=1000),
-        Bar(name="memory", parts=["models"], column="peak_of_bound", at_most=10),
-        Bar(name="elsewhere", parts=["ops"], where={"op": "merge_rows"}, column="of_bound", at_least=0),
+    thresholds = [
+        Threshold(name="easy", parts=["ops"], where={"path": ["auto", "torch"]}, column="of_bound", at_least=0),
+        Threshold(name="hard", parts=["models"], column="of_free", at_least=1000),
+        Threshold(name="memory", parts=["models"], column="peak_of_bound", at_most=10),
+        Threshold(name="elsewhere", parts=["ops"], where={"op": "merge_rows"}, column="of_bound", at_least=0),
     ]
-    suite = SuiteConfig(ops=[tiny_ops], models=[tiny_models], bars=bars, out=str(tmp_path / "suite"))
+    suite = SuiteConfig(ops=[tiny_ops], models=[tiny_models], thresholds=thresholds, out=str(tmp_path / "suite"))
     with monkeypatch.context() as patch:
         patch.setattr(_Bench, "run", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -222,13 +222,15 @@ def test_a_suite_judges_its_bars_and_measures_no_part_twice(monkeypatch: pytest.
         benchmark_suite(suite, progress=False)
 
 
-@pytest.mark.usefixtures("small_controls")
+@pytest.mark.usefixtures("small_probes")
 def test_a_suite_goes_on_past_a_part_that_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["suite", "--config", str(tmp_path / "suite.yaml")]
     part = {"sizes": [asdict(TINY)], "backends": ["auto"], "step": ["forward"], "seconds": 0.0, "rounds": 2}
+    # The keys of suites written by earlier versions.
     bars = [{"name": op, "parts": [op], "column": "of_bound", "at_least": 0} for op in ("gather_rows", "merge_rows")]
+    bars.append({"name": "former", "parts": ["merge_rows"], "column": "of_rival", "at_least": 0})
     parts = [{**part, "ops": [op], "out": op} for op in ("gather_rows", "merge_rows")]
     (tmp_path / "suite.yaml").write_text(json.dumps({"ops": parts, "bars": bars, "out": str(tmp_path / "out")}))
     with monkeypatch.context() as patch:
@@ -237,12 +239,12 @@ def test_a_suite_goes_on_past_a_part_that_fails(
         with pytest.raises(SystemExit, match="parts of the suite failed: gather_rows: WrongOutputError"):
             main(command)
     report = json.loads((tmp_path / "out" / "benchmark.json").read_text())
-    assert [row["met"] for row in report["rows"]] == [False, True]
+    assert [row["met"] for row in report["rows"]] == [False, True, True]
     assert report["notes"][0].startswith("gather_rows failed: WrongOutputError: gather_rows by auto")
     assert report["notes"][0] in capsys.readouterr().out
     main(command)
     report = json.loads((tmp_path / "out" / "benchmark.json").read_text())
-    assert [row["met"] for row in report["rows"]] == [True, True]
+    assert [row["met"] for row in report["rows"]] == [True, True, True]
     assert not report["notes"]
     with pytest.raises(FileExistsError, match=r"benchmark\.json exists"):
         main(command)
@@ -261,5 +263,7 @@ def test_suites_are_read_strictly_and_name_their_command(monkeypatch: pytest.Mon
     main(["suite", "--config", str(path)])
     relative = path.relative_to(ROOT)
     assert f"python tools/benchmark.py suite --config {relative}" in path.read_text()
-    assert [bar.name for bar in seen[0].bars] == [bar["name"] for bar in yaml.safe_load(path.read_text())["bars"]]
+    assert [each.name for each in seen[0].thresholds] == [
+        each["name"] for each in yaml.safe_load(path.read_text())["thresholds"]
+    ]
     assert seen[0].out == f"runs/benchmark/{path.stem}"

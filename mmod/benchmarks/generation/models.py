@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from mmod.analysis.calibrate import between
 from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.trace import trace
+from mmod.benchmarks.generation.config import GenerationConfig
 from mmod.benchmarks.oracle import WrongOutputError, check_close
 from mmod.config import RoutingConfig
 from mmod.model import route_, routed_blocks
 from mmod.planning import preset
-
-if TYPE_CHECKING:
-    from mmod.benchmarks.generation.benchmark import GenerationConfig
 
 TOLERANCE = 1e-4
 # Two small words, so that no id of a word is that of the image token.

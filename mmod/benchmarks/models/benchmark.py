@@ -5,101 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
+from mmod.benchmarks.models.config import DENSE, BenchmarkConfig, BenchmarkRow, Variant
 from mmod.benchmarks.models.steps import Step
-from mmod.benchmarks.models.variants import DENSE, Variant, Variants
-from mmod.benchmarks.report import BenchmarkReport, BenchmarkRow
+from mmod.benchmarks.models.variants import Variants
+from mmod.benchmarks.report import BenchmarkReport
 from mmod.benchmarks.resume import run_all
-from mmod.config import RoutingConfig, score
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchmarkConfig:
-    """What to time. Every combination of batch size, execution and step is one interleaved run of all models.
-
-    Args:
-        model: A name of timm's registry.
-        model_args: Further arguments of `timm.create_model`.
-        routers: Routers to time.
-        capacities: Shares of tokens kept, each with every router.
-        select: "topk", "threshold" (its thresholds are set so that it keeps as many tokens of the timed images), or
-            both.
-        context: What kept tokens attend to: "kept", "all", or both.
-        blocks: Which blocks are routed: "every_other", "all", or their indices.
-        controls: Time other ways to go about the first router's decisions, too: "loop" (image by image), "masked"
-            (every token computed), "removed" (the routed blocks left out).
-        batch_sizes: Images per call.
-        execution: "eager", "compiled" (`torch.compile` with `fullgraph=True`), "cudagraphs" (the same with
-            `mode="reduce-overhead"`, on a GPU only), or several of them. Threshold routing is compiled with
-            `max_tokens` set to the largest number of tokens that it keeps of an image.
-        step: "forward" (inference), "train" (forward, loss and backward, without the optimiser), or both.
-        image_size: Side of the image in pixels; None means the model's own.
-        seconds: Each run goes on for at least this long,
-        rounds: and for at least this many rounds, in which each model is called once.
-        threads: CPU threads; None leaves torch's choice.
-        device: "cpu" or "cuda".
-        dtype: Type of weights and images. Outputs are checked in float32 first, then in this type.
-        seed: Seed of weights, images and order.
-        out: Folder for `benchmark.json` and `benchmark.md`, which are never overwritten. A benchmark that was killed
-            goes on in the same folder.
-
-    Raises:
-        ValueError: Nothing to time, a model that is timed against itself, or CUDA graphs without a GPU.
-    """
-
-    model: str = "vit_small_patch16_224"
-    model_args: dict[str, Any] = field(default_factory=dict)
-    routers: list[str] = field(default_factory=lambda: ["linear", "attention"])
-    capacities: list[float] = field(default_factory=lambda: [0.125, 0.5])
-    select: list[Literal["topk", "threshold"]] = field(default_factory=lambda: ["topk"])
-    context: list[Literal["kept", "all"]] = field(default_factory=lambda: ["kept"])
-    blocks: str | list[int] = "every_other"
-    controls: list[Literal["loop", "masked", "removed"]] = field(default_factory=list)
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32])
-    execution: list[Literal["eager", "compiled", "cudagraphs"]] = field(default_factory=lambda: ["eager", "compiled"])
-    step: list[Literal["forward", "train"]] = field(default_factory=lambda: ["forward", "train"])
-    image_size: int | None = None
-    seconds: float = 30.0
-    rounds: int = 5
-    threads: int | None = None
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    seed: int = 0
-    out: str = "runs/benchmark"
-
-    def __post_init__(self) -> None:
-        for name in ("routers", "capacities", "select", "context", "batch_sizes", "execution", "step"):
-            values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
-                raise ValueError(f"{name} must name at least one value, and each once, got {values}")
-        if min(self.batch_sizes) < 1:
-            raise ValueError(f"batch_sizes must be positive, got {self.batch_sizes}")
-        if "cudagraphs" in self.execution and torch.device(self.device).type != "cuda":
-            raise ValueError(f"execution 'cudagraphs' needs device 'cuda', got {self.device!r}")
-
-    def routing(self, variant: Variant) -> RoutingConfig:
-        """Return the routing config of one of the timed models."""
-        return RoutingConfig(
-            router=score(variant.router, seed=self.seed) if variant.router == "random" else variant.router,
-            capacity=variant.capacity,
-            select=variant.select,
-            context=variant.context,
-            blocks=self.blocks if isinstance(self.blocks, str) else tuple(self.blocks),
-        )
-
-    def routed(self) -> list[Variant]:
-        """Return the routed models to time, the controls last."""
-        options = itertools.product(self.capacities, self.routers, self.select, self.context)
-        found = [Variant(router, capacity, select, context) for capacity, router, select, context in options]
-        controls = itertools.product(self.capacities, self.controls)
-        return found + [Variant(self.routers[0], capacity, path=path) for capacity, path in controls]
 
 
 def benchmark(config: BenchmarkConfig, progress: bool = True) -> BenchmarkReport:

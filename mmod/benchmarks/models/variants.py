@@ -9,7 +9,6 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,53 +17,15 @@ from mmod.analysis.calibrate import match_topk_
 from mmod.analysis.flops import flops
 from mmod.analysis.memory import held_by_blocks
 from mmod.analysis.trace import Trace, trace
-from mmod.benchmarks.models.free import free_routing, sharing_copy
-from mmod.benchmarks.models.paths import control
+from mmod.benchmarks.models.config import DENSE, BenchmarkConfig, Variant
+from mmod.benchmarks.models.paths import control, free_routing, sharing_copy
 from mmod.benchmarks.models.steps import Step, check_compiled
 from mmod.benchmarks.oracle import PLAIN_TOLERANCE, check_dense, check_reference, clear_images
 from mmod.model import route_
 
-if TYPE_CHECKING:
-    from mmod.benchmarks.models.benchmark import BenchmarkConfig
-
 CHECKED_IMAGES = 2
 # Of whole models in float32, whose errors average out over many sums.
 EXACT_TOLERANCE = 1e-5
-
-
-class Variant(NamedTuple):
-    """Names a model of a benchmark; fields are those of `BenchmarkRow`.
-
-    Args:
-        router: Its router, or "dense" or "free".
-        capacity: Share of tokens kept.
-        select: "topk" or "threshold".
-        context: What kept tokens attend to: "kept" or "all".
-        path: "routed", or one of `mmod.benchmarks.models.paths.CONTROLS`.
-    """
-
-    router: str
-    capacity: float
-    select: str = "topk"
-    context: str = "kept"
-    path: str = "routed"
-
-    @property
-    def free(self) -> Variant:
-        """The free routing that bounds this model."""
-        return Variant("free", self.capacity, context=self.context)
-
-    @property
-    def topk(self) -> Variant:
-        """The same model routed by top-k."""
-        return self._replace(select="topk")
-
-    def __str__(self) -> str:
-        """Return the name for messages."""
-        return f"{self.router} at capacity {self.capacity:g} ({self.select}, context {self.context}, {self.path})"
-
-
-DENSE = Variant("dense", 1.0)
 
 
 @dataclass(frozen=True)

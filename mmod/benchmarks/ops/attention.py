@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmod.benchmarks.ops.baselines import packed_rivals
+from mmod.benchmarks.ops.baselines import packed_baselines
 from mmod.benchmarks.ops.case import Maker, OpCase
 from mmod.benchmarks.ops.roofline import Work
 from mmod.ops import attention_with_importance, capture_importance, packed_attention
@@ -53,7 +53,7 @@ def importance_case(make: Maker) -> OpCase:
         inputs={name: make.heads(size.tokens) for name in ("q_BHNE", "k_BHNE", "v_BHNE")},
         learns=("q_BHNE", "k_BHNE", "v_BHNE"),
         exact=lambda q_BHNE, k_BHNE, v_BHNE: _attend_by_image(q_BHNE, k_BHNE, v_BHNE),
-        rivals={
+        baselines={
             "attention alone": lambda q_BHNE, k_BHNE, v_BHNE: F.scaled_dot_product_attention(q_BHNE, k_BHNE, v_BHNE),
             "map of all pairs": by_map,
         },
@@ -82,7 +82,7 @@ def packed_case(make: Maker) -> OpCase:
         inputs={**inputs, "max_seqlen": max(lengths)},
         learns=("q_THE", "k_THE", "v_THE"),
         exact=lambda q_THE, k_THE, v_THE, cu_seqlens, max_seqlen: _attend_by_lengths(q_THE, k_THE, v_THE, lengths),
-        rivals=packed_rivals(lengths, make.device, make.dtype),
+        baselines=packed_baselines(lengths, make.device, make.dtype),
         forward=forward,
         backward=backward,
     )
@@ -119,7 +119,7 @@ def importance_block_case(make: Maker) -> OpCase:
         inputs={"x_BND": make.rows(size.tokens), "block": block},
         learns=("x_BND",),
         exact=exact,
-        rivals={"block without importance": lambda x_BND, block: block(x_BND)},
+        baselines={"block without importance": lambda x_BND, block: block(x_BND)},
         forward=Work(2 * rows, flops),
         # Gradients of tokens and of weights.
         backward=Work(2 * rows, 2 * flops),

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmod.benchmarks.ops.case import Result
 
 
-def packed_rivals(lengths: list[int], device: torch.device, dtype: torch.dtype) -> dict[str, Callable[..., Result]]:
+def packed_baselines(lengths: list[int], device: torch.device, dtype: torch.dtype) -> dict[str, Callable[..., Result]]:
     """Return other implementations of `mmod.ops.packed_attention` that run here.
 
     Args:

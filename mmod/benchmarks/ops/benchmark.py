@@ -16,7 +16,7 @@ from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks.ops.case import Result
 from mmod.benchmarks.ops.cases import CASES, OpCase, OpSize, make_case
-from mmod.benchmarks.ops.roofline import Controls, cache_flush
+from mmod.benchmarks.ops.roofline import Probes, cache_flush
 from mmod.benchmarks.oracle import PLAIN_TOLERANCE, check_close, check_error_rule
 from mmod.benchmarks.report import BenchmarkReport, Row, spread_cell
 from mmod.benchmarks.resume import run_all
@@ -93,15 +93,15 @@ class OpRow(Row):
         bound_ms: The time that its bytes and FLOPs take at the rates measured in the same run.
         of_bound: Speed as a share of the bound's. It can exceed 1 where the data stays in a cache.
         extra_bytes: Most memory held at once during the call beyond inputs and results.
-        rival: The fastest implementation in the run that is not this library's (for compiled ones, the fastest of
+        baseline: The fastest implementation in the run that is not this library's (for compiled ones, the fastest of
             those); None where it is itself one of them.
-        of_rival: Speed as a share of the rival's.
+        of_baseline: Speed as a share of the baseline's.
         left_out: Why this backend was not timed; None where it was.
     """
 
     HEADER = (
         "op", "images", "tokens", "kept", "heads x channels", "dtype", "step", "by", "ms", "bound ms", "bound by",
-        "speed / bound", "extra MiB", "rival", "speed / rival",
+        "speed / bound", "extra MiB", "baseline", "speed / baseline",
     )  # fmt: skip
 
     op: str
@@ -119,8 +119,8 @@ class OpRow(Row):
     bound_ms: float | None = None
     of_bound: Spread | None = None
     extra_bytes: int | None = None
-    rival: str | None = None
-    of_rival: Spread | None = None
+    baseline: str | None = None
+    of_baseline: Spread | None = None
     left_out: str | None = None
 
     def cells(self) -> tuple[str, ...]:
@@ -130,7 +130,8 @@ class OpRow(Row):
         return (
             self.op, str(self.images), str(self.tokens), str(self.kept), f"{self.heads} x {self.channels}", self.dtype,
             self.step, self.path, f"{self.ms.median:.4f}", f"{self.bound_ms:.4f}", self.limit or "",
-            spread_cell(self.of_bound), f"{self.extra_bytes / 2**20:.2f}", self.rival or "", spread_cell(self.of_rival),
+            spread_cell(self.of_bound), f"{self.extra_bytes / 2**20:.2f}", self.baseline or "",
+            spread_cell(self.of_baseline),
         )  # fmt: skip
 
 
@@ -228,9 +229,9 @@ def _calls(
             left_out[backend] = str(error)
         else:
             calls[backend] = call
-    calls |= {name: _Call(rival, case.inputs, learns) for name, rival in case.rivals.items()}
+    calls |= {name: _Call(baseline, case.inputs, learns) for name, baseline in case.baselines.items()}
     if config.compiled:
-        for name, function, forced in [("torch", case.op, "torch"), *((n, r, None) for n, r in case.rivals.items())]:
+        for name, function, forced in [("torch", case.op, "torch"), *((n, r, None) for n, r in case.baselines.items())]:
             compiled = torch.compile(function, dynamic=False)
             calls[COMPILED.format(name)] = _Call(compiled, case.inputs, learns, forced, choice)
     return calls, left_out
@@ -260,14 +261,14 @@ def check_case(
     for name, call in calls.items():
         found = call()
         results = len(found) - gradients
-        # A rival may leave the last results out; the gradients come after what it has.
+        # A baseline may leave the last results out; the gradients come after what it has.
         places = [*range(results), *range(len(exact) - gradients, len(exact))]
         for place, value in zip(places, found):
             what = f"{op} by {name}, result {place}"
             if case.moves or not value.is_floating_point():
                 check_close(what, value, plain[place], 0.0)
                 check_close(what, value, exact[place].to(value.dtype), 0.0)
-            elif name.removesuffix(COMPILED.format("")) in case.rivals:
+            elif name.removesuffix(COMPILED.format("")) in case.baselines:
                 check_close(what, value, exact[place], PLAIN_TOLERANCE[dtype])
             else:
                 check_error_rule(what, value, plain[place], exact[place], dtype)
@@ -287,23 +288,23 @@ def _run(config: OpBenchmarkConfig, op: str, size: OpSize, dtype: str, step: str
     trains = step == "train"
     calls, left_out = _calls(config, op, case, case.learns if trains else ())
     check_case(op, case, calls, getattr(torch, dtype), trains)
-    controls = Controls(device, getattr(torch, dtype))
-    functions: dict[str, Callable[[], object]] = {**calls, **controls.functions()}
+    probes = Probes(device, getattr(torch, dtype))
+    functions: dict[str, Callable[[], object]] = {**calls, **probes.functions()}
     times = interleave(
         functions, seconds=config.seconds, rounds=config.rounds, device=device, seed=config.seed,
         prepare=cache_flush(device),
     )  # fmt: skip
-    rates = [controls.rates(*pair) for pair in zip(times[Controls.COPY], times[Controls.PRODUCT])]
+    rates = [probes.rates(*pair) for pair in zip(times[Probes.COPY], times[Probes.PRODUCT])]
     work = case.forward + case.backward if trains else case.forward
     bounds = [rate.bound_ms(work) for rate in rates]
-    rival_of = _rivals(case, times)
+    baseline_of = _baselines(case, times)
     about: dict[str, Any] = {
         "op": op, "images": size.images, "tokens": size.tokens, "kept": size.kept, "heads": size.heads,
         "channels": size.channels, "dtype": dtype, "step": step,
     }  # fmt: skip
     rows = [OpRow(**about, path=path, left_out=reason) for path, reason in left_out.items()]
     for path, call in calls.items():
-        against = rival_of.get(path)
+        against = baseline_of.get(path)
         rows.append(
             OpRow(
                 **about,
@@ -314,19 +315,19 @@ def _run(config: OpBenchmarkConfig, op: str, size: OpSize, dtype: str, step: str
                 bound_ms=Spread.of(bounds).median,
                 of_bound=ratios(bounds, times[path]),
                 extra_bytes=_extra_bytes(call, device),
-                rival=against,
-                of_rival=None if against is None else ratios(times[against], times[path]),
+                baseline=against,
+                of_baseline=None if against is None else ratios(times[against], times[path]),
             )
         )
     torch.compiler.reset()
     return rows
 
 
-def _rivals(case: OpCase, times: Mapping[str, list[float]]) -> dict[str, str]:
+def _baselines(case: OpCase, times: Mapping[str, list[float]]) -> dict[str, str]:
     """Return the fastest other implementation for each of this library's."""
     found = {}
     for form in ("{}", COMPILED):
-        others = [form.format(name) for name in case.rivals]
+        others = [form.format(name) for name in case.baselines]
         own = [form.format(backend) for backend in ("auto", "torch", "triton", "xformers")]
         if all(name in times for name in others):
             fastest = min(others, key=lambda name: Spread.of(times[name]).median)

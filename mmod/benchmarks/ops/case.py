@@ -62,7 +62,7 @@ class OpCase:
         inputs: Its arguments.
         learns: Names of the arguments that get a gradient in a training step, beside the parameters of modules.
         exact: The definition, called with the same arguments in float64.
-        rivals: Other implementations with the same arguments; one may return the first of the results alone.
+        baselines: Other implementations with the same arguments; one may return the first of the results alone.
         forward: Work of the call.
         backward: Work of its gradients.
         moves: Results are moved, not computed: they must equal torch's bit for bit.
@@ -73,7 +73,7 @@ class OpCase:
     inputs: Mapping[str, object]
     learns: tuple[str, ...]
     exact: Callable[..., Result]
-    rivals: Mapping[str, Callable[..., Result]]
+    baselines: Mapping[str, Callable[..., Result]]
     forward: Work
     backward: Work = field(default_factory=lambda: Work(0))
     moves: bool = False

@@ -1,4 +1,4 @@
-"""How fast could it be? The rates of this machine, measured, and the time below which no implementation can get."""
+"""Roofline: the rates of this machine, measured, and the lower bound that they set on the time of an op."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Rates:
         return "copy" if work.bytes / self.bytes >= work.flops / self.flops else "matmul"
 
 
-class Controls:
+class Probes:
     """A large copy and a large matrix product, timed beside everything else in a run.
 
     Args:
