@@ -86,4 +86,4 @@ def _fuses(x_BND: Tensor) -> bool:
     device = x_BND.device.type
     if device == "meta" or torch.is_autocast_enabled(device):
         return False
-    return choose("gather_norm", x_BND, channels=x_BND.shape[2]) is not Backend.TORCH
+    return choose("gather_norm", x_BND, channels=x_BND.shape[2]).backend is not Backend.TORCH

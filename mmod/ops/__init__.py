@@ -1,4 +1,7 @@
-"""Move rows and attend; knows no model."""
+"""Ops on rows and attention, each with a definition in torch and the kernels that were registered for it."""
+
+import importlib
+import pkgutil
 
 from mmod.ops.backend import Backend, choices, use
 from mmod.ops.capture import capture_importance
@@ -8,6 +11,11 @@ from mmod.ops.packed import Packing, attend_within, pack_rows, packed_attention
 from mmod.ops.reference import inverse_rows, lerp_rows
 from mmod.ops.rows import gather_norm, gather_rows, merge_rows, scatter_rows
 from mmod.ops.select import Selection, select_topk
+
+# Every module that defines an op registers it, so that `use` and `choices` know all of them.
+for _module in pkgutil.iter_modules(__path__):
+    if not _module.ispkg:
+        importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
     "Backend",

@@ -1,27 +1,26 @@
-"""Which backend runs an op: the one place where that is decided, forced and explained.
+"""Which version of an op runs: the one place where that is decided, forced and explained.
 
-Where it is torch, an op may still choose among torch's operations by device, type and size; `choices` says how.
-Nothing is looked for at import. Each op asks `choose` when it is called; what is installed is found out then, once.
+Each op registers its versions, see `register`; a call asks `choose`. What is installed is found out then, once.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 from collections.abc import Callable, Mapping
 from enum import Enum
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 
 class Backend(Enum):
-    """An implementation of an op.
+    """What an op is implemented with.
 
     Attributes:
-        AUTO: What the table of this module picks for device, dtype and size.
+        AUTO: What the op's versions say for device, dtype and size.
         TORCH: Torch's own operations, which take everything and define what the others compute.
         TRITON: Kernels for CUDA devices; on a CPU they run in Triton's interpreter, for tests.
         XFORMERS: The attention of xformers, on CUDA devices.
@@ -33,98 +32,83 @@ class Backend(Enum):
     XFORMERS = "xformers"
 
 
-class Reach(NamedTuple):
-    """What a backend takes for one op; TORCH takes everything.
+Answer = TypeVar("Answer")
+HALF = (torch.float16, torch.bfloat16)
+FLOAT = (torch.float32, *HALF)
+
+
+class Version(NamedTuple):
+    """One implementation of an op, and when it is taken.
 
     Args:
-        dtypes: Types of the tensors.
-        most: Largest value of facts that the op tells, such as a head dimension; 0 rules a feature out.
+        run: Computes the op; all versions of an op take the same arguments.
+        how: What it does, in words.
+        backend: What it is implemented with.
+        dtypes: Types of tensors that it takes; None means all.
+        limits: Largest value of facts that the op tells, such as a head dimension; 0 rules a feature out.
+        devices: Types of devices that it takes; None means all, for kernels those that Triton serves.
+        when: Further condition on the op's main input and facts, or None.
+        where: That condition in words.
+        auto: Types for which AUTO takes it; None means all that it takes.
+        compiled: Whether AUTO takes it inside compiled graphs, too.
+        why: The measurement or the reason for which AUTO takes it.
     """
 
-    dtypes: tuple[torch.dtype, ...]
-    most: Mapping[str, int]
+    run: Callable[..., Any]
+    how: str
+    backend: Backend = Backend.TORCH
+    dtypes: tuple[torch.dtype, ...] | None = None
+    limits: Mapping[str, int] = {}
+    devices: tuple[str, ...] | None = None
+    when: Callable[[Tensor, Mapping[str, int]], bool] | None = None
+    where: str = ""
+    auto: tuple[torch.dtype, ...] | None = None
+    compiled: bool = True
+    why: str = ""
 
 
-class Rule(NamedTuple):
-    """A row of the table: when AUTO picks a backend, and why.
+class Op(NamedTuple):
+    """The versions of an op; of each kind the first that serves is taken.
 
     Args:
-        op: Name of the op.
-        backend: What is picked.
-        dtypes: For which types.
-        why: The measurement or the reason.
-        compiled: Only inside (True) or outside (False) compiled graphs; None means both.
-        most: Only up to these values of facts.
+        kernels: Versions beside torch's own operations.
+        plain: Versions in torch's own operations; the last one serves everywhere.
     """
 
-    op: str
-    backend: Backend
-    dtypes: tuple[torch.dtype, ...]
-    why: str
-    compiled: bool | None = None
-    most: Mapping[str, int] = {}
+    kernels: tuple[Version, ...]
+    plain: tuple[Version, ...]
+
+    def of(self, backend: Backend) -> tuple[Version, ...]:
+        """Return the versions of one backend."""
+        return self.plain if backend is Backend.TORCH else tuple(v for v in self.kernels if v.backend is backend)
+
+    @property
+    def backends(self) -> list[Backend]:
+        """Backends that the op has a version of."""
+        return [*dict.fromkeys([Backend.TORCH, *(version.backend for version in self.kernels)])]
 
 
-_HALF = (torch.float16, torch.bfloat16)
-_FLOAT = (torch.float32, *_HALF)
-# Longest sequence whose sort keys one program of the kernel holds.
-SELECT_TOKENS = 8192
-
-REACH: dict[tuple[str, Backend], Reach] = {
-    ("gather_rows", Backend.TRITON): Reach(_FLOAT, {}),
-    ("scatter_rows", Backend.TRITON): Reach(_FLOAT, {}),
-    ("gather_norm", Backend.TRITON): Reach(_FLOAT, {"channels": 16384}),
-    ("merge_rows", Backend.TRITON): Reach(_FLOAT, {}),
-    ("select_topk", Backend.TRITON): Reach(_FLOAT, {"tokens": SELECT_TOKENS}),
-    ("attention_with_importance", Backend.TRITON): Reach(_FLOAT, {"head_dim": 128, "dropout": 0, "mask_of_pairs": 0}),
-    ("packed_attention", Backend.TRITON): Reach(_FLOAT, {"head_dim": 128, "dropout": 0}),
-    ("packed_attention", Backend.XFORMERS): Reach(_FLOAT, {"head_dim": 256, "dropout": 0}),
-}
-OPS = tuple(dict.fromkeys(op for op, _ in REACH))
-
-_FUSES = "inductor fuses this with its neighbours, which a kernel it cannot see into would prevent"
-_MOVES = "not yet measured; reason: one launch that moves rows, where torch moves elements by an index each"
-# For CUDA devices, first match wins; TORCH where none matches. On every other device AUTO is TORCH.
-RULES: tuple[Rule, ...] = (
-    *(Rule(op, Backend.TORCH, _FLOAT, _FUSES, compiled=True) for op in OPS if op.endswith(("_rows", "_norm"))),
-    Rule("gather_rows", Backend.TRITON, _FLOAT, _MOVES),
-    Rule("scatter_rows", Backend.TRITON, _FLOAT, _MOVES),
-    Rule("gather_norm", Backend.TRITON, _FLOAT, "not yet measured; reason: rows are read once, not three times"),
-    Rule("merge_rows", Backend.TRITON, _FLOAT, "not yet measured; reason: one pass over the rows instead of three"),
-    Rule(
-        "select_topk",
-        Backend.TRITON,
-        _FLOAT,
-        "not yet measured; reason: one launch instead of six, which small batches outside graphs may not repay",
-    ),
-    Rule(
-        "attention_with_importance",
-        Backend.TRITON,
-        _FLOAT,
-        "not yet measured; reason: probabilities stay on chip; torch's fused attention, where it returns log-sum-exps",
-    ),
-    Rule("packed_attention", Backend.TRITON, (torch.float32,), "torch's kernel for lengths takes half precision only"),
-)
-
-_ROWS = "rows copied whole where they lie in order, else torch's gather and scatter, as in compiled graphs"
-_PADDED = "padding and a mask of keys"
-# What torch's operations do for an op, by type of device ("" for all others); the definition where nothing is said.
-FORMS: Mapping[str, Mapping[str, str]] = {
-    **{op: {"cpu": _ROWS} for op in ("gather_rows", "scatter_rows", "gather_norm", "merge_rows")},
-    "attention_with_importance": {
-        "cpu": "in fp32, without mask, padding and dropout, one map in pieces for output and importance; else fused "
-        "attention, and the map again in pieces",
-        "": "fused attention, and the map again in pieces",
-    },
-    "packed_attention": {
-        "cpu": f"a call of fused attention for each image, or {_PADDED} for short images and in compiled graphs",
-        "cuda": "in half precision without dropout, varlen_attn for as many heads of keys as of queries and a head "
-        f"dimension divisible by 8; else {_PADDED}",
-        "": _PADDED,
-    },
-}
-
+OPS: dict[str, Op] = {}
 _forced: Mapping[str, Backend] = {}
+
+
+def register(name: str, *versions: Version) -> None:
+    """Make an op known to `use`, `choose` and `choices`.
+
+    Args:
+        name: Name of the op.
+        versions: Its versions in order of preference; the last is in torch's operations and takes everything.
+
+    Raises:
+        ValueError: The name is taken, or the last version does not take everything.
+    """
+    if name in OPS:
+        raise ValueError(f"the op {name!r} is registered already")
+    plain = tuple(version for version in versions if version.backend is Backend.TORCH)
+    last = plain[-1] if plain else None
+    if last is None or last.limits or (last.dtypes, last.devices, last.when) != (None, None, None):
+        raise ValueError(f"the last version of {name!r} must be in torch's operations and take everything")
+    OPS[name] = Op(tuple(version for version in versions if version.backend is not Backend.TORCH), plain)
 
 
 class use:
@@ -138,12 +122,12 @@ class use:
         ops: Names of ops; none means all that have the backend.
 
     Raises:
-        ValueError: Unknown backend or op, a backend that is not installed, or an op that it has no version of.
+        ValueError: Unknown backend or op, a backend that cannot be used here, or an op that it has no version of.
 
     Example:
         >>> x, index = torch.zeros(1, 4, 2), torch.tensor([[0, 3]])
         >>> with use("torch", "gather_rows"):
-        ...     choose("gather_rows", x)
+        ...     choose("gather_rows", x).backend
         <Backend.TORCH: 'torch'>
     """
 
@@ -155,9 +139,10 @@ class use:
         unknown = [op for op in ops if op not in OPS]
         if unknown:
             raise ValueError(f"unknown ops {unknown}; valid are {', '.join(OPS)}")
-        if not _installed(self.backend.value):
-            raise ValueError(f"{self.backend.value} is not installed; {_instead([Backend.TORCH])}")
-        having = [op for op in OPS if self.backend in _versions(op)]
+        problem = _problem(self.backend.value)
+        if problem is not None:
+            raise ValueError(f"{problem}; {_instead([Backend.TORCH])}")
+        having = [name for name, op in OPS.items() if self.backend in (Backend.AUTO, *op.backends)]
         without = [op for op in ops if op not in having]
         if without:
             raise ValueError(f"{self.backend.value} has no version of {without}; it has {', '.join(having)}")
@@ -177,43 +162,92 @@ class use:
         _forced = self._before
 
 
-def choose(op: str, tensor: Tensor, **facts: int) -> Backend:
-    """Return the backend that runs an op.
+def choose(name: str, tensor: Tensor, backend: Backend = Backend.AUTO, **facts: int) -> Version:
+    """Return the version of an op that runs.
 
     Args:
-        op: Name of the op.
+        name: Name of the op.
         tensor: Its main input, for device and dtype.
-        facts: What else decides, by the names that the op's rows in `REACH` and `RULES` use.
+        backend: Takes a version of this backend, whatever `use` forces; AUTO leaves that to `use` and the versions.
+        facts: What else decides, by the names that the op's versions use.
 
     Returns:
-        The forced backend where one is forced, else the first row of the table that serves; never AUTO.
+        The first version of the backend that serves. With AUTO, kernels come first on CUDA devices, and torch's
+        operations serve everywhere else.
 
     Raises:
         ValueError: The forced backend cannot serve these inputs; the message says why and what can.
 
     Example:
-        >>> choose("gather_rows", torch.zeros(1, 4, 2))
-        <Backend.TORCH: 'torch'>
+        >>> choose("gather_rows", torch.zeros(1, 4, 2)).how
+        'rows copied whole'
     """
-    if op in _forced:
-        reason = _refusal(op, _forced[op], tensor.device, tensor.dtype, facts)
-        if reason is None:
-            return _forced[op]
-        able = [b for b in _versions(op) if _refusal(op, b, tensor.device, tensor.dtype, facts) is None]
-        raise ValueError(f"{op} cannot run on {_forced[op].value}: {reason}; {_instead(able)}")
+    op = OPS[name]
+    if backend is Backend.AUTO:
+        backend = _forced.get(name, Backend.AUTO)
     # Exported programs are to run where this library is not, and kernels have no rules for transforms.
-    if tensor.device.type != "cuda" or exporting() or transforming():
-        return Backend.TORCH
-    for rule in RULES:
-        if (
-            rule.op == op
-            and tensor.dtype in rule.dtypes
-            and rule.compiled in (None, torch.compiler.is_compiling())
-            and all(facts.get(fact, 0) <= most for fact, most in rule.most.items())
-            and _refusal(op, rule.backend, tensor.device, tensor.dtype, facts) is None
-        ):
-            return rule.backend
-    return Backend.TORCH
+    if backend is Backend.AUTO and tensor.device.type == "cuda" and not exporting() and not transforming():
+        for version in op.kernels:
+            if _preferred(version, tensor.dtype) and _refusal(version, tensor, facts) is None:
+                return version
+    if backend in (Backend.AUTO, Backend.TORCH):
+        for version in op.plain:
+            if _serves(version, tensor, facts):
+                return version
+    reasons = []
+    for version in op.of(backend):
+        reason = _refusal(version, tensor, facts)
+        if reason is None:
+            return version
+        reasons.append(reason)
+    able = [b for b in op.backends if any(_refusal(version, tensor, facts) is None for version in op.of(b))]
+    raise ValueError(f"{name} cannot run on {backend.value}: {reasons[-1]}; {_instead(able)}")
+
+
+def _preferred(version: Version, dtype: torch.dtype) -> bool:
+    """Whether AUTO takes a kernel for a type, here inside or outside a compiled graph."""
+    return (version.auto is None or dtype in version.auto) and (version.compiled or not torch.compiler.is_compiling())
+
+
+def _serves(version: Version, tensor: Tensor, facts: Mapping[str, int]) -> bool:
+    """Whether a version in torch's operations takes these inputs."""
+    return (
+        (version.devices is None or tensor.device.type in version.devices)
+        and (version.dtypes is None or tensor.dtype in version.dtypes)
+        and all(facts.get(fact, 0) <= most for fact, most in version.limits.items())
+        and (version.when is None or version.when(tensor, facts))
+    )
+
+
+def _refusal(version: Version, tensor: Tensor, facts: Mapping[str, int]) -> str | None:
+    """Return why a version cannot serve these inputs, or None where it can."""
+    if version.backend is Backend.TORCH:
+        return None if _serves(version, tensor, facts) else "it takes other inputs"
+    reason = _machine_refusal(version, tensor.device, tensor.dtype)
+    if reason is not None:
+        return reason
+    for fact, most in version.limits.items():
+        if facts.get(fact, 0) > most:
+            return f"it takes {fact} up to {most}, not {facts[fact]}"
+    return None if version.when is None or version.when(tensor, facts) else f"it needs {version.where}"
+
+
+def _machine_refusal(version: Version, device: torch.device, dtype: torch.dtype) -> str | None:
+    problem = _problem(version.backend.value)
+    if problem is not None:
+        return problem
+    if version.dtypes is not None and dtype not in version.dtypes:
+        return f"it takes {', '.join(str(t) for t in version.dtypes)}, not {dtype}"
+    if device.type == "cpu" and version.backend is Backend.TRITON and version.devices is None:
+        if not _interprets(version.backend.value):
+            return "it takes CUDA tensors, and those of a CPU only if TRITON_INTERPRET=1 was set from the start"
+        if dtype == torch.bfloat16:
+            return "Triton's interpreter computes wrongly in bfloat16"
+    elif device.type != "cuda":
+        return f"it takes CUDA tensors, not those of {device.type}"
+    elif _too_old(device.index):
+        return "it needs a device of compute capability 8.0 or later"
+    return None
 
 
 def exporting() -> bool:
@@ -228,78 +262,50 @@ def transforming() -> bool:
 
 
 def choices(device: torch.device | str, dtype: torch.dtype = torch.float32) -> str:
-    """Return as text what AUTO picks for each op on a device, and why.
+    """Return as text which versions of each op AUTO takes on a device, in order, and why.
 
     Args:
         device: Where the tensors are.
         dtype: Their type.
 
     Example:
-        >>> print(choices("cpu").splitlines()[4])
-        select_topk: torch (on cpu: the definition, in torch's own operations)
+        >>> print(choices("cpu").splitlines()[-1])
+        select_topk: torch (the definition, in torch's own operations)
     """
     device = torch.device(device)
     lines = []
-    for op in OPS:
-        rules = [rule for rule in RULES if rule.op == op and dtype in rule.dtypes and device.type == "cuda"]
-        for rule in rules:
-            limits = [f"{fact} <= {most}" for fact, most in {**_reach(op, rule.backend).most, **rule.most}.items()]
-            if rule.compiled is not None:
-                limits.append("compiled" if rule.compiled else "not compiled")
-            refusal = _refusal(op, rule.backend, device, dtype, {})
-            why = rule.why if refusal is None else f"not taken: {refusal}"
-            lines.append(f"{op}: {rule.backend.value}{' where ' * bool(limits)}{', '.join(limits)} ({why})")
-        if not any(rule.compiled is None and not {**_reach(op, rule.backend).most, **rule.most} for rule in rules):
-            forms = FORMS.get(op, {})
-            form = forms.get(device.type, forms.get("", "the definition, in torch's own operations"))
-            lines.append(f"{op}: torch (on {device.type}: {form})")
+    for name, op in OPS.items():
+        for version in op.kernels if device.type == "cuda" else ():
+            if dtype in ((version.dtypes or ()) if version.auto is None else version.auto):
+                refusal = _machine_refusal(version, device, dtype)
+                why = f"{version.how}; {version.why}" if refusal is None else f"not taken: {refusal}"
+                lines.append(_line(name, version, why))
+        for version in op.plain:
+            if version.devices in (None, (device.type,)) and (version.dtypes is None or dtype in version.dtypes):
+                lines.append(_line(name, version, version.how))
     return "\n".join(lines)
 
 
-def _versions(op: str) -> list[Backend]:
-    return [Backend.AUTO, Backend.TORCH, *(backend for name, backend in REACH if name == op)]
+def _line(name: str, version: Version, why: str) -> str:
+    conditions = _conditions(version)
+    return f"{name}: {version.backend.value}{' where ' * bool(conditions)}{', '.join(conditions)} ({why})"
 
 
-def _reach(op: str, backend: Backend) -> Reach:
-    return REACH.get((op, backend), Reach((), {}))
+def _conditions(version: Version) -> list[str]:
+    found = [f"{fact} <= {most}" if most else f"no {fact}" for fact, most in version.limits.items()]
+    return [*found, *([version.where] if version.when else []), *([] if version.compiled else ["not compiled"])]
 
 
 def _instead(able: list[Backend]) -> str:
-    return f"{', '.join(b.value for b in able if b is not Backend.AUTO)} can serve"
+    return f"{', '.join(backend.value for backend in able)} can serve"
 
 
-def _refusal(
-    op: str, backend: Backend, device: torch.device, dtype: torch.dtype, facts: Mapping[str, int]
-) -> str | None:
-    """Return why a backend cannot serve these inputs, or None where it can."""
-    if backend in (Backend.TORCH, Backend.AUTO):
-        return None
-    if not _installed(backend.value):
-        return f"{backend.value} is not installed"
-    reach = _reach(op, backend)
-    if dtype not in reach.dtypes:
-        return f"it takes {', '.join(str(t) for t in reach.dtypes)}, not {dtype}"
-    if device.type == "cpu" and backend is Backend.TRITON:
-        if not _interprets(backend.value):
-            return "it takes CUDA tensors, and those of a CPU only if TRITON_INTERPRET=1 was set from the start"
-        if dtype == torch.bfloat16:
-            return "Triton's interpreter computes wrongly in bfloat16"
-    elif device.type != "cuda":
-        return f"it takes CUDA tensors, not those of {device.type}"
-    elif _too_old(device.index):
-        return "it needs a device of compute capability 8.0 or later"
-    for fact, most in reach.most.items():
-        if facts.get(fact, 0) > most:
-            return f"it takes {fact} up to {most}, not {facts[fact]}"
-    return None
-
-
-def _constant(question: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _constant(question: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
     """Ask a question about the machine once in a process; its answer is a constant of compiled graphs."""
-    answers: dict[Any, bool] = {}
+    answers: dict[Any, Answer] = {}
 
     @functools.wraps(question)
-    def answer(subject: Any) -> bool:
+    def answer(subject: Any) -> Answer:
         if subject not in answers:
             answers[subject] = question(subject)
         return answers[subject]
@@ -310,9 +316,23 @@ def _constant(question: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return answer
 
 
+# What is imported to find out whether a package can be used.
+_PACKAGES = {"triton": "triton", "xformers": "xformers.ops.fmha"}
+
+
 @_constant
-def _installed(name: str) -> bool:
-    return name in ("torch", "auto") or importlib.util.find_spec(name) is not None
+def _problem(backend: str) -> str | None:
+    """Return why a backend cannot be used on this machine, or None where it can."""
+    if backend not in _PACKAGES:
+        return None
+    try:
+        importlib.import_module(backend)
+        importlib.import_module(_PACKAGES[backend])
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == backend:
+            return f"{backend} is not installed"
+        return f"{backend} is installed but cannot be used: {type(error).__name__}: {error}"
+    return None
 
 
 @_constant

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.ops.backend import Backend, choose, exporting
+from mmod.ops.backend import FLOAT, HALF, Backend, Version, choose, exporting, register
 from mmod.ops.casting import cast_alike
 from mmod.ops.importance import is_grouped
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
@@ -107,23 +107,10 @@ def packed_attention(
     """
     scale = 1 / math.sqrt(q_THE.shape[-1]) if scale is None else scale
     q_THE, k_THE, v_THE = cast_alike(q_THE, k_THE, v_THE)
-    backend = choose("packed_attention", q_THE, head_dim=q_THE.shape[-1], dropout=int(dropout > 0))
-    if backend is Backend.TRITON:
-        from mmod.ops.triton.attend import attend_rows
-
-        return attend_rows(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, None, is_causal, scale)[0]
-    if backend is Backend.XFORMERS:
-        return _by_xformers(q_THE, k_THE, v_THE, cu_seqlens, is_causal, scale)
-    if _has_fused_lengths(q_THE, k_THE, dropout):
-        from torch.nn.attention.varlen import varlen_attn
-
-        window = (-1, 0) if is_causal else (-1, -1)
-        lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        return cast(Tensor, varlen_attn(q_THE, k_THE, v_THE, *lengths, scale=scale, window_size=window))
-    on_host = q_THE.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host and q_THE.shape[0] >= ROWS_WORTH_A_CALL * max(1, cu_seqlens.shape[0] - 1):
-        return _image_by_image(q_THE, k_THE, v_THE, cu_seqlens, dropout, is_causal, scale)
-    return _padded(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, dropout, is_causal, scale)
+    facts = {"head_dim": q_THE.shape[-1], "dropout": int(dropout > 0), "grouped_queries": int(is_grouped(q_THE, k_THE))}
+    version = choose("packed_attention", q_THE, rows=q_THE.shape[0], images=cu_seqlens.shape[0] - 1, **facts)
+    out: Tensor = version.run(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, dropout, is_causal, scale)
+    return out
 
 
 class attend_within(AttentionIntercept):
@@ -173,21 +160,31 @@ def _image_of(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.bucketize(torch.arange(rows.shape[0], device=rows.device), cu_seqlens[1:], right=True)
 
 
-def _has_fused_lengths(q_THE: Tensor, k_THE: Tensor, dropout: float) -> bool:
-    """Whether torch has a kernel for this that knows lengths, by the arguments that all its versions share."""
-    return (
-        q_THE.device.type == "cuda"
-        and q_THE.dtype in (torch.float16, torch.bfloat16)
-        and q_THE.shape == k_THE.shape
-        and q_THE.shape[-1] % 8 == 0
-        and not dropout
-        and not exporting()
-    )
+def _by_kernel(
+    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    from mmod.ops.triton.attend import attend_rows
+
+    return attend_rows(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, None, is_causal, scale)[0]
+
+
+def _by_varlen(
+    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    from torch.nn.attention.varlen import varlen_attn
+
+    # By the arguments that all versions of torch share.
+    window = (-1, 0) if is_causal else (-1, -1)
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return cast(Tensor, varlen_attn(q_THE, k_THE, v_THE, *lengths, scale=scale, window_size=window))
 
 
 def _image_by_image(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, dropout: float, is_causal: bool, scale: float
-) -> Tensor:
+    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
+    scale: float,
+) -> Tensor:  # fmt: skip
     """Call attention once for each image; on a CPU its lengths are at hand."""
     lengths = cu_seqlens.diff().tolist()
     heads_first = (x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (q_THE, k_THE, v_THE))
@@ -202,15 +199,9 @@ def _image_by_image(
 
 
 def _padded(
-    q_THE: Tensor,
-    k_THE: Tensor,
-    v_THE: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout: float,
-    is_causal: bool,
+    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
     scale: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Give every image as many rows as the longest, and hide those from everyone: shapes follow from arguments."""
     images = cu_seqlens.shape[0] - 1
     image_T = _image_of(q_THE, cu_seqlens)
@@ -233,8 +224,9 @@ def _padded(
 
 
 def _by_xformers(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, is_causal: bool, scale: float
-) -> Tensor:
+    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
+    scale: float,
+) -> Tensor:  # fmt: skip
     from xformers.ops import fmha
 
     mask = fmha.attn_bias.BlockDiagonalMask.from_seqlens([n for n in cu_seqlens.diff().tolist() if n])
@@ -245,3 +237,39 @@ def _by_xformers(
         attn_bias=mask.make_causal() if is_causal else mask, scale=scale,
     )  # fmt: skip
     return out.squeeze(0)
+
+
+register(
+    "packed_attention",
+    Version(
+        _by_kernel,
+        "a kernel that knows lengths",
+        Backend.TRITON,
+        FLOAT,
+        {"head_dim": 128, "dropout": 0},
+        auto=(torch.float32,),
+        why="torch's kernel for lengths takes half precision only",
+    ),
+    Version(
+        _by_xformers, "the attention of xformers", Backend.XFORMERS, FLOAT, {"head_dim": 256, "dropout": 0}, auto=()
+    ),
+    Version(
+        _by_varlen,
+        "torch's varlen_attn",
+        dtypes=HALF,
+        limits={"dropout": 0, "grouped_queries": 0},
+        devices=("cuda",),
+        when=lambda q_THE, facts: facts["head_dim"] % 8 == 0 and not exporting(),
+        where="head_dim divisible by 8, not exported",
+    ),
+    Version(
+        _image_by_image,
+        "a call of fused attention for each image",
+        devices=("cpu",),
+        when=lambda q_THE, facts: (
+            not torch.compiler.is_compiling() and facts["rows"] >= ROWS_WORTH_A_CALL * max(1, facts["images"])
+        ),
+        where=f"{ROWS_WORTH_A_CALL} rows an image, not compiled",
+    ),
+    Version(_padded, "padding and a mask of keys"),
+)

@@ -1,44 +1,59 @@
-"""What the row ops compute, in plain torch: the definition that kernels are held to, and what runs without them.
+"""Definition of the row ops in plain torch: what kernels are held to, and what runs without them.
 
 Axes: B images, N tokens, K slots per image, D channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmod.ops.backend import Backend, choose
+
 
 def gather_rows(x_BND: Tensor, index_BK: Tensor) -> Tensor:
     """Take the rows that the index names, see `mmod.ops.gather_rows`."""
-    if not _copies_whole_rows(x_BND):
-        return torch.gather(x_BND, 1, index_BK.unsqueeze(-1).expand(-1, -1, x_BND.shape[-1]).long())
+    rows: Tensor = choose("gather_rows", x_BND, Backend.TORCH).run(x_BND, index_BK)
+    return rows
+
+
+def scatter_rows(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
+    """Replace the rows that the index names, see `mmod.ops.scatter_rows`."""
+    rows: Tensor = choose("scatter_rows", x_BND, Backend.TORCH).run(x_BND, index_BK, y_BKD)
+    return rows
+
+
+def gather_elements(x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
+    """Take rows element by element, as any graph may hold it."""
+    return torch.gather(x_BND, 1, index_BK.unsqueeze(-1).expand(-1, -1, x_BND.shape[-1]).long())
+
+
+def scatter_elements(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
+    """Replace rows element by element, as any graph may hold it."""
+    return torch.scatter(x_BND, 1, index_BK.unsqueeze(-1).expand_as(y_BKD).long(), y_BKD)
+
+
+def gather_whole(x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
+    """Take rows addressed across the batch, which torch copies whole."""
     if torch.is_grad_enabled() and x_BND.requires_grad:
         return _TakeRows.apply(x_BND, index_BK)
     return _take_rows(x_BND, index_BK)
 
 
-def scatter_rows(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
-    """Replace the rows that the index names, see `mmod.ops.scatter_rows`."""
-    if not _copies_whole_rows(x_BND):
-        return torch.scatter(x_BND, 1, index_BK.unsqueeze(-1).expand_as(y_BKD).long(), y_BKD)
+def scatter_whole(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
+    """Replace rows addressed across the batch, which torch copies whole."""
     if torch.is_grad_enabled() and (x_BND.requires_grad or y_BKD.requires_grad):
         return _PutRows.apply(x_BND, index_BK, y_BKD)
     return _put_rows(x_BND.clone(), index_BK, y_BKD)
 
 
-def _copies_whole_rows(x_BND: Tensor) -> bool:
-    """Whether rows are addressed across the batch, so that torch copies them whole and not element by element.
-
-    Measured on two CPU threads, ViT-S, fp32, half the tokens kept: gather 45 -> 9 us at batch 1, 2.7 -> 0.1 ms at
-    batch 32, scatter 62 -> 16 us and 3.4 -> 0.5 ms. Compiled, exported and traced graphs keep the plain form.
-    """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    return x_BND.device.type == "cpu" and x_BND.is_contiguous()
+def lie_in_order(x_BND: Tensor, facts: Mapping[str, int]) -> bool:
+    """Return whether rows can be addressed across the batch; compiled, exported and traced graphs keep elements."""
+    return not torch.compiler.is_compiling() and not torch.jit.is_tracing() and x_BND.is_contiguous()
 
 
 def _take_rows(x_BND: Tensor, index_BK: Tensor) -> Tensor:
@@ -149,8 +164,9 @@ def gather_norm(
 
 
 def merge_rows(
-    x_BND: Tensor, index_BK: Tensor, z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor | None, valid_BK: Tensor | None
-) -> Tensor:
+    x_BND: Tensor, index_BK: Tensor, z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor | None, valid_BK: Tensor | None,
+    inverse_BN: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Write the weighed update of the kept rows among all rows, see `mmod.ops.merge_rows`."""
     new_BKD = lerp_rows(z_BKD, y_BKD, gate_BK)
     if valid_BK is not None:

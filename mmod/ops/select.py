@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from mmod.ops.backend import Backend, choose, exporting
+from mmod.ops.backend import FLOAT, Backend, Version, choose, exporting, register
 from mmod.ops.gate import apply_gate
 
 
@@ -84,29 +84,39 @@ def select_topk(
         tensor([[1, 2]])
     """
     count = kept_count(score_BN.shape[1], capacity, prefix)
-    if choose("select_topk", score_BN, tokens=score_BN.shape[1]) is Backend.TRITON:
-        share = capacity.numerator, capacity.denominator
-        gate_BK, index_BK, valid_BK, inverse_BN = _select_topk(
-            score_BN, count, prefix, valid_BN, protect_BN, *share, gate, scale
-        )
-        return Selection(
-            index_BK, None if valid_BN is None else valid_BK, None if gate == "identity" else gate_BK, inverse_BN
-        )
-    index_BK, filled_BK = _topk(score_BN, count, capacity, prefix, valid_BN, protect_BN)
+    version = choose("select_topk", score_BN, tokens=score_BN.shape[1])
+    selection: Selection = version.run(score_BN, count, capacity, prefix, valid_BN, protect_BN, gate, scale)
+    return selection
+
+
+def _by_sorting(
+    score_BN: Tensor, count: int, capacity: Fraction, prefix: int, valid_BN: Tensor | None, protect_BN: Tensor | None,
+    gate: str, scale: float,
+) -> Selection:  # fmt: skip
+    """Define what the kernel computes: a stable sort, then a sort of what is kept."""
+    filled_BK = None
+    if valid_BN is None:
+        index_BK = _ascending(_best(score_BN, count, prefix, protect_BN))
+    else:
+        number_B = valid_BN.sum(dim=1)
+        count_B = (number_B * capacity.numerator // capacity.denominator).clamp(min=max(1, prefix))
+        index_BK = _best(_rank_last(score_BN, ~valid_BN), count, prefix, protect_BN)
+        index_BK, filled_BK = _ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
     gate_BK = None if gate == "identity" else apply_gate(score_BN.gather(1, index_BK), gate, scale)
     return Selection(index_BK, filled_BK, gate_BK, None)
 
 
-def _topk(
-    score_BN: Tensor, count: int, capacity: Fraction, prefix: int, valid_BN: Tensor | None, protect_BN: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Define what the kernel computes: a stable sort, then a sort of what is kept."""
-    if valid_BN is None:
-        return _ascending(_best(score_BN, count, prefix, protect_BN)), None
-    number_B = valid_BN.sum(dim=1)
-    count_B = (number_B * capacity.numerator // capacity.denominator).clamp(min=max(1, prefix))
-    index_BK = _best(_rank_last(score_BN, ~valid_BN), count, prefix, protect_BN)
-    return _ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
+def _by_kernel(
+    score_BN: Tensor, count: int, capacity: Fraction, prefix: int, valid_BN: Tensor | None, protect_BN: Tensor | None,
+    gate: str, scale: float,
+) -> Selection:  # fmt: skip
+    share = capacity.numerator, capacity.denominator
+    gate_BK, index_BK, valid_BK, inverse_BN = _select_topk(
+        score_BN, count, prefix, valid_BN, protect_BN, *share, gate, scale
+    )
+    return Selection(
+        index_BK, None if valid_BN is None else valid_BK, None if gate == "identity" else gate_BK, inverse_BN
+    )
 
 
 def select_threshold(
@@ -185,7 +195,7 @@ def slots_for(counts: Sequence[int]) -> int:
 
 
 def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:
-    """Rank some tokens behind all others, which keep their order: NaN, which sorts last, is freed for them."""
+    """Rank some tokens behind all others: they become NaN, which sorts last; real NaNs are first turned into -inf."""
     lowest = torch.finfo(score_BN.dtype).min
     return score_BN.nan_to_num(nan=-torch.inf, neginf=lowest, posinf=torch.inf).masked_fill(last_BN, torch.nan)
 
@@ -273,3 +283,18 @@ def _gate_grad(grad: Tensor, score: Tensor, inverse: Tensor, gate: str, scale: f
 @_gate_grad.register_fake
 def _(grad: Tensor, score: Tensor, inverse: Tensor, gate: str, scale: float) -> Tensor:
     return score.new_empty(score.shape)
+
+
+register(
+    "select_topk",
+    Version(
+        _by_kernel,
+        "a kernel",
+        Backend.TRITON,
+        FLOAT,
+        # The longest sequence whose sort keys one program holds.
+        limits={"tokens": 8192},
+        why="not yet measured; reason: one launch instead of six, which small batches outside graphs may not repay",
+    ),
+    Version(_by_sorting, "the definition, in torch's own operations"),
+)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmod.ops import Backend, attention_with_importance, choices, gather_rows, packed_attention, use
-from mmod.ops.backend import OPS, REACH, RULES, choose
+from mmod.ops import backend as backend_module
+from mmod.ops.backend import OPS, Version, choose, register
 from tests.ops.kernels import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
@@ -25,30 +25,30 @@ def on_gpu(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_cpu_runs_torch(op: str) -> None:
-    assert choose(op, torch.zeros(1, 2, 3)) is Backend.TORCH
+    assert choose(op, torch.zeros(1, 2, 3), rows=1, images=1).backend is Backend.TORCH
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_choice_is_one_that_can_serve(op: str) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        chosen = choose(op, on_gpu(dtype), tokens=9, channels=8, head_dim=8)
-        assert chosen is not Backend.AUTO
-        assert chosen is Backend.TORCH or dtype in REACH[op, chosen].dtypes
+        chosen = choose(op, on_gpu(dtype), tokens=9, channels=8, head_dim=8, rows=9, images=1)
+        assert chosen in (*OPS[op].kernels, *OPS[op].plain)
+        assert chosen.dtypes is None or dtype in chosen.dtypes
 
 
 def test_a_gpu_runs_kernels_up_to_their_limits() -> None:
-    assert choose("select_topk", on_gpu(), tokens=8192) is Backend.TRITON
-    assert choose("select_topk", on_gpu(), tokens=8193) is Backend.TORCH
-    assert choose("gather_norm", on_gpu(torch.float64), channels=8) is Backend.TORCH
+    assert choose("select_topk", on_gpu(), tokens=8192).backend is Backend.TRITON
+    assert choose("select_topk", on_gpu(), tokens=8193).backend is Backend.TORCH
+    assert choose("gather_norm", on_gpu(torch.float64), channels=8).backend is Backend.TORCH
 
 
 def test_rows_are_left_to_the_compiler_and_exported_programs_to_torch() -> None:
     def move(x: torch.Tensor) -> torch.Tensor:
-        return x + (1 if choose("merge_rows", x) is Backend.TRITON else 2)
+        return x + (1 if choose("merge_rows", x).backend is Backend.TRITON else 2)
 
     with FakeTensorMode():
         x = torch.empty(2, 9, 8, device="cuda")
-        assert choose("merge_rows", x) is Backend.TRITON
+        assert choose("merge_rows", x).backend is Backend.TRITON
         graphs: list[torch.fx.GraphModule] = []
 
         def keep(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
@@ -59,37 +59,48 @@ def test_rows_are_left_to_the_compiler_and_exported_programs_to_torch() -> None:
     assert [node.args[1] for node in graphs[0].graph.nodes if node.op == "call_function"] == [2]
 
 
-def test_every_row_of_the_table_says_why() -> None:
-    for rule in RULES:
-        assert rule.op in OPS
-        assert rule.why
-        assert rule.backend is Backend.TORCH or (rule.op, rule.backend) in REACH
+def test_every_version_says_how_and_every_preferred_kernel_why() -> None:
+    for op in OPS.values():
+        assert all(version.how for version in (*op.kernels, *op.plain))
+        assert all(version.why for version in op.kernels if version.auto != ())
+
+
+def test_an_op_registers_once_and_serves_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "OPS", {})
+    kernel = Version(torch.neg, "a kernel", Backend.TRITON, (torch.float32,), why="it is quicker")
+    with pytest.raises(ValueError, match="must be in torch's operations and take everything"):
+        register("negate", kernel, Version(torch.neg, "torch's neg", dtypes=(torch.float32,)))
+    register("negate", kernel, Version(torch.neg, "torch's neg"))
+    assert choices("cpu") == "negate: torch (torch's neg)"
+    assert choose("negate", torch.ones(1)).run(torch.ones(1)).item() == -1
+    with pytest.raises(ValueError, match="'negate' is registered already"):
+        register("negate", Version(torch.neg, "torch's neg"))
 
 
 def test_a_forced_backend_holds_for_the_named_ops_only_and_ends_with_its_context() -> None:
     x = torch.zeros(1, 4, 2)
     with use("triton", "select_topk"):
-        assert choose("gather_rows", x) is Backend.TORCH
+        assert choose("gather_rows", x).backend is Backend.TORCH
         with use(Backend.TORCH):
-            assert choose("select_topk", x) is Backend.TORCH
+            assert choose("select_topk", x).backend is Backend.TORCH
         if INTERPRETED:
-            assert choose("select_topk", x) is Backend.TRITON
+            assert choose("select_topk", x).backend is Backend.TRITON
         with use("auto"):
-            assert choose("select_topk", x) is Backend.TORCH
-    assert choose("select_topk", x) is Backend.TORCH
+            assert choose("select_topk", x).backend is Backend.TORCH
+    assert choose("select_topk", x).backend is Backend.TORCH
 
 
 def test_an_error_inside_ends_the_forcing_too() -> None:
     with pytest.raises(KeyError), use("triton"):
         raise KeyError
-    assert choose("gather_rows", torch.zeros(1, 4, 2)) is Backend.TORCH
+    assert choose("gather_rows", torch.zeros(1, 4, 2)).backend is Backend.TORCH
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("cuda",), "valid are auto, torch, triton, xformers"),
-        (("torch", "gather"), "valid are gather_rows"),
+        (("torch", "gather"), "valid are attention_with_importance"),
         (("xformers", "gather_rows"), "xformers"),
     ],
 )
@@ -143,33 +154,33 @@ def test_the_choices_can_be_printed(device: str) -> None:
     assert ("triton" in text) == (device == "cuda")
 
 
-def test_what_torch_does_for_an_op_is_said_where_it_is_not_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = {line.split(":")[0]: line for line in choices("cpu").splitlines()}
-    assert "one map in pieces for output and importance" in lines["attention_with_importance"]
-    assert "a call of fused attention for each image" in lines["packed_attention"]
-    assert "rows copied whole" in lines["gather_rows"]
-    assert "the definition" in lines["select_topk"]
-    shared, by_image, whole = [], [], []
-    for target, seen in (
-        ("mmod.ops.importance.attend_and_sum", shared),
-        ("mmod.ops.packed._image_by_image", by_image),
-        ("mmod.ops.reference._take_rows", whole),
+def test_what_is_printed_as_the_choice_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def noted(version: Version) -> Version:
+        return version._replace(run=lambda *args: ran.append(version.how) or version.run(*args))
+
+    for name, op in OPS.items():
+        monkeypatch.setitem(OPS, name, op._replace(plain=tuple(map(noted, op.plain))))
+    q, rows, ends = torch.randn(1, 2, 40, 8), torch.randn(40, 2, 8), torch.tensor([0, 40])
+    for run, how in (
+        (lambda: attention_with_importance(q, q, q), "one map in pieces for output and importance"),
+        (lambda: attention_with_importance(q, q, q, dropout=0.1), "fused attention, and the map again in pieces"),
+        (
+            lambda: packed_attention(rows, rows, rows, ends, 40),
+            "a call of fused attention for each image",
+        ),
+        (lambda: gather_rows(rows, torch.tensor([[0]] * 40)), "rows copied whole"),
+        (lambda: gather_rows(rows.transpose(1, 2), torch.tensor([[0]] * 40)), "torch's gather"),
     ):
-        right = pkgutil.resolve_name(target)
-        monkeypatch.setattr(target, lambda *args, right=right, seen=seen: seen.append(1) or right(*args))
-    q = torch.randn(1, 2, 40, 8)
-    attention_with_importance(q, q, q)
-    attention_with_importance(q, q, q, dropout=0.1)
-    rows = torch.randn(40, 2, 8)
-    packed_attention(rows, rows, rows, torch.tensor([0, 40], dtype=torch.int32), 40)
-    gather_rows(rows, torch.tensor([[0]] * 40))
-    gather_rows(rows.transpose(1, 2), torch.tensor([[0]] * 40))
-    assert (shared, by_image, whole) == ([1], [1], [1])
+        run()
+        assert ran.pop() == how
+        assert f"({how})" in choices("cpu")
 
 
 def test_a_choice_under_the_compiler_follows_what_is_forced() -> None:
     def branch(x: torch.Tensor) -> torch.Tensor:
-        return x + (1 if choose("gather_rows", x) is Backend.TRITON else 2)
+        return x + (1 if choose("gather_rows", x).backend is Backend.TRITON else 2)
 
     compiled = torch.compile(branch, backend="eager", fullgraph=True)
     x = torch.zeros(1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmod.ops import attend_within, pack_rows, packed, packed_attention, use
+from mmod.ops import backend as choice
 from tests.ops.attention_oracle import attend_by_loops, by_the_map, starts
 from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, gradients, poisoned
 
@@ -81,13 +83,37 @@ def test_dropped_probabilities_are_dropped_in_every_image() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_xformers_attends_alike_where_it_is_installed(causal: bool) -> None:
     lengths = [0, 20, 5]
-    if importlib.util.find_spec("xformers") is None:
-        with pytest.raises(ValueError, match="xformers is not installed"):
+    if choice._problem("xformers") is not None:
+        with pytest.raises(ValueError, match=r"xformers is (not installed|installed but cannot be used)"):
             use("xformers", "packed_attention")
         return
     rows = rows_of(lengths)
     with use("xformers", "packed_attention"), pytest.raises(ValueError, match="CUDA"):
         packed_attention(*rows, starts(lengths), 20, is_causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "xformers is not installed; torch can serve"),
+        ("import a_missing_library", "xformers is installed but cannot be used: ModuleNotFoundError"),
+        ("raise OSError('built for another torch')", "cannot be used: OSError: built for another torch; torch can"),
+    ],
+)
+def test_xformers_that_cannot_be_used_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None, message: str
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "xformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    if content is None:
+        monkeypatch.setitem(sys.modules, "xformers", None)
+    else:
+        (tmp_path / "xformers").mkdir()
+        (tmp_path / "xformers" / "__init__.py").write_text(content)
+        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(choice, "_problem", choice._problem.__wrapped__)
+    with pytest.raises(ValueError, match=message):
+        use("xformers", "packed_attention")
 
 
 @given(counts=st.lists(st.integers(0, 6), min_size=1, max_size=4), extra=st.integers(0, 2))

@@ -118,10 +118,32 @@ def _flops(q_shape, k_shape, *rest, **kwargs):  # type: ignore[no-untyped-def]
     return 2 * images * heads * tokens * tokens * width
 
 
+def attend_fused(
+    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend by torch's fused kernel that returns the rows' log-sum-exp.
+
+    Args:
+        q_BHNE: Queries (B, H, N, E), on a CUDA device, E divisible by 8.
+        k_BHNE: Keys, of the same shape.
+        v_BHNE: Values, of the same shape.
+        is_causal: A query sees keys up to its own position.
+        scale: Factor of the products.
+
+    Returns:
+        The output (B, H, N, E), and the natural logarithm of each row's sum of exponentials (B, H, N or more).
+    """
+    if q_BHNE.dtype == torch.float32:
+        fused = torch.ops.aten._scaled_dot_product_efficient_attention
+        return fused(q_BHNE, k_BHNE, v_BHNE, None, True, 0.0, is_causal, scale=scale)[:2]
+    fused = torch.ops.aten._scaled_dot_product_flash_attention
+    return fused(q_BHNE, k_BHNE, v_BHNE, 0.0, is_causal, False, scale=scale)[:2]
+
+
 def attend_batch(
     q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, seen_BN: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend by torch's fused kernel where it returns the rows' log-sum-exp, else by ours.
+    """Attend by our own kernel and return the rows' log-sum-exp.
 
     Args:
         q_BHNE: Queries (B, H, N, E).
@@ -132,15 +154,9 @@ def attend_batch(
         scale: Factor of the products.
 
     Returns:
-        The output (B, H, N, E), and the natural logarithm of each row's sum of exponentials (B, H, N or more).
+        The output (B, H, N, E), and the natural logarithm of each row's sum of exponentials (B, H, N).
     """
-    images, _, tokens, width = q_BHNE.shape
-    if q_BHNE.is_cuda and seen_BN is None and q_BHNE.shape == k_BHNE.shape == v_BHNE.shape and width % 8 == 0:
-        if q_BHNE.dtype == torch.float32:
-            fused = torch.ops.aten._scaled_dot_product_efficient_attention
-            return fused(q_BHNE, k_BHNE, v_BHNE, None, True, 0.0, is_causal, scale=scale)[:2]
-        fused = torch.ops.aten._scaled_dot_product_flash_attention
-        return fused(q_BHNE, k_BHNE, v_BHNE, 0.0, is_causal, False, scale=scale)[:2]
+    images, _, tokens, _ = q_BHNE.shape
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHNE, k_BHNE, v_BHNE))
     start = torch.arange(images + 1, dtype=torch.int32, device=q_BHNE.device) * tokens
     valid = None if seen_BN is None else seen_BN.flatten()
