@@ -203,7 +203,7 @@ class _Loop:
     def __init__(self, model: nn.Module) -> None:
         self.model = sharing_copy(model)
         stack = find_stack(self.model)
-        reads_importance = any(b.router.config.router.reads_importance for b in routed_blocks(self.model).values())
+        with_maps = any(b.router.config.router.reads_importance for b in routed_blocks(self.model).values())
         self._given: Mapping[str, list[int]] | None = None
         self._scores: dict[str, Tensor] = {}
         # Importance in the last dense block, and what the first of several consecutive routed blocks drew (N).
@@ -212,21 +212,17 @@ class _Loop:
         block: Any
         for name, block in zip(stack.names, stack.blocks):
             run = partial(host_class(block).forward, block)
-            if isinstance(block, RoutedBlock):
-                block.forward = partial(self._routed, name, block, run)
-            else:
-                block.forward = partial(self._dense, run, reads_importance)
+            routed = isinstance(block, RoutedBlock)
+            block.forward = partial(self._routed, name, block, run) if routed else partial(self._dense, run, with_maps)
 
     def run(self, image: Tensor, given: Mapping[str, list[int]] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the output and each block's scores (N), for decisions of its own or given ones."""
         self._given, self._scores = given, {}
         return self.model(image), self._scores
 
-    def _dense(
-        self, run: Callable[..., Tensor], reads_importance: bool, x: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def _dense(self, run: Callable[..., Tensor], with_maps: bool, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._drawn = None
-        if not reads_importance:
+        if not with_maps:
             return run(x, *args, **kwargs)
         with _FullMaps() as maps:
             y = run(x, *args, **kwargs)
