@@ -187,7 +187,7 @@ def test_help_needs_no_torch(tool: str) -> None:
     ("command", "message"),
     [
         (["tools/tradeoff.py", "configs/tradeoff/digits.yaml", "--capacities", "[0.0]"], "capacity must be in (0, 1]"),
-        (["tools/benchmark.py", "ops", "--ops", "[nope]"], "unknown ops ['nope']; valid are gather_rows"),
+        (["tools/benchmark.py", "ops", "--ops", "[nope]"], "unknown ops ['nope']; valid are attention_with_importance"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -9,7 +9,7 @@ from mmod.benchmarks.models.benchmark import benchmark
 from mmod.benchmarks.models.config import BenchmarkConfig, BenchmarkRow
 from mmod.benchmarks.models.paths import free_routing
 from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig, OpRow, benchmark_ops
-from mmod.benchmarks.ops.cases import OpSize
+from mmod.benchmarks.ops.case import OpSize
 from mmod.benchmarks.oracle import WrongOutputError, check_dense, check_reference
 from mmod.benchmarks.report import BenchmarkReport
 from mmod.benchmarks.suite import SuiteConfig, SuiteFailedError, Threshold, benchmark_suite

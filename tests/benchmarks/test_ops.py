@@ -177,7 +177,7 @@ def test_bounds_count_what_must_be_moved_and_computed() -> None:
 
 
 def test_config_names_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown ops \['gather'\]; valid are gather_rows"):
+    with pytest.raises(ValueError, match=r"unknown ops \['gather'\]; valid are attention_with_importance"):
         OpBenchmarkConfig(ops=["gather"])
     with pytest.raises(ValueError, match="sizes must name at least one value"):
         OpBenchmarkConfig(sizes=[])

@@ -1,4 +1,4 @@
-"""How fast does a routed vision-language model read prompts and decode, against the dense one, on this machine?"""
+"""Benchmark of prefill and decoding: a routed vision-language model beside the dense one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast is a routed model, against the dense one and against free routing, on this machine?"""
+"""Benchmark of routed models beside dense ones and free routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is timed of a model: inference or a training step, eager, compiled, or replayed as a CUDA graph."""
+"""Timed steps of a model: inference or training; eager, compiled, or replayed as a CUDA graph."""
 
 from __future__ import annotations
 

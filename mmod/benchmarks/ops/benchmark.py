@@ -1,4 +1,4 @@
-"""How fast is each op, on each backend, against its bound and against other implementations, on this machine?"""
+"""Benchmark of single ops on each backend, beside their bounds and baselines."""
 
 from __future__ import annotations
 

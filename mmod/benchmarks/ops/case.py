@@ -1,4 +1,4 @@
-"""What a case is made of: sizes, inputs, definition, other implementations, and the work nobody can do without.
+"""Case of an op: sizes, inputs, definition, baselines, and the work that no implementation can do without.
 
 Axes: B images, N tokens, K slots per image, D channels, H heads, E channels of a head.
 """
@@ -120,3 +120,50 @@ class Maker:
     def index_bytes(self) -> int:
         """Bytes of kept tokens' indices."""
         return self.size.images * self.size.kept * 8
+
+
+MakesCase = Callable[[Maker], OpCase]
+CASES: dict[str, MakesCase] = {}
+
+
+def register_case(op: str) -> Callable[[MakesCase], MakesCase]:
+    """Make a case known by the name of its op.
+
+    Args:
+        op: The name, by which `OpBenchmarkConfig.ops` asks for it.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+
+    def register(function: MakesCase) -> MakesCase:
+        if op in CASES:
+            raise ValueError(f"the case {op!r} is registered already")
+        CASES[op] = function
+        return function
+
+    return register
+
+
+def make_case(op: str, size: OpSize, dtype: torch.dtype, device: torch.device, seed: int = 0) -> OpCase:
+    """Return an op with inputs of a size.
+
+    Args:
+        op: A registered name.
+        size: Sizes.
+        dtype: Type of the inputs.
+        device: Where they are.
+        seed: Seed of their values.
+
+    Raises:
+        ValueError: Unknown op.
+
+    Example:
+        >>> import mmod.benchmarks.ops.cases
+        >>> case = make_case("gather_rows", OpSize(images=2, tokens=8), torch.float32, torch.device("cpu"))
+        >>> case.op(**case.inputs).shape
+        torch.Size([2, 4, 384])
+    """
+    if op not in CASES:
+        raise ValueError(f"unknown op {op!r}; valid are {', '.join(CASES)}")
+    return CASES[op](Maker(size, dtype, device, seed))

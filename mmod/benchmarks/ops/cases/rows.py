@@ -1,4 +1,4 @@
-"""Row movement and selection as they are timed.
+"""Cases of row movement and selection.
 
 Axes: B images, N tokens, K slots per image, D channels.
 """
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.benchmarks.ops.case import Maker, OpCase
+from mmod.benchmarks.ops.case import Maker, OpCase, register_case
 from mmod.benchmarks.ops.roofline import Work
 from mmod.config import rational
 from mmod.ops import gather_norm, gather_rows, merge_rows, scatter_rows
@@ -33,6 +33,7 @@ def _copy_rows(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
     return x_BND.flatten(0, 1).index_copy(0, flat, y_BKD.flatten(0, 1)).view_as(x_BND)
 
 
+@register_case("gather_rows")
 def gather_rows_case(make: Maker) -> OpCase:
     """Return the case of rows that enter a routed block."""
     all_rows, kept_rows = make.row_bytes(make.size.tokens), make.row_bytes(make.size.kept)
@@ -48,6 +49,7 @@ def gather_rows_case(make: Maker) -> OpCase:
     )
 
 
+@register_case("scatter_rows")
 def scatter_rows_case(make: Maker) -> OpCase:
     """Return the case of rows written back as they are."""
 
@@ -68,6 +70,7 @@ def scatter_rows_case(make: Maker) -> OpCase:
     )
 
 
+@register_case("gather_norm")
 def gather_norm_case(make: Maker) -> OpCase:
     """Return the case of rows that enter a block with its first norm."""
 
@@ -93,6 +96,7 @@ def gather_norm_case(make: Maker) -> OpCase:
     )
 
 
+@register_case("merge_rows")
 def merge_rows_case(make: Maker) -> OpCase:
     """Return the case of gated updates written back."""
 
@@ -119,6 +123,7 @@ def merge_rows_case(make: Maker) -> OpCase:
     )
 
 
+@register_case("select_topk")
 def select_topk_case(make: Maker) -> OpCase:
     """Return the case of scores that become indices and gates."""
     size, capacity = make.size, rational(make.size.capacity)

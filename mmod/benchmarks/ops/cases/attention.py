@@ -1,4 +1,4 @@
-"""Attention as it is timed: with importance, and over rows of different numbers.
+"""Cases of attention: with importance, and over rows of different numbers.
 
 Axes: B images, N tokens, T packed rows, H heads, E channels of a head.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmod.benchmarks.ops.baselines import packed_baselines
-from mmod.benchmarks.ops.case import Maker, OpCase
+from mmod.benchmarks.ops.case import Maker, OpCase, register_case
 from mmod.benchmarks.ops.roofline import Work
 from mmod.ops import attention_with_importance, capture_importance, packed_attention
 
@@ -37,6 +37,7 @@ def _attention_work(query_bytes: int, key_bytes: int, pairs: int, channels: int)
     return forward, Work(4 * query_bytes + 4 * key_bytes, 10 * pairs * channels)
 
 
+@register_case("attention_with_importance")
 def importance_case(make: Maker) -> OpCase:
     """Return the case of attention that notes what each token receives."""
 
@@ -62,6 +63,7 @@ def importance_case(make: Maker) -> OpCase:
     )
 
 
+@register_case("packed_attention")
 def packed_case(make: Maker) -> OpCase:
     """Return the case of images that keep different numbers of tokens."""
     size = make.size
@@ -94,6 +96,7 @@ def _attend_by_lengths(q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, lengths: lis
     return torch.cat(found, dim=1).transpose(0, 1)
 
 
+@register_case("importance_block")
 def importance_block_case(make: Maker) -> OpCase:
     """Return the case of a whole ViT block that notes what each token receives."""
     from timm.models.vision_transformer import Block

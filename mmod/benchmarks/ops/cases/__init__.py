@@ -1,0 +1,11 @@
+"""Cases: the ops as they are timed. Every module of this folder registers its own."""
+
+import importlib
+import pkgutil
+
+from mmod.benchmarks.ops.case import CASES, OpCase, OpSize, make_case
+
+__all__ = ["CASES", "OpCase", "OpSize", "make_case"]
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
