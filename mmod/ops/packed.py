@@ -107,8 +107,10 @@ def packed_attention(
     """
     scale = 1 / math.sqrt(q_THE.shape[-1]) if scale is None else scale
     q_THE, k_THE, v_THE = cast_alike(q_THE, k_THE, v_THE)
-    facts = {"head_dim": q_THE.shape[-1], "dropout": int(dropout > 0), "grouped_queries": int(is_grouped(q_THE, k_THE))}
-    version = choose("packed_attention", q_THE, rows=q_THE.shape[0], images=cu_seqlens.shape[0] - 1, **facts)
+    version = choose(
+        "packed_attention", q_THE, head_dim=q_THE.shape[-1], dropout=int(dropout > 0),
+        grouped_queries=int(is_grouped(q_THE, k_THE)), rows=q_THE.shape[0], images=cu_seqlens.shape[0] - 1,
+    )  # fmt: skip
     out: Tensor = version.run(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, dropout, is_causal, scale)
     return out
 
