@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mmod.adapters import find_parts, find_stacks
 from mmod.analysis.flop_report import REST, BlockFlops, FlopReport
 from mmod.analysis.memory import ActivationMemory
-from mmod.analysis.trace import Trace
+from mmod.analysis.trace import Trace, trace
 from mmod.blocks import RoutedBlock
 from mmod.model import is_routed, unroute_
-from mmod.ops.multihead import multihead_attention
+from mmod.ops.intercept import AttentionCall, AttentionIntercept
+from mmod.routing import Routing
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+Shape = Sequence[int]
 
 
 def flops(
@@ -31,9 +36,8 @@ def flops(
     """Count what one image costs a model, dense and as routed, without running it on data; one caption too, of CLIP.
 
     One FLOP is one multiplication or one addition, so a matrix product of (n, k) and (k, m) counts `2 n k m`; norms,
-    activations, softmax, sorting and moving rows count nothing. The forward pass is followed on the meta device, and
-    each call of a linear layer, convolution, matrix product or attention is counted by a formula of its shapes. That
-    is one level above `torch.utils.flop_counter`, which counts the kernels that torch makes of those calls.
+    activations, softmax, sorting and moving rows count nothing. The forward pass is followed on the meta device by
+    `torch.utils.flop_counter`, which is told what it lacks: products of matrices and vectors, as a router's.
 
     Importance counts as one more product of queries and keys in each block that computes it, which is what runs on a
     GPU, in training and compiled. Inference in fp32 on a CPU takes it from attention's own probabilities: there,
@@ -91,9 +95,8 @@ def flops(
     )
 
 
-def _row(name: str, block: nn.Module, dense: _Counter, routed: _Counter) -> BlockFlops:
-    router = routed.flops[f"{name}.router"]
-    total = routed.flops[name] + router
+def _row(name: str, block: nn.Module, dense: _Count, routed: _Count) -> BlockFlops:
+    total, router = routed.flops[name], routed.flops.get(f"{name}.router", 0)
     importance = 0 if isinstance(block, RoutedBlock) else total - dense.flops[name]
     tokens = dense.tokens[name]
     return BlockFlops(name, tokens, routed.kept.get(name, tokens), dense.flops[name], total, router, importance)
@@ -162,83 +165,14 @@ def _shares(kept: float | Mapping[str, float] | Trace, names: Iterable[str]) -> 
     return kept
 
 
-class _Counter(TorchFunctionMode):
-    """Counts the calls made inside it under the name of the block that makes them."""
+class _Count(NamedTuple):
+    """What one pass of a model costs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops: Counter[str] = Counter()
-        self.tokens: dict[str, int] = {}
-        self.kept: dict[str, int] = {}
-        self.activation_bytes = 0
-        self.training_bytes = 0
-        self._inside = [REST]
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _UNCOUNTED:
-            raise ValueError(f"cannot count the FLOPs of {func.__name__}, which this model calls")
-        if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return multihead_attention(self._divert, *args, **kwargs)
-        result = func(*args, **kwargs)
-        formula = _FORMULAS.get(func)
-        if formula is not None:
-            self.flops[self._inside[-1]] += formula(result, *args, **kwargs)
-        return result
-
-    def _divert(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.__torch_function__(func, (), args, kwargs)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        per_pair = query.shape[-1] + value.shape[-1]
-        self.flops[self._inside[-1]] += 2 * prod(query.shape[:-1]) * key.shape[-2] * per_pair
-        return _FusedAttention.apply(query, key, value)
-
-    def watch(self, name: str, block: nn.Module) -> None:
-        """Count what a block and its router call under their own names."""
-
-        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._inside.append(name)
-            self.tokens[name] = args[0].shape[1]
-
-        def leave(module: nn.Module, args: Any, result: Any) -> None:
-            self._inside.pop()
-            if isinstance(module, RoutedBlock):
-                # Not from its router, which blocks that share a decision do not call.
-                assert module.mod_state.routing is not None
-                self.kept[name] = module.mod_state.routing.index_BK.shape[1]
-
-        def enter_router(module: nn.Module, args: Any) -> None:
-            self._inside.append(f"{name}.router")
-
-        def leave_router(module: nn.Module, args: Any, routing: Any) -> None:
-            self._inside.pop()
-
-        block.register_forward_pre_hook(enter)
-        block.register_forward_hook(leave)
-        if isinstance(block, RoutedBlock):
-            block.mod_state.start_recording()
-            block.router.register_forward_pre_hook(enter_router)
-            block.router.register_forward_hook(leave_router)
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Attention as far as shapes and memory go: it holds queries, keys, values and its output, and no map."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        heads_first = (*query.shape[:-1], value.shape[-1])
-        out = query.new_empty([heads_first[d] for d in (0, 2, 1, 3)]).transpose(1, 2)
-        ctx.save_for_backward(query, key, value, out)
-        return out
+    flops: Mapping[str, int]
+    tokens: Mapping[str, int]
+    kept: Mapping[str, int]
+    activation_bytes: int
+    training_bytes: int
 
 
 def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -259,52 +193,81 @@ def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, T
     return inputs
 
 
-def _follow(model: nn.Module, inputs: dict[str, Tensor]) -> _Counter:
-    """Run a model on the meta device and return what it called and held."""
-    counter = _Counter()
+def _follow(model: nn.Module, inputs: dict[str, Tensor]) -> _Count:
+    """Run a model on the meta device and count what it computes and holds."""
+    tokens: dict[str, int] = {}
     for stack in find_stacks(model).values():
         for name, block in zip(stack.names, stack.blocks):
-            counter.watch(name, block)
+            # The hook stays: the model is a copy.
+            block.register_forward_pre_hook(lambda _, args, name=name: tokens.update({name: args[0].shape[1]}))
     # Models of images alone name their argument as they like.
     args, kwargs = (tuple(inputs.values()), {}) if set(inputs) == {"image"} else ((), inputs)
     known = [*inputs.values(), *model.parameters(), *model.buffers()]
-    with torch.no_grad(), counter, ActivationMemory(known) as inference:
-        model(*args, **kwargs)
-    counted = counter.flops.copy()
-    with torch.enable_grad(), counter, ActivationMemory(known) as training:
-        output = model(*args, **kwargs)
-    counter.flops, counter.activation_bytes, counter.training_bytes = counted, inference.peak, training.live
-    del output
-    return counter
+    # Torch's counter takes no parameter that asks for a gradient where none is recorded.
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.requires_grad_(False)
+    counter = _flop_counter()
+    tracing: AbstractContextManager[Mapping[str, Routing]] = trace(model) if is_routed(model) else nullcontext({})
+    with tracing as decisions:
+        with torch.no_grad(), counter, _WithoutMaps(), ActivationMemory(known) as inference:
+            model(*args, **kwargs)
+        for parameter in learning:
+            parameter.requires_grad_()
+        with torch.enable_grad(), _WithoutMaps(), ActivationMemory(known) as training:
+            output = model(*args, **kwargs)
+        held = training.live
+        del output
+    # Not from the routers, which blocks that share a decision do not call.
+    kept = {name: routing.index_BK.shape[1] for name, routing in decisions.items()}
+    root = type(model).__name__
+    counts = {name.removeprefix(f"{root}."): sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    counts[REST] = counter.get_total_flops() - sum(counts[name] for name in tokens)
+    return _Count(counts, tokens, kept, inference.peak, held)
 
 
-def _linear(result: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
-    return 2 * result.numel() * weight.shape[-1]
+class _WithoutMaps(AttentionIntercept):
+    """Replaces attention by its shapes and what it holds."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        out: Tensor = _FusedAttention.apply(call.query, call.key, call.value)
+        return out
 
 
-def _convolution(result: Tensor, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
-    return 2 * result.numel() * prod(weight.shape[1:])
+class _FusedAttention(torch.autograd.Function):
+    """Attention as far as shapes and memory go: it holds queries, keys, values and its output, and no map."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = fused_attention_shape(query, key, value)
+        ctx.save_for_backward(query, key, value, out)
+        return out
 
 
-def _product(result: Tensor, left: Tensor, right: Tensor, **kwargs: Any) -> int:
-    return 2 * result.numel() * left.shape[-1]
+@torch.library.custom_op("mmod::fused_attention_shape", mutates_args=())
+def fused_attention_shape(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return room for the output of attention, with heads behind tokens in memory; an operation to be counted."""
+    heads_first = (*query.shape[:-1], value.shape[-1])
+    return query.new_empty([heads_first[d] for d in (0, 2, 1, 3)]).transpose(1, 2)
 
 
-def _reversed_product(result: Tensor, right: Tensor, left: Tensor) -> int:
-    return 2 * result.numel() * left.shape[-1]
+fused_attention_shape.register_fake(fused_attention_shape._init_fn)
 
 
-def _added_product(result: Tensor, added: Tensor, left: Tensor, right: Tensor, **kwargs: Any) -> int:
-    return 2 * result.numel() * left.shape[-1]
+def _flop_counter() -> FlopCounterMode:
+    """Return torch's counter with what it lacks: attention without a backend, and products with vectors."""
+    from torch.utils.flop_counter import FlopCounterMode
 
+    def attention(query: Shape, key: Shape, value: Shape, **_: Any) -> int:
+        return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
-_FORMULAS: dict[Callable[..., Any], Callable[..., int]] = {
-    F.linear: _linear,
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _product),
-    **dict.fromkeys((torch.mm, Tensor.mm, torch.mv, Tensor.mv), _product),
-    Tensor.__rmatmul__: _reversed_product,
-    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _added_product),
-}
-_UNCOUNTED = {torch.einsum, torch.tensordot, F.bilinear}
-_UNCOUNTED |= {F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
+    def refuse(*_: Any, **__: Any) -> int:
+        raise ValueError("cannot count the FLOPs of bilinear, which this model calls")
+
+    formulas: dict[Any, Callable[..., int]] = {
+        torch.ops.mmod.fused_attention_shape: attention,
+        torch.ops.aten.mv: lambda matrix, vector, **_: 2 * prod(matrix),
+        torch.ops.aten.addmv: lambda added, matrix, vector, **_: 2 * prod(matrix),
+        torch.ops.aten.dot: lambda left, right, **_: 2 * prod(left),
+        torch.ops.aten._trilinear: refuse,
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)

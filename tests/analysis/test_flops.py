@@ -147,11 +147,15 @@ def test_errors_name_what_is_wrong() -> None:
         flops(timm.create_model("resnet18"), 64)
 
 
-def test_an_operation_without_a_formula_raises() -> None:
+def test_products_in_any_form_are_counted_or_refused() -> None:
     model, side = make("vit")
+    before = flops(model, side).dense
+    weight = torch.empty(192, 192)
     model.norm = torch.nn.Module()
-    model.norm.forward = lambda x: torch.einsum("bnd->bnd", x)
-    with pytest.raises(ValueError, match="cannot count the FLOPs of einsum"):
+    model.norm.forward = lambda x: torch.einsum("bnd,de->bne", x, weight.to(x.device))
+    assert flops(model, side).dense == before + 2 * 17 * 192 * 192
+    model.norm.forward = lambda x: torch.nn.functional.bilinear(x, x, x.new_empty(192, 192, 192))
+    with pytest.raises(ValueError, match="cannot count the FLOPs of bilinear"):
         flops(model, side)
 
 
