@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
@@ -96,7 +97,7 @@ def flops(
 
 
 def _row(name: str, block: nn.Module, dense: _Count, routed: _Count) -> BlockFlops:
-    total, router = routed.flops[name], routed.flops.get(f"{name}.router", 0)
+    total, router = routed.flops[name], routed.flops[f"{name}.router"]
     importance = 0 if isinstance(block, RoutedBlock) else total - dense.flops[name]
     tokens = dense.tokens[name]
     return BlockFlops(name, tokens, routed.kept.get(name, tokens), dense.flops[name], total, router, importance)
@@ -168,7 +169,7 @@ def _shares(kept: float | Mapping[str, float] | Trace, names: Iterable[str]) -> 
 class _Count(NamedTuple):
     """What one pass of a model costs."""
 
-    flops: Mapping[str, int]
+    flops: Counter[str]
     tokens: Mapping[str, int]
     kept: Mapping[str, int]
     activation_bytes: int
@@ -220,7 +221,9 @@ def _follow(model: nn.Module, inputs: dict[str, Tensor]) -> _Count:
     # Not from the routers, which blocks that share a decision do not call.
     kept = {name: routing.index_BK.shape[1] for name, routing in decisions.items()}
     root = type(model).__name__
-    counts = {name.removeprefix(f"{root}."): sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    found = counter.get_flop_counts().items()
+    # Blocks that compute nothing are not in it.
+    counts = Counter({name.removeprefix(f"{root}."): sum(ops.values()) for name, ops in found})
     counts[REST] = counter.get_total_flops() - sum(counts[name] for name in tokens)
     return _Count(counts, tokens, kept, inference.peak, held)
 
