@@ -17,12 +17,13 @@ from safetensors.torch import save_file
 
 from mmod import Gate, LanguageRouting, RoutingConfig, Threshold
 from mmod.config import Plan
+from mmod.io.claim import claim_folder
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.help import dataclass_in
 from mmod.training.engine.parse import config_from, parse_config
-from mmod.training.engine.run_folder import check_folder, read_fit
+from mmod.training.engine.run_folder import read_fit
 from mmod.training.image.evaluate import EvalResult
 from mmod.training.pairs.config import TrainConfig as PairsConfig
 from tests.trap import Trap
@@ -301,22 +302,18 @@ def test_a_foreign_result_is_named(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("text", "message"),
     [
-        ("config.yaml", "a: 1\na: 2\n", "config.yaml, line 2: the key 'a' is given twice"),
-        ("config.yaml", "a: [", "config.yaml, line 1"),
-        ("config.yaml", "- 1", "a mapping of keys to values, got list"),
-        ("config.yaml", "a: 2\n", "Differing keys: a: 2 there, 1 now"),
-        ("notes.txt", "mine", "holds files but no config.yaml"),
-        ("data/image.png", "mine", "holds files but no config.yaml"),
+        ("a: 1\na: 2\n", "config.yaml, line 2: the key 'a' is given twice"),
+        ("a: [", "config.yaml, line 1"),
+        ("- 1", "a mapping of keys to values, got list"),
     ],
 )
-def test_a_foreign_run_folder_is_left_alone(name: str, text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
+def test_a_foreign_record_is_left_alone(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=r".+") as error:
-        check_folder(tmp_path, {"a": 1}, ())
+        claim_folder(tmp_path, {"a": 1}, file="config.yaml", kind="a run")
     one_line(error.value, message)
     assert path.read_text() == text
 
@@ -324,4 +321,4 @@ def test_a_foreign_run_folder_is_left_alone(name: str, text: str, message: str, 
 def test_what_a_record_holds_is_read_back(tmp_path: Path) -> None:
     record = TrainConfig.from_dict(KINDS[TrainConfig]).to_dict()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(record))
-    check_folder(tmp_path, record, ())
+    assert claim_folder(tmp_path, record, file="config.yaml", kind="a run")

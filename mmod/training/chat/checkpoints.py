@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from mmod.training.engine.checkpoint import DamagedFileError, read_newest
+from mmod.io.files import DamagedFileError
+from mmod.training.engine.checkpoint import read_newest
 from mmod.training.engine.signals import StopRequest
 
 __all__ = ["RunCallback", "last_checkpoint"]
@@ -22,12 +23,12 @@ class RunCallback(TrainerCallback):
     """Claims the run folder after the first step, and saves and stops after a step when a signal asked for it.
 
     Args:
-        claim: Writes the record of the run.
+        claim: Writes the config into the run folder; None in processes that do not.
         stop: What signals asked for.
     """
 
-    def __init__(self, claim: Callable[[], None], stop: StopRequest) -> None:
-        self._claim: Callable[[], None] | None = claim
+    def __init__(self, claim: Callable[[], object] | None, stop: StopRequest) -> None:
+        self._claim = claim
         self._stop = stop
         self.stopped = False
 
@@ -55,11 +56,13 @@ def last_checkpoint(folder: Path) -> str | None:
         DamagedFileError: If there are finished checkpoints and none is sound.
     """
     found = [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal()]
-    finished = [path for path in found if _is_finished(path)]
-    newest = read_newest(
-        sorted(finished, key=lambda path: int(path.name.rsplit("-", 1)[1]), reverse=True), _check_whole
-    )
+    finished = sorted((path for path in found if _is_finished(path)), key=_step, reverse=True)
+    newest = read_newest(finished, _check_whole)
     return None if newest is None else str(newest[0])
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rsplit("-", 1)[1])
 
 
 def _is_finished(checkpoint: Path) -> bool:

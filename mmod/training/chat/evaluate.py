@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
-from mmod.training.chat.trainer import watch_routing
+from mmod.training.chat.watch import watch_routing
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import evaluating
 
@@ -150,3 +150,7 @@ def _batches(
 
 def _plain(answer: str) -> str:
     return " ".join(answer.lower().split())
+
+
+AnswerResult = EvalResult
+answer_questions = evaluate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +21,10 @@ from mmod.training.chat.checkpoints import RunCallback, last_checkpoint
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import EvalResult, evaluate, mean_over_kinds
 from mmod.training.chat.model import create_model
-from mmod.training.chat.trainer import RoutedTrainer, watch_routing
+from mmod.training.chat.trainer import RoutedTrainer
+from mmod.training.chat.watch import watch_routing
 from mmod.training.engine.distributed import wait_for_all
-from mmod.training.engine.run_folder import read_result, run_once, write_record, write_result
+from mmod.training.engine.run_folder import read_result, run_once, write_result
 from mmod.training.engine.signals import stop_signals
 from mmod.values import refuse_unknown
 
@@ -130,7 +132,7 @@ def fit(config: TrainConfig, *, progress: bool = True) -> FineTuneResult:
     return run_once(config, rank, world, read_outcome, partial(_fit, config, progress))
 
 
-def _fit(config: TrainConfig, progress: bool, record: dict[str, Any]) -> FineTuneResult:
+def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> FineTuneResult:
     """Train, evaluate and write the result, in a folder that no other process writes to."""
     folder = Path(config.output)
     arguments = training_arguments(config, progress)
@@ -139,13 +141,9 @@ def _fit(config: TrainConfig, progress: bool, record: dict[str, Any]) -> FineTun
     model, processor = create_model(config)
     collator = ChatCollator(processor, config.data.max_length, config.data.packed, config.data.protected)
 
-    def claim() -> None:
-        if arguments.should_save:
-            write_record(folder, record)
-
     with ExitStack() as stack:
         stop = stack.enter_context(stop_signals())
-        callback = RunCallback(claim, stop)
+        callback = RunCallback(claim if arguments.should_save else None, stop)
         trainer = RoutedTrainer(
             stack.enter_context(watch_routing(model)),
             config.optim,

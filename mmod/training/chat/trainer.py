@@ -1,13 +1,8 @@
-"""transformers' Trainer with the losses of routers, their figures in its logs, and their weights in its checkpoints.
-
-Axes: B samples, N tokens, K slots per sample.
-"""
+"""transformers' Trainer with the losses of routers, their figures in its logs, and their weights in its checkpoints."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,94 +12,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Trainer
 
-from mmod import Routing, auxiliary_loss, is_routed, routed_blocks
+from mmod import auxiliary_loss, is_routed, routed_blocks
 from mmod.adapters import find_stacks
 from mmod.blocks import host_class
 from mmod.data.readers.conversations import ChatDataset
+from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training.chat.model import check_routers_learn, router_parameters
 from mmod.training.chat.sampler import LengthSampler
+from mmod.training.chat.watch import RoutingWatch
 from mmod.training.engine.config import OptimConfig
 from mmod.training.engine.optim import create_optimizer
 
-__all__ = ["RoutedTrainer", "RoutingWatch", "watch_routing"]
+__all__ = ["RoutedTrainer"]
 
 _ROUTERS = "routers.safetensors"
-
-
-class RoutingWatch:
-    """What routers decided while they were watched, summed on their device.
-
-    Args:
-        names: Names of the routed blocks.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._sums: dict[str, Tensor | None] = dict.fromkeys(names)
-
-    def add(self, name: str, routing: Routing) -> None:
-        """Count one decision.
-
-        Args:
-            name: Name of the block.
-            routing: Its decision.
-        """
-        with torch.no_grad():
-            keep_BN = routing.keep_BN
-            groups = routing.groups
-            free_BN = torch.ones_like(keep_BN) if groups is None else groups.free_BN
-            kept = (keep_BN & free_BN).sum().double()
-            figures = [kept, free_BN.sum().double(), *[torch.zeros_like(kept)] * 3]
-            if routing.gate_BK is not None:
-                gated_BN = free_BN if groups is None else groups.gated_BN
-                counts_BK = gated_BN.gather(1, routing.index_BK)
-                counts_BK = counts_BK if routing.valid_BK is None else counts_BK & routing.valid_BK
-                gate_BK = torch.where(counts_BK, routing.gate_BK, 0.0).double()
-                figures[2:] = [gate_BK.sum(), gate_BK.square().sum(), counts_BK.sum().double()]
-            sums, found = self._sums[name], torch.stack(figures)
-            self._sums[name] = found if sums is None else sums + found
-
-    def take(self) -> dict[str, dict[str, float]]:
-        """Return the figures of each block since the last call and start again.
-
-        Returns:
-            Name of each block that decided to `kept`, the share kept of the tokens that could be skipped, and where
-            a gate weighs them, `gate` and `gate_std`, mean and standard deviation over the kept ones.
-        """
-        figures = {}
-        for name, sums in self._sums.items():
-            if sums is None:
-                continue
-            kept, free, gate, square, gated = sums.tolist()
-            figures[name] = {"kept": kept / free if free else 1.0}
-            if gated:
-                mean = gate / gated
-                figures[name] |= {"gate": mean, "gate_std": max(0.0, square / gated - mean * mean) ** 0.5}
-        self._sums = dict.fromkeys(self._sums)
-        return figures
-
-
-@contextmanager
-def watch_routing(model: nn.Module) -> Iterator[RoutingWatch]:
-    """Watch the routers of a model, in training and evaluation.
-
-    Args:
-        model: A model, routed or not.
-
-    Yields:
-        What they decide.
-    """
-    blocks = routed_blocks(model) if is_routed(model) else {}
-    watch = RoutingWatch(list(blocks))
-
-    def hook(name: str) -> Any:
-        return lambda module, args, routing: watch.add(name, routing)
-
-    handles = [block.router.register_forward_hook(hook(name)) for name, block in blocks.items()]
-    try:
-        yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class RoutedTrainer(Trainer):
@@ -211,12 +132,10 @@ class RoutedTrainer(Trainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         path = Path(resume_from_checkpoint) / _ROUTERS
         if path.exists():
-            from safetensors.torch import load_file
-
             module: Any = self.model if model is None else model
             own = router_parameters(module)
             with torch.no_grad():
-                for name, value in load_file(path).items():
+                for name, value in read_tensors(path)[0].items():
                     weight = own[name]
                     if isinstance(weight, DTensor):
                         value = distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
@@ -291,12 +210,9 @@ def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
 
 def _save_routers(model: nn.Module, folder: str, state: dict[str, Tensor]) -> None:
     """Write the weights of routers, which adapters are not saved with."""
-    from safetensors.torch import save_file
-
     routers = router_parameters(model)
     if routers:
-        values = {name: state.get(name, value).detach().cpu().contiguous() for name, value in routers.items()}
-        save_file(values, Path(folder) / _ROUTERS)
+        write_tensors(Path(folder) / _ROUTERS, {name: state.get(name, value) for name, value in routers.items()})
 
 
 def _has_adapters(model: Any) -> bool:

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mmod.io.files import sync
+from mmod.io.files import DamagedFileError, replacing
+from mmod.io.tensors import read_tensors, write_tensors
 
 __all__ = [
     "Checkpoint",
-    "DamagedFileError",
     "find_weights",
     "list_checkpoints",
     "load_checkpoint",
@@ -32,18 +32,14 @@ __all__ = [
 
 Content = TypeVar("Content")
 
-# What a checkpoint is called; with a prefix, one that is being written or was found damaged.
-_NAME = re.compile(r"(?:partial-|damaged-)?step-(\d{9,})-epoch-(\d{5,})")
+# What a checkpoint is called; with a prefix or ending, one that was never finished or was found damaged.
+_NAME = re.compile(r"(?:\.|partial-|damaged-)?step-(\d{9,})-epoch-(\d{5,})(?:\.partial)?")
 _KEPT = 2
 _WEIGHTS = "model.safetensors"
 # What open_clip calls the weights in a folder of its own.
 _CLIP_WEIGHTS = "open_clip_model.safetensors"
 _AVERAGE = "ema.safetensors"
 _TRAINING = "training.pt"
-
-
-class DamagedFileError(ValueError):
-    """A file that is not whole, or holds something else than it should."""
 
 
 @dataclass(frozen=True)
@@ -77,25 +73,18 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint,
     Returns:
         The checkpoint's folder. One that is there already stays as it is: position decides content.
     """
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step-{step:09d}-epoch-{epoch:05d}"
     if target.exists():
         return target
-    partial = folder / f"partial-{target.name}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     header = {key: json.dumps(value) for key, value in metadata.items()}
-    save_file(_storable(checkpoint.weights), partial / _WEIGHTS, metadata=header)
-    if checkpoint.average is not None:
-        save_file(_storable(checkpoint.average), partial / _AVERAGE, metadata=header)
-    torch.save(checkpoint.training, partial / _TRAINING)
-    for path in (*partial.iterdir(), partial):
-        sync(path)
-    os.replace(partial, target)
-    sync(folder)
-    unfinished = [path for path in _own(folder) if path.name.startswith("partial-")]
+    with replacing(target) as partial:
+        partial.mkdir()
+        write_tensors(partial / _WEIGHTS, checkpoint.weights, header)
+        if checkpoint.average is not None:
+            write_tensors(partial / _AVERAGE, checkpoint.average, header)
+        torch.save(checkpoint.training, partial / _TRAINING)
+    unfinished = [path for path in _own(folder) if "partial" in path.name]
     for path in (*list_checkpoints(folder)[_KEPT:], *unfinished):
         shutil.rmtree(path)
     return target
@@ -152,8 +141,8 @@ def load_checkpoint(path: Path, *, averaged: bool = False) -> Checkpoint:
     if not isinstance(training, dict):
         raise DamagedFileError(f"{str(path / _TRAINING)!r} holds no state of a training run")
     return Checkpoint(
-        weights=_load_tensors(path / _WEIGHTS),
-        average=_load_tensors(average) if averaged or average.exists() else None,
+        weights=read_tensors(path / _WEIGHTS)[0],
+        average=read_tensors(average)[0] if averaged or average.exists() else None,
         training=training,
     )
 
@@ -202,7 +191,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     """
     file = find_weights(path)
     if file.suffix == ".safetensors":
-        return _load_tensors(file)
+        return read_tensors(file)[0]
     content = _load_pickle(file)
     for key in ("state_dict", "model", "model_ema"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
@@ -246,24 +235,9 @@ def _place(path: Path) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise DamagedFileError(f"{str(path)!r} is no whole safetensors file: {error}") from error
-
-
 def _load_pickle(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may fail in any way
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise DamagedFileError(f"{str(path)!r} is no whole file of tensors and plain values: {reason}") from error
-
-
-def _storable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous CPU tensors, as safetensors wants them."""
-    return {name: value.detach().cpu().contiguous() for name, value in state.items()}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.utils import AverageMeter
 from torch import Tensor
 
 from mmod.io.files import write_atomically
@@ -20,7 +19,7 @@ __all__ = ["Meters", "TensorBoard", "write_csv"]
 
 
 class Meters:
-    """Running means over images that stay on the device until they are read.
+    """Running means over samples that stay on the device until they are read.
 
     Args:
         device: Where the figures are made.
@@ -28,21 +27,24 @@ class Meters:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._meters: dict[str, AverageMeter] = {}
+        # Name to the sum of its values and their count.
+        self._sums: dict[str, Tensor] = {}
 
     def update(self, values: Mapping[str, Tensor], count: int) -> None:
         """Add the means of a batch.
 
         Args:
             values: Names to scalars.
-            count: Images of the batch.
+            count: Samples of the batch.
         """
         for name, value in values.items():
-            self._meters.setdefault(name, AverageMeter()).update(value.detach().double(), count)
+            value = value.detach().double()
+            found = torch.stack([value * count, torch.full_like(value, count)])
+            self._sums[name] = self._sums[name] + found if name in self._sums else found
 
     def means(self) -> dict[str, float]:
         """Return the means so far."""
-        return {name: float(meter.sum) / meter.count for name, meter in self._meters.items()}
+        return {name: total / count for name, (total, count) in self.state_dict().items()}
 
     def gather(self, keep: bool) -> None:
         """Replace the sums by those over all processes.
@@ -51,25 +53,19 @@ class Meters:
             keep: Whether this process holds the total from now on; the others start again from zero, so
                 that a later call does not count anything twice.
         """
-        for name, meter in self._meters.items():
-            own = torch.tensor([float(meter.sum), meter.count], dtype=torch.float64, device=self._device)
-            total = sum_over_processes(own).tolist()
-            self._set(name, total if keep else [0.0, 0])
+        for name, sums in self._sums.items():
+            total = sum_over_processes(sums)
+            self._sums[name] = total if keep else torch.zeros_like(total)
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return sums and counts as plain numbers."""
-        return {name: [float(meter.sum), meter.count] for name, meter in self._meters.items()}
+        return {name: sums.tolist() for name, sums in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
         """Take up sums and counts again."""
-        self._meters = {}
-        for name, values in state.items():
-            self._set(name, values)
-
-    def _set(self, name: str, values: Sequence[float]) -> None:
-        meter: Any = self._meters.setdefault(name, AverageMeter())
-        meter.sum = torch.tensor(values[0], dtype=torch.float64, device=self._device)
-        meter.count = int(values[1])
+        self._sums = {
+            name: torch.tensor(sums, dtype=torch.float64, device=self._device) for name, sums in state.items()
+        }
 
 
 class TensorBoard:

@@ -6,10 +6,8 @@ weights, their average, the optimiser and the position alone, and a resumed run 
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -26,6 +24,7 @@ from tqdm import tqdm
 
 from mmod import is_routed, trace
 from mmod.data.corrupt import CorruptReport, Fault
+from mmod.io.files import replacing
 from mmod.training.engine.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -39,7 +38,7 @@ from mmod.training.engine.distributed import Process, merge_faults, process_grou
 from mmod.training.engine.logging import Meters, TensorBoard, write_csv
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.recipe import Recipe, Streams
-from mmod.training.engine.run_folder import FitResult, Found, read_fit, run_once, write_record, write_result
+from mmod.training.engine.run_folder import FitResult, Found, read_fit, run_once, write_result
 from mmod.training.engine.signals import StopRequest, stop_signals
 from mmod.training.engine.task import Batch, Pass, Task, autocast
 
@@ -67,8 +66,8 @@ def run(recipe: Recipe[Any, Found], *, streams: Streams | None = None, progress:
     with process_group(config.device) as process:
         autocast(process.device, config.precision)
 
-        def train(record: dict[str, Any]) -> FitResult[Found]:
-            trainer = _Trainer(recipe, process, streams, record, progress=progress and process.is_first)
+        def train(claim: Callable[[], object]) -> FitResult[Found]:
+            trainer = _Trainer(recipe, process, streams, claim, progress=progress and process.is_first)
             with stop_signals() as trainer.stop:
                 return trainer.run()
 
@@ -98,13 +97,13 @@ class _Trainer(Generic[Found]):
         recipe: Recipe[Any, Found],
         process: Process,
         streams: Streams | None,
-        record: dict[str, Any],
+        claim: Callable[[], object],
         *,
         progress: bool,
     ) -> None:
         config = recipe.config
         self.recipe, self.config, self.process, self.progress = recipe, config, process, progress
-        self.record = record
+        self.claim = claim
         self.stop: StopRequest
         self.folder = Path(config.output)
         seed_draws(config.seed, 0, 0)
@@ -185,8 +184,9 @@ class _Trainer(Generic[Found]):
                 logged = (self.step + 1) % config.log_every == 0
                 kept = self._step(group, traced=logged and self.routed)
                 bar.update(sum(len(targets) for _, targets in group) * self.process.world)
-                if self.step == first:
-                    self._claim()
+                if self.step == first and self.process.is_first:
+                    # A start that fails before its first step leaves the folder to another.
+                    self.claim()
                 if logged:
                     self._log(bar, kept)
                 if config.checkpoint_every and self.step % config.checkpoint_every == 0:
@@ -195,11 +195,6 @@ class _Trainer(Generic[Found]):
                     self._save()
                     self._leave()
         self._check_finite()
-
-    def _claim(self) -> None:
-        """Write the config into the folder: a start that fails before its first step leaves it to another."""
-        if self.process.is_first:
-            write_record(self.folder, self.record)
 
     def _leave(self) -> None:
         """End the program where everything is saved."""
@@ -351,11 +346,9 @@ class _Trainer(Generic[Found]):
 
     def _export(self, model: nn.Module, name: str) -> None:
         """Write final weights, whole or not at all."""
-        folder, partial = self.folder / name, self.folder / f".{name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        self.recipe.export(model, partial)
-        if not folder.exists():
-            os.replace(partial, folder)
+        if not (self.folder / name).exists():
+            with replacing(self.folder / name) as folder:
+                self.recipe.export(model, folder)
 
 
 def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:

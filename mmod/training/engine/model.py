@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from mmod import route_
 from mmod.training.engine.config import LoopConfig
 
-__all__ = ["Load", "load_weights", "prepare_models", "some", "unknown_name"]
+__all__ = ["Load", "load_weights", "prepare_models", "some"]
 
 Load = Callable[[Any, str], dict[str, Tensor]]
 """Loads the dense part of a checkpoint into a model and returns what else the checkpoint holds."""
@@ -101,22 +100,3 @@ def some(names: Iterable[str]) -> str:
     if not found:
         return "no key"
     return f"{len(found)} keys ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
-
-
-def unknown_name(library: str, kind: str, name: str, known: Iterable[str], listing: str) -> ValueError:
-    """Return the error that a library knows no such model or optimiser, with the names that are near.
-
-    Args:
-        library: The library.
-        kind: What is looked for.
-        name: The name that was given.
-        known: The names that the library knows.
-        listing: The call that lists them.
-
-    Example:
-        >>> unknown_name("timm", "optimiser", "adamww", ["adam", "adamw"], "timm.optim.list_optimizers()")
-        ValueError("timm knows no optimiser 'adamww'; near ones: adamw, adam")
-    """
-    near = difflib.get_close_matches(name, list(known), n=5, cutoff=0.5)
-    hint = f"near ones: {', '.join(near)}" if near else f"{listing} lists the known ones"
-    return ValueError(f"{library} knows no {kind} {name!r}; {hint}")

@@ -14,8 +14,8 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
+from mmod.io.names import near_names
 from mmod.training.engine.config import LoopConfig, OptimConfig
-from mmod.training.engine.model import unknown_name
 
 __all__ = ["create_optimizer", "create_schedule", "single_precision"]
 
@@ -37,7 +37,8 @@ def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: in
     names = [str(name) for name in list_optimizers()]
     # The part before an underscore names a wrapper of timm's, such as lookahead.
     if config.opt.lower().split("_")[-1] not in names:
-        raise unknown_name("timm", "optimiser", config.opt, names, "timm.optim.list_optimizers()")
+        hint = near_names(config.opt, names, "timm.optim.list_optimizers()")
+        raise ValueError(f"timm knows no optimiser {config.opt!r}; {hint}")
     scale = 1.0 if config.lr_per is None else samples_per_step / config.lr_per
     optimizer: torch.optim.Optimizer = create_optimizer_v2(
         model,

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-import yaml
-
 from mmod.config import regroup_saved
+from mmod.io.claim import check_same, claim_folder, read_claim
 from mmod.io.files import write_atomically
 from mmod.io.locks import locked
-from mmod.io.yaml import read_yaml
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
 
 __all__ = [
     "FitResult",
     "Result",
-    "check_folder",
     "read_fit",
     "read_result",
     "run_once",
-    "write_record",
     "write_result",
 ]
 
@@ -89,47 +86,12 @@ class FitResult(Generic[Found]):
         return "\n".join(lines)
 
 
-def check_folder(folder: Path, record: Mapping[str, Any], free: Collection[str]) -> None:
-    """Raise unless `folder` is free or holds a run of the same config.
-
-    Args:
-        folder: The run folder.
-        record: The config as plain values, with `world_size`.
-        free: Keys in which the configs may differ.
-
-    Raises:
-        ValueError: If another config made the folder (the keys that differ are named), or if it holds
-            files that no run wrote.
-    """
-    names = folder.iterdir() if folder.exists() else ()
-    if not any(_holds_file(path) for path in names if not path.name.startswith(".")):
-        return
-    kept = folder / _CONFIG
-    if not kept.exists():
-        raise ValueError(f"output {str(folder)!r} holds files but no {_CONFIG}: choose a new or empty folder")
-    old, new = _flat(regroup_saved(read_yaml(kept))), _flat(record)
-    differing = sorted(key for key in {*old, *new} - set(free) if old.get(key) != new.get(key))
-    if differing:
-        lines = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} now" for key in differing]
-        raise ValueError(
-            f"output {str(folder)!r} belongs to a run with another config; choose another folder. "
-            f"Differing keys: {'; '.join(lines)}"
-        )
-
-
-def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write the resolved config into the run folder, once."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / _CONFIG).exists():
-        write_atomically(folder / _CONFIG, yaml.safe_dump(dict(record), sort_keys=False))
-
-
 def run_once(
     config: RunConfig,
     rank: int,
     world: int,
     read: Callable[[Path], Done | None],
-    train: Callable[[dict[str, Any]], Done],
+    train: Callable[[Callable[[], object]], Done],
 ) -> Done:
     """Train unless the run in the config's folder has finished, in a folder that no other process writes to.
 
@@ -138,7 +100,7 @@ def run_once(
         rank: Number of this process; the first one holds the folder's lock.
         world: Number of processes.
         read: From the folder to the result of a finished run; None when it is not finished.
-        train: Trains, from the config as the folder keeps it.
+        train: Trains; what it is given writes the config into the folder.
 
     Returns:
         The result.
@@ -151,7 +113,9 @@ def run_once(
     record = {**config.to_dict(), "world_size": world}
 
     def finished() -> Done | None:
-        check_folder(folder, record, config.free_keys)
+        found = read_claim(folder, _CONFIG)
+        if found is not None:
+            check_same(folder, regroup_saved(found), record, kind="a run", free_keys=config.free_keys)
         return read(folder)
 
     result = finished()
@@ -161,7 +125,15 @@ def run_once(
         wait_for_all()
         # Another process may have finished the run since.
         result = finished()
-        return train(record) if result is None else result
+        if result is None:
+            result = train(partial(_claim, folder, record))
+        return result
+
+
+def _claim(folder: Path, record: dict[str, Any]) -> None:
+    """Write a config into its run folder unless it is there, perhaps as an earlier version wrote it."""
+    if read_claim(folder, _CONFIG) is None:
+        claim_folder(folder, record, file=_CONFIG, kind="a run")
 
 
 def read_fit(folder: Path, kind: type[Found]) -> FitResult[Found] | None:
@@ -209,19 +181,3 @@ def write_result(folder: str | Path, result: Any) -> None:
         result: The result, a dataclass.
     """
     write_atomically(Path(folder) / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
-
-
-def _holds_file(path: Path) -> bool:
-    """Return whether a path is a file or has one below it: a start that failed may leave empty folders."""
-    return not path.is_dir() or any(not below.is_dir() for below in path.rglob("*"))
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted keys to leaves."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            leaves |= _flat(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves

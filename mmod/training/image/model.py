@@ -13,8 +13,9 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 from torch import Tensor, nn
 
 from mmod.data.config import DataConfig
+from mmod.io.names import near_names
 from mmod.training.engine.checkpoint import read_weights
-from mmod.training.engine.model import load_weights, prepare_models, unknown_name
+from mmod.training.engine.model import load_weights, prepare_models
 from mmod.training.image.config import LossConfig, MixupConfig, ModelConfig, TrainConfig
 
 __all__ = ["create_criterion", "create_dense_model", "create_mixup", "create_models"]
@@ -52,7 +53,8 @@ def create_dense_model(config: ModelConfig) -> nn.Module:
         ValueError: If timm does not know the name; similar names are listed.
     """
     if "/" not in config.name and not timm.is_model(config.name):
-        raise unknown_name("timm", "model", config.name.split(".")[0], timm.list_models(), "timm.list_models()")
+        hint = near_names(config.name.split(".")[0], timm.list_models(), "timm.list_models()")
+        raise ValueError(f"timm knows no model {config.name!r}; {hint}")
     model: nn.Module = timm.create_model(config.name, pretrained=config.pretrained, **config.args)
     return model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,9 @@ from tqdm import tqdm
 
 from mmod.data.loader import BatchStream
 from mmod.data.readers.pairs import Tokenizer, Transform
-from mmod.data.synthetic.scenes import zero_shot_prompts
-from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluating
 from mmod.training.engine.task import autocast
+from mmod.training.pairs.zero_shot import classify_folder, classify_scenes, share
 
 __all__ = ["EvalResult", "evaluate", "rank_matches"]
 
@@ -114,25 +113,26 @@ def evaluate(
     device = torch.device(device)
     with evaluating(model):
         images, texts, tokens, kept = _embed(model, stream, device, precision, progress)
-        guesses = None
+        top1 = top5 = None
         if zero_shot is not None:
             with autocast(device, precision):
                 if zero_shot == "scenes":
-                    guesses = _classify_scenes(model, tokenizer, images, tokens)
+                    top1, top5 = classify_scenes(model, tokenizer, images, tokens)
                 else:
                     folder = zero_shot.partition(":")[2]
                     assert transform is not None
-                    batches = _folder_batches(folder, transform, workers, place)
-                    guesses = _classify_folder(model, tokenizer, tqdm(batches, disable=not progress), device)
+                    top1, top5 = classify_folder(
+                        model, tokenizer, transform, folder, workers=workers, place=place, bar=progress
+                    )
     first, second = rank_matches(images, texts, tokens), rank_matches(texts, images, tokens)
     return EvalResult(
-        image_to_text_r1=_share(first < 1),
-        image_to_text_r5=_share(first < 5),
-        text_to_image_r1=_share(second < 1),
-        text_to_image_r5=_share(second < 5),
+        image_to_text_r1=share(first < 1),
+        image_to_text_r5=share(first < 5),
+        text_to_image_r1=share(second < 1),
+        text_to_image_r5=share(second < 5),
         samples=len(tokens),
-        zero_shot_top1=None if guesses is None else guesses[0],
-        zero_shot_top5=None if guesses is None else guesses[1],
+        zero_shot_top1=top1,
+        zero_shot_top5=top5,
         kept=kept,
     )
 
@@ -192,69 +192,6 @@ def _gather(parts: list[Tensor]) -> list[Tensor]:
     dist.all_gather_object(everything, [part.cpu() for part in parts])
     device = parts[0].device if parts else torch.device("cpu")
     return [torch.cat(column).to(device) for column in zip(*(one for one in everything if one))]
-
-
-def _classifier(model: Any, tokenizer: Tokenizer, names: Sequence[str], templates: Sequence[Any]) -> Tensor:
-    from open_clip import build_zero_shot_classifier
-
-    device = next(model.parameters()).device
-    weights: Tensor = build_zero_shot_classifier(model, tokenizer, names, templates, device=device)
-    return weights.float()
-
-
-def _classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Tensor) -> tuple[float, float]:
-    """Guess the first digit of each scene; its class is that of the prompt that equals its caption."""
-    names, templates = zero_shot_prompts()
-    prompts = tokenizer([template.format(name) for name in names for template in templates])
-    places = {tuple(row): place // len(templates) for place, row in enumerate(prompts.tolist())}
-    classes = [places.get(tuple(row)) for row in tokens.tolist()]
-    if None in classes:
-        raise ValueError(f"pair {classes.index(None)} has a caption of another kind than the embedded set's")
-    logits = images @ _classifier(model, tokenizer, names, templates)
-    return _top(logits, torch.tensor(classes, device=images.device))
-
-
-def _folder_batches(
-    folder: str, transform: Transform, workers: int, place: tuple[int, int]
-) -> Iterable[tuple[Tensor, Tensor]]:
-    """Return the batches of this process of the images in FOLDER/CLASS/."""
-    from open_clip import IMAGENET_CLASSNAMES
-    from torch.utils.data import DataLoader, Subset
-    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
-
-    data = ImageFolder(folder, transform=transform)
-    if len(data.classes) != len(IMAGENET_CLASSNAMES):
-        raise ValueError(
-            f"{folder!r} holds {len(data.classes)} classes, ImageNet's validation set has {len(IMAGENET_CLASSNAMES)}"
-        )
-    mine = Subset(data, range(place[0], len(data), place[1]))
-    loader: Iterable[tuple[Tensor, Tensor]] = DataLoader(mine, batch_size=64, num_workers=workers)
-    return loader
-
-
-def _classify_folder(
-    model: Any, tokenizer: Tokenizer, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
-) -> tuple[float, float]:
-    """Classify images by open_clip's ImageNet names and templates."""
-    from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
-
-    weights = _classifier(model, tokenizer, IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, classes in batches:
-        logits = model.encode_image(images.to(device), normalize=True).float() @ weights
-        first, five = _top(logits, classes.to(device))
-        sums += len(images) * torch.tensor([first, five, 1.0], dtype=torch.float64, device=device)
-    first, five, count = sum_over_processes(sums).tolist()
-    return first / count, five / count
-
-
-def _top(logits: Tensor, classes: Tensor) -> tuple[float, float]:
-    hits = logits.topk(5, dim=1).indices == classes[:, None]
-    return _share(hits[:, 0]), _share(hits.any(1))
-
-
-def _share(hits: Tensor) -> float:
-    return 100 * float(hits.double().mean())
 
 
 ClipResult = EvalResult

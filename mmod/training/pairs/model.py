@@ -11,14 +11,15 @@ from typing import Any
 import open_clip
 from open_clip.loss import SigLipLoss
 from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmod.data.readers.pairs import Tokenizer, Transform
 from mmod.io.configs import find_config
+from mmod.io.names import near_names
+from mmod.io.tensors import write_tensors
 from mmod.training.engine.checkpoint import find_weights
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.model import prepare_models, unknown_name
+from mmod.training.engine.model import prepare_models
 from mmod.training.pairs.config import ModelConfig, TrainConfig
 from mmod.values import refuse_unknown
 
@@ -69,7 +70,8 @@ def create_model(config: ModelConfig) -> Any:
         if path.stem not in open_clip.list_models():
             open_clip.add_model_config(path)
     if ":" not in config.name and config.name not in open_clip.list_models():
-        raise unknown_name("open_clip", "model", config.name, open_clip.list_models(), "open_clip.list_models()")
+        hint = near_names(config.name, open_clip.list_models(), "open_clip.list_models()")
+        raise ValueError(f"open_clip knows no model {config.name!r}; {hint}")
     return open_clip.create_model(config.name, pretrained=config.pretrained, output_dict=True)
 
 
@@ -131,8 +133,7 @@ def save_dense(model: Any, name: str, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     save_config_for_hf(model, folder / "open_clip_config.json", model_config=open_clip.get_model_config(name))
-    state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
-    save_file(state, folder / "open_clip_model.safetensors")
+    write_tensors(folder / "open_clip_model.safetensors", model.state_dict())
 
 
 def _load(model: Any, checkpoint: str) -> dict[str, Tensor]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import mmod
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.training.chat.config import ModelConfig, TrainConfig
 
@@ -44,6 +47,13 @@ TRAINER = {
 }
 
 
+P_MOD = {"language": {"preset": "p-mod"}}
+GAMMA = {
+    "language": {"preset": "gamma-mod", "depth": 6, "blocks": [1, 2], "tokens": "image", "inference_threshold": None}
+}
+MASKED = {"language": {"preset": "gamma-mod", "depth": 6, "blocks": [1, 2], "inference_threshold": 0.5}}
+
+
 def vlm_config(folder: Path, name: str = "run", trainer: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
     """Return the config of a run of a few steps; the data is built in `folder` once."""
     fields: dict[str, Any] = {
@@ -55,3 +65,13 @@ def vlm_config(folder: Path, name: str = "run", trainer: dict[str, Any] | None =
         **changes,
     }
     return TrainConfig(**fields)
+
+
+def weights(result: Any) -> dict[str, torch.Tensor]:
+    """Return the weights that a run has saved."""
+    return mmod.load_pretrained(Path(result.folder) / "model").state_dict()
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Return whether two states are equal in every bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

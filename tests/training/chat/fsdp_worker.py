@@ -19,14 +19,10 @@ from mmod.blocks import RoutedBlock
 from mmod.training.chat import recipe
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.trainer import RoutedTrainer
-from tests.training.chat.configs import vlm_config
+from tests.training.chat.configs import GAMMA, P_MOD, vlm_config
 
-P_MOD = {"language": {"preset": "p-mod"}}
-SHARED = {
-    "language": {"preset": "gamma-mod", "depth": 6, "blocks": [1, 2], "tokens": "image", "inference_threshold": None}
-}
 RUNS: dict[str, dict[str, Any]] = {
-    "shared": {"routing": SHARED},
+    "shared": {"routing": GAMMA},
     "adapters": {"routing": P_MOD, "lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]}},
 }
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from mmod.io.files import DamagedFileError
 from mmod.io.locks import LockedError, locked
 from mmod.training import OptimConfig, TrainConfig
 from mmod.training.engine.checkpoint import (
     Checkpoint,
-    DamagedFileError,
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,

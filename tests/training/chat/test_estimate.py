@@ -1,4 +1,4 @@
-"""Recipes of 7 billion parameters: what their plans say, from published sizes and without weights."""
+"""Recipes of 7 billion parameters: what their estimates say, from published sizes and without weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import pytest
 import transformers
 from PIL import Image
 
+import mmod
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import CostEstimate, estimate
+from mmod.training.chat.model import create_model
 from mmod.training.chat.words import create_word_processor
+from tests.training.chat.configs import MASKED, P_MOD, vlm_config
 
 ROOT = Path(__file__).parents[3]
 LLAMA = transformers.LlamaConfig(vocab_size=32064, max_position_embeddings=4096)  # Vicuna's sizes are the defaults
@@ -63,8 +66,8 @@ def write_model(folder: Path, recipe: str) -> None:
     processor.save_pretrained(folder)
 
 
-def plan_of(folder: Path, recipe: str, text_tokens: int) -> tuple[TrainConfig, CostEstimate]:
-    """Plan a recipe on conversations of one picture of 640 x 480 pixels and so many text tokens."""
+def estimate_of(folder: Path, recipe: str, text_tokens: int) -> tuple[TrainConfig, CostEstimate]:
+    """Estimate a recipe on conversations of one picture of 640 x 480 pixels and so many text tokens."""
     write_model(folder, recipe)
     Image.new("RGB", (640, 480)).save(folder / "a.png")
     # Two marks of roles, a first and a last token, and an answer of one word.
@@ -103,43 +106,64 @@ RECIPES = {
     "qwen2.5-vl-7b-p-mod": (60, 391, decayed(28), QWEN_WEIGHTS + QWEN_ADAPTERS, 3584, 152064, 8_292_166_656),
 }
 # TFLOPs of a prompt that the sources state, dense and routed, for as many tokens as give the dense one; and how far the
-# plan's routed ones lie from the stated. gamma-MoD's count lets 29 layers skip text, too.
+# estimate's routed ones lie from the stated. gamma-MoD's count lets 29 layers skip text, too.
 PUBLISHED = {"llava-1.5-7b-p-mod": (8.38, 4.92, 0.978), "llava-1.5-7b-gamma-mod": (10.7, 7.7, 1.118)}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_plans_equal_what_a_hand_computes(recipe: str, tmp_path: Path) -> None:
+def test_estimates_equal_what_a_hand_computes(recipe: str, tmp_path: Path) -> None:
     text, images, shares, weights, width, vocabulary, parameters = RECIPES[recipe]
-    config, plan = plan_of(tmp_path, recipe, text)
+    config, cost = estimate_of(tmp_path, recipe, text)
     tokens, depth = text + images, len(shares)
-    assert (plan.tokens, plan.image_tokens, plan.longest, plan.depth) == (tokens, images, tokens, depth)
+    assert (cost.tokens, cost.image_tokens, cost.longest, cost.depth) == (tokens, images, tokens, depth)
     routed = [layer for layer, share in enumerate(shares) if share < 1]
-    found = {int(name.rsplit(".", 1)[1]): share for name, share in plan.kept.items()}
+    found = {int(name.rsplit(".", 1)[1]): share for name, share in cost.kept.items()}
     assert found == pytest.approx({layer: shares[layer] for layer in routed}, abs=1e-3)
     head = 2 * width * vocabulary
-    assert plan.flops.dense == head + depth * layer_flops(tokens, weights, width)
+    assert cost.flops.dense == head + depth * layer_flops(tokens, weights, width)
     # The answer and its end are not protected.
     free = images + (2 if config.data.protected == "question" else 0)
     kept = [tokens - free + math.floor(free * found.get(layer, 1.0) + 1e-9) for layer in range(depth)]
     routers = len(routed) * 2 * tokens * width
-    assert plan.flops.routed == head + routers + sum(layer_flops(rows, weights, width) for rows in kept)
+    assert cost.flops.routed == head + routers + sum(layer_flops(rows, weights, width) for rows in kept)
     if recipe in PUBLISHED:
         dense, published, above = PUBLISHED[recipe]
-        assert plan.flops.dense / 1e12 == pytest.approx(dense, rel=2e-3)
-        assert plan.flops.routed / 1e12 == pytest.approx(published * above, rel=2e-3)
+        assert cost.flops.dense / 1e12 == pytest.approx(dense, rel=2e-3)
+        assert cost.flops.routed / 1e12 == pytest.approx(published * above, rel=2e-3)
     adapters = depth * QWEN_ADAPTERS if config.lora else 0
-    assert plan.parameters == parameters + adapters + plan.router_parameters
+    assert cost.parameters == parameters + adapters + cost.router_parameters
     # peft keeps adapters in 32 bits.
-    assert plan.weight_bytes == 2 * plan.parameters + 2 * adapters
-    trained = plan.trained if config.lora is None else adapters + plan.router_parameters
-    assert plan.trained == trained
-    assert plan.training_bytes == 3 * (2 * trained + 2 * adapters)
+    assert cost.weight_bytes == 2 * cost.parameters + 2 * adapters
+    trained = cost.trained if config.lora is None else adapters + cost.router_parameters
+    assert cost.trained == trained
+    assert cost.training_bytes == 3 * (2 * trained + 2 * adapters)
     # Inputs of the layers alone, in half precision: the backward pass computes the rest again.
     held = config.trainer["per_device_train_batch_size"] * depth * tokens * width * 2
-    assert plan.activation_bytes == held
+    assert cost.activation_bytes == held
     assert not (ROOT / config.output).exists()
 
 
 def test_the_count_of_gamma_mod_is_explained() -> None:
     stated = 3 * layer_flops(800, LLAMA_WEIGHTS, 4096) + 29 * layer_flops(560, LLAMA_WEIGHTS, 4096)
     assert stated / 1e12 == pytest.approx(PUBLISHED["llava-1.5-7b-gamma-mod"][1], rel=5e-3)
+
+
+def test_estimate_agrees_with_the_model(folder: Path) -> None:
+    config = vlm_config(folder, "planned", routing=P_MOD)
+    cost = estimate(config)
+    model, _ = create_model(config)
+    assert cost.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert cost.router_parameters == 3 * 33
+    assert cost.kept == mmod.capacities(model)
+    assert (cost.samples, cost.steps, cost.batch, cost.depth) == (256, 4, 4, 4)
+    assert cost.flops.routed < cost.flops.dense
+    assert cost.activation_bytes < estimate(vlm_config(folder)).activation_bytes
+    assert estimate(replace(config, trainer={"per_device_train_batch_size": 8, "num_train_epochs": 2})).steps == 64
+    assert "3 of 4 layers are routed" in str(cost)
+    free, masked = (
+        estimate(vlm_config(folder, routing=MASKED, data=replace(config.data, protected=protected)))
+        for protected in (None, "question")
+    )
+    assert free.flops.routed < masked.flops.routed < masked.flops.dense
+    assert free.activation_bytes < masked.activation_bytes
+    assert not (folder / "planned").exists()

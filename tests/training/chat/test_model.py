@@ -1,0 +1,86 @@
+"""What a config makes of a vision-language model: routed parts, frozen parts, parts that learn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmod
+from mmod.data.readers.chat import ChatCollator
+from mmod.data.readers.conversations import open_conversations
+from mmod.training.chat.model import create_model
+from mmod.training.chat.recipe import training_arguments
+from mmod.training.chat.trainer import RoutedTrainer
+from mmod.training.chat.watch import watch_routing
+from tests.training.chat.configs import GAMMA, MASKED, P_MOD, vlm_config
+
+
+@pytest.mark.parametrize("routing", [None, P_MOD, GAMMA], ids=["dense", "p-mod", "gamma-mod"])
+def test_protection_that_changes_nothing_is_refused(folder: Path, routing: Any) -> None:
+    config = vlm_config(folder, data=replace(vlm_config(folder).data, protected="question"), routing=routing)
+    with pytest.raises(ValueError, match=r"data\.protected: question would change nothing.*tokens: all"):
+        create_model(config)
+
+
+def test_routers_that_would_not_learn_are_refused_before_training(folder: Path) -> None:
+    routing = {"language": {"router": "linear", "gate": "identity", "blocks": [1, 2]}}
+    with pytest.raises(ValueError, match=r"router of model.language_model.layers.1 would not learn: gate 'identity'"):
+        create_model(vlm_config(folder, routing=routing))
+    create_model(vlm_config(folder, routing={"language": {**routing["language"], "losses": {"capacity": 0.1}}}))
+    model, _ = create_model(vlm_config(folder, routing=GAMMA))
+    model.model.language_model.shared_router.requires_grad_(False)
+    arguments = training_arguments(vlm_config(folder), False)
+    with watch_routing(model) as watch, pytest.raises(ValueError, match="all of their 1 weights are frozen"):
+        RoutedTrainer(watch, model=model, args=arguments)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (["vision"], {"projector", "language"}),
+        (["vision", "projector"], {"language"}),
+        (["language"], {"vision", "projector", "router"}),
+    ],
+)
+def test_frozen_parts_do_not_train(folder: Path, parts: list[str], expected: set[str]) -> None:
+    model, _ = create_model(vlm_config(folder, frozen=parts, routing=P_MOD))
+
+    def kind(name: str) -> str:
+        if "router" in name:
+            return "router"
+        return "vision" if "vision_tower" in name else "projector" if "projector" in name else "language"
+
+    trained = {kind(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == expected | {"router"}
+
+
+@pytest.mark.parametrize("routing", [None, P_MOD, GAMMA, MASKED], ids=["dense", "p-mod", "gamma-mod", "masked"])
+def test_packed_samples_train_like_padded_ones(folder: Path, routing: Any) -> None:
+    data = replace(vlm_config(folder).data, protected="question" if routing is MASKED else None)
+    config = vlm_config(folder, data=data, routing=routing)
+    model, processor = create_model(config)
+    data = open_conversations(config.data.train, config.data)
+    # The first conversations about two, one and no images.
+    talks = [data[int((data.images == count).argmax())] for count in (2, 1, 0)]
+    losses, gradients = [], []
+    for packed in (False, True):
+        batch = ChatCollator(processor, packed=packed, protected=config.data.protected)(talks)
+        assert ("attention_mask" in batch) is not packed
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        if routing is MASKED:
+            for block in mmod.routed_blocks(model).values():
+                keep_BN = block.mod_state.routing.keep_BN
+                assert bool(keep_BN[batch["protected_mask"]].all())
+                free_BN = batch.get("attention_mask", torch.ones_like(keep_BN)).bool() & ~batch["protected_mask"]
+                assert 0 < int(keep_BN[free_BN].sum()) <= int(free_BN.sum()) // 2
+        losses.append(float(loss.detach()))
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,103 @@
+"""The parts of the trainer: routers' losses, their figures, the order of samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mmod
+from mmod.data.readers.chat import ChatCollator
+from mmod.data.readers.conversations import open_conversations
+from mmod.training.chat.model import create_model
+from mmod.training.chat.recipe import training_arguments
+from mmod.training.chat.sampler import LengthSampler
+from mmod.training.chat.trainer import RoutedTrainer
+from mmod.training.chat.watch import watch_routing
+from tests.training.chat.configs import vlm_config
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_auxiliary_losses_are_added_once(folder: Path, accumulate: int) -> None:
+
+    gradients = []
+    for split in (1, accumulate):
+        trainer_fields = {"per_device_train_batch_size": 4 // split, "gradient_accumulation_steps": split}
+        fields = {"router": "linear", "capacity": 1.0, "gate": "identity", "losses": {"membership": 0.5}}
+        config = vlm_config(folder, trainer=trainer_fields, routing={"language": fields})
+        model, processor = create_model(config)
+        train, collator = open_conversations(config.data.train, config.data), ChatCollator(processor)
+        arguments = training_arguments(config, progress=False)
+        with watch_routing(model) as watch:
+            trainer = RoutedTrainer(watch, model=model, args=arguments, train_dataset=train, data_collator=collator)
+            trainer.current_gradient_accumulation_steps = split
+            talks = [train[0]] * 4
+            size = 4 // split
+            items = (collator(talks)["labels"] != -100).sum()
+            for start in range(0, 4, size):
+                trainer.training_step(model, dict(collator(talks[start : start + size])), items)
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert any("router" in name for name in gradients[0])
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_watch_counts_what_blocks_keep(folder: Path) -> None:
+    config = vlm_config(folder, routing={"language": {"router": "linear", "capacity": 0.25}})
+    model, processor = create_model(config)
+    data = open_conversations(config.data.train, config.data)
+    batch = ChatCollator(processor)([data[index] for index in range(6)])
+    with watch_routing(model) as watch:
+        model(**batch)
+        figures = watch.take()
+        assert watch.take() == {}
+    assert list(figures) == list(mmod.routed_blocks(model))
+    for name, found in figures.items():
+        routing = mmod.routed_blocks(model)[name].mod_state.routing
+        image = batch["input_ids"] == processor.image_token_id
+        assert found["kept"] == pytest.approx(float(routing.keep_BN[image].float().mean()))
+        kept = routing.keep_BN & image
+        gates = torch.zeros(image.shape).scatter(1, routing.index_BK, routing.gate_BK.detach())[kept]
+        assert found["gate"] == pytest.approx(float(gates.mean()), abs=1e-6)
+        assert found["gate_std"] == pytest.approx(float(gates.std(unbiased=False)), abs=1e-4)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=200), st.integers(1, 8), st.integers(0, 3), st.integers(0, 2))
+def test_sampler_shuffles_everything_and_keeps_lengths_together(
+    lengths: list[int], batch: int, seed: int, epoch: int
+) -> None:
+    sampler = LengthSampler(lengths, batch, seed)
+    sampler.set_epoch(epoch)
+    order = list(sampler)
+    assert sorted(order) == list(range(len(lengths)))
+    assert order == list(sampler)
+    random = np.random.default_rng(0).permutation(len(lengths))
+
+    def padding(indices: Any) -> int:
+        parts = [[lengths[i] for i in indices[at : at + batch]] for at in range(0, len(lengths), batch)]
+        return sum(max(part) * len(part) - sum(part) for part in parts)
+
+    if len(lengths) <= 8 * batch and len(lengths) % batch == 0:
+        assert padding(order) <= padding(random)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=80), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
+def test_every_batch_of_a_process_has_an_image(images: list[int], share: int, processes: int, seed: int) -> None:
+    lengths = [5 + 20 * number for number in images]
+    batches = -(-len(images) // share)
+    if 0 < sum(map(bool, images)) < batches:
+        with pytest.raises(ValueError, match=f"{batches} batches of {share} need one each"):
+            LengthSampler(lengths, share * processes, seed, images, share)
+        return
+    plain = list(LengthSampler(lengths, share * processes, seed))
+    order = list(LengthSampler(lengths, share * processes, seed, images, share))
+    assert sorted(order) == list(range(len(images)))
+    places = range(0, len(order), share)
+    assert not any(images) or all(any(images[i] for i in order[at : at + share]) for at in places)
+    bare = sum(not any(images[i] for i in plain[at : at + share]) for at in places) if any(images) else 0
+    assert sum(one != other for one, other in zip(order, plain)) == 2 * bare
