@@ -15,13 +15,17 @@ __all__ = ["KeptShares", "RoutedResult", "evaluating"]
 
 
 class RoutedResult:
-    """The part of an evaluation's result that says what routed blocks kept.
+    """What an evaluation found; subclasses are dataclasses of plain values, whose text is one line.
 
     Attributes:
         kept: Name of each routed block to its mean kept share of tokens, in [0, 1].
     """
 
     kept: dict[str, float]
+
+    def columns(self) -> dict[str, float]:
+        """Return the figures as columns of the run's history."""
+        raise NotImplementedError
 
     @property
     def mean_kept(self) -> float:

@@ -207,13 +207,13 @@ class _Trainer(Generic[Found]):
         if self.scheduler is not None:
             self.scheduler.step_update(self.step)
         kept = None
-        for index, one in enumerate(self.task.passes(group, self.process.device)):
+        for index, work in enumerate(self.task.passes(group, self.process.device)):
             with ExitStack() as stack:
                 if isinstance(self.wrapped, DistributedDataParallel) and index + 1 < len(group):
                     stack.enter_context(self.wrapped.no_sync())
                 routings = stack.enter_context(trace(self.model)) if traced else None
-                parts = self._forward(one)
-                self.scaler.scale(parts["loss"] * one.weight).backward()
+                parts = self._forward(work)
+                self.scaler.scale(parts["loss"] * work.weight).backward()
             if routings is not None:
                 kept = float(np.mean(list(routings.kept_shares().values())))
         if self.config.grad_clip is not None:
@@ -228,12 +228,12 @@ class _Trainer(Generic[Found]):
             self.ema.update(self.model, step=self.step)
         return kept
 
-    def _forward(self, one: Pass) -> dict[str, Tensor]:
+    def _forward(self, work: Pass) -> dict[str, Tensor]:
         """Run one pass and count its figures."""
-        parts: dict[str, Tensor] = self.wrapped(*one.arguments)
+        parts: dict[str, Tensor] = self.wrapped(*work.arguments)
         bad = (self.first_bad < 0) & ~torch.isfinite(parts["loss"].detach())
         self.first_bad = torch.where(bad, self.step + 1, self.first_bad)
-        self.meters.update(parts, one.samples)
+        self.meters.update(parts, work.samples)
         return parts
 
     def _log(self, bar: tqdm, kept: float | None) -> None:

@@ -45,13 +45,12 @@ def config_from(fields: Mapping[str, Any], kind: type[Config]) -> Config:
     return _instantiate(parser, lambda: parser.parse_object(dict(fields)), kind)
 
 
-def parse_config(arguments: Sequence[str], kind: type[Config], program: str | None = None) -> Config:
+def parse_config(arguments: Sequence[str], kind: type[Config]) -> Config:
     """Turn the command line `CONFIG [--key.sub value ...]` into a config; print errors and end the program.
 
     Args:
         arguments: The command line without the program's name.
         kind: The dataclass whose fields the keys are.
-        program: The program's name in its help; None takes that of the process.
 
     Returns:
         The checked config.
@@ -59,7 +58,7 @@ def parse_config(arguments: Sequence[str], kind: type[Config], program: str | No
     Raises:
         SystemExit: With code 2 if a key is unknown or a value does not fit its type.
     """
-    parser = _create_parser(kind, prog=program)
+    parser = _create_parser(kind)
     try:
         return _parse(parser, list(arguments), kind)
     except (ValueError, TypeError, OSError) as error:
@@ -85,10 +84,9 @@ def make_config(parser: jsonargparse.ArgumentParser, kind: type[Config], fields:
         raise AssertionError("unreachable") from error
 
 
-def _create_parser(kind: type[AnyConfig], **options: Any) -> jsonargparse.ArgumentParser:
+def _create_parser(kind: type[AnyConfig]) -> jsonargparse.ArgumentParser:
     return create_parser(
         kind,
-        **options,
         usage="%(prog)s CONFIG [--key value] [--group.key value] [--print_config]",
         description="Do what a config file says; options override the file.",
     )

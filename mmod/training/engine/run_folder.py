@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mmod.config import regroup_saved
 from mmod.io.claim import check_same, claim_folder, read_claim
@@ -17,29 +17,13 @@ from mmod.io.files import write_atomically
 from mmod.io.locks import locked
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
+from mmod.training.engine.evaluate import RoutedResult
 
-__all__ = [
-    "FitResult",
-    "Result",
-    "read_fit",
-    "read_result",
-    "run_once",
-    "write_result",
-]
+__all__ = ["FitResult", "read_fit", "read_result", "run_once", "write_result"]
 
 _CONFIG = "config.yaml"
 _RESULT = "result.json"
-
-
-class Result(Protocol):
-    """What an evaluation found; a dataclass of plain values, whose text is one line."""
-
-    def columns(self) -> dict[str, float]:
-        """Return the figures as columns of the run's history."""
-        ...
-
-
-Found = TypeVar("Found", bound=Result)
+Found = TypeVar("Found", bound=RoutedResult)
 Done = TypeVar("Done")
 
 

@@ -35,8 +35,8 @@ class StopRequest:
             frame: Unused: what Python calls a handler with.
         """
         self._number = number
-        for one in _SIGNALS:
-            signal.signal(one, signal.SIG_DFL)
+        for heard in _SIGNALS:
+            signal.signal(heard, signal.SIG_DFL)
 
     def agreed(self) -> bool:
         """Return whether any process was asked to stop; all processes must ask after the same step."""

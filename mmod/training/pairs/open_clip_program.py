@@ -22,19 +22,12 @@ _DESCRIPTION = """Run open_clip's training program on a routed model: everything
 """
 
 
-def main(arguments: list[str], program: str | None = None) -> None:
-    """Run open_clip's program as the command line `[--image ROUTING] [--text ROUTING] -- ARGUMENTS` says.
-
-    Args:
-        arguments: The command line without the program's name.
-        program: The program's name in its help; None takes that of the process.
-    """
+def main(arguments: Sequence[str]) -> None:
+    """Run open_clip's program as the command line `[--image ROUTING] [--text ROUTING] -- ARGUMENTS` says."""
+    arguments = list(arguments)
     place = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(
-        program,
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     for tower in ("image", "text"):
         text = f"YAML mapping: how the {tower} tower is routed, fields of mmod.RoutingConfig or `preset: NAME`"

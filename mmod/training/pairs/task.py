@@ -93,7 +93,7 @@ class PairsTask(Task):
         scalars: Features = {name: features.pop(name) for name in _SCALARS if name in features}
         # Every pass sees the whole step's loss, so each gives scale and bias its share of their gradients.
         scalars = {name: _scale_gradient(value, 1 / max(1, len(cached))) for name, value in scalars.items()}
-        share = len(images) / max(len(images), sum(len(one["image_features"]) for one in cached))
+        share = len(images) / max(len(images), sum(len(batch["image_features"]) for batch in cached))
         joined = _join(features, cached, index)
         parts |= self._losses(joined, scalars)
         weights = {"distillation": self.distill_weight, "auxiliary": share}
@@ -135,7 +135,7 @@ def _join(features: Features, cached: list[Features], index: int) -> Features:
     for name, own in features.items():
         whole = own
         if own.ndim and cached:
-            whole = torch.cat([own if place == index else one[name] for place, one in enumerate(cached)])
+            whole = torch.cat([own if place == index else batch[name] for place, batch in enumerate(cached)])
         joined[name] = whole.float() if whole.is_floating_point() else whole
     return joined
 
