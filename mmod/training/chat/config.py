@@ -145,7 +145,3 @@ class TrainConfig(RunConfig):
     def free_keys(self) -> frozenset[str]:
         """Keys in which a continued run may differ; see `RunConfig.free_keys`."""
         return super().free_keys | {"data.root", "eval_batch_size", *(f"trainer.{name}" for name in _FREE)}
-
-
-VlmConfig = TrainConfig
-VlmModelConfig = ModelConfig

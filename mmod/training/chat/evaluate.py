@@ -150,7 +150,3 @@ def _batches(
 
 def _plain(answer: str) -> str:
     return " ".join(answer.lower().split())
-
-
-AnswerResult = EvalResult
-answer_questions = evaluate

@@ -221,6 +221,3 @@ def _add_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
 
     refuse_unknown("option of LoRA", fields, [item.name for item in fields_of(LoraConfig)])
     return get_peft_model(model, LoraConfig(**fields))
-
-
-create_vlm = create_model

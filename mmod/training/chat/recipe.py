@@ -217,7 +217,3 @@ def _whole(config: TrainConfig, state: dict[str, torch.Tensor], split: Any) -> A
     inner.tie_weights()
     inner.generation_config = split.generation_config
     return model
-
-
-VlmResult = FineTuneResult
-finetune = fit

@@ -178,6 +178,3 @@ def _find_hint(key: str, kind: type | None) -> Any:
         hint = typing.get_type_hints(kind).get(part)
         kind = dataclass_in(hint)
     return hint
-
-
-train_config = config_from

@@ -106,6 +106,3 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
         capacity = round(schedule.start + share * (routing.capacity - schedule.start), 6)
         for model in models:
             set_capacity(model, capacity)
-
-
-Classification = ImageRecipe

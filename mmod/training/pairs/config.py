@@ -93,7 +93,3 @@ class TrainConfig(LoopConfig):
         """Return plain values only, with routing presets resolved, as the run folder keeps them."""
         routing = {name: config.to_dict() for name, config in self.routing_configs().items()}
         return {**super().to_dict(), "routing": routing or None}
-
-
-ClipConfig = TrainConfig
-ClipModelConfig = ModelConfig

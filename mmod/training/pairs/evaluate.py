@@ -192,7 +192,3 @@ def _gather(parts: list[Tensor]) -> list[Tensor]:
     dist.all_gather_object(everything, [part.cpu() for part in parts])
     device = parts[0].device if parts else torch.device("cpu")
     return [torch.cat(column).to(device) for column in zip(*(one for one in everything if one))]
-
-
-ClipResult = EvalResult
-evaluate_clip = evaluate

@@ -160,6 +160,3 @@ def _create_teacher(config: ModelConfig, checkpoint: str) -> nn.Module:
     if _load(teacher, checkpoint):
         raise ValueError(f"teacher {checkpoint!r} is routed; distill from a dense model")
     return teacher
-
-
-create_clip_models = create_models

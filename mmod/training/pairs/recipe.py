@@ -92,7 +92,3 @@ class PairsRecipe(Recipe[TrainConfig, EvalResult]):
             save_pretrained(model, folder, architecture=open_clip.get_model_config(self.config.model.name))
         else:
             save_dense(model, self.config.model.name, folder)
-
-
-ImageText = PairsRecipe
-fit_clip = fit
