@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import runpy
 import sys
 import warnings
 from collections.abc import Callable
@@ -65,6 +64,8 @@ def moved_module(old: str, new: str) -> None:
     """
     warnings.warn(f"this module is {new}; its old name goes with the next version", DeprecationWarning, stacklevel=3)
     if old == "__main__":
+        import runpy
+
         runpy.run_module(f"{new}.__main__", run_name="__main__", alter_sys=True)
     else:
         sys.modules[old] = importlib.import_module(new)
