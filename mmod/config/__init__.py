@@ -5,7 +5,7 @@ from mmod.config.plan import Plan, rational
 from mmod.config.reading import revised, score
 from mmod.config.registry import LOSSES, PRESETS, SCORES, register_loss, register_preset, register_score
 from mmod.config.routing import ROUTING_FIELDS, RoutingConfig, regroup_saved
-from mmod.config.score import Placement, Score, relative_to_mean
+from mmod.config.score import Placement, Score
 
 __all__ = [
     "GATES",
@@ -25,7 +25,6 @@ __all__ = [
     "register_loss",
     "register_preset",
     "register_score",
-    "relative_to_mean",
     "revised",
     "score",
 ]

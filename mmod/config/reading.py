@@ -34,15 +34,7 @@ def score(name: str, **options: Any) -> Score:
 
 
 def read_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts that the fields of a routing config mean, whole ones.
-
-    Args:
-        fields: Fields of `RoutingConfig`; what is missing has its default.
-
-    Raises:
-        TypeError: A part of the wrong type.
-        ValueError: An unknown name or option.
-    """
+    """Return the parts that fields of `RoutingConfig` mean, defaults where one is missing."""
     router = _score(fields.get("router", "attention"))
     gate, language = fields.get("gate"), fields.get("language")
     if gate is None:
@@ -62,10 +54,6 @@ def revised(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
         fields: Fields of `RoutingConfig`.
         changes: Other values for some. A mapping that does not name its part changes options of the one there.
 
-    Raises:
-        TypeError: An option of the wrong type.
-        ValueError: An unknown option.
-
     Example:
         >>> revised({"gate": Gate("sigmoid"), "capacity": 0.5}, {"gate": {"scale": 0.1}})["gate"]
         Gate(name='sigmoid', scale=0.1, reweight_skipped=False)
@@ -79,17 +67,7 @@ def revised(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def revise(name: str, part: Any, options: Mapping[str, Any]) -> Any:
-    """Return a part of a routing config with some options changed.
-
-    Args:
-        name: What the part is called.
-        part: The part.
-        options: The options.
-
-    Raises:
-        TypeError: An option of the wrong type.
-        ValueError: An unknown option.
-    """
+    """Return a part of a routing config, called `name`, with some options changed."""
     kind, present = (Threshold, {}) if part == "topk" else (type(part), vars(part))
     return _part(name, kind, {**present, **options})
 

@@ -34,15 +34,10 @@ class Registry(Generic[Entry]):
         self._places: dict[str, str] = {}
 
     def add(self, name: str, entry: Entry, source: Any) -> None:
-        """Add an entry; one that is defined again, as in a notebook, replaces itself.
-
-        Args:
-            name: Its name.
-            entry: The entry.
-            source: The class or function that defines it.
+        """Add what a class or function, `source`, defines; defined again, as in a notebook, it replaces itself.
 
         Raises:
-            ValueError: The name belongs to another entry.
+            ValueError: The name belongs to another one.
         """
         place = f"{source.__module__}.{source.__qualname__}"
         if not place.startswith(self._home):

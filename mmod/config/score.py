@@ -44,6 +44,7 @@ class Score:
         shared: Consecutive routed blocks read one score, so that they keep the same tokens at equal capacity. The
             first of them computes it, unless it is importance.
         reads_importance: The score is the importance of the tokens in the dense block before.
+        relative: A threshold is compared with the score over its mean in the image, so that 1 means average.
         positional: The score depends on the place of a token in its sequence. Where only some tokens may be skipped it
             is dealt out by their rank among those.
     """
@@ -52,6 +53,7 @@ class Score:
     learns: ClassVar[bool] = False
     shared: ClassVar[bool] = False
     reads_importance: ClassVar[bool] = False
+    relative: ClassVar[bool] = False
     positional: ClassVar[bool] = False
 
     @property
@@ -71,13 +73,20 @@ class Score:
         raise NotImplementedError(f"{type(self).__name__} does not say what scores tokens")
 
     def squashed(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
-        """Return what a threshold is compared with: by default the sigmoid of a score that learns, others as they are.
+        """Return what a threshold is compared with: the sigmoid of a score that learns, or see `relative`.
 
         Args:
             score_BN: Raw scores (B, N).
             valid_BN: False where a token does not count (B, N), or None.
         """
-        return score_BN.sigmoid() if self.learns else score_BN
+        if self.learns:
+            return score_BN.sigmoid()
+        if not self.relative:
+            return score_BN
+        if valid_BN is None:
+            return score_BN / score_BN.mean(dim=1, keepdim=True)
+        total_B1 = (score_BN * valid_BN).sum(dim=1, keepdim=True)
+        return score_BN * valid_BN.sum(dim=1, keepdim=True) / total_B1
 
     def to_dict(self) -> str | dict[str, Any]:
         """Return the score as plain values: its name, with the options where it has any."""
@@ -85,29 +94,8 @@ class Score:
         return {"name": self.name, **options} if options else self.name
 
 
-def relative_to_mean(score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
-    """Return scores over their mean in each image, so that 1 means average.
-
-    Args:
-        score_BN: Raw scores (B, N).
-        valid_BN: False where a token does not count (B, N), or None.
-    """
-    if valid_BN is None:
-        return score_BN / score_BN.mean(dim=1, keepdim=True)
-    total_B1 = (score_BN * valid_BN).sum(dim=1, keepdim=True)
-    return score_BN * valid_BN.sum(dim=1, keepdim=True) / total_B1
-
-
 def check_score(score: Any) -> None:
-    """Refuse a class that cannot be registered as a score.
-
-    Args:
-        score: The class.
-
-    Raises:
-        TypeError: It is no frozen dataclass derived from `Score`.
-        ValueError: Its attributes exclude each other.
-    """
+    """Raise unless a class is a frozen dataclass derived from `Score` whose attributes fit each other."""
     parameters = vars(score).get("__dataclass_params__") if isinstance(score, type) else None
     if not isinstance(score, type) or not issubclass(score, Score) or not getattr(parameters, "frozen", False):
         raise TypeError(

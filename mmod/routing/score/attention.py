@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from mmod.config import Placement, Score, register_score, relative_to_mean
+from mmod.config import Placement, Score, register_score
 
 
 @register_score("attention")
@@ -22,10 +20,7 @@ class Attention(Score):
 
     shared: ClassVar[bool] = True
     reads_importance: ClassVar[bool] = True
+    relative: ClassVar[bool] = True
 
     def make(self, place: Placement) -> None:
         """Return nothing: importance is the score itself."""
-
-    def squashed(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
-        """Return importance relative to the image's mean."""
-        return relative_to_mean(score_BN, valid_BN)

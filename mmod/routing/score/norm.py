@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
-from mmod.config import Placement, Score, register_score, relative_to_mean
+from mmod.config import Placement, Score, register_score
 
 
 @register_score("norm")
@@ -14,13 +15,11 @@ from mmod.config import Placement, Score, register_score, relative_to_mean
 class Norm(Score):
     """The norm of a token, see `NormScore`. A threshold is compared with it relative to the image's mean."""
 
+    relative: ClassVar[bool] = True
+
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
         return NormScore()
-
-    def squashed(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
-        """Return the norms relative to the image's mean."""
-        return relative_to_mean(score_BN, valid_BN)
 
 
 class NormScore(nn.Module):
