@@ -18,12 +18,12 @@ from tests.zoo import make_model
 
 ROUTINGS = {
     "attention": RoutingConfig(capacity=0.5),
-    "linear": RoutingConfig(router="linear", capacity=0.3, init_std=0.3),
+    "linear": RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.3),
     "stride": RoutingConfig(router="stride", capacity=(0.5, 0.25)),
     "norm": RoutingConfig(router="norm", capacity=0.5),
     "distilled": mmod.preset("distilled", init_std=0.3),
     "p-mod": mmod.preset("p-mod", depth=4, init_std=0.3),
-    "threshold": RoutingConfig(router="attention", select="threshold", threshold=1.0, max_tokens=7),
+    "threshold": RoutingConfig(router="attention", select=mmod.Threshold(1.0, max_tokens=7)),
     "context": RoutingConfig(capacity=0.5, context="all"),
     "learned threshold": mmod.preset("modification", max_tokens=7, init_std=0.3),
 }
@@ -110,7 +110,7 @@ def test_exports_with_a_dynamic_image_size() -> None:
 
 
 def test_unbounded_threshold_cannot_be_exported() -> None:
-    model = mmod.route_(make_model("vit_tiny_patch16_224"), RoutingConfig(select="threshold", threshold=1.0))
+    model = mmod.route_(make_model("vit_tiny_patch16_224"), RoutingConfig(select=mmod.Threshold(1.0)))
     with pytest.raises(Exception, match="max_tokens"):
         torch.export.export(model, (images(2),), strict=False)
 

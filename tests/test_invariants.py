@@ -19,23 +19,25 @@ from tests.zoo import ZOO, make_images, make_model
 DENSE_FUNCTIONS = [
     RoutingConfig(capacity=1.0),
     RoutingConfig(router="linear", gate="identity", capacity=1.0),
-    RoutingConfig(router="linear", gate="identity", select="threshold", threshold=0.0),
+    RoutingConfig(router="linear", gate="identity", select=mmod.Threshold(0.0)),
     RoutingConfig(capacity=1.0, context="all"),
 ]
 ROUTERS = {
     "attention": RoutingConfig(capacity=0.4),
-    "linear": RoutingConfig(router="linear", capacity=0.4, init_std=0.3),
+    "linear": RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.4),
     "eq1": mmod.preset("mod", capacity=0.4, init_std=0.1),
-    "sigmoid": RoutingConfig(router="linear", capacity=0.4, gate="sigmoid", gate_scale=0.1, init_std=0.3),
+    "sigmoid": RoutingConfig(
+        router=mmod.score("linear", init_std=0.3), capacity=0.4, gate=mmod.Gate("sigmoid", scale=0.1)
+    ),
     "p-mod": mmod.preset("p-mod", capacity=0.4, blocks="every_other", init_std=0.1),
-    "threshold": RoutingConfig(router="linear", select="threshold", init_std=0.3),
-    "attention-threshold": RoutingConfig(select="threshold", threshold=0.9),
+    "threshold": RoutingConfig(router=mmod.score("linear", init_std=0.3), select="threshold"),
+    "attention-threshold": RoutingConfig(select=mmod.Threshold(0.9)),
     "random": RoutingConfig(router="random", capacity=0.4),
     "stride": RoutingConfig(router="stride", capacity=0.4),
     "norm": RoutingConfig(router="norm", capacity=0.4),
     "context": RoutingConfig(capacity=0.4, context="all"),
-    "learned context": RoutingConfig(router="linear", capacity=0.4, context="all", init_std=0.3),
-    "threshold context": RoutingConfig(router="linear", select="threshold", context="all", init_std=0.3),
+    "learned context": RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.4, context="all"),
+    "threshold context": RoutingConfig(router=mmod.score("linear", init_std=0.3), select="threshold", context="all"),
 }
 
 
@@ -221,7 +223,7 @@ def test_threshold_may_keep_nothing(max_tokens: int | None) -> None:
     name = "vit_base_patch16_siglip_gap_224"
     model, images = make_model(name), make_images(name, 2)
     config = RoutingConfig(
-        router="stride", select="threshold", threshold=2.0, blocks=(1, 2), max_tokens=max_tokens, gate="identity"
+        router="stride", select=mmod.Threshold(2.0, max_tokens=max_tokens), blocks=(1, 2), gate="identity"
     )
     mmod.route_(model, config)
     images.requires_grad_()

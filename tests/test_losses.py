@@ -24,7 +24,7 @@ def routers(model) -> dict[str, Router]:
 
 
 def test_membership_is_the_cross_entropy_with_what_was_kept() -> None:
-    model = trained(RoutingConfig(router="linear", init_std=1.0, losses={"membership": 0.5}))
+    model = trained(RoutingConfig(router=mmod.score("linear", init_std=1.0), losses={"membership": 0.5}))
     routings = [block.mod_state.routing for block in mmod.routed_blocks(model).values()]
     expected = torch.stack(
         [F.binary_cross_entropy_with_logits(r.score_BN[:, 1:], r.keep_BN[:, 1:].float()) for r in routings]
@@ -51,7 +51,9 @@ def test_load_is_share_times_mean_gate_and_only_the_gate_learns() -> None:
 
 
 def test_capacity_measures_the_hard_share_and_moves_the_scores() -> None:
-    config = RoutingConfig(router="linear", select="threshold", capacity=0.25, init_std=1.0, losses={"capacity": 1.0})
+    config = RoutingConfig(
+        router=mmod.score("linear", init_std=1.0), select="threshold", capacity=0.25, losses={"capacity": 1.0}
+    )
     model = trained(config)
     shares = [block.mod_state.routing.keep_BN.float().mean() for block in mmod.routed_blocks(model).values()]
     loss = mmod.auxiliary_loss(model)
@@ -110,7 +112,9 @@ def test_a_sum_over_blocks_weighs_every_block_alike(name: str) -> None:
 @pytest.mark.parametrize("protects", ["leading", "marked"])
 def test_padding_and_protected_tokens_do_not_count(loss: str, protects: str) -> None:
     torch.manual_seed(0)
-    config = RoutingConfig(router="linear", gate="sigmoid", capacity=0.5, normalize=False, losses={loss: 1.0})
+    config = RoutingConfig(
+        router=mmod.score("linear", normalize=False), gate="sigmoid", capacity=0.5, losses={loss: 1.0}
+    )
     router = Router(config, dim=4, block=0, capacity=0.5, prefix=2)
     torch.nn.init.normal_(router.score.weight)
     rows = [(7, (0, 6)), (11, (0, 10)), (24, (0, 23))] if protects == "marked" else [(7, (0, 1)), (11, (0, 1))]

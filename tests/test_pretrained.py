@@ -20,7 +20,9 @@ import mmod
 from mmod import RoutingConfig, load_pretrained, save_pretrained
 
 IMAGE = (2, 3, 160, 160)
-LEARNED = RoutingConfig(router="linear", capacity=(0.5, 0.25), blocks=(2, 4), init_std=0.3, losses={"importance": 1.0})
+LEARNED = RoutingConfig(
+    router=mmod.score("linear", init_std=0.3), capacity=(0.5, 0.25), blocks=(2, 4), losses={"importance": 1.0}
+)
 
 
 def routed(config: RoutingConfig = LEARNED, **arguments: Any) -> nn.Module:
@@ -32,7 +34,7 @@ def routed(config: RoutingConfig = LEARNED, **arguments: Any) -> nn.Module:
     [
         RoutingConfig(),
         LEARNED,
-        RoutingConfig(router="random", seed=3),
+        RoutingConfig(router=mmod.score("random", seed=3)),
         mmod.preset("p-mod", depth=6),
         mmod.preset("modification", max_tokens=20),
     ],

@@ -16,9 +16,11 @@ from tests.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 CONFIGS = {
-    "linear": mmod.RoutingConfig(router="linear", capacity=0.5, init_std=0.3),
+    "linear": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.5),
     "attention": mmod.RoutingConfig(capacity=0.5),
-    "distilled": mmod.RoutingConfig(router="linear", capacity=0.5, init_std=0.3, losses={"importance": 0.1}),
+    "distilled": mmod.RoutingConfig(
+        router=mmod.score("linear", init_std=0.3), capacity=0.5, losses={"importance": 0.1}
+    ),
 }
 
 

@@ -21,14 +21,14 @@ CAUSAL = ("ViT-B-32", "ViT-H-14-worldwide", "EVA02-B-16", "vit_medium_patch16_ga
 COCA = ("coca_ViT-B-32", "coca_base")
 WITHOUT_UPDATE = [
     RoutingConfig(router="attention", capacity=1.0),
-    RoutingConfig(router="linear", capacity=1.0, init_std=0.0),
-    RoutingConfig(router="norm", select="threshold", threshold=-1.0),
-    RoutingConfig(router="linear", capacity=1.0, init_std=0.0, context="all"),
+    RoutingConfig(router=mmod.score("linear", init_std=0.0), capacity=1.0),
+    RoutingConfig(router="norm", select=mmod.Threshold(-1.0)),
+    RoutingConfig(router=mmod.score("linear", init_std=0.0), capacity=1.0, context="all"),
 ]
 ROUTED = [
     RoutingConfig(router="attention", capacity=0.5),
-    RoutingConfig(router="linear", capacity=0.3, init_std=0.5),
-    RoutingConfig(router="attention", select="threshold", threshold=1.0),
+    RoutingConfig(router=mmod.score("linear", init_std=0.5), capacity=0.3),
+    RoutingConfig(router="attention", select=mmod.Threshold(1.0)),
     RoutingConfig(router="norm", capacity=0.5, context="all"),
 ]
 

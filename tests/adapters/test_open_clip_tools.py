@@ -38,8 +38,8 @@ NAME = "ViT-B-32"
 IMAGES, CAPTIONS = make_images(NAME), make_captions(NAME)
 CONFIGS = {
     "attention": RoutingConfig(router="attention", capacity=0.5),
-    "linear": RoutingConfig(router="linear", capacity=0.3, init_std=0.5),
-    "threshold": RoutingConfig(router="attention", select="threshold", threshold=1.0, max_tokens=9),
+    "linear": RoutingConfig(router=mmod.score("linear", init_std=0.5), capacity=0.3),
+    "threshold": RoutingConfig(router="attention", select=mmod.Threshold(1.0, max_tokens=9)),
 }
 LEARNED = CONFIGS["linear"]
 
@@ -207,7 +207,7 @@ def models(tmp_path: Path) -> str:
 def test_factory_routes_and_loads_dense_weights(models: str, tmp_path: Path) -> None:
     dense = make_clip(NAME)
     torch.save(dense.state_dict(), tmp_path / "dense.pt")
-    with routed(LEARNED, text=RoutingConfig(router="linear", capacity=1.0, init_std=0.0)):
+    with routed(LEARNED, text=RoutingConfig(router=mmod.score("linear", init_std=0.0), capacity=1.0)):
         model, _, preprocess = open_clip.create_model_and_transforms(models, pretrained=str(tmp_path / "dense.pt"))
     assert mmod.routing_config(model, "image") == LEARNED
     with torch.no_grad():

@@ -17,7 +17,7 @@ from tests.zoo import make_images, make_model
 
 peft = pytest.importorskip("peft")
 NAME = "vit_tiny_patch16_224"
-LINEAR = mmod.RoutingConfig(router="linear", capacity=0.5, init_std=0.3, losses={"membership": 0.1})
+LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.5, losses={"membership": 0.1})
 
 
 def adapters(**options: Any) -> Any:

@@ -25,7 +25,10 @@ from tests.adapters.vlm_zoo import make_joint, make_language, prompt
 from tests.training.chat.configs import MODEL, vlm_config
 
 ROUTED = mmod.RoutingConfig(
-    router="linear", capacity=0.5, init_std=0.2, inference_threshold=0.5, predictor=True, losses={"membership": 0.01}
+    router=mmod.score("linear", init_std=0.2),
+    capacity=0.5,
+    losses={"membership": 0.01},
+    language=mmod.LanguageRouting(inference_threshold=0.5, predictor=True),
 )
 BITS = [4, 8]
 needs_bitsandbytes = pytest.mark.skipif(
@@ -53,7 +56,9 @@ def test_capacity_one_is_the_quantized_model(tmp_path: Path, name: str, bits: in
     assert quantized(model)
     batch = prompt("llava", (2,) if joint else (0,))
     dense, ids = model(**batch).logits, model.generate(**batch, max_new_tokens=3)
-    config = mmod.RoutingConfig(router="linear", gate="identity", select="threshold", threshold=0.0, tokens="all")
+    config = mmod.RoutingConfig(
+        router="linear", gate="identity", select=mmod.Threshold(0.0), language=mmod.LanguageRouting(tokens="all")
+    )
     mmod.route_(model, language=config)
     torch.testing.assert_close(model(**batch).logits, dense)
     assert torch.equal(model.generate(**batch, max_new_tokens=3), ids)

@@ -23,11 +23,13 @@ from mmod import RoutingConfig
 from tests.zoo import make_model
 
 NAME = "vit_tiny_patch16_224"
-LEARNED = RoutingConfig(router="linear", capacity=0.5, init_std=0.3, losses={"importance": 1.0, "membership": 0.1})
+LEARNED = RoutingConfig(
+    router=mmod.score("linear", init_std=0.3), capacity=0.5, losses={"importance": 1.0, "membership": 0.1}
+)
 ROUTINGS = {
     "attention": RoutingConfig(capacity=0.5),
     "learned": LEARNED,
-    "threshold": RoutingConfig(select="threshold", threshold=1.0),
+    "threshold": RoutingConfig(select=mmod.Threshold(1.0)),
     "p-mod": mmod.preset("p-mod", depth=4, init_std=0.3),
 }
 

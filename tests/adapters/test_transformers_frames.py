@@ -15,7 +15,7 @@ from mmod.adapters.transformers.images import ImageTokens
 from tests.adapters.vlm_zoo import FRAME, IMAGE, JOINT, PATCHES, VIDEO, make_joint, pad, prompt, video
 
 BY_FRAME = mmod.preset("videollm-mod", capacity=0.5, blocks=(1, 3), init_std=0.2)
-TOGETHER = mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(0, 1, 3), init_std=0.2)
+TOGETHER = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=0.5, blocks=(0, 1, 3))
 
 BY_MAP = mmod.RoutingConfig(router="attention", capacity=0.5, blocks=(1, 3))
 SECOND_TURN = {

@@ -109,7 +109,9 @@ def test_packed_equals_padded_at_any_length(lengths: list[int], seed: int, thres
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llava", "llava-onevision"])
 def test_images_of_a_tower_run_packed(name: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = mmod.RoutingConfig(router="linear", select="threshold", gate="sigmoid", init_std=0.3, blocks=(1, 2))
+    config = mmod.RoutingConfig(
+        router=mmod.score("linear", init_std=0.3), select="threshold", gate="sigmoid", blocks=(1, 2)
+    )
     model = mmod.route_(make_joint(name, attention=attention), vision=config).double()
     batch = prompt(name, (3,))
     batch["pixel_values"] = batch["pixel_values"].double()

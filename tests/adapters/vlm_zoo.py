@@ -42,7 +42,7 @@ LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
 JOINT = ("llava", "llava-qwen2", "llava-mistral-window", "llava-next", "llava-onevision", "qwen2-vl", "qwen2.5-vl")
 PATCHES = 9  # image tokens of one image, in every joint model but LLaVA-NeXT
 FRAME = {"qwen2-vl": 9, "qwen2.5-vl": 9, "llava-onevision": 4}  # tokens of a frame of a video
-LINEAR = mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(1, 3), init_std=0.2)
+LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=0.5, blocks=(1, 3))
 
 
 def make_language(name: str, seed: int = 0, **changes: Any) -> nn.Module:

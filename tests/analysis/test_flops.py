@@ -120,7 +120,7 @@ def test_the_model_is_left_alone() -> None:
 
 def test_threshold_needs_what_was_kept() -> None:
     model, side = make("vit")
-    mmod.route_(model, mmod.RoutingConfig(router="norm", select="threshold", threshold=1.0))
+    mmod.route_(model, mmod.RoutingConfig(router="norm", select=mmod.Threshold(1.0)))
     with pytest.raises(ValueError, match=r"blocks\.1, .* give kept"):
         flops(model, side)
     with pytest.raises(ValueError, match=r"names no share for blocks\.11"):

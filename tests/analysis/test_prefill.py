@@ -13,9 +13,11 @@ from mmod.analysis.prefill import prefill_flops
 from tests.adapters.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
 
 CONFIGS = {
-    "linear": mmod.RoutingConfig(router="linear", capacity=(0.5, 0.25), blocks=(1, 2), init_std=0.2),
+    "linear": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=(0.5, 0.25), blocks=(1, 2)),
     "frames": mmod.preset("videollm-mod", capacity=0.34, blocks=(0, 3)),
-    "shared": mmod.RoutingConfig(router="linear", shared=True, blocks="all", init_std=0.2),
+    "shared": mmod.RoutingConfig(
+        router=mmod.score("linear", init_std=0.2), blocks="all", language=mmod.LanguageRouting(shared=True)
+    ),
     "random": mmod.RoutingConfig(router="random", capacity=0.5),
 }
 
@@ -50,7 +52,10 @@ def test_cache_share_is_the_kept_share() -> None:
 
 @pytest.mark.parametrize("protected", [0, 4, 10])
 def test_protected_text_is_counted_as_kept(protected: int) -> None:
-    model = mmod.route_(make_joint("llava"), language=mmod.RoutingConfig(router="linear", blocks=(1,), tokens="all"))
+    model = mmod.route_(
+        make_joint("llava"),
+        language=mmod.RoutingConfig(router="linear", blocks=(1,), language=mmod.LanguageRouting(tokens="all")),
+    )
     report = prefill_flops(model, 10, PATCHES, protected_tokens=protected)
     assert report.layers[1].kept == protected + (10 + PATCHES - protected) // 2
     with pytest.raises(ValueError, match="protected_tokens=11"):

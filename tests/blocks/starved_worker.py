@@ -21,7 +21,7 @@ NAME = "vit_medium_patch16_gap_240"
 
 def starved(rank: int) -> nn.Module:
     """Return the model as a process routes it: the first one keeps every token, the second one none."""
-    config = mmod.RoutingConfig(router="linear", select="threshold", threshold=float(rank), init_std=0.3)
+    config = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), select=mmod.Threshold(float(rank)))
     return mmod.route_(make_model(NAME, depth=2), config).train()
 
 

@@ -16,10 +16,10 @@ from tests.zoo import make_images, make_model
 MODELS = ["vit_tiny_patch16_224", "aimv2_large_patch14_224", "vit_base_patch16_xp_224", "vit_base_patch16_rpn_224"]
 CONFIGS = {
     "attention": mmod.RoutingConfig(capacity=0.4),
-    "linear": mmod.RoutingConfig(router="linear", capacity=0.4, init_std=0.3),
+    "linear": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.4),
     "p-mod": mmod.preset("p-mod", capacity=0.4, blocks="every_other", init_std=0.1),
     "context": mmod.RoutingConfig(capacity=0.4, context="all"),
-    "threshold": mmod.RoutingConfig(router="linear", select="threshold", max_tokens=9, init_std=0.3),
+    "threshold": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), select=mmod.Threshold(max_tokens=9)),
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -16,7 +16,7 @@ from tests.blocks.starved_worker import NAME, loss_of, starved
 from tests.zoo import make_images, make_model
 
 ROOT = Path(__file__).parents[2]
-NONE = mmod.RoutingConfig(router="linear", select="threshold", threshold=1.0, init_std=0.3, blocks="all")
+NONE = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), select=mmod.Threshold(1.0), blocks="all")
 
 
 def check_starved(model: torch.nn.Module, inputs: torch.Tensor, layers: torch.nn.Module) -> None:

@@ -8,7 +8,7 @@ import mmod
 from mmod import RoutingConfig
 from tests.zoo import make_images, make_model
 
-THRESHOLD = RoutingConfig(router="linear", select="threshold", init_std=0.3, blocks="all")
+THRESHOLD = RoutingConfig(router=mmod.score("linear", init_std=0.3), select="threshold", blocks="all")
 
 
 def packed_and_padded(

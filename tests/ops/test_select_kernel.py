@@ -141,8 +141,8 @@ def test_custom_ops_keep_the_rules_of_torch(device: str) -> None:
 @pytest.mark.parametrize("routing", ["linear", "padding-free threshold", "attention"])
 def test_a_model_trains_on_kernels_as_on_torch(device: str, routing: str) -> None:
     config = {
-        "linear": RoutingConfig(router="linear", gate="tanh", gate_scale=0.2, capacity=0.5),
-        "padding-free threshold": RoutingConfig(router="linear", gate="sigmoid", select="threshold", max_tokens=9),
+        "linear": RoutingConfig(router="linear", gate=mmod.Gate("tanh", scale=0.2), capacity=0.5),
+        "padding-free threshold": RoutingConfig(router="linear", gate="sigmoid", select=mmod.Threshold(max_tokens=9)),
         "attention": RoutingConfig(router="attention", capacity=0.3),
     }[routing]
     model = mmod.route_(make_model("vit_tiny_patch16_224", depth=3), config).to(device).train()

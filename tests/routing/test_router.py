@@ -18,7 +18,7 @@ def make(config: RoutingConfig, **changes: object) -> Router:
 
 def test_scores_and_gates_are_fp32_under_autocast_and_in_half_precision() -> None:
     x = torch.randn(2, 6, 8)
-    router = make(RoutingConfig(router="linear", init_std=1.0))
+    router = make(RoutingConfig(router=mmod.score("linear", init_std=1.0)))
     expected = router(x).score_BN
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(router(x).score_BN, expected)
@@ -134,7 +134,7 @@ def test_nan_scores_rank_last() -> None:
 
 
 def test_gate_gradient_reaches_kept_tokens_only() -> None:
-    router = make(RoutingConfig(router="linear", init_std=1.0), prefix=0)
+    router = make(RoutingConfig(router=mmod.score("linear", init_std=1.0)), prefix=0)
     routing = router(torch.randn(1, 6, 8))
     (gradient,) = torch.autograd.grad(routing.gate_BK.sum(), routing.score_BN)
     assert torch.equal(gradient[0] != 0, routing.keep_BN[0])
