@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import mmod.training
 from mmod import RoutingConfig
 from mmod.training import TrainConfig
 from mmod.training.image.command import main
@@ -106,6 +107,13 @@ def test_command_line_ends_with_an_error_that_names_valid_keys(path: Path) -> No
     assert done.returncode == 2
     assert "valid keys in group 'optim'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_functions_of_the_last_version_warn_and_do_as_before(path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"use TrainConfig\.load"):
+        assert mmod.training.load_config(path) == TrainConfig.load(path)
+    with pytest.warns(DeprecationWarning, match=r"use TrainConfig\.from_dict"):
+        assert mmod.training.train_config(TrainConfig.load(path).to_dict()) == TrainConfig.load(path)
 
 
 def test_help_and_print_config(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
