@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mmod.data.convert.resumable import (
     DROPPED,
@@ -28,6 +28,7 @@ from mmod.data.readers.image_files import ImageFiles
 from mmod.data.readers.images import file_extension
 from mmod.data.records import check_record, image_names, read_records
 from mmod.io.files import write_atomically
+from mmod.values import check_fields
 
 CHECKED = "conversations.json"
 
@@ -56,7 +57,7 @@ class ConvertConversationsConfig:
     output: str
     images: str | None = None
     follow_links: bool = False
-    on_fault: str = "raise"
+    on_fault: Literal["raise", "drop"] = "raise"
     shards: bool = False
     shard_size: int = 5000
     min_size: int = 1
@@ -65,11 +66,7 @@ class ConvertConversationsConfig:
     def __post_init__(self) -> None:
         if Path(self.source).suffix not in (".json", ".jsonl"):
             raise ValueError(f"source={self.source!r} must end in .json or .jsonl")
-        if self.on_fault not in ("raise", "drop"):
-            raise ValueError(f"on_fault={self.on_fault!r} is unknown; valid: 'raise', 'drop'")
-        for name in ("shard_size", "min_size", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
+        check_fields(self, **dict.fromkeys(("shard_size", "min_size", "threads"), "[1, inf)"))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from mmod.data.readers.image_files import ImageFiles
 from mmod.data.readers.images import file_extension, is_deep
 from mmod.data.synthetic.build import SIZES
 from mmod.io.files import write_atomically
+from mmod.values import check_fields
 
 # Formats that every reader of shards knows.
 _KEPT = ("JPEG", "PNG", "WEBP")
@@ -65,11 +66,8 @@ class ConvertConfig:
     def __post_init__(self) -> None:
         if Path(self.source).suffix.lower() not in SUFFIXES:
             raise ValueError(f"source={self.source!r} must end in {', '.join(SUFFIXES)}")
-        for name in ("shard_size", "min_size", "threads", "max_aspect"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be >= 1")
-        if not 1 <= self.quality <= 100 or (self.resize is not None and self.resize < 1):
-            raise ValueError(f"quality={self.quality} must lie in [1, 100], resize={self.resize} must be >= 1 or null")
+        least = dict.fromkeys(("shard_size", "min_size", "threads", "max_aspect", "resize"), "[1, inf)")
+        check_fields(self, quality="[1, 100]", **least)
 
 
 @dataclass(frozen=True)
