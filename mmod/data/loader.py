@@ -7,9 +7,8 @@ order of an epoch is one permutation, and every sample's augmentation has its ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,40 +16,13 @@ from torch import Tensor
 from mmod.data.config import DataConfig
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.source import ImageSource
-from mmod.data.stream import ImageReader, MemoryReader, SampleStream
+from mmod.data.stream import BatchStream, ImageReader, MemoryReader
 from mmod.data.synthetic.digits import DIGITS
+
+__all__ = ["BatchStream", "create_eval_stream", "create_train_stream", "normalisation"]
 
 # Mean and standard deviation of the grey values of cluttered digits, near enough for every difficulty.
 _DIGITS_MEAN, _DIGITS_STD = 0.094, 0.22
-
-
-class BatchStream(Protocol):
-    """Batches of one process.
-
-    Attributes:
-        steps_per_epoch: Batches in an epoch.
-        num_samples: Samples of the whole source, over all processes.
-        report: What could not be read so far.
-    """
-
-    steps_per_epoch: int
-    num_samples: int
-    report: CorruptReport
-
-    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over the batches of an epoch.
-
-        `batches(e, s)` equals `batches(e)` without its first `s` batches, whatever the number of workers; the
-        batches left out are not read, and the caller's random state is neither used nor changed.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-            start: First batch.
-
-        Yields:
-            Normalised images, float32, (B, channels, image_size, image_size), and classes, int64, (B,).
-        """
-        ...
 
 
 def create_train_stream(config: DataConfig, seed: int, rank: int = 0, world: int = 1) -> BatchStream:
@@ -104,10 +76,10 @@ def create_eval_stream(config: DataConfig, rank: int = 0, world: int = 1) -> Bat
     return _create_stream(config, config.val_split, (rank, world))
 
 
-def _create_stream(config: DataConfig, split: str, place: tuple[int, int], seed: int | None = None) -> SampleStream:
+def _create_stream(config: DataConfig, split: str, place: tuple[int, int], seed: int | None = None) -> BatchStream:
     report = CorruptReport(config.on_corrupt)
     reader = _create_reader(config, split, report, training=seed is not None)
-    return SampleStream(reader, report, config, place, seed, name=f"the split {split!r} of {config.source!r}")
+    return BatchStream(reader, report, config, place, seed, name=f"the split {split!r} of {config.source!r}")
 
 
 def _create_reader(config: DataConfig, split: str, report: CorruptReport, training: bool) -> ImageReader | MemoryReader:

@@ -160,8 +160,8 @@ class MemoryReader:
         return Batch(self.images[chosen] * self.scale + self.shift, self.labels[chosen], [])
 
 
-class SampleStream:
-    """A `mmod.data.loader.BatchStream` over a reader.
+class BatchStream:
+    """The batches of one process.
 
     In training every epoch has its own order, of full batches only: the fewer than `batch_size * world` samples at its
     end wait for another epoch. The processes' batches of one step are neighbours in the order. In evaluation process
@@ -175,6 +175,11 @@ class SampleStream:
         place: Number of this process and number of processes.
         seed: Seed of the order of training; None reads every sample once, in order.
         name: What is read, for messages.
+
+    Attributes:
+        steps_per_epoch: Batches in an epoch.
+        num_samples: Samples of the whole source, over all processes.
+        report: What could not be read so far.
 
     Raises:
         ValueError: If the process has no place, or there are too few samples for one batch of each process.
@@ -205,14 +210,17 @@ class SampleStream:
         self.steps_per_epoch = len(self._order(0))
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over the batches of an epoch; see `mmod.data.loader.BatchStream.batches`.
+        """Iterate over the batches of an epoch.
+
+        `batches(e, s)` equals `batches(e)` without its first `s` batches, whatever the number of workers; the
+        batches left out are not read, and the caller's random state is neither used nor changed.
 
         Args:
             epoch: Number of the epoch, from 0.
             start: First batch.
 
         Yields:
-            Images, and classes or tokens.
+            Normalised images, float32, (B, C, H, W), and classes, int64, (B,), or tokens, int64, (B, L).
 
         Raises:
             ValueError: If the epoch is negative or has no batch `start`.

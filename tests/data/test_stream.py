@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmod.data import AugmentConfig, CorruptDataError, DataConfig, create_eval_stream, create_train_stream
-from mmod.data.stream import SampleStream
+from mmod.data.stream import BatchStream
 
 STRONG = AugmentConfig(
     scale=(0.3, 1.0), auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.5, re_mode="pixel", vflip=0.5, color_jitter=0.4
@@ -129,7 +129,7 @@ def test_ranks_share_out_every_sample_exactly_once(samples, batch, world):
 
     def taken(seed: int | None) -> list[list[np.ndarray]]:
         config = DataConfig(batch_size=batch)
-        return [SampleStream(Counted(), None, config, (rank, world), seed)._order(0) for rank in range(world)]
+        return [BatchStream(Counted(), None, config, (rank, world), seed)._order(0) for rank in range(world)]
 
     for seed, needed in ((None, world), (7, world * batch)):
         if samples < needed:

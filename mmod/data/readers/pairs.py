@@ -12,9 +12,8 @@ from torch import Tensor
 
 from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptReport
-from mmod.data.loader import BatchStream
 from mmod.data.readers.shards import CAPTION, ShardSource
-from mmod.data.stream import ImageReader, SampleStream
+from mmod.data.stream import BatchStream, ImageReader
 from mmod.data.synthetic.scenes import SCENES
 
 Transform = Callable[..., Tensor]
@@ -82,11 +81,11 @@ def _create_stream(
     tokenizer: Tokenizer,
     place: tuple[int, int],
     seed: int | None = None,
-) -> SampleStream:
+) -> BatchStream:
     report, cache, pattern = CorruptReport(config.on_corrupt), config.root, shards
     if isinstance(pattern, str) and pattern.startswith("scenes:"):
         pattern, cache = SCENES.locate(pattern, config.root), None
     source = ShardSource(pattern, report, cache=cache, progress=True, target=CAPTION)
     # A corrupt training sample is replaced, so that every process keeps its number of full batches.
     reader = ImageReader(source, "RGB", transform, replace=seed is not None, collate=tokenizer)
-    return SampleStream(reader, report, config, place, seed, name=repr(shards))
+    return BatchStream(reader, report, config, place, seed, name=repr(shards))
