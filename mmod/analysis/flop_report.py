@@ -1,4 +1,4 @@
-"""What a model costs, as values and as a table."""
+"""Reports of FLOPs, as values and as tables."""
 
 from __future__ import annotations
 
@@ -33,39 +33,25 @@ class BlockFlops:
 
 
 @dataclass(frozen=True)
-class FlopReport:
-    """The cost of a model for one image, one caption, or both; `print(report)` shows it as a table.
+class FlopCounts:
+    """FLOPs of a model by block.
 
     Args:
-        inputs: Shape of each input by name, such as channels, height and width of an image.
         blocks: One row for each block, in order.
         rest: Everything outside the blocks: embedding, head, pooling.
-        parameters: Parameters, routers included.
-        router_parameters: Parameters of routers alone.
-        dense_activation_bytes: Most activation memory held at once in inference, without routing.
-        activation_bytes: The same as routed.
-        dense_training_bytes: Activations held for the backward pass when the forward pass ends, without routing.
-        training_bytes: The same as routed.
     """
 
-    inputs: Mapping[str, tuple[int, ...]]
     blocks: tuple[BlockFlops, ...]
     rest: BlockFlops
-    parameters: int
-    router_parameters: int
-    dense_activation_bytes: int
-    activation_bytes: int
-    dense_training_bytes: int
-    training_bytes: int
 
     @property
     def dense(self) -> int:
-        """FLOPs of the model without routing."""
+        """FLOPs without routing."""
         return self.rest.dense + sum(row.dense for row in self.blocks)
 
     @property
     def routed(self) -> int:
-        """FLOPs of the model as routed, with routers and importance."""
+        """FLOPs as routed, with routers and importance."""
         return self.rest.routed + sum(row.routed for row in self.blocks)
 
     @property
@@ -78,20 +64,15 @@ class FlopReport:
         """How many times fewer FLOPs the routed model needs."""
         return self.dense / self.routed
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values, totals included."""
-        totals = {"dense": self.dense, "routed": self.routed, "importance": self.importance, "speedup": self.speedup}
-        return {
-            **asdict(self),
-            **totals,
-            "inputs": {name: list(shape) for name, shape in self.inputs.items()},
-            "blocks": [asdict(b) for b in self.blocks],
-        }
+    @property
+    def share(self) -> float:
+        """Share of the dense model's FLOPs that is spent."""
+        return self.routed / self.dense
 
-    def __str__(self) -> str:
-        """Return the report as a table, in MFLOPs."""
-        name_width = max(len(row.name) for row in (*self.blocks, BlockFlops("everything else", 0, 0, 0, 0)))
-        form = f"{{:<{name_width}}}  {{:>6}}  {{:>6}}  {{:>10}}  {{:>10}}  {{:>8}}  {{:>10}}"
+    def table(self) -> str:
+        """Return the counts as a table, in MFLOPs."""
+        width = max(len(name) for name in ("everything else", *(row.name for row in self.blocks)))
+        form = f"{{:<{width}}}  {{:>6}}  {{:>6}}  {{:>10}}  {{:>10}}  {{:>8}}  {{:>10}}"
         lines = [form.format("block", "tokens", "kept", "dense", "routed", "router", "importance")]
         for row in self.blocks:
             counts = (row.dense, row.routed, row.router, row.importance)
@@ -99,17 +80,77 @@ class FlopReport:
         lines.append(form.format("everything else", "", "", _mega(self.rest.dense), _mega(self.rest.routed), "-", "-"))
         router = sum(row.router for row in self.blocks)
         totals = map(_mega, (self.dense, self.routed, router, self.importance))
-        lines.append(form.format("total MFLOPs", "", "", *totals))
+        return "\n".join([*lines, form.format("total MFLOPs", "", "", *totals)])
+
+
+@dataclass(frozen=True)
+class FlopReport(FlopCounts):
+    """The cost of a model for one image, one caption, or both; `print(report)` shows it as a table.
+
+    Args:
+        blocks: One row for each block, in order.
+        rest: Everything outside the blocks: embedding, head, pooling.
+        inputs: Shape of each input by name, such as channels, height and width of an image.
+        parameters: Parameters, routers included.
+        router_parameters: Parameters of routers alone.
+        dense_activation_bytes: Most activation memory held at once in inference, without routing.
+        activation_bytes: The same as routed.
+        dense_training_bytes: Activations held for the backward pass when the forward pass ends, without routing.
+        training_bytes: The same as routed.
+    """
+
+    inputs: Mapping[str, tuple[int, ...]]
+    parameters: int
+    router_parameters: int
+    dense_activation_bytes: int
+    activation_bytes: int
+    dense_training_bytes: int
+    training_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON values, totals included."""
+        totals = {name: getattr(self, name) for name in ("dense", "routed", "importance", "speedup")}
+        return {**asdict(self), **totals, "inputs": {name: list(shape) for name, shape in self.inputs.items()}}
+
+    def __str__(self) -> str:
+        """Return the report as a table, in MFLOPs."""
         inputs = ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in self.inputs.items())
-        lines += [
+        return "\n".join([
+            self.table(),
             f"{self.speedup:.3f} times fewer FLOPs than dense (2 per multiply-add) for {inputs}",
             f"{self.parameters:,} parameters, {self.router_parameters:,} of them in routers",
             f"activations held at once in inference: {_mebi(self.activation_bytes)} "
             f"(dense {_mebi(self.dense_activation_bytes)})",
             f"activations held for a backward pass: {_mebi(self.training_bytes)} "
             f"(dense {_mebi(self.dense_training_bytes)})",
-        ]
-        return "\n".join(lines)
+        ])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PrefillFlops(FlopCounts):
+    """The cost of reading one prompt; `print(report)` shows it as a table.
+
+    Args:
+        blocks: One row for each decoder layer, in order.
+        rest: The logits of the last token.
+        tokens: Tokens of the prompt.
+        image_tokens: Image tokens among them.
+    """
+
+    tokens: int
+    image_tokens: int
+
+    @property
+    def cache_share(self) -> float:
+        """Share of the dense model's cache of keys and values that is held."""
+        return sum(row.kept for row in self.blocks) / (self.tokens * len(self.blocks))
+
+    def __str__(self) -> str:
+        """Return the report as a table, in MFLOPs."""
+        return (
+            f"{self.table()}\na prompt of {self.tokens} tokens, {self.image_tokens} of images: {self.share:.3f} of the "
+            f"FLOPs (2 per multiply-add), {self.cache_share:.3f} of the cache"
+        )
 
 
 def _mega(count: int) -> str:

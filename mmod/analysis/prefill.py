@@ -1,69 +1,15 @@
-"""What the prefill of a language model costs: FLOPs per layer, dense and as routed, from counts of tokens alone."""
+"""FLOPs of a language model's prefill, per layer, from counts of tokens alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from mmod.adapters import find_stacks
-from mmod.analysis.flops import BlockFlops
+from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
 from mmod.blocks import ImportanceBlock, RoutedBlock, model_hooks
-
-
-@dataclass(frozen=True)
-class PrefillFlops:
-    """The cost of reading one prompt; `print(report)` shows it as a table.
-
-    Args:
-        tokens: Tokens of the prompt.
-        image_tokens: Image tokens among them.
-        layers: One row for each decoder layer, in order.
-        head: FLOPs of the logits of the last token.
-    """
-
-    tokens: int
-    image_tokens: int
-    layers: tuple[BlockFlops, ...]
-    head: int
-
-    @property
-    def dense(self) -> int:
-        """FLOPs without routing."""
-        return self.head + sum(row.dense for row in self.layers)
-
-    @property
-    def routed(self) -> int:
-        """FLOPs as routed, with routers and importance."""
-        return self.head + sum(row.routed for row in self.layers)
-
-    @property
-    def share(self) -> float:
-        """Share of the dense model's FLOPs that is spent."""
-        return self.routed / self.dense
-
-    @property
-    def cache_share(self) -> float:
-        """Share of the dense model's cache of keys and values that is held."""
-        return sum(row.kept for row in self.layers) / (self.tokens * len(self.layers))
-
-    def __str__(self) -> str:
-        """Return the report as a table, in MFLOPs."""
-        width = max(len(row.name) for row in self.layers)
-        form = f"{{:<{width}}}  {{:>7}}  {{:>12}}  {{:>12}}"
-        lines = [form.format("layer", "kept", "dense", "routed")]
-        lines += [
-            form.format(row.name, row.kept, f"{row.dense / 1e6:,.1f}", f"{row.routed / 1e6:,.1f}")
-            for row in self.layers
-        ]
-        lines.append(form.format("total MFLOPs", "", f"{self.dense / 1e6:,.1f}", f"{self.routed / 1e6:,.1f}"))
-        lines.append(
-            f"a prompt of {self.tokens} tokens, {self.image_tokens} of images: {self.share:.3f} of the FLOPs (2 per "
-            f"multiply-add), {self.cache_share:.3f} of the cache"
-        )
-        return "\n".join(lines)
 
 
 def prefill_flops(
@@ -113,7 +59,7 @@ def prefill_flops(
         rows.append(_row(name, block, tokens, own, stack.dim))
     heads = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "lm_head"]
     head = sum(2 * stack.dim * int(module.out_features) for module in heads)
-    return PrefillFlops(tokens, sum(images), tuple(rows), head)
+    return PrefillFlops(tuple(rows), BlockFlops(REST, 0, 0, head, head), tokens, sum(images))
 
 
 def _kept(name: str, block: RoutedBlock, free: Sequence[int], share: float | None) -> int:

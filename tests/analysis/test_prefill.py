@@ -33,7 +33,7 @@ def test_counts_equal_those_of_torch(name: str, method: str) -> None:
     with FlopCounterMode(display=False) as counter:
         model(**batch, logits_to_keep=1)
     counts = counter.get_flop_counts()
-    for row, layer in zip(report.layers, model.model.language_model.layers):
+    for row, layer in zip(report.blocks, model.model.language_model.layers):
         counted = sum(counts[f"{type(model).__name__}.{row.name}"].values())
         # The product of tokens and one vector is no product of matrices to torch.
         assert row.routed - row.router == counted, row.name
@@ -57,7 +57,7 @@ def test_protected_text_is_counted_as_kept(protected: int) -> None:
         language=mmod.RoutingConfig(router="linear", blocks=(1,), language=mmod.LanguageRouting(tokens="all")),
     )
     report = prefill_flops(model, 10, PATCHES, protected_tokens=protected)
-    assert report.layers[1].kept == protected + (10 + PATCHES - protected) // 2
+    assert report.blocks[1].kept == protected + (10 + PATCHES - protected) // 2
     with pytest.raises(ValueError, match="protected_tokens=11"):
         prefill_flops(model, 10, PATCHES, protected_tokens=11)
 
@@ -66,6 +66,6 @@ def test_thresholds_need_the_kept_share() -> None:
     model = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear", select="threshold"))
     with pytest.raises(ValueError, match="give kept"):
         prefill_flops(model, 10)
-    assert prefill_flops(model, 10, kept=0.5).layers[1].kept == 5
+    assert prefill_flops(model, 10, kept=0.5).blocks[1].kept == 5
     with pytest.raises(ValueError, match="at least one token"):
         prefill_flops(model, 0)

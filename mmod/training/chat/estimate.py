@@ -15,7 +15,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from mmod import capacities, is_routed, routed_blocks
 from mmod.adapters import BlockStack, find_stacks
-from mmod.analysis.prefill import PrefillFlops, prefill_flops
+from mmod.analysis import PrefillFlops, prefill_flops
 from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import open_conversations
 from mmod.training.chat.config import TrainConfig
@@ -123,7 +123,7 @@ def estimate(config: TrainConfig) -> CostEstimate:
     stacks = find_stacks(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     flops = prefill_flops(model, tokens - image_tokens, image_tokens, shares or None, protected)
-    kept = {row.name: row.kept for row in flops.layers}
+    kept = {row.name: row.kept for row in flops.blocks}
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
     held = arguments.train_batch_size * sum(
         _held_bytes(stack, patches if name == "vision" else tokens, kept, config.trainer)

@@ -128,7 +128,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         return {
             "gflops": cost.routed / 1e9,
             "flops_share": cost.share,
-            "image_share": sum(max(0, row.kept - text) for row in cost.layers) / (image * len(cost.layers)),
+            "image_share": sum(max(0, row.kept - text) for row in cost.blocks) / (image * len(cost.blocks)),
             "cache_bytes": sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers) // count,
         }
 
