@@ -1,4 +1,4 @@
-"""Set thresholds so that routing by threshold keeps as many tokens as top-k does.
+"""Calibration of thresholds, so that they keep as many tokens as top-k does.
 
 Axes: B images, N tokens.
 """

@@ -61,7 +61,7 @@ class FlopCounts:
 
     @property
     def speedup(self) -> float:
-        """How many times fewer FLOPs the routed model needs."""
+        """FLOPs without routing over those with it."""
         return self.dense / self.routed
 
     @property

@@ -1,4 +1,4 @@
-"""Count what a model costs: FLOPs per block and in all, parameters and activation memory, from shapes alone."""
+"""FLOPs per block and in all, parameters and activation memory of a model, from shapes alone."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _shares(kept: float | Mapping[str, float] | Trace, names: Iterable[str]) -> 
 
 
 class _Count(NamedTuple):
-    """What one pass of a model costs."""
+    """FLOPs by module, tokens and kept tokens by block, and bytes of one model."""
 
     flops: Counter[str]
     tokens: Mapping[str, int]

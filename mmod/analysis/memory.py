@@ -1,4 +1,4 @@
-"""Memory: counted on shapes, watched while a function runs, and held by each block for the backward pass."""
+"""Activation memory: counted from shapes, measured while a function runs, and held by each block for training."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
 
 
 class HeldBytes(NamedTuple):
-    """What one block of a model leaves behind for the backward pass.
+    """Memory that one block of a model holds for the backward pass.
 
     Args:
         block: Bytes made inside it and still held when it returns, its output included.

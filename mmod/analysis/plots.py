@@ -1,4 +1,4 @@
-"""Pictures: which patches were kept, and what accuracy costs. Functions return matplotlib figures and write nothing."""
+"""Plots of kept patches and of accuracy against cost; functions return matplotlib figures and write nothing."""
 
 from __future__ import annotations
 

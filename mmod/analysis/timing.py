@@ -1,4 +1,4 @@
-"""Time functions side by side: interleaved in random order, so that a machine's moods hit all of them alike."""
+"""Interleaved timing: functions take turns in random order, so that a machine's drift affects all of them alike."""
 
 from __future__ import annotations
 

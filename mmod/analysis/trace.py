@@ -1,4 +1,4 @@
-"""See what was routed: the decisions of a forward pass, their statistics and their maps."""
+"""Traces: the decisions of a forward pass, their statistics and their maps."""
 
 from __future__ import annotations
 

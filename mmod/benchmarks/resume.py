@@ -22,7 +22,7 @@ from mmod.io.claim import check_same
 
 
 class Options(Protocol):
-    """What every benchmark is told, see its own config."""
+    """Options that all benchmarks have."""
 
     @property
     def out(self) -> str:
@@ -31,7 +31,7 @@ class Options(Protocol):
 
     @property
     def device(self) -> str:
-        """Where it runs."""
+        """Device of the benchmark."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Which version of an op runs: the one place where that is decided, forced and explained.
+"""Choice of the version of an op that runs: made, forced and explained here alone.
 
 Each op registers its versions, see `register`; a call asks `choose`. What is installed is found out then, once.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Backend(Enum):
-    """What an op is implemented with.
+    """Implementation technique of an op.
 
     Attributes:
         AUTO: What the op's versions say for device, dtype and size.
@@ -205,12 +205,12 @@ def choose(name: str, tensor: Tensor, backend: Backend = Backend.AUTO, **facts: 
 
 
 def _preferred(version: Version, dtype: torch.dtype) -> bool:
-    """Whether AUTO takes a kernel for a type, here inside or outside a compiled graph."""
+    """Return whether AUTO takes a kernel for a type, inside or outside a compiled graph."""
     return (version.auto is None or dtype in version.auto) and (version.compiled or not torch.compiler.is_compiling())
 
 
 def _serves(version: Version, tensor: Tensor, facts: Mapping[str, int]) -> bool:
-    """Whether a version in torch's operations takes these inputs."""
+    """Return whether a version in torch's operations takes these inputs."""
     return (
         (version.devices is None or tensor.device.type in version.devices)
         and (version.dtypes is None or tensor.dtype in version.dtypes)

@@ -1,4 +1,4 @@
-"""Read importance off a host's attention where it happens."""
+"""Capture of importance from a host's attention calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The type that attention computes in."""
+"""Type in which attention computes."""
 
 from __future__ import annotations
 

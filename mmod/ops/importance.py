@@ -133,7 +133,7 @@ def attention_with_importance(
 
 
 def _alike(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor) -> bool:
-    """Whether queries, keys and values are of one length and width; a plain bool, as in `is_grouped`."""
+    """Return whether queries, keys and values are of one length and width, as a plain bool, see `is_grouped`."""
     return True if q_BHNE.shape[2:] == k_BHNE.shape[2:] == v_BHNE.shape[2:] else False  # noqa: SIM210
 
 

@@ -1,4 +1,4 @@
-"""`torch.nn.MultiheadAttention` taken apart, so that projections and attention inside it can be seen.
+"""`torch.nn.MultiheadAttention` as separate calls, so that its projections and attention can be intercepted.
 
 Axes: B images, L queries, S keys, D channels, H heads, E channels of a head. Tokens come first, as torch hands them on.
 """
@@ -36,7 +36,7 @@ def multihead_attention(
     need_weights: bool = True,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Do what `torch.nn.functional.multi_head_attention_forward` does, through calls that can be diverted.
+    """Compute `torch.nn.functional.multi_head_attention_forward` through calls that can be replaced.
 
     A function mode is off inside torch's own function while it handles it, so neither importance nor packed rows could
     reach the attention in it.

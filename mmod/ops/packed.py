@@ -30,7 +30,7 @@ ROWS_WORTH_A_CALL = 16
 
 
 class Packing(NamedTuple):
-    """Where packed rows come from.
+    """Places that packed rows come from.
 
     Args:
         row_T: Their place among all tokens of the batch, image by image (T).

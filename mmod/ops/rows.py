@@ -1,4 +1,4 @@
-"""Move rows: the entry and the exit of a routed block.
+"""Ops that move rows: the entry and the exit of a routed block.
 
 Indices are unique within an image, so nothing is added up and every backend moves the same bits.
 Axes: B images, N tokens, K slots per image, D channels. Packed rows are one image of B * N tokens.
@@ -141,7 +141,7 @@ def _gather_rows(x: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor:
 
 
 @_gather_rows.register_fake
-def _(x: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor:
+def _(x: Tensor, index: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(*index.shape, x.shape[2])
 
 
@@ -240,7 +240,7 @@ def _blank_rows(x: Tensor, index: Tensor, valid: Tensor | None, inverse: Tensor 
 
 
 @_blank_rows.register_fake
-def _(x: Tensor, index: Tensor, valid: Tensor | None, inverse: Tensor | None) -> Tensor:
+def _(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -254,9 +254,7 @@ def _merge_rows_grad(
 
 
 @_merge_rows_grad.register_fake
-def _(
-    grad: Tensor, index: Tensor, z: Tensor, y: Tensor, gate: Tensor, valid: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, index: Tensor, z: Tensor, y: Tensor, gate: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return z.new_empty(z.shape), y.new_empty(y.shape), gate.new_empty(gate.shape)
 
 
@@ -270,9 +268,7 @@ def _gather_norm(
 
 
 @_gather_norm.register_fake
-def _(
-    x: Tensor, index: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     z = x.new_empty(*index.shape, x.shape[2])
     statistic = x.new_empty(index.shape, dtype=torch.float32)
     return z, torch.empty_like(z), statistic, torch.empty_like(statistic)
@@ -315,10 +311,8 @@ def _gather_norm_grad(
 
 
 @_gather_norm_grad.register_fake
-def _(
-    grad_z: Tensor, grad_normed: Tensor, z: Tensor, index: Tensor, weight: Tensor | None, mean: Tensor,
-    scale: Tensor, tokens: int, centred: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _(grad_z: Tensor, grad_normed: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    tokens = rest[-2]
     total = z.new_empty(z.shape[2], dtype=torch.float32)
     return z.new_empty(z.shape[0], tokens, z.shape[2]), total, torch.empty_like(total)
 

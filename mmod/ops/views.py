@@ -1,4 +1,4 @@
-"""Who can see whom: what makes the attention that tokens receive comparable where queries see different keys.
+"""Visibility counts, which make the attention that tokens receive comparable where queries see different keys.
 
 In causal attention the first token is seen by every query and the last by itself alone, and a query that sees few keys
 gives each of them much. A plain column mean therefore ranks tokens by position. It is corrected by weighing each
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Views(NamedTuple):
-    """How many keys every query sees, and how many queries see every key; an axis of one entry serves all.
+    """Numbers of keys that each query sees and of queries that see each key; an axis of one entry serves all.
 
     Args:
         keys_BHN: Keys that a query sees (B or 1, H or 1, N).

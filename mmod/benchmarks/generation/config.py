@@ -1,4 +1,4 @@
-"""What a benchmark of generation is told, and the rows it returns."""
+"""Config and rows of the benchmark of generation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmod.config import PRESETS
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """What to time: a LLaVA of random weights, dense and routed by each preset, interleaved.
+    """Options of the benchmark: a LLaVA of random weights, dense and routed by each preset, interleaved.
 
     The language model is a Llama with heads of 64 channels. Its prefill takes `input_ids` and image features that are
     computed already, puts them together and returns the logits of the last token; no vision tower runs.

@@ -27,7 +27,7 @@ _SPECIAL = 3
 
 
 class Cached(NamedTuple):
-    """What a routed prefill costs and leaves in the cache.
+    """Cost of a routed prefill and size of its cache.
 
     Args:
         slots: Tokens cached by a layer of the longest prompt, mean over layers.

@@ -1,4 +1,4 @@
-"""What a benchmark of models is told, the names of the models it times, and the rows it returns."""
+"""Config and rows of the benchmark of models, and the names of the models that it times."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DENSE = Variant("dense", 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig:
-    """What to time. Every combination of batch size, execution and step is one interleaved run of all models.
+    """Options of the benchmark; a batch size, an execution and a step make one interleaved run of all models.
 
     Args:
         model: A name of timm's registry.

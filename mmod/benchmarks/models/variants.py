@@ -30,7 +30,7 @@ EXACT_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Decided:
-    """What a model made of some images.
+    """Decisions of a model on some images, in numbers.
 
     Args:
         kept: Tokens that a routed block keeps, mean over images and blocks.

@@ -1,4 +1,4 @@
-"""Other implementations of variable-length attention, to time beside this library's.
+"""Baselines of variable-length attention.
 
 Axes: B images, K slots per image, T packed rows, H heads, E channels of a head.
 """

@@ -27,7 +27,7 @@ COMPILED = "{}, compiled"
 
 @dataclass(frozen=True, kw_only=True)
 class OpBenchmarkConfig:
-    """What to time. Every op, size, dtype and step is one interleaved run of all implementations.
+    """Options of the benchmark. Every op, size, dtype and step is one interleaved run of all implementations.
 
     Args:
         ops: Names of ops.

@@ -18,7 +18,7 @@ FLUSHED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 
 @dataclass(frozen=True)
 class Work:
-    """What a computation cannot do without, whoever implements it.
+    """Work that every implementation of a computation must do.
 
     Args:
         bytes: Bytes of its inputs that must be read and of its outputs that must be written.
@@ -35,7 +35,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does in a millisecond.
+    """Rates of a machine, per millisecond.
 
     Args:
         bytes: Bytes read and written by a large copy.

@@ -202,7 +202,7 @@ def key_gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 class Tiles(NamedTuple):
-    """How much of a head one program takes at a time.
+    """Tile sizes: the part of a head that one program takes at a time.
 
     Args:
         queries: Rows of queries.

@@ -1,4 +1,4 @@
-"""What kernels and launchers need so that one source runs compiled on a GPU and interpreted on a CPU."""
+"""Helpers with which one source of a kernel runs compiled on a GPU and interpreted on a CPU."""
 
 from __future__ import annotations
 
