@@ -18,15 +18,14 @@ from mmod.analysis.plots import draw_routing_maps
 from mmod.data.loader import create_eval_stream
 from mmod.model import is_routed
 from mmod.training.engine.distributed import choose_device
-from mmod.training.engine.loop import run
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, evaluate
-from mmod.training.image.model import create_models
 from mmod.training.image.recipe import ImageRecipe
 from mmod.training.studies.config import ImageStudyConfig
 from mmod.training.studies.entrants import DENSE, Entrant
-from mmod.training.studies.jobs import Job, Tick, with_progress
-from mmod.training.studies.study import Study, by_threshold, latencies
+from mmod.training.studies.jobs import Job
+from mmod.training.studies.loop import LoopStudy, by_data, kept_shares
+from mmod.training.studies.study import latencies
 
 __all__ = ["ImageStudy", "Shallow"]
 
@@ -51,10 +50,11 @@ class Shallow(Entrant):
         return dataclasses.replace(dense, model=model, epochs=self.epochs)
 
 
-class ImageStudy(Study[TrainConfig, EvalResult]):
+class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
     """A study of timm's classifiers; see `Study`."""
 
     config: ImageStudyConfig
+    recipe = ImageRecipe
     run_config = TrainConfig
     found = EvalResult
     score = "top1"
@@ -73,18 +73,6 @@ class ImageStudy(Study[TrainConfig, EvalResult]):
         "kept": ("kept", ".3f"),
     }
 
-    def create(self, config: TrainConfig) -> nn.Module:
-        """Make the timm model of a run."""
-        return create_models(config)[0]
-
-    def start_from(self, config: TrainConfig, folder: str) -> TrainConfig:
-        """Return the config of the same run from the final weights of the run in `folder`."""
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, checkpoint=folder, pretrained=False))
-
-    def train(self, config: TrainConfig, tick: Tick) -> EvalResult:
-        """Do a run, or read the result of one that is finished."""
-        return run(with_progress(ImageRecipe(config), tick), progress=False).best
-
     def evaluate(self, config: TrainConfig) -> EvalResult:
         """Measure the accuracy of the model that a run starts from."""
         device = choose_device(config.device)
@@ -94,10 +82,6 @@ class ImageStudy(Study[TrainConfig, EvalResult]):
     def figures(self, found: EvalResult) -> dict[str, float]:
         """Return accuracy and kept share."""
         return {"top1": found.top1, "kept": found.mean_kept}
-
-    def work(self, config: TrainConfig) -> float:
-        """Return the epochs of a run."""
-        return config.epochs
 
     def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
         """Return the dense model, the routed ones, and dense ones as near to them in FLOPs as can be."""
@@ -112,7 +96,7 @@ class ImageStudy(Study[TrainConfig, EvalResult]):
         for entrant in entrants:
             routed = self.create(entrant.configure(plain, plain))
             # What thresholds cost follows from the data.
-            if not by_threshold(routed):
+            if not by_data(routed):
                 cost = flops(routed, _size(plain)).routed
                 depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - cost)))
         epochs = dense.epochs + (tuned.epochs if self.config.tune else 0)
@@ -126,8 +110,7 @@ class ImageStudy(Study[TrainConfig, EvalResult]):
         model = self.load(job)
         if self.config.maps and is_routed(model):
             self._draw_maps(job, model)
-        kept: dict[str, Any] = {"kept": found.kept} if by_threshold(model) else {}
-        return {"gflops": flops(model, _size(job.config), **kept).routed / 1e9}
+        return {"gflops": flops(model, _size(job.config), **kept_shares(model, found)).routed / 1e9}
 
     def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
         """Measure the latency of a batch of evaluation images, for each image."""

@@ -13,13 +13,9 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
 from tqdm import tqdm
 
-from mmod.training.engine.distributed import Process
-from mmod.training.engine.recipe import Recipe, Streams
-
-__all__ = ["Job", "Runner", "Tick", "in_words", "with_progress"]
+__all__ = ["Job", "Runner", "Tick", "in_words"]
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
@@ -203,34 +199,6 @@ def in_words(seconds: float) -> str:
     if minutes < 90:
         return f"about {minutes} minute{'' if minutes == 1 else 's'} left"
     return f"about {seconds / 3600:.1f} hours left"
-
-
-AnyRecipe = TypeVar("AnyRecipe", bound=Recipe[Any, Any])
-
-
-def with_progress(recipe: AnyRecipe, tick: Tick) -> AnyRecipe:
-    """Let a recipe's training batches report how much of the run is done; return the recipe.
-
-    Args:
-        recipe: A kind of training, changed in place.
-        tick: Told the share that is done.
-    """
-    create = recipe.create_streams
-
-    def create_streams(process: Process, model: nn.Module) -> Streams:
-        train, test = create(process, model)
-        batches, steps = train.batches, train.steps_per_epoch
-
-        def counted(epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-            for step, batch in enumerate(batches(epoch, start), epoch * steps + start + 1):
-                yield batch
-                tick(min(1.0, step / (steps * recipe.config.epochs)))
-
-        train.batches = counted  # type: ignore[method-assign]
-        return train, test
-
-    recipe.create_streams = create_streams  # type: ignore[method-assign]
-    return recipe
 
 
 _reports: Any = None

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmod.analysis import flops
 from mmod.data.readers.pairs import create_eval_pairs
 from mmod.training.engine.distributed import choose_device
-from mmod.training.engine.loop import run
 from mmod.training.pairs.config import RoutingParts, TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate
-from mmod.training.pairs.model import create_models, create_transforms
+from mmod.training.pairs.model import create_transforms
 from mmod.training.pairs.recipe import PairsRecipe
 from mmod.training.studies.config import PairsStudyConfig
 from mmod.training.studies.entrants import DENSE
-from mmod.training.studies.jobs import Job, Tick, with_progress
-from mmod.training.studies.study import Study, by_threshold, latencies
+from mmod.training.studies.jobs import Job
+from mmod.training.studies.loop import LoopStudy, kept_shares
+from mmod.training.studies.study import latencies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,10 +27,11 @@ if TYPE_CHECKING:
 __all__ = ["PairsStudy"]
 
 
-class PairsStudy(Study[TrainConfig, EvalResult]):
+class PairsStudy(LoopStudy[TrainConfig, EvalResult]):
     """A study of open_clip's models; see `Study`."""
 
     config: PairsStudyConfig
+    recipe = PairsRecipe
     run_config = TrainConfig
     found = EvalResult
     score = "recall1"
@@ -55,21 +55,9 @@ class PairsStudy(Study[TrainConfig, EvalResult]):
         "kept": ("kept", ".3f"),
     }
 
-    def create(self, config: TrainConfig) -> nn.Module:
-        """Make the open_clip model of a run."""
-        return create_models(config)[0]
-
-    def start_from(self, config: TrainConfig, folder: str) -> TrainConfig:
-        """Return the config of the same run from the final weights of the run in `folder`."""
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, checkpoint=folder, pretrained=None))
-
     def routing(self, fields: dict[str, Any], capacity: float | None) -> RoutingParts:
         """Return the routing of both towers at a capacity."""
         return RoutingParts(**{tower: super(PairsStudy, self).routing(own, capacity) for tower, own in fields.items()})
-
-    def train(self, config: TrainConfig, tick: Tick) -> EvalResult:
-        """Do a run, or read the result of one that is finished."""
-        return run(with_progress(PairsRecipe(config), tick), progress=False).best
 
     def evaluate(self, config: TrainConfig) -> EvalResult:
         """Measure retrieval and zero-shot accuracy of the model that a run starts from."""
@@ -85,14 +73,10 @@ class PairsStudy(Study[TrainConfig, EvalResult]):
         zero_shot = {} if found.zero_shot_top1 is None else {"zero_shot": found.zero_shot_top1}
         return {"recall1": found.recall1, "recall5": found.recall5, **zero_shot, "kept": found.mean_kept}
 
-    def work(self, config: TrainConfig) -> float:
-        """Return the epochs of a run."""
-        return config.epochs
-
     def examine(self, job: Job[TrainConfig], found: EvalResult) -> dict[str, float]:
         """Count the FLOPs of one image and of one caption."""
         model = self.load(job)
-        kept: dict[str, Any] = {"kept": found.kept} if by_threshold(model) else {}
+        kept = kept_shares(model, found)
         batch = _batch(job.config, model, 1)
         return {
             f"{tower}_gflops": flops(model, {tower: inputs}, **kept).routed / 1e9 for tower, inputs in batch.items()

@@ -26,7 +26,7 @@ class Point:
         series: Its series.
         capacity: Capacity of its routed blocks; 1 without any, None where the study sets none.
         cost: FLOPs, latency and the like of the first seed's model.
-        figures: What its evaluation found: value of each figure for each seed.
+        figures: What its evaluation found with each seed: figures by name.
         to_dense: How much higher it scores than the dense model, paired by seed; None for the dense model.
         to_control: The same against its control; None where it has none.
     """
@@ -35,25 +35,21 @@ class Point:
     series: str
     capacity: float | None
     cost: dict[str, float]
-    figures: dict[str, dict[int, float]]
+    figures: dict[int, dict[str, float]]
     to_dense: Difference | None
     to_control: Difference | None
 
-    @property
-    def seeds(self) -> int:
-        """Number of seeds."""
-        return max(map(len, self.figures.values()))
-
-    def mean(self, figure: str) -> float:
-        """Return the mean of a figure over the seeds."""
-        return mean(self.figures[figure].values())
+    def values(self, figure: str) -> list[float]:
+        """Return a figure's value for each seed that has one."""
+        return [own[figure] for _, own in sorted(self.figures.items()) if figure in own]
 
     def row(self) -> dict[str, Any]:
         """Return everything by name; a figure `x` gives its mean `x` and the standard deviation `x_std`."""
-        row = {"name": self.name, "series": self.series, "capacity": self.capacity, "seeds": self.seeds, **self.cost}
-        for figure, values in self.figures.items():
-            row |= {figure: self.mean(figure), f"{figure}_std": spread(list(values.values()))}
-        return row | {"to_dense": self.to_dense, "to_control": self.to_control}
+        row = {"name": self.name, "series": self.series, "capacity": self.capacity, "seeds": len(self.figures)}
+        for figure in dict.fromkeys(name for own in self.figures.values() for name in own):
+            values = self.values(figure)
+            row |= {figure: mean(values), f"{figure}_std": spread(values)}
+        return {**row, **self.cost, "to_dense": self.to_dense, "to_control": self.to_control}
 
 
 @dataclass(frozen=True)

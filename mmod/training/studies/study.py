@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from mmod import is_routed, routed_blocks
 from mmod.analysis.plots import draw_tradeoff
 from mmod.analysis.timing import interleave, ratios
 from mmod.io.files import write_atomically
@@ -31,7 +30,7 @@ from mmod.training.studies.results import Column, Point, StudyResult, flat, mark
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Study", "by_threshold", "latencies", "merged"]
+__all__ = ["Study", "latencies", "merged"]
 
 Config = TypeVar("Config")
 Found = TypeVar("Found")
@@ -42,10 +41,10 @@ _CONTROL = "random"
 
 
 class Outcome(NamedTuple):
-    """What came out of one run: its evaluation at the end, and before its first step where that was asked for."""
+    """What came out of one run: the evaluation of its final model, and all of its figures."""
 
-    result: Any
-    before: Any = None
+    found: Any
+    figures: dict[str, float]
 
 
 class Study(ABC, Generic[Config, Found]):
@@ -161,21 +160,28 @@ class Study(ABC, Generic[Config, Found]):
         """
         entrants, jobs = self.plan()
         first = {job.name: job for job in jobs if job.seed == 0 and job.name != _BASE}
-        outcomes: dict[str, dict[int, Outcome]] = {name: {} for name in first}
+        figures: dict[str, dict[int, dict[str, float]]] = {name: {} for name in first}
         costs: dict[str, dict[str, float]] = {}
         runner = Runner(self.config.processes, progress)
 
         def write() -> StudyResult:
-            shown = [entrant for entrant in entrants if entrant.name in costs]
-            return self._write(self._points(shown, outcomes, costs), runner)
+            shown = {entrant.name: entrant for entrant in entrants if entrant.name in costs}
+            scores = {name: {seed: own[self.score] for seed, own in sorted(figures[name].items())} for name in shown}
+            to_dense = compare(scores, dict.fromkeys(shown, DENSE))
+            to_control = compare(scores, {name: entrant.control for name, entrant in shown.items()})
+            points = [
+                Point(name, own.series, own.capacity, costs[name], figures[name], to_dense[name], to_control[name])
+                for name, own in shown.items()
+            ]
+            return self._write(points, verdict(scores), runner)
 
         for job, outcome in runner.run(jobs, self.do):
             if job.name not in first:
                 continue
-            outcomes[job.name][job.seed] = outcome
+            figures[job.name][job.seed] = outcome.figures
             if job.seed == 0:
-                costs[job.name] = self.examine(job, outcome.result)
-            is_news = job.seed == 0 or all(job.seed in seeds for seeds in outcomes.values())
+                costs[job.name] = self.examine(job, outcome.found)
+            is_news = job.seed == 0 or all(job.seed in seeds for seeds in figures.values())
             if len(costs) > 1 and DENSE in costs and is_news:
                 write()
         for name, times in self.time(first).items():
@@ -216,9 +222,13 @@ class Study(ABC, Generic[Config, Found]):
             tick: Told the share that is done.
         """
         if not job.is_trained:
-            return Outcome(self._evaluate_once(job))
-        before = self._evaluate_once(job) if job.is_tuned and self.config.before else None
-        return Outcome(self.train(job.config, tick), before)
+            found = self._evaluate_once(job)
+            return Outcome(found, self.figures(found))
+        before = {}
+        if job.is_tuned and self.config.before:
+            before["before"] = self.figures(self._evaluate_once(job))[self.score]
+        found = self.train(job.config, tick)
+        return Outcome(found, self.figures(found) | before)
 
     def load(self, job: Job[Config]) -> nn.Module:
         """Make the final model of a run, in evaluation mode on the device it was trained on.
@@ -246,33 +256,8 @@ class Study(ABC, Generic[Config, Found]):
         write_atomically(path, json.dumps(record) + "\n")
         return found
 
-    def _points(
-        self,
-        entrants: Sequence[Entrant],
-        outcomes: Mapping[str, Mapping[int, Outcome]],
-        costs: Mapping[str, dict[str, float]],
-    ) -> list[Point]:
-        figures = {entrant.name: self._by_seed(outcomes[entrant.name]) for entrant in entrants}
-        scores = {name: own[self.score] for name, own in figures.items()}
-        to_dense = compare(scores, dict.fromkeys(scores, DENSE))
-        to_control = compare(scores, {entrant.name: entrant.control for entrant in entrants})
-        return [
-            Point(name, entrant.series, entrant.capacity, costs[name], figures[name], to_dense[name], to_control[name])
-            for name, entrant in zip(figures, entrants)
-        ]
-
-    def _by_seed(self, outcomes: Mapping[int, Outcome]) -> dict[str, dict[int, float]]:
-        figures: dict[str, dict[int, float]] = {}
-        for seed, outcome in sorted(outcomes.items()):
-            for name, value in self.figures(outcome.result).items():
-                figures.setdefault(name, {})[seed] = value
-            if outcome.before is not None:
-                figures.setdefault("before", {})[seed] = self.figures(outcome.before)[self.score]
-        return figures
-
-    def _write(self, points: list[Point], runner: Runner) -> StudyResult:
+    def _write(self, points: list[Point], told: str, runner: Runner) -> StudyResult:
         folder, rows = Path(self.config.output), [point.row() for point in points]
-        told = verdict({point.name: point.figures[self.score] for point in points})
         result = StudyResult(folder, points, f"{self.table(rows)}\n\n{told}", runner.cpu_seconds)
         machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
         record = {"config": dataclasses.asdict(self.config), **machine, "cpu_seconds": result.cpu_seconds}
@@ -285,11 +270,6 @@ class Study(ABC, Generic[Config, Found]):
             figure.savefig(folder / f"{name}.png", dpi=150)
         runner.say(f"{len(points)} models after {result.cpu_seconds:.0f} CPU seconds: {folder}/tradeoff.{{md,png}}")
         return result
-
-
-def by_threshold(model: nn.Module) -> bool:
-    """Return whether some routed block of a model keeps as many tokens as pass a threshold."""
-    return is_routed(model) and any(b.router.config.select != "topk" for b in routed_blocks(model).values())
 
 
 def latencies(

@@ -52,12 +52,12 @@ def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig) -> None:
     assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5", "isoflop-3"]
     assert points["dense"].cost["gflops"] > points["isoflop-3"].cost["gflops"] > 0
     assert points["dense"].cost["gflops"] > points["a-mod-0.5"].cost["gflops"]
-    assert points["a-mod-0.5"].mean("kept") == pytest.approx(8 / 17)
-    assert "before" not in points["isoflop-3"].figures
-    assert {"before", "top1"} <= set(points["dense"].figures) & set(points["a-mod-0.5"].figures)
-    assert all(point.seeds == 2 and point.row()["top1_std"] is not None for point in result.points)
+    assert points["a-mod-0.5"].row()["kept"] == pytest.approx(8 / 17)
+    assert "before" not in points["isoflop-3"].row()
+    assert {"before", "top1"} <= set(points["dense"].row()) & set(points["a-mod-0.5"].row())
+    assert all(len(point.figures) == 2 and point.row()["top1_std"] is not None for point in result.points)
     for name, point in points.items():
-        own, dense = point.figures["top1"], points["dense"].figures["top1"]
+        own, dense = point.values("top1"), points["dense"].values("top1")
         gaps = [own[seed] - dense[seed] for seed in (0, 1)]
         assert point.to_dense is None if name == "dense" else point.to_dense.mean == pytest.approx(mean(gaps))
         assert (point.to_control is None) == (name in ("dense", "random-0.5", "isoflop-3"))
@@ -79,15 +79,15 @@ def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig) -> None:
     apart = dataclasses.replace(study, output=f"{study.output}-apart", bases=study.output, seeds=1, processes=2)
     apart = dataclasses.replace(apart, routers={"a-mod": study.routers["a-mod"]}, isoflop="none")
     points_apart = {point.name: point for point in ImageStudy(apart).run(progress=False).points}
-    assert points_apart["a-mod-0.5"].figures["top1"][0] == points["a-mod-0.5"].figures["top1"][0]
+    assert points_apart["a-mod-0.5"].figures[0] == points["a-mod-0.5"].figures[0]
     assert not (Path(apart.output) / "seed0" / "base").exists()
     plain = dataclasses.replace(
         apart, output=f"{study.output}-plain", tune=False, tune_dense=False, processes=1, maps=0
     )
     untrained = {point.name: point for point in ImageStudy(plain).run(progress=False).points}
     assert list(untrained) == ["dense", "a-mod-0.5"]
-    assert untrained["dense"].mean("top1") == pytest.approx(points_apart["dense"].mean("before"))
-    assert untrained["a-mod-0.5"].mean("top1") == pytest.approx(points_apart["a-mod-0.5"].mean("before"))
+    assert untrained["dense"].row()["top1"] == pytest.approx(points_apart["dense"].row()["before"])
+    assert untrained["a-mod-0.5"].row()["top1"] == pytest.approx(points_apart["a-mod-0.5"].row()["before"])
     assert not list(Path(plain.output).rglob("result.json"))
 
 
@@ -118,7 +118,7 @@ def test_an_evaluation_of_another_routing_is_not_taken(study: ImageStudyConfig, 
     for min_tokens in (2, 12):
         routing = {"router": "norm", "select": "threshold", "threshold": 0.99, "min_tokens": min_tokens}
         result = ImageStudy(dataclasses.replace(plain, routers={"norm": routing})).run(progress=False)
-        kept.append(result.points[1].mean("kept"))
+        kept.append(result.points[1].row()["kept"])
     assert kept[0] < kept[1]
 
 

@@ -1,0 +1,90 @@
+"""Studies whose runs the training loop does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from mmod import is_routed, routed_blocks
+from mmod.training.engine.config import LoopConfig
+from mmod.training.engine.distributed import Process
+from mmod.training.engine.evaluate import RoutedResult
+from mmod.training.engine.loop import run
+from mmod.training.engine.recipe import Recipe, Streams
+from mmod.training.studies.jobs import Tick
+from mmod.training.studies.study import Study
+
+__all__ = ["LoopStudy", "by_data", "kept_shares"]
+
+Config = TypeVar("Config", bound=LoopConfig)
+Found = TypeVar("Found", bound=RoutedResult)
+
+
+class LoopStudy(Study[Config, Found]):
+    """A study of a kind of training that has a recipe; see `Study`.
+
+    Attributes:
+        recipe: The kind of training.
+    """
+
+    recipe: ClassVar[type[Recipe[Any, Any]]]
+
+    def create(self, config: Config) -> nn.Module:
+        """Make the model that a run starts from, routed as its config says."""
+        return self.recipe(config).create_models()[0]
+
+    def start_from(self, config: Config, folder: str) -> Config:
+        """Return the config of the same run from the final weights of the run in `folder`."""
+        model = dataclasses.replace(config.model, checkpoint=folder, pretrained=type(config.model).pretrained)
+        return dataclasses.replace(config, model=model)
+
+    def train(self, config: Config, tick: Tick) -> Found:
+        """Do a run, or read the result of one that is finished."""
+        found: Found = run(_with_progress(self.recipe(config), tick), progress=False).best
+        return found
+
+    def work(self, config: Config) -> float:
+        """Return the epochs of a run."""
+        return config.epochs
+
+
+def by_data(model: nn.Module) -> bool:
+    """Return whether the data decides how many tokens some routed block of a model keeps.
+
+    Args:
+        model: The model.
+    """
+    return is_routed(model) and any(block.router.config.select != "topk" for block in routed_blocks(model).values())
+
+
+def kept_shares(model: nn.Module, found: RoutedResult) -> dict[str, Any]:
+    """Return the argument `kept` of `mmod.flops` where what a model costs follows from the data.
+
+    Args:
+        model: The model.
+        found: What its evaluation found.
+    """
+    return {"kept": found.kept} if by_data(model) else {}
+
+
+def _with_progress(recipe: Recipe[Any, Any], tick: Tick) -> Recipe[Any, Any]:
+    """Let a recipe's training batches report the share of the run that is done; return the recipe."""
+    create = recipe.create_streams
+
+    def create_streams(process: Process, model: nn.Module) -> Streams:
+        train, test = create(process, model)
+        batches, steps = train.batches, train.steps_per_epoch
+
+        def counted(epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+            for step, batch in enumerate(batches(epoch, start), epoch * steps + start + 1):
+                yield batch
+                tick(min(1.0, step / (steps * recipe.config.epochs)))
+
+        train.batches = counted  # type: ignore[method-assign]
+        return train, test
+
+    recipe.create_streams = create_streams  # type: ignore[method-assign]
+    return recipe
