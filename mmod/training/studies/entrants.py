@@ -23,9 +23,10 @@ class Entrant(ABC):
         capacity: Capacity of its routed blocks; None where its routing says more than one number.
         control: Name of the entrant that it is compared with besides the dense one.
         share: Its time in training as a share of the dense model's.
+        is_trained: It is trained; otherwise it is evaluated as it is made.
 
     Attributes:
-        is_tuned: It starts from the trained dense model; otherwise it is trained from scratch.
+        is_tuned: It starts from the trained dense model; otherwise from scratch.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Entrant(ABC):
     capacity: float | None = 1.0
     control: str | None = None
     share: float = 1.0
+    is_trained: bool = True
     is_tuned: ClassVar[bool] = True
 
     @abstractmethod

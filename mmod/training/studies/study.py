@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 from mmod.analysis.plots import draw_tradeoff
 from mmod.analysis.timing import interleave, ratios
+from mmod.config import regroup_saved
 from mmod.io.files import write_atomically
 from mmod.io.yaml import read_yaml
 from mmod.training.engine.distributed import choose_device
@@ -119,7 +121,8 @@ class Study(ABC, Generic[Config, Found]):
             control = config.controls.get(series, _CONTROL)
             routing = self.routing(fields, capacity)
             name, against = f"{series}{end}", None if control is None else f"{control}{end}"
-            entrants.append(Routed(name=name, series=series, capacity=capacity, control=against, routing=routing))
+            common: dict[str, Any] = {"series": series, "capacity": capacity, "is_trained": config.tune}
+            entrants.append(Routed(name=name, control=against, routing=routing, **common))
         return entrants
 
     def drawn(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -195,6 +198,9 @@ class Study(ABC, Generic[Config, Found]):
         dense = self.run_config.from_dict({**recipe, "output": config.output})
         tuned = self.run_config.from_dict({**merged(recipe, config.finetune), "output": config.output})
         entrants = self.entrants(dense, tuned)
+        names = Counter([_BASE, *(entrant.name for entrant in entrants)])
+        if max(names.values()) > 1:
+            raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
         base = _BASE if config.tune_dense else DENSE
         for seed in range(config.seeds):
             root = Path(config.output) / f"seed{seed}"
@@ -208,10 +214,9 @@ class Study(ABC, Generic[Config, Found]):
                     continue
                 run = entrant.configure(own, dataclasses.replace(start, seed=seed))
                 run = dataclasses.replace(run, output=str(root / entrant.name))
-                is_trained = config.tune or not entrant.is_tuned
                 # Evaluating alone takes about as long as a twentieth of an epoch.
-                work = entrant.share * self.work(run) if is_trained else 0.05
-                runs.append(Job(entrant.name, seed, run, entrant.is_tuned, is_trained, work))
+                work = entrant.share * self.work(run) if entrant.is_trained else 0.05
+                runs.append(Job(entrant.name, seed, run, entrant.is_tuned, entrant.is_trained, work))
         return entrants, runs
 
     def do(self, job: Job[Config], tick: Tick) -> Outcome:
@@ -247,7 +252,7 @@ class Study(ABC, Generic[Config, Found]):
         config = {key: value for key, value in run.to_dict().items() if key != "output"}
         if path.exists():
             kept = json.loads(path.read_text())
-            if kept.get("config") == config:
+            if regroup_saved(kept.get("config")) == config:
                 found: Found = self.found(**kept["found"])
                 return found
         found = self.evaluate(run)

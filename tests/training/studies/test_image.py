@@ -134,6 +134,7 @@ def test_an_evaluation_of_another_routing_is_not_taken(study: ImageStudyConfig, 
         ({"dense": "nowhere.yaml"}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
         ({"routers": {"x": {"router": "atention"}}}, ValueError, "router must be one of"),
         ({"finetune": {"epoch": 1}}, ValueError, "unknown config key 'epoch'"),
+        ({"capacities": [0.5, 0.5]}, ValueError, "several models of the study have the name 'a-mod-0.5'"),
     ],
 )
 def test_wrong_studies_fail_before_the_first_run(
