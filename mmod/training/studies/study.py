@@ -23,6 +23,7 @@ from mmod.io.files import write_atomically
 from mmod.io.yaml import read_yaml
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.logging import write_csv
+from mmod.training.engine.loop import seed_draws
 from mmod.training.studies.config import StudyConfig
 from mmod.training.studies.entrants import DENSE, Dense, Entrant, Routed
 from mmod.training.studies.jobs import Job, Runner, Tick
@@ -255,6 +256,8 @@ class Study(ABC, Generic[Config, Found]):
             if regroup_saved(kept.get("config")) == config:
                 found: Found = self.found(**kept["found"])
                 return found
+        # As at the start of training, so that routers are drawn alike.
+        seed_draws(run.seed, 0, 0)
         found = self.evaluate(run)
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {"config": config, "found": dataclasses.asdict(found)}  # type: ignore[call-overload]
