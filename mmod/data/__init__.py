@@ -1,4 +1,4 @@
-"""Where images come from: the embedded data set, webdataset shards, and whatever timm reads."""
+"""Images in batches: from the embedded data sets, webdataset shards, and every data set that timm reads."""
 
 from typing import TYPE_CHECKING
 

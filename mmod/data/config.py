@@ -1,4 +1,4 @@
-"""Where images and image-text pairs come from, as values: `DataConfig` and `PairsConfig`.
+"""Configs of images and of image-text pairs: `DataConfig` and `PairsConfig`.
 
 They stand apart from what reads the data, so that a command line knows its options without importing torch.
 """
@@ -73,7 +73,7 @@ class AugmentConfig:
 
 @dataclass
 class DataConfig:
-    """What to read and how.
+    """Config of a data set of images.
 
     Args:
         source: "digits" or "digits:DIFFICULTY" (the embedded set, built into `root` when it is not there);
@@ -171,7 +171,7 @@ def check_name(name: str) -> None:
 
 @dataclass
 class PairsConfig:
-    """Which pairs to read and how.
+    """Config of a data set of image-text pairs.
 
     Args:
         train: Shards to train on: paths or URLs with brace ranges (`{00000..00127}.tar`), globs (local paths only) or

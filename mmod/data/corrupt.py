@@ -1,4 +1,4 @@
-"""What is done with files that cannot be read: they are counted, and raise unless the user chose to skip them."""
+"""Faults of files that cannot be read: they raise, or are counted where the user chose to skip them."""
 
 from __future__ import annotations
 

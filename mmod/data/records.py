@@ -19,7 +19,7 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 
 
 class Message(NamedTuple):
-    """What one side says.
+    """One message of a conversation.
 
     Attributes:
         role: "system", "user" or "assistant".
@@ -32,7 +32,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class BrokenLine:
-    """What stands in the place of a record that is no JSON.
+    """A line of a `.jsonl` file that is no JSON.
 
     Args:
         reason: Which line it is and what is wrong with it.

@@ -18,7 +18,7 @@ from mmod.data.readers.source import ImageSource, UnreadableSampleError
 
 
 class Batch(NamedTuple):
-    """What a reader returns.
+    """One batch and the faults met while it was read.
 
     Attributes:
         images: Normalised images, float32, (B, C, H, W).
@@ -282,7 +282,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _seed_all(*seeds: int) -> None:
-    """Seed what transforms draw from: Python, NumPy and torch's CPU generator."""
+    """Seed the generators that transforms draw from: Python, NumPy and torch's CPU generator."""
     python, numpy, first, second = np.random.SeedSequence(seeds).generate_state(4).tolist()
     random.seed(python)
     np.random.seed(numpy)  # noqa: NPY002 (transforms draw from the global state)

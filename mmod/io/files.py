@@ -89,11 +89,11 @@ def replacing(target: str | Path, *, shared: bool = False, durable: bool = True)
     try:
         yield partial
         for path in (*partial.rglob("*"), partial) if durable else ():
-            sync(path)
+            _sync(path)
         os.replace(partial, target)
     finally:
         _remove(partial)
-    sync(target.parent)
+    _sync(target.parent)
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
@@ -105,19 +105,6 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     """
     with replacing(path) as partial:
         partial.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
-
-
-def sync(path: Path) -> None:
-    """Push a file or folder to disk, so that the rename after it cannot overtake its content.
-
-    Args:
-        path: The file or folder.
-    """
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager
@@ -144,3 +131,12 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Push a file or folder to disk, so that the rename after it cannot overtake its content."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -35,7 +35,7 @@ CHECKED = "conversations.json"
 
 @dataclass(frozen=True)
 class ConvertConversationsConfig:
-    """What is converted and how.
+    """Config of a check of conversations.
 
     Args:
         source: The records: a `.json` list or a `.jsonl` file in LLaVA's format.
@@ -71,7 +71,7 @@ class ConvertConversationsConfig:
 
 @dataclass(frozen=True)
 class ConversationsReport:
-    """What became of the records.
+    """Outcome of a check of conversations.
 
     Args:
         records: Records of the source.

@@ -28,7 +28,7 @@ _KEPT = ("JPEG", "PNG", "WEBP")
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """What is converted and how.
+    """Config of a conversion of a table.
 
     Args:
         source: The table: `.csv`, `.tsv` or `.parquet` with a header, or COCO's caption annotations in `.json` (a pair
@@ -72,7 +72,7 @@ class ConvertConfig:
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What became of the rows of a table.
+    """Outcome of a conversion of a table.
 
     Args:
         rows: Rows of the table.

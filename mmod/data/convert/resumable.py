@@ -1,7 +1,7 @@
-"""What conversions of a user's own data share: a folder of their own, parts that are whole or not there, a report.
+"""Resumable conversions of a user's own data: a folder that belongs to one, parts that are complete, and a report.
 
-A part is a fixed run of what is converted. Its statistics are written last and say that it is whole, so that a
-conversion goes on where it stopped.
+A part is a fixed run of items. Its statistics are written last and mark it as complete, so that a conversion goes on
+where it stopped.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class ChatSample(NamedTuple):
 
 @dataclass
 class ConversationsConfig:
-    """Which conversations to read.
+    """Config of a data set of conversations.
 
     Args:
         train: Conversations to train on: a `.json` or `.jsonl` file in LLaVA's format, webdataset shards by brace range

@@ -1,4 +1,4 @@
-"""What a stream reads from: images by number."""
+"""Sources of streams: images by number."""
 
 from __future__ import annotations
 

@@ -57,14 +57,14 @@ def load_sources(seed: int = 0) -> SourceDigits:
             parts[name].append(part)
     splits = {name: np.sort(np.concatenate(part)) for name, part in parts.items()}
     labels = digits.target.astype(np.int64)
-    # All callers share them.
+    # Read-only, because all callers share the cached arrays.
     for array in (images, labels, *splits.values()):
         array.flags.writeable = False
     return SourceDigits(images, labels, MappingProxyType(splits))
 
 
 class DrawnConfig(Protocol):
-    """What the parameters of all embedded sets have in common; see their classes."""
+    """Parameters that all embedded sets have; see their configs."""
 
     @property
     def clutter(self) -> int: ...  # noqa: D102

@@ -1,4 +1,4 @@
-"""What questions give away of their answers: how much is right without looking at an image."""
+"""Answer priors: the share of questions that is answered right without looking at an image."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, st
 
 
 def measure_prior(config: QuestionsConfig) -> dict[str, float]:
-    """Return what the embedded set's questions give away.
+    """Return the answer priors of the embedded questions.
 
     Args:
         config: Parameters of a build.

@@ -33,7 +33,7 @@ GROUNDS = ("clutter", "plain")
 
 
 class Kind(NamedTuple):
-    """What a caption says.
+    """Content of a caption.
 
     Attributes:
         digits: Class of the left or upper digit, then of the other.
