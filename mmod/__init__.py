@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from mmod.lazy import lazy_names
-from mmod.own_folder import hide_own_folder
 from mmod.registry.dense_loads import watch_dense_loads
 
 # The one list of this package's names, see lazy_names.
@@ -30,5 +29,4 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)
 
-hide_own_folder()
 watch_dense_loads()

@@ -14,7 +14,6 @@ from mmod.blocks import (
     ImportanceState,
     RoutedBlock,
     RoutedState,
-    Span,
     attach,
     convert,
     detach_hooks,
@@ -131,12 +130,14 @@ def _prepare(
         _check_free_prefix(stack, plan)
     attends = config.reads_importance(training=True)
     training_only = attends and not config.router.reads_importance
-    spans: dict[int, Span] = {}
+    shares, captioned = attends or config.router.draws, bool(stack.companions)
+    common = {"captioned": captioned, "training_only": training_only}
+    first = plan.blocks[0] - 1 if attends else plan.blocks[0]
     readers: dict[int, list[Router]] = {}
     conversions: list[tuple[nn.Module, Router | None, RoutedState | ImportanceState]] = []
     for index, capacity in zip(plan.blocks, plan.capacities):
         block = stack.blocks[index]
-        call = stack.call_of(block)
+        call = stack.call_of(block, config)
         if config.context not in call.contexts:
             raise ValueError(
                 f"context={config.context!r} is not possible in {stack.names[index]}, which supports "
@@ -148,7 +149,6 @@ def _prepare(
                 f"block {index} needs the importance of a dense block before it, but none precedes it: keep block 0 "
                 f"dense (routed are {list(plan.blocks)})"
             )
-        span = spans.setdefault(start, Span()) if attends or config.router.draws else None
         # The first weight that computes: those of a quantized block are integers.
         parameter = next(weight for weight in block.parameters() if weight.is_floating_point())
         router = stack.router(
@@ -162,18 +162,23 @@ def _prepare(
         )
         router.train(block.training)
         readers.setdefault(start, []).append(router)
-        last = index + 1 not in plan.blocks
-        state = RoutedState(call, span, first=index == start, last=last, training_only=training_only)
+        state = RoutedState(
+            call,
+            stack.tracker,
+            start if shares else None,
+            writes=config.router.draws and index == start,
+            begins=index == first and not captioned,
+            ends=index == plan.blocks[-1],
+            **common,
+        )
         conversions.append((block, router, state))
-    if attends:
-        for start, span in spans.items():
-            # The dense block before the span: only there has every token a fresh importance.
-            block = stack.blocks[start - 1]
-            per_viewer = config.importance == "per_viewer"
-            reads = ImportanceState(
-                stack.call_of(block), span, readers[start], training_only=training_only, per_viewer=per_viewer
-            )
-            conversions.append((block, None, reads))
+    for start, routers in readers.items() if attends else ():
+        # The dense block before the span: only there has every token a fresh importance.
+        block, per_viewer = stack.blocks[start - 1], config.importance == "per_viewer"
+        begins = start - 1 == first and not captioned
+        call = stack.call_of(block, None)
+        important = ImportanceState(call, stack.tracker, start, routers, per_viewer, begins=begins, **common)
+        conversions.append((block, None, important))
     return conversions
 
 
@@ -186,7 +191,7 @@ def _span_start(index: int, plan: Plan) -> int:
 
 def _check_free_prefix(stack: BlockStack, plan: Plan) -> None:
     for index in plan.blocks:
-        if stack.prefix and "rope" in getattr(stack.call_of(stack.blocks[index]), "names", ()):
+        if stack.prefix and stack.call_of(stack.blocks[index], None).needs_prefix:
             raise ValueError("protect_prefix=False: rotary positions need the prefix tokens first in every block")
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import find_library, load_adapter
-from mmod.adapters.described import check_description
+from mmod.adapters import ADAPTERS, find_library, load_adapter
+from mmod.adapters.described import Saving
 from mmod.config import RoutingConfig
 from mmod.io.files import parse_json, replacing
 from mmod.io.tensors import read_tensors, write_tensors
@@ -23,7 +23,6 @@ FORMAT_VERSION = 3
 _READ = (2, FORMAT_VERSION)
 WEIGHTS = "model.safetensors"
 CONFIG = "mmod.json"
-LIBRARIES = ("timm", "open_clip")
 _PASSING = ("training", "grad_checkpointing")
 _KEYS = ("format_version", "versions", "library", "model", "routing", "capacities")
 
@@ -141,14 +140,12 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
             f"cannot save this {type(model).__name__}, which is no model of a supported library. Save the model "
             "itself, not what wraps, compiles or extracts features from it"
         )
-    adapter = load_adapter(library)
-    if not hasattr(adapter, "describe"):
-        raise ValueError(f"models of {library} are saved by their own save_pretrained, which keeps the routing too")
+    saving = _saving(library)
     described = {
         "format_version": FORMAT_VERSION,
-        "versions": {name: _version(name) for name in ("mmod", adapter.PACKAGE, "torch")},
+        "versions": {name: _version(name) for name in ("mmod", saving.package, "torch")},
         "library": library,
-        "model": adapter.describe(model, architecture),
+        "model": saving.describe(model, architecture),
         "routing": routing,
         "capacities": capacities(model),
     }
@@ -161,11 +158,20 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
     return plain
 
 
+def _saving(library: str) -> Saving:
+    """Return how models of a library are saved."""
+    saving: Saving | None = load_adapter(library).SAVING
+    if saving is None:
+        raise ValueError(f"models of {library} are saved by their own save_pretrained, which keeps the routing too")
+    return saving
+
+
 def _build(config: dict[str, Any]) -> nn.Module:
     """Build and route the model that a config describes, with fresh weights."""
-    check_description(config["library"], config["model"])
+    saving = _saving(config["library"])
+    saving.check_description(config["model"])
     try:
-        model: nn.Module = load_adapter(config["library"]).build(config["model"])
+        model = saving.build(config["model"])
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{error}; saved with {config['versions']}") from error
     route_(model, **{part: RoutingConfig.from_dict(values) for part, values in config["routing"].items()})
@@ -182,9 +188,9 @@ def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, T
             f"cannot save this {type(model).__name__}: built again from {_brief(config)} it has other weights, so it "
             "was made differently, or parts of it were exchanged or removed since"
         )
-    if config["library"] != "open_clip":
+    if not _saving(config["library"]).told:
         return
-    # The architecture is what the caller says, and the same weights may belong to another one.
+    # The same weights may belong to another architecture than the caller says.
     found, wanted = _settings(rebuilt), _settings(model)
     if found != wanted:
         name = next(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
@@ -217,9 +223,9 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{str(path)!r} has format version {found!r}; this mmod ({_version('mmod')}) reads one of {_READ}"
         )
-    if set(config) != set(_KEYS) or config["library"] not in LIBRARIES or not isinstance(config["routing"], dict):
+    if set(config) != set(_KEYS) or config["library"] not in ADAPTERS or not isinstance(config["routing"], dict):
         raise ValueError(
-            f"{str(path)!r} must hold {', '.join(_KEYS)} with library {' or '.join(LIBRARIES)}, got {sorted(config)}"
+            f"{str(path)!r} must hold {', '.join(_KEYS)} with library {' or '.join(ADAPTERS)}, got {sorted(config)}"
         )
     return dict(config)
 

@@ -21,7 +21,6 @@ PACKAGE = ROOT / "mmod"
 IMPORT_ORDER = [
     "extras",
     "lazy",
-    "own_folder",
     "values",
     "io",
     "config",

@@ -27,7 +27,7 @@ def run(imports: str, code: str, *places: Path) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("imports", ["mmod", "transformers.trainer, mmod"])
+@pytest.mark.parametrize("imports", ["mmod.adapters.transformers", "transformers.trainer, mmod.adapters.transformers"])
 def test_without_the_package_it_is_missing(imports: str) -> None:
     assert run(imports, NOTHING, ROOT) == "missing"
 
@@ -40,4 +40,4 @@ def test_another_of_that_name_is_left_alone(package: bool, tmp_path: Path) -> No
         (tmp_path / "datasets" / "__init__.py").write_text("from datasets import mine\n")
     # A package is found wherever it stands on the path; a folder counts with others of its name.
     code = SOMETHING if package else "import datasets.mine; " + SOMETHING
-    assert run("mmod", code, ROOT, tmp_path) == f"{not package} True"
+    assert run("mmod.adapters.transformers", code, ROOT, tmp_path) == f"{not package} True"

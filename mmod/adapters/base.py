@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks import BlockCall, ImportanceBlock, ModelHook, RoutedBlock
+from mmod.blocks import BlockCall, ForwardPass, ImportanceBlock, ModelHook, PassTracker, RoutedBlock
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
-from mmod.routing import Router, Routing
+from mmod.routing import Router, Routing, TokenMarks
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,11 @@ class BlockStack:
         blocks: The blocks.
         prefix: Tokens that are always kept: the leading ones, where the blocks' hosts do not say which.
         dim: Channels of a token.
-        call_of: Returns how the library calls a block, or raises a ValueError that says why it cannot be routed.
+        call_of: Returns how the library calls a block, given how it is routed, or None for a dense one; raises a
+            ValueError that says why it cannot be routed.
+        tracker: Carries what the modules of the stack share in a forward pass.
         companions: Modules outside the blocks that are converted with them, each with its mixin and the state it reads:
-            they tell the blocks what only the model knows, such as which tokens are padding.
+            one of them begins every forward pass, with what only the model knows, such as which tokens are padding.
         sequence: Length of the token ids the part reads, or None where it reads images.
         language: It takes `RoutingConfig.language`.
         router: What decides in its routed blocks.
@@ -44,7 +46,8 @@ class BlockStack:
     blocks: tuple[nn.Module, ...]
     prefix: int
     dim: int
-    call_of: Callable[[nn.Module], BlockCall]
+    call_of: Callable[[nn.Module, RoutingConfig | None], BlockCall]
+    tracker: PassTracker = field(default_factory=PassTracker)
     companions: tuple[tuple[nn.Module, type[nn.Module], object], ...] = ()
     sequence: int | None = None
     language: bool = False
@@ -85,6 +88,11 @@ class NamedArguments:
         """What kept tokens can attend to in this block."""
         return ("kept", "all") if self.fused and self.projections else ("kept",)
 
+    @property
+    def needs_prefix(self) -> bool:
+        """Whether the block leaves its first tokens out of rotary positions."""
+        return "rope" in self.names
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the given arguments by name, without those that are off (None or False)."""
         if len(args) > len(self.names):
@@ -95,17 +103,13 @@ class NamedArguments:
             raise TypeError(f"a routed block got unknown arguments {unknown}, it takes {self.names}")
         return {name: value for name, value in named.items() if value is not None and value is not False}
 
-    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None) -> TokenMarks:
         """Read padding off the attention mask: a token no query may attend to."""
         mask = arguments.get("attn_mask")
         if mask is None or mask.ndim != 4:
-            return None
+            return TokenMarks()
         valid_BN = _allowed(mask).any(dim=1).any(dim=1)
-        return valid_BN.expand(x_BND.shape[0], -1)
-
-    def protected(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """Return None: prefix tokens lead."""
-        return None
+        return TokenMarks(valid_BN.expand(x_BND.shape[0], -1))
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Masks have no packed form, nor has stochastic depth where packed rows cannot tell for which images it is."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import importlib
+import pkgutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from mmod.adapters.base import BlockStack, Part
 
-# Top-level package of a model's class -> module with `find_parts(model) -> dict[str, Part]`.
-ADAPTERS = {
-    "timm": "mmod.adapters.timm",
-    "open_clip": "mmod.adapters.open_clip",
-    "transformers": "mmod.adapters.transformers",
-}
+# The last two are former names.
+_OTHERS = {"base", "described", "find", "open_clip_models", "timm_models"}
+# A module of this folder that is named like the top-level package of a host library is its adapter. It has
+# `find_parts(model) -> dict[str, Part]` and `SAVING`, which says how its models are described in a saved folder, or is
+# None where they save themselves.
+ADAPTERS = tuple(
+    sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.name not in _OTHERS)
+)
 
 
 def find_parts(model: nn.Module) -> dict[str, Part]:
@@ -80,9 +84,9 @@ def load_adapter(library: str) -> Any:
     """Return the module that knows a library.
 
     Args:
-        library: A key of `ADAPTERS`.
+        library: One of `ADAPTERS`.
     """
-    return importlib.import_module(ADAPTERS[library])
+    return importlib.import_module(f"mmod.adapters.{library}")
 
 
 def find_stack(model: nn.Module) -> BlockStack:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import open_clip
+import timm
 import torch
 from open_clip import model as clip_models
 from open_clip import transformer
@@ -22,16 +23,17 @@ from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
 from mmod.adapters.base import BlockStack, NamedArguments, Part
-from mmod.blocks import host_class
-from mmod.blocks.forward_pass import ReplayedValue
-from mmod.routing import Routing
+from mmod.adapters.described import Saving, check_keys, parameters
+from mmod.blocks import ForwardPass, PassTracker, host_class
+from mmod.routing import Routing, TokenMarks
 
 BLOCKS: tuple[type[nn.Module], ...] = (
     transformer.ResidualAttentionBlock,
     transformer.CustomResidualAttentionBlock,
 )
 MODELS: tuple[type[nn.Module], ...] = (clip_models.CLIP, clip_models.CustomTextCLIP, CoCa)
-PACKAGE = "open_clip_torch"
+# Key of a tower's config -> what begins the names of the options that name a model of another library.
+_TOWERS = {"vision_cfg": "timm_model", "text_cfg": "hf_model"}
 # The first token, which starts a caption, and the one the embedding is read from.
 PROTECTED_IN_TEXT = 2
 
@@ -81,13 +83,13 @@ def _text_tower(tower: Any, name: str) -> BlockStack:
             "cannot route a text tower of Hugging Face transformers inside open_clip. Route the image tower alone: "
             "mmod.route_(model, image=config)"
         )
-    captions = CaptionTracker(tower)
-    stack = _stack(tower.transformer, f"{name}transformer.resblocks", prefix=PROTECTED_IN_TEXT, captions=captions)
-    embedding = (tower.token_embedding, CaptionReader, captions)
-    return dataclasses.replace(stack, companions=(embedding,), sequence=int(tower.context_length))
+    tracker, path = PassTracker(), f"{name}transformer.resblocks"
+    stack = _stack(tower.transformer, path, PROTECTED_IN_TEXT, captions=True, causal=tower.attn_mask is not None)
+    embedding = (tower.token_embedding, CaptionReader, CaptionTracker(tower, tracker))
+    return dataclasses.replace(stack, tracker=tracker, companions=(embedding,), sequence=int(tower.context_length))
 
 
-def _stack(tower: Any, name: str, prefix: int, captions: CaptionTracker | None = None) -> BlockStack:
+def _stack(tower: Any, name: str, prefix: int, captions: bool = False, causal: bool = False) -> BlockStack:
     blocks = tuple(tower.resblocks)
     for block in blocks:
         if not isinstance(block, BLOCKS):
@@ -103,11 +105,11 @@ def _stack(tower: Any, name: str, prefix: int, captions: CaptionTracker | None =
         blocks=blocks,
         prefix=prefix,
         dim=int(tower.width),
-        call_of=functools.partial(_call_of, captions=captions),
+        call_of=lambda block, config: _call_of(block, captions, causal),
     )
 
 
-def _call_of(block: nn.Module, captions: CaptionTracker | None) -> ClipBlock:
+def _call_of(block: nn.Module, captions: bool, causal: bool) -> ClipBlock:
     attention: Any = block.attn
     multihead = isinstance(attention, nn.MultiheadAttention)
     return ClipBlock(
@@ -117,6 +119,7 @@ def _call_of(block: nn.Module, captions: CaptionTracker | None) -> ClipBlock:
         heads=int(attention.num_heads),
         flat_masks=multihead,
         captions=captions,
+        causal=causal,
     )
 
 
@@ -126,13 +129,15 @@ class ClipBlock(NamedArguments):
 
     Args:
         heads: Attention heads, which a mask of a batch repeats.
-        captions: Tells what the tokens of a caption are; None for images.
         flat_masks: Attention takes masks (B H, N, N), as torch.nn.MultiheadAttention does.
+        captions: The block is one of a text tower, which reads off its token ids what padding is.
+        causal: A token of a caption sees only those before it.
     """
 
     heads: int = 1
     flat_masks: bool = True
-    captions: CaptionTracker | None = None
+    captions: bool = False
+    causal: bool = False
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the given arguments by name, without those that are None."""
@@ -141,18 +146,26 @@ class ClipBlock(NamedArguments):
             raise TypeError("a routed block attends to its own tokens: k_x and v_x belong to cross-attention")
         return named
 
-    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """Return which tokens of a caption are more than padding."""
-        return None if self.captions is None else self.captions.of(x_BND).valid_BN
+    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None) -> TokenMarks:
+        """Return which tokens of a caption are padding, and which always run.
 
-    def protected(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """Return which tokens of a caption always run: the first, and the one its embedding is read from."""
-        return None if self.captions is None else self.captions.of(x_BND).protect_BN
+        Raises:
+            RuntimeError: No token ids of this shape went through the tower's embedding.
+        """
+        if not self.captions:
+            return TokenMarks()
+        marks = None if forward_pass is None else forward_pass.tokens
+        if marks is None or marks.protect_BN is None or marks.protect_BN.shape != x_BND.shape[:2]:
+            raise RuntimeError(
+                f"a routed text tower must see its token ids: run encode_text or the tower, not its blocks on "
+                f"{tuple(x_BND.shape)}"
+            )
+        return marks
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
         """Return the mask of the kept tokens alone, in the shape the host takes."""
         mask = arguments.get("attn_mask")
-        if self.captions is not None and self.captions.causal and mask is not None and mask.ndim == 2:
+        if self.causal and mask is not None and mask.ndim == 2:
             # Kept tokens stand in their own order in front of empty slots, so earlier slots are earlier tokens.
             slots = routing.index_BK.shape[1]
             return {**arguments, "attn_mask": mask[:slots, :slots]}
@@ -178,30 +191,19 @@ class ClipBlock(NamedArguments):
         return {**arguments, "attn_mask": mask.expand(batch, self.heads, slots, -1).flatten(0, 1)}
 
 
-@dataclasses.dataclass(frozen=True)
-class CaptionMask:
-    """Which tokens of a batch of captions are what.
-
-    Args:
-        valid_BN: False where a token leaves no trace in the embedding, None where every token does.
-        protect_BN: True for the first token and the one the embedding is read from.
-    """
-
-    valid_BN: Tensor | None
-    protect_BN: Tensor
-
-
 class CaptionTracker:
-    """Reads off token ids what the blocks of a text tower cannot know: where a caption ends, and what follows.
+    """Begins a text tower's forward pass with what its blocks cannot know: where a caption ends, and what follows.
 
     A token is padding when the dense tower's embedding cannot depend on it: it stands behind the token that a causal
     tower reads its embedding from, or the tower masks it. A tower that attends to its padding has none.
 
     Args:
         tower: A `TextTransformer`, or a `CLIP` model, which holds the parts of one.
+        tracker: That of the tower's blocks.
     """
 
-    def __init__(self, tower: Any) -> None:
+    def __init__(self, tower: Any, tracker: PassTracker) -> None:
+        self.tracker = tracker
         packed = isinstance(tower, clip_models.CLIP)
         self.pool = str(tower.text_pool_type if packed else tower.pool_type)
         self.eos = int(tower.text_eos_id if packed else tower.eos_id)
@@ -211,10 +213,19 @@ class CaptionTracker:
         self.class_token = not packed and tower.cls_emb is not None
         # Published CoCa weights were trained with the mask of the class token one place off.
         self.class_mask_shifted = self.class_token and not tower.correct_cls_mask
-        self.current: ReplayedValue[CaptionMask] = ReplayedValue()
 
-    def read(self, text_BL: Tensor) -> None:
-        """Take note of the captions that are about to run.
+    def begin(self, text_BL: Tensor) -> None:
+        """Begin a forward pass.
+
+        Args:
+            text_BL: Ids of the captions that are about to run (B, L).
+        """
+        self.tracker.begin().tokens = self.marks(text_BL)
+
+    def marks(self, text_BL: Tensor) -> TokenMarks:
+        """Return which tokens leave no trace in the embedding, and which always run.
+
+        The latter are the first token and the one that the embedding is read from.
 
         Args:
             text_BL: Token ids (B, L).
@@ -224,29 +235,10 @@ class CaptionTracker:
         pooled_B = self._pooled(text_BL, length)
         protect_BN = (position_N == 0) | (position_N == pooled_B.unsqueeze(1))
         if self.class_token or self.masks_padding:
-            valid_BN = self._unmasked(text_BL) | protect_BN
-        elif self.causal and self.pool in ("argmax", "eos"):
-            valid_BN = position_N <= pooled_B.unsqueeze(1)
-        else:
-            valid_BN = None
-        self.current.put(CaptionMask(valid_BN, protect_BN))
-
-    def of(self, x_BND: Tensor) -> CaptionMask:
-        """Return what the tokens that a block sees are in their captions.
-
-        Args:
-            x_BND: The block's input (B, N, D).
-
-        Raises:
-            RuntimeError: No token ids of this shape went through the tower's embedding.
-        """
-        captions = self.current.of(x_BND)
-        if captions is None or captions.protect_BN.shape != x_BND.shape[:2]:
-            raise RuntimeError(
-                f"a routed text tower must see its token ids: run encode_text or the tower, not its blocks on "
-                f"{tuple(x_BND.shape)}"
-            )
-        return captions
+            return TokenMarks(self._unmasked(text_BL) | protect_BN, protect_BN)
+        if self.causal and self.pool in ("argmax", "eos"):
+            return TokenMarks(position_N <= pooled_B.unsqueeze(1), protect_BN)
+        return TokenMarks(None, protect_BN)
 
     def _pooled(self, text_BL: Tensor, length: int) -> Tensor:
         """Return the position whose state becomes the embedding (B)."""
@@ -278,7 +270,7 @@ class CaptionReader(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embedded tokens (B, L, D) of ids (B, L)."""
-        self.mod_state.read(input)
+        self.mod_state.begin(input)
         embedded: Tensor = super().forward(input)
         return embedded
 
@@ -306,7 +298,7 @@ def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = No
         raise ValueError(f"open_clip {open_clip.__version__} knows no model {name!r}; see open_clip.list_models()")
     config.pop("custom_text", None)
     # The weights are in the folder: nothing is to be downloaded.
-    for tower, key in (("vision_cfg", "timm_model"), ("text_cfg", "hf_model")):
+    for tower, key in _TOWERS.items():
         if f"{key}_name" in config[tower]:
             config[tower][f"{key}_pretrained"] = False
     norms = [module for module in model.modules() if isinstance(module, transformer.LayerNormFp32)]
@@ -343,3 +335,33 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     if description["preprocess"] is not None:
         clip_models.set_model_preprocess_cfg(model, description["preprocess"])
     return model
+
+
+def _check_description(description: Mapping[str, Any]) -> None:
+    config = description["config"]
+    known = (open_clip.get_model_config(name) or {} for name in open_clip.list_models())
+    texts = {config.get("text_cfg", {}).get("hf_model_name") for config in known} - {None}
+    check_keys("config", config, {name for model in MODELS for name in parameters(model)})
+    for tower, key in _TOWERS.items():
+        fields = config.get(tower)
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"a saved folder gives {tower} as a mapping, got {fields!r}")
+        if fields.get(f"{key}_pretrained", False) is not False:
+            raise ValueError(f"a saved folder may not fetch weights: {tower} states {key}_pretrained")
+        name = fields.get(f"{key}_name")
+        if name is not None and not (name in texts if key == "hf_model" else _is_timm_model(name)):
+            raise ValueError(f"a saved folder may not name a model elsewhere: {tower} states {key}_name {name!r}")
+
+
+def _is_timm_model(name: Any) -> bool:
+    return isinstance(name, str) and bool(timm.is_model(name))
+
+
+SAVING = Saving(
+    "open_clip_torch",
+    ("architecture", "class", "config", "norms_in_fp32", "output_dict", "preprocess"),
+    describe,
+    _check_description,
+    build,
+    told=True,
+)

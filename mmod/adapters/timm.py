@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping
@@ -9,10 +10,20 @@ from typing import Any
 
 import timm
 from timm.layers import DiffAttention, LayerNorm, RmsNorm, register_notrace_module
-from timm.models import beit, eva, filter_pretrained_cfg, get_model_args, vision_transformer
+from timm.models import (
+    PretrainedCfg,
+    beit,
+    deit,
+    eva,
+    filter_pretrained_cfg,
+    get_model_args,
+    naflexvit,
+    vision_transformer,
+)
 from torch import nn
 
 from mmod.adapters.base import BlockStack, NamedArguments, Part
+from mmod.adapters.described import Saving, check_keys, parameters
 from mmod.blocks import ImportanceBlock, RoutedBlock, host_class
 from mmod.config import ROUTING_FIELDS
 
@@ -31,9 +42,10 @@ PLAIN_NORMS = (nn.LayerNorm, LayerNorm, RmsNorm)
 # timm's feature extraction by torch.fx takes a converted block as one node: its decisions are no symbolic values.
 register_notrace_module(RoutedBlock)
 register_notrace_module(ImportanceBlock)
-PACKAGE = "timm"
 # What entries of timm's registry that route take beside the dense model's arguments.
 ROUTING_ARGUMENTS = {"preset", *ROUTING_FIELDS}
+# Where timm looks for published weights.
+_SOURCES = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source"}
 ARGUMENTS = ("attn_mask", "is_causal", "rope", "shared_rel_pos_bias")
 SUPPORTED = (
     "timm families vit, deit (distilled too), deit3, dinov2, dinov3, siglip, aimv2, vit with registers, eva, eva02, "
@@ -81,7 +93,7 @@ def find_blocks(model: nn.Module) -> BlockStack:
         blocks=blocks,
         prefix=int(prefix),
         dim=int(dim),
-        call_of=lambda block: _call_of(block, int(prefix), title),
+        call_of=lambda block, config: _call_of(block, int(prefix), title),
     )
 
 
@@ -133,11 +145,11 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
         projections=tuple(projections),
         # Differential attention subtracts two maps, each from a call of its own.
         attention_calls=sum(2 if isinstance(module, DiffAttention) else 1 for module in attentions.values()),
-        fused_norm=_entry(block),
+        fused_norm=_fused_norm(block),
     )
 
 
-def _entry(block: nn.Module) -> str:
+def _fused_norm(block: nn.Module) -> str:
     """Name the norm that a block starts with where it is a plain one."""
     name = "norm1" if isinstance(block, PRE_NORM) else "in_norm"
     norm = getattr(block, name, None)
@@ -212,3 +224,32 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     cfg["architecture"] = architecture
     model: nn.Module = timm.create_model(architecture, pretrained_cfg=cfg, **description["arguments"])
     return model
+
+
+def _check_description(description: Mapping[str, Any]) -> None:
+    if not isinstance(description["architecture"], str):
+        raise ValueError(f"a saved folder gives architecture as a text, got {description['architecture']!r}")
+    check_keys("arguments", description["arguments"], _arguments())
+    check_keys("pretrained_cfg", description["pretrained_cfg"], _pretrained_fields())
+
+
+@functools.cache
+def _arguments() -> frozenset[str]:
+    """Return the arguments of the classes of timm that can be routed."""
+    classes = (
+        vision_transformer.VisionTransformer,
+        deit.VisionTransformerDistilled,
+        eva.Eva,
+        beit.Beit,
+        naflexvit.NaFlexVit,
+    )
+    fields = {field.name for field in dataclasses.fields(naflexvit.NaFlexVitCfg)}
+    return frozenset(fields | {name for kind in classes for name in parameters(kind)})
+
+
+@functools.cache
+def _pretrained_fields() -> frozenset[str]:
+    return frozenset({field.name for field in dataclasses.fields(PretrainedCfg)} - _SOURCES)
+
+
+SAVING = Saving("timm", ("architecture", "arguments", "pretrained_cfg"), describe, _check_description, build)

@@ -1,22 +1,25 @@
-"""How do they run? A host's block on kept tokens only; knows no host library."""
+"""Routed blocks: a host's block on the tokens that are kept; no host library is known here."""
 
+from mmod.blocks.call import BlockCall
 from mmod.blocks.conversion import convert, host_class, is_converted, make_dense, make_important, make_routed
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
+from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
-from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, merge
-from mmod.blocks.state import BlockCall, RoutedState, SharedScore, Span
+from mmod.blocks.routed import ImportanceBlock, RoutedBlock, merge
+from mmod.blocks.state import ImportanceState, RoutedState
 
 __all__ = [
     "BlockCall",
+    "ForwardPass",
     "ImportanceBlock",
     "ImportanceDecoderBlock",
     "ImportanceState",
     "ModelHook",
+    "PassTracker",
     "RoutedBlock",
     "RoutedDecoderBlock",
     "RoutedState",
     "SharedScore",
-    "Span",
     "attach",
     "convert",
     "detach_hooks",

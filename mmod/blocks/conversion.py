@@ -6,10 +6,11 @@ from typing import Any, cast
 
 from torch import nn
 
-from mmod.blocks.decoder import BranchState, DecoderCall, WeighedBranch
-from mmod.blocks.fused_norm import FusedNorm, FusedNormState
-from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock
-from mmod.blocks.state import RoutedState
+from mmod.blocks.branches import WeighedBranch
+from mmod.blocks.call import DecoderCall
+from mmod.blocks.fused_norm import FusedNorm
+from mmod.blocks.routed import ImportanceBlock, RoutedBlock
+from mmod.blocks.state import ImportanceState, RoutedState
 from mmod.routing import Router
 
 _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
@@ -59,7 +60,7 @@ def is_converted(module: nn.Module) -> bool:
 def convert(module: nn.Module, mixin: type[nn.Module], state: object) -> None:
     """Put a mixin in front of a module's host class, with the plain state it reads as `mod`."""
     module.__class__ = converted_class(mixin, host_class(module))
-    module.mod_state = state  # type: ignore[assignment]  # a plain object, kept out of the module's registries on purpose
+    module.mod_state = state  # type: ignore[assignment]  # plain, so that no registry of the module sees it
 
 
 def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: type[RoutedBlock] = RoutedBlock) -> None:
@@ -67,15 +68,14 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
     convert(block, mixin, state)
     block.router = router
     if state.call.fused_norm:
-        norm = block.get_submodule(state.call.fused_norm)
-        convert(norm, FusedNorm, FusedNormState("layer" if isinstance(norm, nn.LayerNorm) else "rms"))
+        convert(block.get_submodule(state.call.fused_norm), FusedNorm, state.tracker)
     if router.config.language.gate_on != "update":
         for branch in cast(DecoderCall, state.call).branches(block, router.config.language.gate_on):
-            convert(branch, WeighedBranch, BranchState())
+            convert(branch, WeighedBranch, state.tracker)
 
 
 def make_important(block: nn.Module, state: ImportanceState, mixin: type[ImportanceBlock] = ImportanceBlock) -> None:
-    """Convert a dense block into one that hands its importance over."""
+    """Convert a dense block into one that shares its importance."""
     convert(block, mixin, state)
 
 

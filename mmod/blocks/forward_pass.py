@@ -1,8 +1,4 @@
-"""What modules of one model tell each other during a forward pass, apart for every thread that runs one.
-
-A routed block reads what a block before it computed. The host's own code stands between the two, so the value cannot
-travel as an argument. It is kept for the thread that runs the pass, and taken away where the last reader has read it.
-"""
+"""The forward pass of a stack of blocks, and what its modules share in it."""
 
 from __future__ import annotations
 
@@ -14,7 +10,68 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from mmod.routing import Router, Routing, TokenMarks
+
 T = TypeVar("T")
+
+
+class SharedScore:
+    """Scores that all routed blocks of a span read, and what was decided on them so far.
+
+    A span is a run of consecutive routed blocks.
+
+    Args:
+        score_BN: Importance in the dense block before the span, or what its first block drew (B, N).
+    """
+
+    def __init__(self, score_BN: Tensor) -> None:
+        self.score_BN = score_BN
+        self._decided: tuple[Router, tuple[object, ...], Routing] | None = None
+
+    def decided(self, router: Router, tokens: tuple[object, ...], device: torch.device) -> Routing | None:
+        """Return what an earlier block decided on these scores by the same rule, if one on the same device did.
+
+        Args:
+            router: The block's router.
+            tokens: What else the decision depends on: which tokens are padding, protected, or in which group.
+            device: Where the block is; the blocks of a span may lie on several devices.
+        """
+        if self._decided is None:
+            return None
+        earlier, seen, routing = self._decided
+        alike = earlier.config is router.config and earlier.capacity == router.capacity
+        if alike and routing.index_BK.device == device and all(a is b for a, b in zip(seen, tokens)):
+            return routing
+        return None
+
+    def remember(self, router: Router, tokens: tuple[object, ...], routing: Routing) -> None:
+        """Keep a decision for the blocks that follow."""
+        self._decided = (router, tokens, routing)
+
+
+class ForwardPass:
+    """What the modules of one stack of blocks share in one forward pass, and cannot hand on through the host's code.
+
+    Life cycle, kept by `PassTracker`, of which a stack has one:
+
+    - The first converted module that runs begins the pass: the token embedding of a text tower, which knows its
+      captions, or the first converted block. Whatever an aborted pass left behind is out of sight from then on.
+    - Each thread has a running pass of its own. A block asks for it once, by its input, and writes or reads shared
+      scores. When it leaves, the pass that it entered runs again, whatever was called inside the block.
+    - The last routed block ends the pass, and nothing is left in the tracker.
+    - Gradient checkpointing runs parts again, in a backward pass, perhaps in another thread and after other passes.
+      A block that starts such a part gets the input it had at first: by that, each input remembers its pass for as
+      long as it lives. Blocks that follow in the same part find the pass that runs in this backward pass.
+
+    Attributes:
+        scores: Shared scores by the first block of their span. They stay to the end of the pass, for parts that run
+            again.
+        tokens: What is known of a batch of captions, None for images.
+    """
+
+    def __init__(self) -> None:
+        self.scores: dict[int, SharedScore] = {}
+        self.tokens: TokenMarks | None = None
 
 
 class PerThread(threading.local, Generic[T]):
@@ -33,95 +90,100 @@ class PerThread(threading.local, Generic[T]):
         return type(self), (self.make,)
 
 
-class _Slot:
-    def __init__(self) -> None:
-        self.value: Any = None
-        self.task = -1
+class _Running:
+    """What runs in one thread.
 
-
-class PassValue(Generic[T]):
-    """A value that belongs to the forward pass of one thread; copies and pickles hold none.
-
-    Example:
-        >>> value = PassValue()
-        >>> value.put(3)
-        >>> value.get(), value.take(), value.get()
-        (3, 3, None)
+    Attributes:
+        forward_pass: The running pass, if any.
+        task: The backward pass that it was last used in, -1 for none.
+        normed: Kept rows of the running block, and what its first norm makes of them.
+        gate_BK: Weights for the branches of the running block (B, K).
     """
 
     def __init__(self) -> None:
-        self._slot = PerThread(_Slot)
+        self.forward_pass: ForwardPass | None = None
+        self.task = -1
+        self.normed: tuple[Tensor, Tensor] | None = None
+        self.gate_BK: Tensor | None = None
+
+
+class PassTracker:
+    """Finds the forward pass that a module of one stack runs in, see `ForwardPass`; copies and pickles know none.
+
+    Example:
+        >>> tracker, x = PassTracker(), torch.zeros(1)
+        >>> begun = tracker.begin()
+        >>> tracker.of(x) is begun
+        True
+        >>> tracker.leave(None)
+        >>> tracker.of(x)
+    """
+
+    def __init__(self) -> None:
+        self._threads = PerThread(_Running)
+        self._seen: dict[int, tuple[weakref.ref[Tensor], ForwardPass]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make an empty one in its place."""
         return type(self), ()
 
-    def put(self, value: T | None) -> None:
-        """Leave a value for the modules that follow."""
-        self._slot.own.value = value
+    @property
+    def running(self) -> _Running:
+        """What runs in this thread."""
+        return self._threads.own
 
-    def get(self) -> T | None:
-        """Return what was left, or None."""
-        value: T | None = self._slot.own.value
-        return value
+    def begin(self) -> ForwardPass:
+        """Begin a pass in this thread."""
+        return self._run(ForwardPass())
 
-    def take(self) -> T | None:
-        """Return what was left, or None, and leave nothing behind."""
-        value = self.get()
-        self._slot.own.value = None
-        return value
+    def resume(self) -> ForwardPass:
+        """Return the running pass for a block that only writes; begin one where none runs, or a part runs again."""
+        running = self.running.forward_pass
+        return self.begin() if running is None or recomputing() else running
 
-
-class ReplayedValue(PassValue[T]):
-    """A value that is found again when gradient checkpointing runs a part of the pass a second time.
-
-    The second run may happen in another thread, and after other passes. It has the input that the reader had at first,
-    by which the value is remembered for as long as that input lives.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: dict[int, tuple[weakref.ref[Tensor], T]] = {}
-
-    def put(self, value: T | None) -> None:
-        """Leave a value for the modules that follow."""
-        slot = self._slot.own
-        slot.value = value
-        if not torch.compiler.is_compiling():
-            slot.task = torch._C._current_graph_task_id()
-
-    def of(self, x: Tensor, last: bool = False) -> T | None:
-        """Return the value of the pass that a reader's input belongs to, or None where none was left.
+    def of(self, x: Tensor) -> ForwardPass | None:
+        """Return the pass that a block's input belongs to, or None where none was begun.
 
         Args:
-            x: The reader's input.
-            last: Nobody reads the value of this pass again.
+            x: The block's input.
 
         Raises:
-            RuntimeError: Gradient checkpointing runs the reader again, but on an input that it has not seen.
+            RuntimeError: Gradient checkpointing runs the block again, but on an input that it has not seen.
         """
         if recomputing():
-            return self._replayed(x)
-        value = self.take() if last else self.get()
-        if value is not None and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
-            self._remember(x, value)
-        return value
+            return self._recomputed(x)
+        running = self.running.forward_pass
+        if running is not None and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+            self._remember(x, running)
+        return running
 
-    def _remember(self, x: Tensor, value: T) -> None:
+    def leave(self, forward_pass: ForwardPass | None) -> None:
+        """Leave a block.
+
+        Args:
+            forward_pass: The pass that goes on, None where the block was the last of it.
+        """
+        self.running.forward_pass = forward_pass
+
+    def _run(self, forward_pass: ForwardPass) -> ForwardPass:
+        running = self.running
+        running.forward_pass = forward_pass
+        if not torch.compiler.is_compiling():
+            running.task = torch._C._current_graph_task_id()
+        return forward_pass
+
+    def _remember(self, x: Tensor, forward_pass: ForwardPass) -> None:
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             return
         seen, address = self._seen, x.data_ptr()
-        seen[address] = (weakref.ref(x, lambda _: seen.pop(address, None)), value)
+        seen[address] = (weakref.ref(x, lambda _: seen.pop(address, None)), forward_pass)
 
-    def _replayed(self, x: Tensor) -> T | None:
+    def _recomputed(self, x: Tensor) -> ForwardPass | None:
         found = self._seen.get(x.data_ptr())
         if found is not None:
-            # Readers that follow in the same checkpointed part have inputs that are new.
-            self.put(found[1])
-            return found[1]
-        if self._slot.own.task == torch._C._current_graph_task_id():
-            # Left in this very backward pass, by what computes it or by a reader before.
-            return self.get()
+            return self._run(found[1])
+        if self.running.task == torch._C._current_graph_task_id():
+            return self.running.forward_pass
         raise RuntimeError(
             "gradient checkpointing runs a routed block again on an input that it has not seen: checkpointing that "
             "moves or copies inputs in between cannot be combined with this router"

@@ -1,4 +1,4 @@
-"""The entry of a routed block: kept rows are normalised while they are gathered, and the host's first norm takes them.
+"""Kept rows of a routed block, normalised while they are gathered; the host's first norm returns them.
 
 Axes: B images, N tokens, K slots per image, D channels.
 """
@@ -10,53 +10,32 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks.forward_pass import PassValue
+from mmod.blocks.forward_pass import PassTracker
 from mmod.ops import Backend, gather_norm, gather_rows
 from mmod.ops.backend import choose
 from mmod.routing import Routing
 
 
 class FusedNorm(nn.Module):
-    """Mixin for a block's first norm, which returns rows handed to it instead of computing them again.
+    """Mixin for a block's first norm, which returns rows that were normalised already instead of computing them again.
 
     Attributes:
-        mod_state: Plain state: the kind of norm, and what was handed over.
+        mod_state: Knows the rows of the running block.
     """
 
-    mod_state: FusedNormState
+    mod_state: PassTracker
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of the rows, taken as handed over where they are the very rows that was done for.
+        """Return the precomputed norm if `x` is the tensor it was computed for, else compute it.
 
         Args:
             x: Tokens (B, K, D).
         """
-        normed = self.mod_state.pop(x)
-        return super().forward(x) if normed is None else normed
-
-
-class FusedNormState:
-    """The state of a routed block's first norm.
-
-    Args:
-        kind: "layer" or "rms".
-    """
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self._handed: PassValue[tuple[Tensor, Tensor]] = PassValue()
-
-    def store(self, z_BKD: Tensor, normed_BKD: Tensor) -> None:
-        """Hand rows over together with what the norm makes of them."""
-        self._handed.put((z_BKD, normed_BKD))
-
-    def pop(self, x: Tensor) -> Tensor | None:
-        """Return what was handed over for these rows, once."""
-        handed = self._handed.get()
-        if handed is None or handed[0] is not x:
-            return None
-        self._handed.put(None)
-        return handed[1]
+        running = self.mod_state.running
+        if running.normed is None or running.normed[0] is not x:
+            return super().forward(x)
+        normed, running.normed = running.normed[1], None
+        return normed
 
 
 def gather_kept(x_BND: Tensor, routing: Routing, norm: nn.Module | None) -> Tensor:
@@ -65,18 +44,18 @@ def gather_kept(x_BND: Tensor, routing: Routing, norm: nn.Module | None) -> Tens
     Args:
         x_BND: All tokens (B, N, D).
         routing: The decision.
-        norm: The block's first norm if it is an `FusedNorm`, else None.
+        norm: The block's first norm if it is a `FusedNorm`, else None.
 
     Returns:
         The kept tokens (B, K, D).
     """
     if not isinstance(norm, FusedNorm) or not _fuses(x_BND):
         return gather_rows(x_BND, routing.index_BK, routing.inverse_BN)
-    state, plain = norm.mod_state, cast(nn.LayerNorm, norm)
     # An RMS norm has the same fields but no bias.
-    bias = getattr(norm, "bias", None)
-    z_BKD, normed_BKD = gather_norm(x_BND, routing.index_BK, plain.weight, bias, plain.eps, state.kind)
-    state.store(z_BKD, normed_BKD)
+    bias, plain = getattr(norm, "bias", None), cast(nn.LayerNorm, norm)
+    kind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
+    z_BKD, normed_BKD = gather_norm(x_BND, routing.index_BK, plain.weight, bias, plain.eps, kind)
+    norm.mod_state.running.normed = z_BKD, normed_BKD
     return z_BKD
 
 

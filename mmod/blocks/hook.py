@@ -1,4 +1,4 @@
-"""What a routed model needs around its blocks without a change of class: a hook that belongs to the routing."""
+"""Forward pre-hooks that belong to a model's routing: what its blocks need to be told without a change of class."""
 
 from __future__ import annotations
 

@@ -2,106 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmod.blocks.forward_pass import PerThread, ReplayedValue, recomputing
-from mmod.ops import Packing
-from mmod.routing import Router, Routing
-
-
-class BlockCall(Protocol):
-    """How a host library calls one of its blocks; adapters provide it."""
-
-    @property
-    def contexts(self) -> tuple[str, ...]:
-        """What kept tokens can attend to in this block, see `RoutingConfig.context`."""
-        ...
-
-    @property
-    def fused_norm(self) -> str:
-        """Name of the norm that the block starts with and that can be fused with gathering rows, or empty."""
-        ...
-
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the block's arguments after the tokens, by name, raising for those mmod cannot narrow."""
-        ...
-
-    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """Return False where a token is padding (B, N), or None when none is."""
-        ...
-
-    def protected(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """Return True where a token is always kept (B, N), or None when those are the leading ones."""
-        ...
-
-    def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
-        """Return whether the block may run on one sequence of many images whose attention is kept apart."""
-        ...
-
-    def pack(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing
-    ) -> Mapping[str, Any]:
-        """Return the arguments for that one sequence, given where its rows come from."""
-        ...
-
-    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
-        """Return the arguments for the kept tokens alone."""
-        ...
-
-    def attend_to_all(
-        self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
-        z_BKD: Tensor, routing: Routing,
-    ) -> Tensor:  # fmt: skip
-        """Return the kept tokens (B, K, D) after the block, in which they attended to all tokens.
-
-        Args:
-            block: The block.
-            forward: Its host's forward.
-            arguments: The arguments of all tokens.
-            x_BND: All tokens.
-            z_BKD: The kept ones.
-            routing: The decision.
-        """
-        ...
+from mmod.blocks.call import BlockCall
+from mmod.blocks.forward_pass import ForwardPass, PassTracker, PerThread, SharedScore, recomputing
+from mmod.routing import Router, Routing, TokenGroups, TokenMarks
 
 
-class SharedScore:
-    """Scores that all routed blocks of a span read in one forward pass, and what was decided on them so far.
-
-    A span is a run of consecutive routed blocks.
+class BlockState:
+    """The state of a converted block.
 
     Args:
-        score_BN: Importance in the dense block before the span, or what its first block drew (B, N).
+        call: How the host calls the block.
+        tracker: Finds the forward pass of the block's stack.
+        span: First block of the span whose scores the block reads or writes, None where it shares none.
+        writes: The block computes those scores.
+        begins: The block begins a forward pass.
+        ends: The block ends it.
+        captioned: What is padding and what is protected stands in the forward pass.
+        training_only: Importance serves a loss only, so outside training it is neither computed nor expected.
     """
 
-    def __init__(self, score_BN: Tensor) -> None:
-        self.score_BN = score_BN
-        self._decided: tuple[Router, tuple[object, ...], Routing] | None = None
+    def __init__(
+        self,
+        call: BlockCall,
+        tracker: PassTracker,
+        span: int | None = None,
+        *,
+        writes: bool = False,
+        begins: bool = False,
+        ends: bool = False,
+        captioned: bool = False,
+        training_only: bool = False,
+    ) -> None:
+        self.call = call
+        self.tracker = tracker
+        self.span = span
+        self.writes = writes
+        self.begins = begins
+        self.ends = ends
+        self.captioned = captioned
+        self.training_only = training_only
 
-    def decided(self, router: Router, marks: tuple[object, ...]) -> Routing | None:
-        """Return what an earlier block decided on these scores by the same rule, if one did.
+    def enter(self, x_BND: Tensor, training: bool) -> ForwardPass | None:
+        """Return the forward pass that the block runs in, or None where it shares nothing.
 
         Args:
-            router: The block's router.
-            marks: What else the decision depends on: which tokens are padding, protected, or in which group.
+            x_BND: The block's input (B, N, D).
+            training: Whether scores that serve a loss are computed.
         """
-        if self._decided is None:
+        if not self.captioned and (self.span is None or (self.training_only and not training)):
             return None
-        earlier, seen, routing = self._decided
-        alike = earlier.config is router.config and earlier.capacity == router.capacity
-        return routing if alike and all(a is b for a, b in zip(seen, marks)) else None
+        if self.begins:
+            return self.tracker.begin()
+        return self.tracker.resume() if self.writes and not self.captioned else self.tracker.of(x_BND)
 
-    def remember(self, router: Router, marks: tuple[object, ...], routing: Routing) -> None:
-        """Keep a decision for the blocks that follow."""
-        self._decided = (router, marks, routing)
+    def leave(self, forward_pass: ForwardPass | None) -> None:
+        """Leave the block.
+
+        Args:
+            forward_pass: What `enter` returned.
+        """
+        if forward_pass is not None:
+            self.tracker.leave(None if self.ends else forward_pass)
 
 
-class Span(ReplayedValue[SharedScore]):
-    """Carries shared scores from where they are computed to the routed blocks of one span."""
+class ImportanceState(BlockState):
+    """The state of a dense block that computes importance.
+
+    Args:
+        call: As for `BlockState`, like all that is not named here.
+        tracker: As there.
+        span: As there.
+        routers: The routers of the blocks that read importance.
+        per_viewer: See `RoutingConfig.importance`.
+        options: As there.
+    """
+
+    def __init__(
+        self,
+        call: BlockCall,
+        tracker: PassTracker,
+        span: int,
+        routers: Sequence[Router],
+        per_viewer: bool,
+        **options: bool,
+    ) -> None:
+        super().__init__(call, tracker, span, writes=True, **options)
+        self.routers = tuple(routers)
+        self.per_viewer = per_viewer
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any block reads importance in this forward pass."""
+        return not self.training_only or any(router.training for router in self.routers)
 
 
 class _Record:
@@ -113,101 +110,79 @@ class _Record:
         self.fresh = False
 
 
-class RoutedState:
-    """The state of a routed block.
+class RoutedState(BlockState):
+    """The state of a routed block: beside that of `BlockState` the last decision, which outlives its forward pass."""
 
-    Args:
-        call: How the host calls the block.
-        span: Where shared scores come from, or None when neither score nor losses read any.
-        first: The block is the first of its span.
-        last: The block is the last of its span.
-        training_only: Importance serves a loss only, so it is not expected outside training.
-    """
-
-    def __init__(
-        self, call: BlockCall, span: Span | None, *, first: bool = True, last: bool = True, training_only: bool = False
-    ) -> None:
-        self.call = call
-        self.span = span
-        self.first = first
-        self.last = last
-        self.training_only = training_only
+    def __init__(self, call: BlockCall, tracker: PassTracker, span: int | None = None, **options: bool) -> None:
+        super().__init__(call, tracker, span, **options)
         self._records = PerThread(_Record)
-
-    @property
-    def _record(self) -> _Record:
-        return self._records.own
 
     @property
     def routing(self) -> Routing | None:
         """The last decision that this thread recorded."""
-        return self._record.routing
+        return self._records.own.routing
 
     @property
     def fresh(self) -> bool:
         """Whether that decision's losses wait to be collected."""
-        return self._record.fresh
+        return self._records.own.fresh
 
     def collect(self) -> None:
         """Take note that the losses of the last decision were collected."""
-        self._record.fresh = False
+        self._records.own.fresh = False
 
     def start_recording(self) -> None:
         """Record decisions in evaluation, too, and forget those recorded."""
-        self._record.recording, self._record.routing = True, None
+        record = self._records.own
+        record.recording, record.routing = True, None
 
     def stop_recording(self) -> None:
         """Record decisions in training alone."""
-        self._record.recording = False
+        self._records.own.recording = False
 
-    def shared(self, x_BND: Tensor, training: bool) -> SharedScore | None:
-        """Return the scores that the block's span shares in this forward pass, where they were computed.
+    def shared(self, forward_pass: ForwardPass | None, training: bool) -> SharedScore | None:
+        """Return the scores that the block's span shares in a forward pass, where they were computed.
 
         Args:
-            x_BND: The block's input (B, N, D).
+            forward_pass: The pass.
             training: Whether the block trains.
         """
-        if self.span is None or (self.training_only and not training):
+        if forward_pass is None or self.span is None or (self.training_only and not training):
             return None
-        return self.span.of(x_BND, self.last)
+        return forward_pass.scores.get(self.span)
 
     def decide(
         self,
         router: Router,
         x_BND: Tensor,
+        tokens: TokenMarks | TokenGroups,
+        forward_pass: ForwardPass | None,
         training: bool,
-        choose: Callable[[Tensor | None], Routing],
-        marks: tuple[object, ...],
     ) -> Routing:
         """Let the router decide; blocks of a span that read the same scores by the same rule decide once.
 
         Args:
             router: The block's router.
-            x_BND: The block's input (B, N, D).
+            x_BND: What is scored (B, N, D).
+            tokens: What the router must know of the tokens.
+            forward_pass: The pass that the block runs in, None where it shares nothing.
             training: Whether the block trains.
-            choose: Calls the router, given the shared scores or None.
-            marks: What else the decision depends on, see `SharedScore.decided`.
         """
-        draws = self.span is not None and self.first and router.config.router.draws
-        shared = None if draws else self.shared(x_BND, training)
+        shared = self.shared(forward_pass, training)
         # Compilers find equal calls by themselves, and would guard on which tensor was seen before.
-        reuses = shared is not None and router.config.router.shared and not torch.compiler.is_compiling()
-        routing = shared.decided(router, marks) if shared is not None and reuses else None
-        # The blocks of a span may lie on several devices.
-        if routing is None or routing.index_BK.device != x_BND.device:
-            routing = choose(None if shared is None else shared.score_BN.to(x_BND.device))
-            if draws and not self.last:
-                assert self.span is not None
-                shared = SharedScore(routing.score_BN)
-                self.span.put(shared)
-                reuses = not torch.compiler.is_compiling()
+        reuses = router.config.router.shared and not torch.compiler.is_compiling()
+        routing = shared.decided(router, tokens, x_BND.device) if shared is not None and reuses else None
+        if routing is None:
+            routing = router(x_BND, None if shared is None else shared.score_BN.to(x_BND.device), tokens)
+            if self.writes and shared is None and forward_pass is not None and self.span is not None:
+                shared = forward_pass.scores[self.span] = SharedScore(routing.score_BN)
             if shared is not None and reuses:
-                shared.remember(router, marks, routing)
-        self.record(routing, training)
+                shared.remember(router, tokens, routing)
+        self._record(routing, training)
         return routing
 
-    def record(self, routing: Routing, training: bool) -> None:
+    def _record(self, routing: Routing, training: bool) -> None:
         """Keep the routing for losses and traces; a recomputation is no new decision."""
-        record = self._record
+        record = self._records.own
         if (training or record.recording) and not recomputing():
             record.routing, record.fresh = routing, True

@@ -1,9 +1,10 @@
-"""Who runs? Scores, selection, gates and the router that joins them; knows no model."""
+"""Routing: scores, selection, gates and the router that joins them; no model is known here."""
 
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold, select_topk
-from mmod.routing.decision import Routing, TokenGroups
-from mmod.routing.groups import DecoderRouter, Predictor, assign_groups, decoded_groups, select_within
+from mmod.routing.decision import Routing, TokenGroups, TokenMarks
+from mmod.routing.decoder import DecoderRouter, Predictor
+from mmod.routing.groups import assign_groups, decoded_groups, select_within
 from mmod.routing.router import Router
 from mmod.routing.score.function import FunctionScore
 from mmod.routing.score.linear import LinearScore
@@ -21,6 +22,7 @@ __all__ = [
     "RandomScore",
     "DecoderRouter",
     "TokenGroups",
+    "TokenMarks",
     "Router",
     "Routing",
     "StrideScore",

@@ -15,6 +15,19 @@ from torch import Tensor
 PADDING, KEPT = -1, 0
 
 
+class TokenMarks(NamedTuple):
+    """What a router must know of the tokens of images or captions.
+
+    Args:
+        valid_BN: False where a token is padding (B, N); None where none is.
+        protect_BN: True where a token is always kept (B, N), as many in each image as the router's prefix at most; None
+            where those are the leading ones.
+    """
+
+    valid_BN: Tensor | None = None
+    protect_BN: Tensor | None = None
+
+
 class TokenGroups(NamedTuple):
     """Which tokens of a batch may be skipped, for all routed layers of a forward pass.
 

@@ -1,4 +1,4 @@
-"""Groups of tokens in a language model, and the router that chooses within them.
+"""Groups of tokens in a language model: how they are assigned, and how the best of each are selected.
 
 Axes: B samples, N tokens, K slots per sample, D channels.
 """
@@ -10,11 +10,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
-from mmod.config import RoutingConfig, Threshold
-from mmod.ops.gate import apply_gate
 from mmod.ops.select import slots_for
-from mmod.routing.decision import KEPT, PADDING, Routing, TokenGroups
-from mmod.routing.router import Router
+from mmod.routing.decision import KEPT, PADDING, TokenGroups
 
 
 def assign_groups(
@@ -127,7 +124,7 @@ def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> 
     counts = [sum(row) + always for row, always in zip(keeps, groups.always)]
     tokens = score_BN.shape[1]
     if not any(keeps) or all(kept == list(sizes) for kept, sizes in zip(keeps, groups.sizes)):
-        return _slots_of(groups.group_BN > PADDING, counts)
+        return slots_of(groups.group_BN > PADDING, counts)
     count = max(map(len, keeps))
     worst_BN = -score_BN.detach().nan_to_num(nan=-torch.inf, neginf=torch.finfo(score_BN.dtype).min)
     if count == 1:
@@ -145,7 +142,7 @@ def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> 
         1, order_BN, torch.arange(tokens, device=order_BN.device).expand_as(order_BN)
     )
     chosen_BN = place_BN < last_BN.gather(1, group_BN)
-    return _slots_of(torch.where(groups.free_BN, chosen_BN, groups.group_BN == KEPT), counts)
+    return slots_of(torch.where(groups.free_BN, chosen_BN, groups.group_BN == KEPT), counts)
 
 
 def _running(sizes: list[int], count: int) -> list[int]:
@@ -178,7 +175,7 @@ def _first_of(best_BK: Tensor, counts: list[int], tokens: int) -> tuple[Tensor, 
     return torch.where(valid_BK, index_BK, index_BK - tokens), valid_BK, sum(counts)
 
 
-def _slots_of(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None, int]:
+def slots_of(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None, int]:
     """Return the kept tokens' indices in order, others behind them in slots that are not valid."""
     slots, total = slots_for(counts), sum(counts)
     if all(count == keep_BN.shape[1] for count in counts):
@@ -188,134 +185,3 @@ def _slots_of(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None
         return index_BK, None, total
     count_B1 = torch.tensor(counts, device=keep_BN.device).unsqueeze(1)
     return index_BK, torch.arange(slots, device=keep_BN.device) < count_B1, total
-
-
-class _Linear(nn.Linear):
-    """A linear layer that keeps its precision when a model is quantized: bitsandbytes replaces `nn.Linear` itself."""
-
-
-class Predictor(nn.Module):
-    """Predict from a token alone whether it will be kept; the token receives no gradient.
-
-    Args:
-        dim: Channels D of a token.
-        device: Where parameters are created.
-        dtype: Type of the parameters.
-
-    Source: Raposo et al., arXiv 2404.02258, section 3.5 (a small network with a stopped gradient).
-
-    Example:
-        >>> Predictor(8)(torch.randn(2, 5, 8)).shape
-        torch.Size([2, 5])
-    """
-
-    def __init__(self, dim: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.hidden = _Linear(dim, max(8, dim // 8), device=device, dtype=dtype)
-        self.out = _Linear(max(8, dim // 8), 1, device=device, dtype=dtype)
-
-    def forward(self, x_BND: Tensor) -> Tensor:
-        """Return logits (B, N) for tokens (B, N, D)."""
-        x_BND = x_BND.detach()
-        scale = x_BND.float().square().mean(dim=-1, keepdim=True).clamp_min(1e-12).rsqrt()
-        x_BND = (x_BND * scale).to(self.hidden.weight.dtype)
-        logit: Tensor = self.out(nn.functional.silu(self.hidden(x_BND))).squeeze(-1).float()
-        return logit
-
-
-class DecoderRouter(Router):
-    """A router that chooses within groups of tokens, as decoder layers need it.
-
-    Args:
-        config: How to score, select and gate.
-        dim: Channels D of a token.
-        block: Index of the block in its model.
-        capacity: Share kept of the tokens that may be skipped.
-        prefix: Not used by groups, which say themselves what is kept.
-        device: Where parameters are created.
-        dtype: Type of the parameters; scores are fp32 whatever it is.
-
-    Example:
-        >>> router = DecoderRouter(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5)
-        >>> free = torch.tensor([[False] + [True] * 4])
-        >>> router(torch.randn(1, 5, 8), groups=assign_groups(free, free, torch.ones_like(free))).index_BK.shape
-        torch.Size([1, 3])
-    """
-
-    def __init__(
-        self,
-        config: RoutingConfig,
-        *,
-        dim: int,
-        block: int,
-        capacity: float,
-        prefix: int = 0,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, dim=dim, block=block, capacity=capacity, prefix=prefix, device=device, dtype=dtype)
-        self.predictor = Predictor(dim, device, dtype) if config.language.predictor else None
-
-    def forward(
-        self,
-        x_BND: Tensor,
-        importance_BN: Tensor | None = None,
-        valid_BN: Tensor | None = None,
-        protect_BN: Tensor | None = None,
-        groups: TokenGroups | None = None,
-    ) -> Routing:
-        """Decide for a batch of tokens.
-
-        Args:
-            x_BND: What is scored (B, N, D).
-            importance_BN: See `Router.forward`.
-            valid_BN: Not read; groups say what is padding.
-            protect_BN: Not read; groups say what is kept.
-            groups: The groups of the tokens.
-
-        Raises:
-            ValueError: No groups, attention routing without importance, or a capacity that keeps nothing.
-        """
-        if groups is None:
-            raise ValueError("this router needs the groups of the tokens: run the whole model, not a layer of it")
-        free_BN = groups.free_BN
-        score_BN = self._score(x_BND, importance_BN, free_BN)
-        if self.config.router.positional and score_BN is not importance_BN:
-            # By rank among the tokens that may be skipped, so that neither padding nor text moves the draw.
-            score_BN = score_BN.gather(1, (free_BN.cumsum(1) - 1).clamp(min=0))
-        predicted_BN = None if self.predictor is None else self.predictor(x_BND)
-        index_BK, valid_BK, total = self._select(score_BN, predicted_BN, groups, free_BN)
-        gate = self.config.gate
-        gate_BK, skip_weight_BN = None, None
-        weight_BN = apply_gate(score_BN, gate.name, gate.scale)
-        if weight_BN is not None:
-            gate_BK = torch.where(groups.gated_BN, weight_BN, 1.0).gather(1, index_BK)
-            if gate.reweight_skipped:
-                skip_weight_BN = torch.where(free_BN, weight_BN, 1.0)
-        return Routing(
-            score_BN,
-            index_BK,
-            gate_BK,
-            valid_BK,
-            skip_weight_BN,
-            None if self.config.router.draws else importance_BN,
-            total,
-            groups,
-            predicted_BN,
-        )
-
-    def _select(
-        self, score_BN: Tensor, predicted_BN: Tensor | None, groups: TokenGroups, free_BN: Tensor
-    ) -> tuple[Tensor, Tensor | None, int | None]:
-        select, language = self.config.select, self.config.language
-        threshold = select.threshold if isinstance(select, Threshold) else None
-        if not self.training and language.inference_threshold is not None:
-            threshold = language.inference_threshold
-            score_BN = score_BN if predicted_BN is None else predicted_BN
-        if threshold is None:
-            return select_within(score_BN, self.capacity, groups)
-        squashed_BN = self.config.router.squashed(score_BN.detach(), free_BN)
-        keep_BN = (groups.group_BN == KEPT) | (free_BN & (squashed_BN >= threshold))
-        if groups.alone:
-            return torch.zeros_like(keep_BN, dtype=torch.long), keep_BN, None
-        return _slots_of(keep_BN, keep_BN.sum(1).tolist())

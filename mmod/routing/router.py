@@ -6,6 +6,7 @@ Axes: B images, N tokens, K kept slots per image, D channels.
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from mmod.config import Placement, RoutingConfig, Threshold, rational
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import select_threshold, select_topk
-from mmod.routing.decision import Routing
+from mmod.routing.decision import Routing, TokenGroups, TokenMarks
 
 
 class Router(nn.Module):
@@ -34,6 +35,8 @@ class Router(nn.Module):
         >>> routing.index_BK.shape, bool((routing.index_BK[:, 0] == 0).all())
         (torch.Size([2, 5]), True)
     """
+
+    chooses_among: type[TokenMarks] | type[TokenGroups] = TokenMarks
 
     def __init__(
         self,
@@ -58,29 +61,34 @@ class Router(nn.Module):
         return f"router={self.config.router.name!r}, select={self.config.select!r}, capacity={float(self.capacity)}"
 
     def forward(
-        self,
-        x_BND: Tensor,
-        importance_BN: Tensor | None = None,
-        valid_BN: Tensor | None = None,
-        protect_BN: Tensor | None = None,
+        self, x_BND: Tensor, importance_BN: Tensor | None = None, tokens: TokenMarks | TokenGroups | None = None
     ) -> Routing:
         """Decide for a batch of tokens.
 
         Args:
-            x_BND: The block's input (B, N, D).
+            x_BND: What is scored, the block's input or a norm of it (B, N, D).
             importance_BN: Attention received in the preceding dense block (B, N), needed by "attention"; for "random"
                 what the first block of the span drew, if another one did.
-            valid_BN: False where a token is padding (B, N), or None.
-            protect_BN: True where a token is always kept (B, N), `prefix` of an image at most; None means the leading
-                ones. Without a prefix nothing is protected.
+            tokens: What is known of the tokens: `TokenMarks`, `TokenGroups` in a language model, or None for nothing.
 
         Raises:
-            ValueError: Attention routing without importance, or importance of another shape than the tokens.
+            TypeError: Tokens of another kind than this router chooses among.
+            ValueError: Attention routing without importance, importance of another shape than the tokens, or a
+                capacity that keeps nothing.
         """
-        score_BN = self._score(x_BND, importance_BN, valid_BN)
+        tokens = TokenMarks() if tokens is None else tokens
+        if not isinstance(tokens, self.chooses_among):
+            raise TypeError(
+                f"a {type(self).__name__} needs {self.chooses_among.__name__}, got {type(tokens).__name__}: run the "
+                "whole model, not a block of it"
+            )
+        return self._select(x_BND, self._score(x_BND, importance_BN, tokens), importance_BN, tokens)
+
+    def _select(self, x_BND: Tensor, score_BN: Tensor, importance_BN: Tensor | None, tokens: Any) -> Routing:
+        """Select and gate, given the scores (B, N)."""
         select, gate = self.config.select, self.config.gate
         gate_BK, skip_weight_BN, inverse_BN, total = None, None, None, None
-        protect_BN = protect_BN if self.prefix else None
+        valid_BN, protect_BN = tokens.valid_BN, tokens.protect_BN if self.prefix else None
         if not isinstance(select, Threshold):
             index_BK, valid_BK, gate_BK, inverse_BN = select_topk(
                 score_BN, self.capacity, self.prefix, valid_BN, protect_BN, gate=gate.name, scale=gate.scale
@@ -112,7 +120,8 @@ class Router(nn.Module):
             protect_BN=protect_BN,
         )
 
-    def _score(self, x_BND: Tensor, importance_BN: Tensor | None, valid_BN: Tensor | None) -> Tensor:
+    def _score(self, x_BND: Tensor, importance_BN: Tensor | None, tokens: Any) -> Tensor:
+        """Return raw scores (B, N)."""
         if importance_BN is not None and importance_BN.shape != x_BND.shape[:2]:
             raise ValueError(
                 f"importance has shape {tuple(importance_BN.shape)}, but the block's input has "
@@ -127,5 +136,5 @@ class Router(nn.Module):
             return importance_BN
         assert self.score is not None
         read = (importance_BN,) if score.reads_importance else ()
-        score_BN: Tensor = self.score(x_BND, valid_BN, *read)
+        score_BN: Tensor = self.score(x_BND, tokens.valid_BN, *read)
         return score_BN

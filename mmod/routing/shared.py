@@ -23,7 +23,7 @@ class BorrowedScore(nn.Module):
 
     def __init__(self, owner: nn.Module) -> None:
         super().__init__()
-        # Past the module's registries: the weight is stored once, and sharded with its owner.
+        # Bypass nn.Module registration, so the shared weight is in state_dict once and FSDP shards it with its owner.
         self._owner = (owner,)
 
     @property

@@ -185,8 +185,7 @@ def test_importance_is_the_mean_of_the_map(name: str) -> None:
         attention_BN = maps[block_name].mean(1)
         valid_BN = torch.ones_like(routing.keep_BN)
         if not block_name.startswith("visual") and name != "ViT-L-14-CLIPA":
-            captions = model.get_submodule(block_name).mod_state.call.captions.current.get()
-            valid_BN = captions.valid_BN
+            valid_BN = getattr(model, "text", model).token_embedding.mod_state.marks(captions).valid_BN
         wanted = (attention_BN * valid_BN.unsqueeze(-1)).sum(1) / valid_BN.sum(1, keepdim=True)
         torch.testing.assert_close(routing.importance_BN, wanted, atol=1e-6, rtol=1e-5)
 
@@ -265,9 +264,10 @@ def test_copies_carry_no_tensors_of_the_last_call(config: RoutingConfig) -> None
     wanted = outputs(model, images, captions)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.token_embedding.mod_state is not model.token_embedding.mod_state
-        assert other.token_embedding.mod_state.current.get() is None
+        tracker = other.token_embedding.mod_state.tracker
+        assert tracker.running.forward_pass is None
         assert all(torch.equal(*pair) for pair in zip(outputs(other, images, captions), wanted))
-        assert other.token_embedding.mod_state is other.transformer.resblocks[1].mod_state.call.captions
+        assert tracker is other.transformer.resblocks[1].mod_state.tracker
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,4 @@ def test_wrong_use_is_refused() -> None:
         generated(model, batch, cache_implementation="static", prompt_lookup_num_tokens=3)
     model.model.language_model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="flash attention has no mask"):
-        model.model.language_model.layers[1].mod_state.call.select_tokens(
-            {"past_key_values": static(model)}, torch.zeros(1, 2, 32), None
-        )
+        model.model.language_model.layers[1].mod_state.call.open_cache({"past_key_values": static(model)})

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.adapters.transformers.rotary import CompactRotary
-from mmod.blocks.state import RoutedState, SharedScore, Span
-from mmod.routing import Router, Routing, share_score
+from mmod.blocks import PassTracker, RoutedState, SharedScore
+from mmod.routing import Router, Routing, TokenMarks, share_score
 
 FAR = torch.device("meta")
 
@@ -33,20 +33,20 @@ def router(**changes: Any) -> Router:
 
 
 @pytest.mark.parametrize("decided", [False, True], ids=["a score", "a decision"])
-def test_importance_comes_to_its_reader(decided: bool) -> None:
-    decides, span = router(), Span()
+def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    decides, tracker, x = router(), PassTracker(), torch.empty(2, 6, 8, device=FAR)
     shared = SharedScore(torch.rand(2, 6))
     if decided:
-        shared.remember(decides, (), decides(torch.rand(2, 6, 8), shared.score_BN))
-    span.put(shared)
-    state, seen = RoutedState(None, span), []  # type: ignore[arg-type,var-annotated]
+        shared.remember(decides, TokenMarks(), decides(torch.rand(2, 6, 8), shared.score_BN))
+    tracker.begin().scores[1] = shared
+    state, seen = RoutedState(None, tracker, 1), []  # type: ignore[arg-type,var-annotated]
 
-    def choose(score_BN: Tensor | None) -> Routing:
-        assert score_BN is not None
+    def choose(score_BN: Tensor) -> Routing:
         seen.append(score_BN.device)
         return Routing(score_BN, torch.zeros(2, 3, dtype=torch.long, device=score_BN.device))
 
-    routing = state.decide(decides, torch.empty(2, 6, 8, device=FAR), False, choose, ())
+    monkeypatch.setattr(decides, "forward", lambda x, score_BN, tokens: choose(score_BN))
+    routing = state.decide(decides, x, TokenMarks(), state.enter(x, training=False), training=False)
     assert seen == [FAR]
     assert routing.index_BK.device == FAR
 

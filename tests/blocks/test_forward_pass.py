@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mmod
 from mmod import RoutingConfig
-from mmod.blocks.forward_pass import PassValue
+from mmod.blocks import PassTracker
 from tests.threads import assert_right_in_threads
 from tests.zoo import make_images, make_model
 
@@ -88,19 +88,41 @@ class TestThreads:
             assert torch.equal(decisions["blocks.1"].score_BN, mine)
 
 
-def test_copies_and_pickles_hold_no_value_of_a_pass() -> None:
-    value = PassValue()
-    value.put(torch.ones(3))
-    for other in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
-        assert other.get() is None
-    assert value.get() is not None
+def test_copies_and_pickles_know_no_pass() -> None:
+    tracker = PassTracker()
+    tracker.begin()
+    for other in (copy.deepcopy(tracker), pickle.loads(pickle.dumps(tracker))):
+        assert other.running.forward_pass is None
+    assert tracker.running.forward_pass is not None
 
 
 @pytest.mark.parametrize("router", ["attention", "random"])
 def test_nothing_is_left_when_the_pass_has_ended(router: str) -> None:
     model = mmod.route_(make_model(NAME), RoutingConfig(router=router, blocks="late")).eval()
+    trackers = {block.mod_state.tracker for block in mmod.routed_blocks(model).values()}
+    assert len(trackers) == 1
+    running = trackers.pop().running
     with torch.no_grad():
         model(make_images(NAME, 1))
-    spans = {block.mod_state.span for block in mmod.routed_blocks(model).values()}
-    assert len(spans) == 1
-    assert spans.pop().get() is None
+    assert running.forward_pass is running.normed is running.gate_BK is None
+
+
+@pytest.mark.parametrize("blocks", ["late", "every_other"])
+@pytest.mark.parametrize("router", ["attention", "random"])
+def test_a_pass_inside_a_block_and_one_that_stops_early_change_nothing(router: str, blocks: str) -> None:
+    model = mmod.route_(make_model(NAME), RoutingConfig(router=router, blocks=blocks)).eval()
+    images, others = make_images(NAME, 2), make_images(NAME, 3, seed=2)
+    with torch.no_grad():
+        expected = model(images)
+        model.forward_intermediates(others, indices=[2], stop_early=True)
+        assert torch.equal(model(images), expected)
+        inside: list[torch.Tensor] = []
+
+        def nest(*_: object) -> None:
+            if not inside:
+                inside.append(images)
+                model(others)
+
+        model.blocks[3].mlp.register_forward_hook(nest)
+        assert torch.equal(model(images), expected)
+        assert inside

@@ -8,6 +8,7 @@ from torch import nn
 
 from mmod.adapters.base import Part
 from mmod.adapters.transformers.language import find_language, is_decoder_layer
+from mmod.adapters.transformers.own_folder import hide_own_folder
 from mmod.adapters.transformers.saving import load
 from mmod.adapters.transformers.vision import find_vision, is_encoder_layer
 
@@ -15,6 +16,8 @@ SUPPORTED = (
     "causal language models of the families Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Phi-3, Gemma, Gemma 2 and Gemma 3, "
     "LLaVA, LLaVA-NeXT, LLaVA-OneVision, Qwen2-VL and Qwen2.5-VL with them, and CLIP and SigLIP vision towers"
 )
+# Models save themselves, with their routing in their config.
+SAVING = None
 # Part of a model -> what tells a layer of it, and what describes the list of layers.
 _PARTS = {"language": (is_decoder_layer, find_language), "vision": (is_encoder_layer, find_vision)}
 
@@ -39,4 +42,6 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     return parts
 
 
-__all__ = ["SUPPORTED", "find_parts", "load"]
+hide_own_folder()
+
+__all__ = ["SAVING", "SUPPORTED", "find_parts", "load"]

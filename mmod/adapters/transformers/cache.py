@@ -35,7 +35,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
     Attributes:
         position_BL: Where each slot's token stands among the seen ones (B, L); None before the first.
         valid_BL: False where a slot is empty (B, L); None before the first.
-        counted: Slots at the end whose places are not written down yet.
+        counted: Trailing slots with implicit, consecutive positions, which `_write_down` makes explicit.
         slot_T: Places among all slots of the announced tokens, which come packed as one sequence; else None.
     """
 
@@ -202,8 +202,8 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         self.kept_B1, self.ragged, self.slot_T, self.chosen_B1 = 0, False, None, None
 
 
-def routed_layer(cache: Any, layer: int) -> RoutedLayer | StaticRoutedLayer:
-    """Return the cache layer of a routed layer, which takes the dense one's place at the first call.
+def open_routed_layer(cache: Any, layer: int) -> None:
+    """Put a cache layer of kept tokens in the place of a dense one, unless one is there.
 
     What a dense layer holds by then, as a prefix that peft has tuned or a prompt read before the model was routed,
     counts as kept.
@@ -217,8 +217,8 @@ def routed_layer(cache: Any, layer: int) -> RoutedLayer | StaticRoutedLayer:
             the model was routed.
     """
     layers = getattr(cache, "layers", ())
-    if layer < len(layers) and isinstance(layers[layer], (RoutedLayer, StaticRoutedLayer)):
-        return layers[layer]
+    if layer < len(layers) and isinstance(layers[layer], KeptTokens):
+        return
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         raise ValueError(
             f"a routed model caches in a transformers DynamicCache or StaticCache, got {type(cache).__name__}"
@@ -246,4 +246,3 @@ def routed_layer(cache: Any, layer: int) -> RoutedLayer | StaticRoutedLayer:
     if found.get_seq_length() and not isinstance(routed, RoutedLayer):
         raise ValueError("this static cache was filled by a dense model: start with an empty one")
     cache.layers[layer] = routed
-    return routed

@@ -5,6 +5,7 @@ Axes: B samples, N tokens, D channels.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -80,7 +81,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         blocks=tuple(layers),
         prefix=0,
         dim=int(config.hidden_size),
-        call_of=lambda layer: _call_of(layer, rotary),
+        call_of=functools.partial(_call_of, rotary=rotary),
         language=True,
         router=DecoderRouter,
         mixins=(RoutedDecoderBlock, ImportanceDecoderBlock),
@@ -88,12 +89,13 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
     )
 
 
-def _call_of(layer: nn.Module, rotary: CompactRotary | None) -> DecoderLayerCall:
+def _call_of(layer: nn.Module, config: RoutingConfig | None, rotary: CompactRotary | None) -> DecoderLayerCall:
     signature = inspect.signature(host_class(layer).forward).parameters
     names = tuple(n for n, p in signature.items() if p.kind is p.POSITIONAL_OR_KEYWORD)[2:]
     attention: Any = layer.self_attn
     window = getattr(attention.config, "sliding_window", None)
-    return DecoderLayerCall(names, int(attention.layer_idx), attention.config, rotary, window)
+    compact = rotary if config is not None and config.language.positions == "compact" else None
+    return DecoderLayerCall(names, int(attention.layer_idx), attention.config, compact, window)
 
 
 class GroupHook(DescribedRouting):

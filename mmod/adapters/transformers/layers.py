@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from mmod.adapters.transformers.cache import RoutedLayer, routed_layer
+from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
 from mmod.adapters.transformers.cache_base import KeptTokens
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
 from mmod.adapters.transformers.masks import mask_of_kept
 from mmod.adapters.transformers.rotary import CompactRotary
+from mmod.blocks import ForwardPass
 from mmod.ops import Packing, gather_rows
-from mmod.routing import Routing, TokenGroups
+from mmod.routing import Routing, TokenGroups, TokenMarks
 from mmod.routing.decision import PADDING
 
 # The keyword under which groups travel from a model's entry to its layers.
@@ -35,20 +36,25 @@ class DecoderLayerCall:
         names: The layer's parameters after the tokens, in order.
         index: Which layer of the cache is its own.
         config: The config its attention reads.
-        rotary: Rotary embeddings of compact positions; None where positions have several dimensions.
+        compact: Rotary embeddings of positions counted among kept tokens; None where positions are the original ones.
         window: Tokens that a query sees where the model's layers slide, or None.
     """
 
     names: tuple[str, ...]
     index: int
     config: Any
-    rotary: CompactRotary | None = None
+    compact: CompactRotary | None = None
     window: int | None = None
 
     @property
     def fused_norm(self) -> str:
         """The layer's norm is not fused with gathering rows."""
         return ""
+
+    @property
+    def needs_prefix(self) -> bool:
+        """There is no prefix."""
+        return False
 
     @property
     def contexts(self) -> tuple[str, ...]:
@@ -75,14 +81,10 @@ class DecoderLayerCall:
             )
         return groups
 
-    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """Return False where a token is padding (B, N), or None when none is."""
+    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None) -> TokenMarks:
+        """Return which tokens are padding; groups say what is always kept."""
         groups = self.groups(arguments)
-        return None if groups is None or not groups.padded else groups.group_BN > PADDING
-
-    def protected(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """Groups say what is protected."""
-        return None
+        return TokenMarks(None if groups is None or not groups.padded else groups.group_BN > PADDING)
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Rows are packed where they attend to each other alone, as those of a prompt do, and nothing is hidden."""
@@ -93,33 +95,14 @@ class DecoderLayerCall:
             return False
         return cache is None or (isinstance(cache, RoutedLayer) and not cache.seen)
 
-    def pack(
-        self,
-        arguments: Mapping[str, Any],
-        x_BND: Tensor,
-        routing: Routing,
-        packing: Packing,
-        compact: bool = False,
-    ) -> dict[str, Any]:
-        """Return the arguments for kept tokens of all samples in one sequence, and tell the layer's cache of them.
-
-        Args:
-            arguments: The arguments of all tokens.
-            x_BND: All tokens.
-            routing: The decision.
-            packing: Where the rows come from.
-            compact: Count rotary positions among kept tokens.
-        """
+    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
+        """Return the arguments for kept tokens of all samples in one sequence."""
         embeddings, place_T, slots = arguments.get("position_embeddings"), packing.row_T, x_BND.shape[1]
-        if compact:
+        if self.compact is not None:
             place_T, slots = packing.slot_T, packing.max_seqlen
-            embeddings = self._counted_anew(x_BND[:1], slots, None)["position_embeddings"]
+            embeddings = self._compact_positions(x_BND[:1], slots, None)["position_embeddings"]
         if embeddings is not None:
             embeddings = tuple(_packed(each, place_T, slots) for each in embeddings)
-        cache = self._cache(arguments)
-        if isinstance(cache, RoutedLayer):
-            cache.remember(routing.groups)
-            cache.begin_update(routing.index_BK, routing.valid_BK, x_BND.shape[1], packing.slot_T)
         return {**arguments, "attention_mask": None, "position_ids": None, "position_embeddings": embeddings}
 
     def attend_to_all(
@@ -142,64 +125,73 @@ class DecoderLayerCall:
         """Return the norm at the entry of the layer."""
         return layer.get_submodule("input_layernorm")
 
-    def is_static(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether the cache gives a layer keys of tokens to come, too, as a static one does."""
-        return bool(getattr(arguments.get("past_key_values"), "is_compileable", False))
-
     def record_no_attention(self, x_BND: Tensor) -> None:
         """Record an empty attention map where maps are recorded, so that each has its layer's index."""
         collected = _active_collector.get()
         if collected is not None and "attentions" in collected and self.config._attn_implementation == "eager":
             collected["attentions"].append(x_BND.new_zeros(len(x_BND), self.config.num_attention_heads, 0, 0))
 
-    def try_append_all(self, arguments: Mapping[str, Any], x_BND: Tensor) -> bool:
-        """Return whether all tokens run and none is hidden; a layer's cache of filled slots is told of them then."""
-        hides = self.window is not None or arguments.get("attention_mask") is not None
+    def hides_nothing(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether all tokens run and see all tokens before them, so that the arguments are right as they are."""
+        hides = self.window is not None or self.compact is not None or arguments.get("attention_mask") is not None
         if hides or arguments.get(GROUPS, _UNKNOWN) is not None:
             return False
+        if arguments.get("past_key_values") is None:
+            return True
+        cache = self._cache(arguments)
+        return type(cache) is RoutedLayer and not cache.ragged
+
+    def has_static_cache(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether the cache gives a layer keys of tokens to come, too."""
+        return bool(getattr(arguments.get("past_key_values"), "is_compileable", False))
+
+    def open_cache(self, arguments: Mapping[str, Any]) -> None:
+        """Put a cache layer of kept tokens in the place of the dense one, where there is a cache.
+
+        Raises:
+            ValueError: A cache that cannot hold different tokens in every layer, or flash attention and a static one.
+        """
         cache = arguments.get("past_key_values")
         if cache is None:
-            return True
-        layers = getattr(cache, "layers", ())
-        layer = layers[self.index] if self.index < len(layers) else None
-        if type(layer) is not RoutedLayer or layer.ragged:
-            return False
-        layer.begin_update_all(x_BND)
-        return True
+            return
+        open_routed_layer(cache, self.index)
+        # Asking a config takes transformers longer than all else here does.
+        if isinstance(self._cache(arguments), StaticRoutedLayer) and self._is_flash:
+            raise ValueError(
+                "flash attention has no mask that hides the empty slots of a static cache: load the model with "
+                "attn_implementation='sdpa', or use the default cache"
+            )
 
-    def select_tokens(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, compact: bool = False
-    ) -> Mapping[str, Any]:
-        """Return the arguments for the kept tokens, and tell the layer's cache which tokens it is about to be given.
+    def begin_update(
+        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None
+    ) -> None:
+        """Tell the layer's cache which tokens it is about to be given, see `DecoderCall.begin_update`."""
+        cache = self._cache(arguments)
+        if cache is None:
+            return
+        if routing is None:
+            cache.begin_update_all(x_BND)
+            return
+        cache.remember(routing.groups)
+        if packing is not None and isinstance(cache, RoutedLayer):
+            cache.begin_update(routing.index_BK, routing.valid_BK, x_BND.shape[1], packing.slot_T)
+        else:
+            cache.begin_update(cache.seen + routing.index_BK, routing.valid_BK, x_BND.shape[1])
 
-        Args:
-            arguments: The arguments of all tokens.
-            x_BND: All tokens.
-            routing: The decision; None keeps all of them.
-            compact: Count rotary positions among kept tokens.
-        """
+    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
+        """Return the arguments for the kept tokens, or for all of them where there is no decision."""
         cache, mask = self._cache(arguments), arguments.get("attention_mask")
         if self.window is not None and self._is_flash:
-            whole = routing is None and not compact and mask is None
+            whole = routing is None and self.compact is None and mask is None
             self._check_window(self.window, x_BND.shape[1], cache, whole)
         if routing is not None or mask is not None or (cache is not None and cache.ragged):
-            arguments = self._narrowed(arguments, x_BND, routing, compact, cache)
-        elif compact:
-            arguments = {**arguments, **self._counted_anew(x_BND, x_BND.shape[1], cache)}
-        if cache is not None and routing is None:
-            cache.begin_update_all(x_BND)
-        elif cache is not None and routing is not None:
-            cache.remember(routing.groups)
-            cache.begin_update(cache.seen + routing.index_BK, routing.valid_BK, x_BND.shape[1])
+            return self._narrowed(arguments, x_BND, routing, cache)
+        if self.compact is not None:
+            return {**arguments, **self._compact_positions(x_BND, x_BND.shape[1], cache)}
         return arguments
 
     def _narrowed(
-        self,
-        arguments: Mapping[str, Any],
-        x_BND: Tensor,
-        routing: Routing | None,
-        compact: bool,
-        cache: KeptTokens | None,
+        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, cache: KeptTokens | None
     ) -> dict[str, Any]:
         narrowed, attention = dict(arguments), self.config._attn_implementation
         flash = "flash" in attention
@@ -212,9 +204,9 @@ class DecoderLayerCall:
             raise ValueError("packed samples with flash attention cannot be routed: use sdpa, or pad")
         narrowed["attention_mask"] = mask_of_kept(arguments.get("attention_mask"), x_BND, routing, cache, flash)
         embeddings = arguments.get("position_embeddings")
-        if compact:
+        if self.compact is not None:
             slots = x_BND.shape[1] if routing is None else routing.index_BK.shape[1]
-            narrowed.update(self._counted_anew(x_BND, slots, cache))
+            narrowed.update(self._compact_positions(x_BND, slots, cache))
         elif routing is not None and embeddings is not None:
             narrowed["position_embeddings"] = tuple(_rows(each, routing.index_BK) for each in embeddings)
         # Attention reads them for one thing only: gaps between positions as the borders of packed samples.
@@ -232,24 +224,17 @@ class DecoderLayerCall:
                 f"this sequence has {tokens}: load the model with attn_implementation='sdpa'"
             )
 
-    def _counted_anew(self, x_BND: Tensor, slots: int, cache: KeptTokens | None) -> dict[str, Any]:
+    def _compact_positions(self, x_BND: Tensor, slots: int, cache: KeptTokens | None) -> dict[str, Any]:
         """Return what tells a layer its tokens' positions, counted among kept ones."""
-        assert self.rotary is not None
+        assert self.compact is not None
         before_B1, seen = (0, 0) if cache is None else (cache.kept_B1, cache.seen)
-        return {"position_embeddings": self.rotary(x_BND, before_B1, slots, seen), "position_ids": None}
+        return {"position_embeddings": self.compact(x_BND, before_B1, slots, seen), "position_ids": None}
 
     def _cache(self, arguments: Mapping[str, Any]) -> KeptTokens | None:
-        cache = arguments.get("past_key_values")
-        if cache is None:
-            return None
-        found = routed_layer(cache, self.index)
-        # Asking a config takes transformers longer than all else here does.
-        if isinstance(found, StaticRoutedLayer) and self._is_flash:
-            raise ValueError(
-                "flash attention has no mask that hides the empty slots of a static cache: load the model with "
-                "attn_implementation='sdpa', or use the default cache"
-            )
-        return found
+        """Return the layer's own cache, where there is one that `open_cache` has seen."""
+        layers = getattr(arguments.get("past_key_values"), "layers", ())
+        layer = layers[self.index] if self.index < len(layers) else None
+        return layer if isinstance(layer, KeptTokens) else None
 
     @property
     def _is_flash(self) -> bool:

@@ -29,10 +29,6 @@ class EncoderLayerCall(NamedArguments):
             raise ValueError("a routed vision tower takes no attention mask: all its tokens are patches of one image")
         return arguments
 
-    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """No token of an image is padding."""
-        return None
-
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Other implementations of attention know no borders between images."""
         attention: Any = block.get_submodule("self_attn")
@@ -69,6 +65,6 @@ def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStac
         blocks=tuple(layers),
         prefix=LAYERS[host_class(first).__name__],
         dim=int(first.self_attn.config.hidden_size),  # type: ignore[union-attr,arg-type]
-        call_of=lambda layer: EncoderLayerCall(names=("attention_mask",)),
+        call_of=lambda layer, config: EncoderLayerCall(names=("attention_mask",)),
         hook=lambda routing: (layers, DescribedRouting(model)),
     )

@@ -131,20 +131,13 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 class LoopedBlock(RoutedBlock):
     """Routed block that routes a batch image by image: one call of the host block for each."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the host block on the kept tokens of one image after the other.
-
-        Args:
-            x: Tokens (B, N, D).
-            args: Further arguments of the host block, which must be off.
-            kwargs: The same by name.
-        """
-        routing = self.mod_state.decide(self.router, x, self.training, lambda shared_BN: self.router(x, shared_BN), ())
+    def run_routed(self, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Tensor:
+        """Run the host block on the kept tokens of one image after the other."""
         gates = [None] * x.shape[0] if routing.gate_BK is None else routing.gate_BK
         out = []
         for tokens_ND, index_K, gate_K in zip(x, routing.index_BK, gates):
             z_KD = tokens_ND[index_K]
-            y_KD = super(RoutedBlock, self).forward(z_KD[None], *args, **kwargs)[0]
+            y_KD = self.run_host(z_KD[None], arguments)[0]
             out.append(tokens_ND.index_copy(0, index_K, lerp_rows(z_KD, y_KD, gate_K)))
         return torch.stack(out)
 
@@ -152,17 +145,10 @@ class LoopedBlock(RoutedBlock):
 class MaskedBlock(RoutedBlock):
     """Routed block that computes every token, attending to kept ones only, and throws the skipped results away."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the host block on all tokens and take its result where a token is kept.
-
-        Args:
-            x: Tokens (B, N, D).
-            args: Further arguments of the host block, which must be off.
-            kwargs: The same by name.
-        """
-        routing = self.mod_state.decide(self.router, x, self.training, lambda shared_BN: self.router(x, shared_BN), ())
+    def run_routed(self, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Tensor:
+        """Run the host block on all tokens and take its result where a token is kept."""
         keep_BN = routing.keep_BN
-        y = super(RoutedBlock, self).forward(x, *args, **kwargs, attn_mask=keep_BN[:, None, None, :])
+        y = self.run_host(x, {**arguments, "attn_mask": keep_BN[:, None, None, :]})
         gate_BN = None
         if routing.gate_BK is not None:
             gate_BN = torch.zeros_like(routing.score_BN).scatter(1, routing.index_BK, routing.gate_BK)

@@ -15,7 +15,7 @@ def hide_own_folder() -> None:
     Python takes a folder on its path for a package where no other is found, and transformers then believes that
     `datasets` is installed.
     """
-    folder = Path(__file__).parent.parent / _NAME
+    folder = Path(__file__).parents[3] / _NAME
     if not folder.is_dir():
         return
     loaded = sys.modules.get(_NAME)

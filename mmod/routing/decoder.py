@@ -1,0 +1,130 @@
+"""The router of a decoder layer, which chooses within groups of tokens.
+
+Axes: B samples, N tokens, K slots per sample, D channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmod.config import RoutingConfig, Threshold
+from mmod.ops.gate import apply_gate
+from mmod.routing.decision import KEPT, Routing, TokenGroups, TokenMarks
+from mmod.routing.groups import select_within, slots_of
+from mmod.routing.router import Router
+
+
+class _Linear(nn.Linear):
+    """A linear layer that keeps its precision when a model is quantized: bitsandbytes replaces `nn.Linear` itself."""
+
+
+class Predictor(nn.Module):
+    """Predict from a token alone whether it will be kept; the token receives no gradient.
+
+    Args:
+        dim: Channels D of a token.
+        device: Where parameters are created.
+        dtype: Type of the parameters.
+
+    Source: Raposo et al., arXiv 2404.02258, section 3.5 (a small network with a stopped gradient).
+
+    Example:
+        >>> Predictor(8)(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(self, dim: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.hidden = _Linear(dim, max(8, dim // 8), device=device, dtype=dtype)
+        self.out = _Linear(max(8, dim // 8), 1, device=device, dtype=dtype)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """Return logits (B, N) for tokens (B, N, D)."""
+        x_BND = x_BND.detach()
+        scale = x_BND.float().square().mean(dim=-1, keepdim=True).clamp_min(1e-12).rsqrt()
+        x_BND = (x_BND * scale).to(self.hidden.weight.dtype)
+        logit: Tensor = self.out(nn.functional.silu(self.hidden(x_BND))).squeeze(-1).float()
+        return logit
+
+
+class DecoderRouter(Router):
+    """A router that chooses within groups of tokens, as decoder layers need it.
+
+    Args:
+        config: How to score, select and gate.
+        options: As for `Router`; capacity is the share kept of the tokens that may be skipped.
+
+    Example:
+        >>> from mmod.routing import assign_groups
+        >>> router = DecoderRouter(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5)
+        >>> free = torch.tensor([[False] + [True] * 4])
+        >>> router(torch.randn(1, 5, 8), tokens=assign_groups(free, free, torch.ones_like(free))).index_BK.shape
+        torch.Size([1, 3])
+    """
+
+    chooses_among = TokenGroups
+
+    def __init__(self, config: RoutingConfig, **options: Any) -> None:
+        super().__init__(config, **options)
+        dim, device, dtype = options["dim"], options.get("device"), options.get("dtype")
+        self.predictor = Predictor(dim, device, dtype) if config.language.predictor else None
+
+    def forward(
+        self, x_BND: Tensor, importance_BN: Tensor | None = None, tokens: TokenMarks | TokenGroups | None = None
+    ) -> Routing:
+        """Decide for a batch of tokens, see `Router.forward`."""
+        reads = self.config.router.shared or self.config.reads_importance(self.training)
+        if reads and importance_BN is None and isinstance(tokens, TokenGroups) and not tokens.skips:
+            # With nothing to choose among, no importance was computed: any scores will do.
+            importance_BN = x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
+        return super().forward(x_BND, importance_BN, tokens)
+
+    def _score(self, x_BND: Tensor, importance_BN: Tensor | None, tokens: TokenGroups) -> Tensor:
+        free_BN = tokens.free_BN
+        score_BN = super()._score(x_BND, importance_BN, TokenMarks(free_BN))
+        if self.config.router.positional and score_BN is not importance_BN:
+            # By rank among the tokens that may be skipped, so that neither padding nor text moves the draw.
+            score_BN = score_BN.gather(1, (free_BN.cumsum(1) - 1).clamp(min=0))
+        return score_BN
+
+    def _select(self, x_BND: Tensor, score_BN: Tensor, importance_BN: Tensor | None, tokens: TokenGroups) -> Routing:
+        predicted_BN = None if self.predictor is None else self.predictor(x_BND)
+        index_BK, valid_BK, total = self._slots(score_BN, predicted_BN, tokens)
+        gate = self.config.gate
+        gate_BK, skip_weight_BN = None, None
+        weight_BN = apply_gate(score_BN, gate.name, gate.scale)
+        if weight_BN is not None:
+            gate_BK = torch.where(tokens.gated_BN, weight_BN, 1.0).gather(1, index_BK)
+            if gate.reweight_skipped:
+                skip_weight_BN = torch.where(tokens.free_BN, weight_BN, 1.0)
+        return Routing(
+            score_BN,
+            index_BK,
+            gate_BK,
+            valid_BK,
+            skip_weight_BN,
+            None if self.config.router.draws else importance_BN,
+            total,
+            tokens,
+            predicted_BN,
+        )
+
+    def _slots(
+        self, score_BN: Tensor, predicted_BN: Tensor | None, tokens: TokenGroups
+    ) -> tuple[Tensor, Tensor | None, int | None]:
+        select, language = self.config.select, self.config.language
+        threshold = select.threshold if isinstance(select, Threshold) else None
+        if not self.training and language.inference_threshold is not None:
+            threshold = language.inference_threshold
+            score_BN = score_BN if predicted_BN is None else predicted_BN
+        if threshold is None:
+            return select_within(score_BN, self.capacity, tokens)
+        free_BN = tokens.free_BN
+        squashed_BN = self.config.router.squashed(score_BN.detach(), free_BN)
+        keep_BN = (tokens.group_BN == KEPT) | (free_BN & (squashed_BN >= threshold))
+        if tokens.alone:
+            return torch.zeros_like(keep_BN, dtype=torch.long), keep_BN, None
+        return slots_of(keep_BN, keep_BN.sum(1).tolist())
