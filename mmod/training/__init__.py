@@ -13,7 +13,7 @@ Each kind is a folder of the same files, of which the engine imports none:
 - `recipe.py`: `fit(config)`, and the subclass of `engine.recipe.Recipe` that the loop asks for all of the above.
 - `command.py`: `main(arguments)`, from a command line to `print(fit(config))`.
 
-A new kind is such a folder, a script in `tools/` over its `main`, and the same folder of tests.
+A new kind is such a folder, a row in `mmod/cli.py`, and the same folder of tests.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mmod import route_
 from mmod.training.engine.config import LoopConfig
 
-__all__ = ["Load", "load_weights", "prepare_models", "some"]
+__all__ = ["Load", "load_weights", "prepare_models"]
 
 Load = Callable[[Any, str], dict[str, Tensor]]
 """Loads the dense part of a checkpoint into a model and returns what else the checkpoint holds."""
@@ -50,8 +50,8 @@ def prepare_models(
         own = set(model.state_dict()) - dense
         if own != set(routers):
             raise ValueError(
-                f"checkpoint {checkpoint!r} was routed in another way: it lacks {some(own - set(routers))} and has "
-                f"{some(set(routers) - own)} that the model does not know"
+                f"checkpoint {checkpoint!r} was routed in another way: it lacks {_some(own - set(routers))} and has "
+                f"{_some(set(routers) - own)} that the model does not know"
             )
         load_weights(model, {**model.state_dict(), **routers}, checkpoint)
     if config.grad_checkpointing:
@@ -75,7 +75,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) 
     if missing or unknown:
         raise ValueError(
             f"checkpoint {str(source)!r} does not fit the model: "
-            f"it lacks {some(missing)} and has {some(unknown)} that the model does not know"
+            f"it lacks {_some(missing)} and has {_some(unknown)} that the model does not know"
         )
     for name, value in state.items():
         if value.shape != own[name].shape:
@@ -89,13 +89,8 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) 
     model.load_state_dict(state)
 
 
-def some(names: Iterable[str]) -> str:
-    """Name the first few keys of a state dict and how many there are.
-
-    Example:
-        >>> some(["head.weight", "head.bias"])
-        '2 keys (head.bias, head.weight)'
-    """
+def _some(names: Iterable[str]) -> str:
+    """Name the first few keys of a state dict and how many there are."""
     found = sorted(names)
     if not found:
         return "no key"

@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import yaml
+
 from mmod.config import regroup_saved
-from mmod.io.claim import check_same, claim_folder, read_claim
+from mmod.io.claim import check_same, read_claim
 from mmod.io.files import write_atomically
 from mmod.io.locks import locked
 from mmod.training.engine.config import RunConfig
@@ -116,8 +118,10 @@ def run_once(
 
 def _claim(folder: Path, record: dict[str, Any]) -> None:
     """Write a config into its run folder unless it is there, perhaps as an earlier version wrote it."""
-    if read_claim(folder, _CONFIG) is None:
-        claim_folder(folder, record, file=_CONFIG, kind="a run")
+    # Logs of this run may lie in the folder already.
+    if not (folder / _CONFIG).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / _CONFIG, yaml.safe_dump(record, sort_keys=False))
 
 
 def read_fit(folder: Path, kind: type[Found]) -> FitResult[Found] | None:

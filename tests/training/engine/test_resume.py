@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from mmod.training.engine.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from mmod.training.engine.run_folder import run_once
 from tests.training.engine.worker import run, tiny_config, weights
 from tests.trap import Trap
 
@@ -114,6 +116,23 @@ def test_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds files but no config\.yaml"):
         run(tiny_config(output=tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_logs_written_before_the_first_step_do_not_keep_a_run_from_its_folder(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run")
+
+    def train(claim: Callable[[], object]) -> str:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/events").touch()
+        claim()
+        return "trained"
+
+    def read(folder: Path) -> str | None:
+        return "read" if (folder / "events").exists() else None
+
+    assert [run_once(config, 0, 1, read, train) for _ in range(2)] == ["trained", "read"]
+    with pytest.raises(ValueError, match="world_size: 1 there, 2 now"):
+        run_once(config, 0, 2, read, train)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
