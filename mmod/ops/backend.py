@@ -191,9 +191,10 @@ def choose(name: str, tensor: Tensor, backend: Backend = Backend.AUTO, **facts: 
             if _preferred(version, tensor.dtype) and _refusal(version, tensor, facts) is None:
                 return version
     if backend in (Backend.AUTO, Backend.TORCH):
-        for version in op.plain:
+        for version in op.plain[:-1]:
             if _serves(version, tensor, facts):
                 return version
+        return op.plain[-1]
     reasons = []
     for version in op.of(backend):
         reason = _refusal(version, tensor, facts)
@@ -211,12 +212,14 @@ def _preferred(version: Version, dtype: torch.dtype) -> bool:
 
 def _serves(version: Version, tensor: Tensor, facts: Mapping[str, int]) -> bool:
     """Return whether a version in torch's operations takes these inputs."""
-    return (
-        (version.devices is None or tensor.device.type in version.devices)
-        and (version.dtypes is None or tensor.dtype in version.dtypes)
-        and all(facts.get(fact, 0) <= most for fact, most in version.limits.items())
-        and (version.when is None or version.when(tensor, facts))
-    )
+    if version.devices is not None and tensor.device.type not in version.devices:
+        return False
+    if version.dtypes is not None and tensor.dtype not in version.dtypes:
+        return False
+    for fact, most in version.limits.items():
+        if facts.get(fact, 0) > most:
+            return False
+    return version.when is None or version.when(tensor, facts)
 
 
 def _refusal(version: Version, tensor: Tensor, facts: Mapping[str, int]) -> str | None:
