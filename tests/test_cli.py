@@ -58,7 +58,9 @@ def test_commands_show_their_own_help() -> None:
 def test_errors_are_one_line(tmp_path: Path) -> None:
     done = run("tradeoff", "digits-smalest", folder=tmp_path)
     assert done.returncode != 0
-    assert done.stderr.strip().endswith("error: no config file at 'digits-smalest'")
+    assert "error: no config file at 'digits-smalest'; near ones: tradeoff/digits-smallest" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "`mmod configs` lists the known ones" in run("configs", "zzz", folder=tmp_path).stderr
 
 
 def test_configs_are_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["config_names", "find_config", "main"]
+from mmod.io.names import near_names
+
+__all__ = ["config_names", "existing_config", "find_config", "main"]
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -45,13 +47,32 @@ def find_config(path: str | Path) -> Path:
     return folder / f"{found[0]}.yaml" if found else path
 
 
+def existing_config(path: str | Path) -> Path:
+    """Return the file that a path or a name stands for, see `find_config`.
+
+    Args:
+        path: A path or a name.
+
+    Raises:
+        FileNotFoundError: It stands for none; names that are near are named.
+    """
+    found = find_config(path)
+    if not found.is_file():
+        hint = "" if found.suffix else f"; {near_names(found.as_posix(), config_names(), '`mmod configs`')}"
+        raise FileNotFoundError(f"no config file at {str(found)!r}{hint}")
+    return found
+
+
 def main(arguments: Sequence[str]) -> None:
     """Print the names of mmod's own configs, or the config that the command line names.
 
     Args:
         arguments: Nothing, or a name.
     """
-    print(find_config(arguments[0]).read_text(encoding="utf-8").rstrip() if arguments else "\n".join(config_names()))
+    if not arguments:
+        print("\n".join(config_names()))
+        return
+    print(existing_config(arguments[0]).read_text(encoding="utf-8").rstrip())
 
 
 def _folder() -> Path:

@@ -13,7 +13,7 @@ from yaml.parser import ParserError
 from yaml.reader import ReaderError
 from yaml.scanner import ScannerError
 
-from mmod.io.configs import find_config
+from mmod.io.configs import existing_config
 
 __all__ = ["STRICT", "parse_yaml", "read_yaml"]
 
@@ -93,9 +93,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         FileNotFoundError: If it is not there.
         ValueError: If it holds something else, or what `parse_yaml` refuses.
     """
-    path = find_config(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no config file at {str(path)!r}")
+    path = existing_config(path)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
