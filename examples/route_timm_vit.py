@@ -11,6 +11,7 @@ import argparse
 import timm
 import torch
 from PIL import Image
+from torchvision.transforms.functional import to_tensor
 
 import mmod
 from mmod.analysis.plots import draw_routing_maps
@@ -33,10 +34,7 @@ def main() -> None:
     size = model.pretrained_cfg["input_size"][-1]
     image = torch.rand(3, size, size)
     if options.image:
-        pixels = Image.open(options.image).convert("RGB").resize((size, size))
-        image = (
-            torch.frombuffer(bytearray(pixels.tobytes()), dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1) / 255
-        )
+        image = to_tensor(Image.open(options.image).convert("RGB").resize((size, size)))
     mean, std = (torch.tensor(model.pretrained_cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
 
     with torch.no_grad(), mmod.trace(model) as routing:
