@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
 
-__all__ = ["FitResult", "read_fit", "read_result", "run_once", "write_result"]
+__all__ = ["FitResult", "portable", "read_fit", "read_result", "run_once", "write_result"]
 
 _CONFIG = "config.yaml"
 _RESULT = "result.json"
@@ -101,7 +102,8 @@ def run_once(
     def finished() -> Done | None:
         found = read_claim(folder, _CONFIG)
         if found is not None:
-            check_same(folder, regroup_saved(found), record, kind="a run", free_keys=config.free_keys)
+            there, now = portable(regroup_saved(found)), portable(record)
+            check_same(folder, there, now, kind="a run", free_keys=config.free_keys)
         return read(folder)
 
     result = finished()
@@ -114,6 +116,26 @@ def run_once(
         if result is None:
             result = train(partial(_claim, folder, record))
         return result
+
+
+def portable(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of a run with its checkpoint named by the way from the run folder to it.
+
+    Runs that start from one another can then be moved together, and named by relative or absolute paths.
+
+    Args:
+        record: The config as plain values.
+
+    Example:
+        >>> portable({"output": "/runs/tuned", "model": {"checkpoint": "/runs/base"}})["model"]
+        {'checkpoint': '../base'}
+    """
+    output, model = record.get("output"), record.get("model")
+    checkpoint = model.get("checkpoint") if isinstance(model, Mapping) else None
+    # There is no way between a relative path and an absolute one.
+    if not checkpoint or not output or os.path.isabs(checkpoint) != os.path.isabs(output):
+        return dict(record)
+    return {**record, "model": {**model, "checkpoint": os.path.relpath(checkpoint, output)}}
 
 
 def _claim(folder: Path, record: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from mmod.io.yaml import read_yaml
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.logging import write_csv
 from mmod.training.engine.loop import seed_draws
+from mmod.training.engine.run_folder import portable
 from mmod.training.studies.config import StudyConfig
 from mmod.training.studies.entrants import DENSE, Dense, Entrant, Routed
 from mmod.training.studies.jobs import Job, Runner, Tick
@@ -250,7 +251,8 @@ class Study(ABC, Generic[Config, Found]):
         """Evaluate the model that a run starts from; read again when that was done before."""
         run: Any = job.config
         path = Path(f"{run.output}.before.json")
-        config = {key: value for key, value in run.to_dict().items() if key != "output"}
+        config = portable(run.to_dict())
+        del config["output"]
         if path.exists():
             kept = json.loads(path.read_text())
             if regroup_saved(kept.get("config")) == config:

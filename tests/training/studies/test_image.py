@@ -46,7 +46,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
     )
 
 
-def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig) -> None:
+def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     result = ImageStudy(study).run(progress=False)
     points = {point.name: point for point in result.points}
     assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5", "isoflop-3"]
@@ -74,6 +74,13 @@ def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig) -> None:
     again = ImageStudy(study).run(progress=False)
     assert [point.figures for point in again.points] == [point.figures for point in result.points]
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")} == runs
+
+    # Wherever the study is named from, or moved to, it is the same.
+    monkeypatch.chdir(folder.parent)
+    folder.rename("moved")
+    moved = ImageStudy(dataclasses.replace(study, output="moved")).run(progress=False)
+    assert [point.figures for point in moved.points] == [point.figures for point in result.points]
+    Path("moved").rename(folder)
 
     # Runs in processes of their own come to the same, and other studies can take this one's dense models.
     apart = dataclasses.replace(study, output=f"{study.output}-apart", bases=study.output, seeds=1, processes=2)
