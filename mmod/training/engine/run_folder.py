@@ -130,8 +130,8 @@ def portable(record: Mapping[str, Any]) -> dict[str, Any]:
         >>> portable({"output": "/runs/tuned", "model": {"checkpoint": "/runs/base"}})["model"]
         {'checkpoint': '../base'}
     """
-    output, model = record.get("output"), record.get("model")
-    checkpoint = model.get("checkpoint") if isinstance(model, Mapping) else None
+    output, model = record.get("output"), record.get("model") or {}
+    checkpoint = model.get("checkpoint")
     # There is no way between a relative path and an absolute one.
     if not checkpoint or not output or os.path.isabs(checkpoint) != os.path.isabs(output):
         return dict(record)
