@@ -61,6 +61,12 @@ def _digits(arguments: Sequence[str], prog: str) -> None:
     _build(DIGITS, arguments, prog)
 
 
+def _crowds(arguments: Sequence[str], prog: str) -> None:
+    from mmod.data.synthetic.crowds import CROWDS
+
+    _build(CROWDS, arguments, prog)
+
+
 def _scenes(arguments: Sequence[str], prog: str) -> None:
     from mmod.data.synthetic.scenes import SCENES
 
@@ -154,6 +160,7 @@ def _create_parser(**options: Any) -> ArgumentParser:
 
 COMMANDS: dict[str, Callable[[Sequence[str], str], None]] = {
     "digits": _digits,
+    "crowds": _crowds,
     "scenes": _scenes,
     "questions": _questions,
     "convert-pairs": _convert_pairs,

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from mmod.data.corrupt import OnCorrupt
 from mmod.values import check_fields
 
+EMBEDDED = ("digits", "crowds")
+"""Embedded sets of images, built where they are not there."""
 FOLDERS = ("folder", "", "torch/folder", "torch/image_folder")
 """Names of folders of images with one folder per class."""
 _TORCHVISION = (
@@ -76,11 +78,11 @@ class DataConfig:
     """Config of a data set of images.
 
     Args:
-        source: "digits" or "digits:DIFFICULTY" (the embedded set, built into `root` when it is not there);
-            "shards:PATTERN" (webdataset shards; `{split}` in the pattern stands for the split); or a
-            name for `timm.data.create_dataset`: "folder", "torch/...", "hfds/...".
-        root: Folder of the data. For digits it defaults to `runs/data/cluttered-digits-DIFFICULTY`; for remote shards
-            it is where copies of them are kept.
+        source: "digits" or "digits:DIFFICULTY" (the embedded set, built into `root` when it is not there), "crowds"
+            alike, whose labels are those of patches; "shards:PATTERN" (webdataset shards; `{split}` in the pattern
+            stands for the split); or a name for `timm.data.create_dataset`: "folder", "torch/...", "hfds/...".
+        root: Folder of the data. For an embedded set it defaults to `runs/data/TITLE-DIFFICULTY`, as in
+            `runs/data/cluttered-digits-tiny`; for remote shards it is where copies of them are kept.
         train_split: Split to train on.
         val_split: Split to evaluate on.
         image_size: Side of an image, in pixels.
@@ -97,6 +99,9 @@ class DataConfig:
         in_memory: Decode everything once and keep it as uint8; None does so for digits without augmentation.
         pin_memory: Return batches in pinned memory (for a GPU).
         options: Further arguments of `timm.data.create_dataset`, as `class_map`.
+        label_patch: Side of the patches, in pixels, each of which has a class: that of most of its pixels in the
+            sample's label map, the member `.seg.png` of shards. Images are as large as their maps, `image_size`. None
+            gives each image one class.
 
     Raises:
         ValueError: If a value is out of range.
@@ -119,19 +124,23 @@ class DataConfig:
     in_memory: bool | None = None
     pin_memory: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    label_patch: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(
             self,
             "data",
             image_size="[1, inf)",
+            label_patch="[1, inf)",
             batch_size="[1, inf)",
             workers="[0, inf)",
             crop_pct="(0, 1]",
             std="(0, inf)",
         )
-        if self.source.partition(":")[0] not in ("digits", "shards"):
+        kind = self.source.partition(":")[0]
+        if kind not in (*EMBEDDED, "shards"):
             check_name(self.source)
+        self._check_labels(kind)
         if self.channels not in (1, 3):
             raise ValueError(f"channels={self.channels} is unknown; valid: 1 (grey), 3 (RGB)")
         for name in ("mean", "std"):
@@ -140,6 +149,20 @@ class DataConfig:
                 raise ValueError(f"{name}={values} must have channels={self.channels} values")
         if self.in_memory and self.augment is not None:
             raise ValueError("in_memory=True keeps images as evaluated; it cannot be combined with augment")
+
+    def _check_labels(self, kind: str) -> None:
+        """Raise a ValueError where the source has no labels of the kind that is asked for."""
+        side = self.label_patch
+        if side is None:
+            if kind == "crowds":
+                raise ValueError("source 'crowds' has labels for patches: set label_patch to the side of the model's")
+            return
+        if kind not in ("crowds", "shards"):
+            raise ValueError(f"label_patch={side} needs label maps, which source {self.source!r} has none of")
+        if self.image_size % side:
+            raise ValueError(f"label_patch={side} must divide image_size={self.image_size}")
+        if self.augment is not None:
+            raise ValueError(f"label_patch={side} cannot be combined with augment, which moves images only")
 
 
 def check_name(name: str) -> None:
@@ -164,8 +187,8 @@ def check_name(name: str) -> None:
     is_torchvision = kind == "torch" and rest.lower() in _TORCHVISION
     if name not in FOLDERS and not is_torchvision and not (kind == "hfds" and rest):
         raise ValueError(
-            f"source {name!r} is unknown; valid: digits, digits:DIFFICULTY, shards:PATTERN, folder, hfds/NAME, and "
-            f"torch/NAME with one of {', '.join(_TORCHVISION)}"
+            f"source {name!r} is unknown; valid: digits, digits:DIFFICULTY, crowds, crowds:DIFFICULTY, shards:PATTERN, "
+            f"folder, hfds/NAME, and torch/NAME with one of {', '.join(_TORCHVISION)}"
         )
 
 

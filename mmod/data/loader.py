@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmod.data.config import DataConfig
+from mmod.data.config import EMBEDDED, DataConfig
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.source import ImageSource
 from mmod.data.stream import BatchStream, ImageReader, MemoryReader
+from mmod.data.synthetic.build import SyntheticSet
+from mmod.data.synthetic.crowds import CROWDS
 from mmod.data.synthetic.digits import DIGITS
 
 __all__ = ["BatchStream", "create_eval_stream", "create_train_stream", "normalisation"]
 
-# Mean and standard deviation of the grey values of cluttered digits, near enough for every difficulty.
+_SETS: dict[str, SyntheticSet[Any]] = {"digits": DIGITS, "crowds": CROWDS}
+# Mean and standard deviation of the grey values of the embedded sets, near enough for every difficulty.
 _DIGITS_MEAN, _DIGITS_STD = 0.094, 0.22
 
 
@@ -85,9 +88,8 @@ def _create_stream(config: DataConfig, split: str, place: tuple[int, int], seed:
 def _create_reader(config: DataConfig, split: str, report: CorruptReport, training: bool) -> ImageReader | MemoryReader:
     source = _create_source(config, split, report)
     mean, std = normalisation(config)
-    digits = _is_digits(config)
     mode = "L" if config.channels == 1 else "RGB"
-    if config.in_memory or (config.in_memory is None and digits and config.augment is None):
+    if config.in_memory or (config.in_memory is None and _is_embedded(config) and config.augment is None):
         transform = _transform(config, training, mean, std, normalise=False)
         return MemoryReader(source, mode, transform, mean, std, report)
     # A corrupt training sample is replaced, so that every process keeps its number of full batches.
@@ -95,34 +97,36 @@ def _create_reader(config: DataConfig, split: str, report: CorruptReport, traini
 
 
 def _create_source(config: DataConfig, split: str, report: CorruptReport) -> ImageSource:
-    from mmod.data.readers.shards import ShardSource
+    from mmod.data.readers.shards import CLASS, ShardSource, label_map
     from mmod.data.readers.timm import TimmSource
 
     kind, _, rest = config.source.partition(":")
-    if kind == "digits":
+    target = CLASS if config.label_patch is None else label_map(config.image_size, config.label_patch)
+    if _is_embedded(config):
         difficulty = rest or "default"
-        side = DIGITS.config(difficulty).canvas
+        side = _SETS[kind].config(difficulty).canvas
         if config.image_size != side:
-            raise ValueError(f"image_size={config.image_size}: images of {difficulty!r} digits have {side} pixels")
-        return ShardSource(DIGITS.locate(f"digits:{difficulty}/{split}", config.root), report)
+            raise ValueError(f"image_size={config.image_size}: images of {difficulty!r} {kind} have {side} pixels")
+        return ShardSource(_SETS[kind].locate(f"{kind}:{difficulty}/{split}", config.root), report, target=target)
     if kind == "shards":
         if "{split}" not in rest:
             raise ValueError(
                 f"source={config.source!r} must contain '{{split}}', which stands for train_split or val_split"
             )
-        return ShardSource(rest.replace("{split}", split), report, cache=config.root, progress=True)
+        shards = rest.replace("{split}", split)
+        return ShardSource(shards, report, cache=config.root, progress=True, target=target)
     return TimmSource(config.source, config.root, split, config.options, config.train_split)
 
 
-def _is_digits(config: DataConfig) -> bool:
-    return config.source.partition(":")[0] == "digits"
+def _is_embedded(config: DataConfig) -> bool:
+    return config.source.partition(":")[0] in EMBEDDED
 
 
 def normalisation(config: DataConfig) -> tuple[Tensor, Tensor]:
     """Return the mean and standard deviation that images are normalised with, one number a channel."""
     from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-    if _is_digits(config):
+    if _is_embedded(config):
         mean, std = (_DIGITS_MEAN,) * config.channels, (_DIGITS_STD,) * config.channels
     elif config.channels == 3:
         mean, std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -142,5 +146,6 @@ def _transform(config: DataConfig, training: bool, mean: Tensor, std: Tensor, no
     }
     if training and config.augment is not None:
         return create_transform(is_training=True, **common, **asdict(config.augment))
-    crop_pct = 1.0 if _is_digits(config) else config.crop_pct
+    # Label maps stay as they are, and so must what they belong to.
+    crop_pct = 1.0 if _is_embedded(config) or config.label_patch is not None else config.crop_pct
     return create_transform(is_training=False, crop_pct=crop_pct, interpolation=config.interpolation, **common)

@@ -22,7 +22,7 @@ class Batch(NamedTuple):
 
     Attributes:
         images: Normalised images, float32, (B, C, H, W).
-        labels: Classes, int64, (B,), or the captions' tokens, int64, (B, L).
+        labels: Classes, int64, (B,) or (B, N) of N patches each, or the captions' tokens, int64, (B, L).
         faults: The samples that could not be read.
     """
 
@@ -51,8 +51,8 @@ class BatchReader(Protocol):
         ...
 
 
-def _class_numbers(labels: list[int]) -> Tensor:
-    """Return class numbers as a tensor."""
+def _class_numbers(labels: list[Any]) -> Tensor:
+    """Return class numbers, one for each image or for each patch of each, as a tensor."""
     return torch.tensor(labels, dtype=torch.int64)
 
 
@@ -220,7 +220,7 @@ class BatchStream:
             start: First batch.
 
         Yields:
-            Normalised images, float32, (B, C, H, W), and classes, int64, (B,), or tokens, int64, (B, L).
+            Normalised images, float32, (B, C, H, W), and classes, int64, (B,) or (B, N), or tokens, int64, (B, L).
 
         Raises:
             ValueError: If the epoch is negative or has no batch `start`.

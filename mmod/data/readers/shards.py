@@ -15,6 +15,7 @@ import re
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -22,7 +23,7 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.corrupt import CorruptReport, Fault
-from mmod.data.readers.images import IMAGE_EXTENSIONS, MAX_BYTES, decode_image
+from mmod.data.readers.images import IMAGE_EXTENSIONS, MAX_BYTES, decode_image, open_image
 from mmod.data.readers.source import UnreadableSampleError
 from mmod.io.files import check_regular, replacing
 
@@ -67,6 +68,45 @@ def parse_caption(data: bytes) -> str:
     if not text:
         raise ValueError("the .txt member holds no text")
     return text
+
+
+def parse_patches(data: bytes, size: int, side: int) -> list[int]:
+    """Read a label map, an image whose values are classes, as the class of each patch.
+
+    A patch has the class of most of its pixels, the smallest of several; where 0 is the background, half a patch of
+    background is a patch of background.
+
+    Args:
+        data: The encoded file, of Pillow's mode L (values are classes) or P (numbers in the palette are).
+        size: Side of the image that the model sees, in pixels.
+        side: Side of a patch, in pixels.
+
+    Returns:
+        Classes of the patches, row by row.
+
+    Raises:
+        ValueError: If it is no label map of that size.
+    """
+    image = open_image(data)
+    if image.mode not in ("L", "P") or image.size != (size, size):
+        raise ValueError(
+            f"the .seg.png member is an image of {image.width}x{image.height} of mode {image.mode}, not a label map of "
+            f"{size}x{size} of mode L or P"
+        )
+    steps = size // side
+    patches = np.asarray(image).reshape(steps, side, steps, side).swapaxes(1, 2).reshape(steps**2, side**2)
+    counts = [(patches == label).sum(1) for label in range(int(patches.max()) + 1)]
+    return [int(label) for label in np.argmax(counts, axis=0)]
+
+
+def label_map(size: int, side: int) -> Target:
+    """Return the target that gives each patch a class; see `parse_patches`.
+
+    Args:
+        size: Side of the image, in pixels.
+        side: Side of a patch, in pixels.
+    """
+    return Target("seg.png", partial(parse_patches, size=size, side=side))
 
 
 CLASS = Target("cls", parse_class)
@@ -143,7 +183,7 @@ class ShardSource:
         report: Where damaged shards and incomplete samples are counted.
         cache: Folder for copies of remote shards.
         progress: Show a progress bar while the shards are indexed.
-        target: What stands beside each image: `CLASS` or `CAPTION`.
+        target: What stands beside each image: `CLASS`, `CAPTION` or a `label_map`.
 
     Raises:
         ValueError: If the pattern matches nothing, a shard is compressed, a remote shard has no cache folder, or

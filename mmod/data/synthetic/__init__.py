@@ -1,1 +1,1 @@
-"""Data sets that are drawn: digits among clutter, captions of them, questions about them."""
+"""Data sets that are drawn: digits among clutter, crowds of them, captions of them, questions about them."""

@@ -15,7 +15,7 @@ __all__ = ["save_montage"]
 
 
 def save_montage(path: str | Path, dataset: SyntheticSet[Any], config: Any, columns: int = 8, rows: int = 4) -> None:
-    """Save a picture of the first test images of a set.
+    """Save a picture of the first test images of a set, each followed by its label map where there is one.
 
     Args:
         path: PNG file to write.
@@ -34,7 +34,7 @@ def save_montage(path: str | Path, dataset: SyntheticSet[Any], config: Any, colu
     images = (sample[name] for sample in samples for name in sample if name.endswith("png"))
     for index, image in zip(range(rows * columns), images):
         top, left = gap + index // columns * cell, gap + index % columns * cell
-        large = np.asarray(Image.open(io.BytesIO(image))).repeat(scale, axis=0).repeat(scale, axis=1)
+        large = np.asarray(Image.open(io.BytesIO(image)).convert("L")).repeat(scale, axis=0).repeat(scale, axis=1)
         sheet[top : top + len(large), left : left + len(large)] = large
     with open(path, "xb") as file:
         Image.fromarray(sheet).save(file, format="PNG", optimize=True)

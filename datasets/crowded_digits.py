@@ -1,0 +1,8 @@
+"""Build the embedded set "crowded digits": `python datasets/crowded_digits.py --help` says how."""
+
+import sys
+
+from mmod.data.commands import main
+
+if __name__ == "__main__":
+    main(["crowds", *sys.argv[1:]])

@@ -1,0 +1,201 @@
+"""Crowded digits: scenes of several handwritten digits, with the class of every pixel.
+
+A few digits whose boxes do not overlap lie on a canvas among fragments of others. What is asked is not one class but
+which digit, if any, each place shows: a small and fast test of dense prediction, in which most places show none. As in
+cluttered digits, no handwriting crosses from one split to another, not even as clutter.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from mmod.data.synthetic.build import SyntheticSet
+from mmod.data.synthetic.handwriting import (
+    SPLITS,
+    SourceDigits,
+    check_drawn,
+    draw_clutter,
+    encode_png,
+    load_split,
+    scale_digit,
+)
+
+CLASSES = 11
+"""Classes of a pixel: 0 where there is no digit, and one more than the digit where there is one."""
+# Grey values by which viewers show the classes.
+_PALETTE = [grey for label in range(CLASSES) for grey in [25 * label] * 3]
+Box = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class CrowdsConfig:
+    """The parameters of one build; equal parameters give equal bytes.
+
+    Args:
+        canvas: Side of a scene, in pixels.
+        digit_size: Smallest and largest side of a digit's box, in pixels.
+        digits: Smallest and largest number of digits in a scene.
+        ink: Least share of full ink with which a pixel of a digit's box shows the digit.
+        clutter: Number of digit fragments in a scene.
+        fragment: Smallest and largest side of a fragment, as a share of its digit's box.
+        contrast: Faintest and strongest ink of a fragment, as a share of the digits'.
+        scenes: Number of scenes of each split.
+        shard_size: Scenes in one shard.
+        seed: Seed of the split of the source images and of every scene.
+        grid: Digits and fragments lie at multiples of so many pixels.
+
+    Raises:
+        ValueError: If a parameter is out of range.
+    """
+
+    canvas: int = 48
+    digit_size: tuple[int, int] = (16, 16)
+    digits: tuple[int, int] = (2, 4)
+    ink: float = 0.1
+    clutter: int = 10
+    fragment: tuple[float, float] = (0.2, 0.4)
+    contrast: tuple[float, float] = (0.4, 0.8)
+    scenes: dict[str, int] = field(default_factory=lambda: {"train": 4000, "val": 500, "test": 1000})
+    shard_size: int = 500
+    seed: int = 0
+    grid: int = 4
+
+    def __post_init__(self) -> None:
+        (smallest, largest), (fewest, most) = self.digit_size, self.digits
+        # Half of the canvas is what boxes at random places can be relied on to fit into.
+        if not 4 <= smallest <= largest or most * largest**2 > self.canvas**2 / 2:
+            raise ValueError(
+                f"digit_size={self.digit_size} must ascend from 4, and digits={self.digits} of that size fill at most "
+                f"half of canvas={self.canvas}"
+            )
+        if not 1 <= fewest <= most:
+            raise ValueError(f"digits={self.digits} must ascend from 1")
+        if not 0 < self.ink <= 1:
+            raise ValueError(f"ink={self.ink} must lie in (0, 1]")
+        check_drawn(self)
+        if set(self.scenes) != set(SPLITS) or min(self.scenes.values()) < 1:
+            raise ValueError(f"scenes={self.scenes} must give a positive number for each of {SPLITS}")
+        if self.grid < 1:
+            raise ValueError(f"grid={self.grid} must be >= 1")
+
+
+DIFFICULTIES: dict[str, CrowdsConfig] = {
+    "default": CrowdsConfig(),
+    "tiny": CrowdsConfig(
+        canvas=32, digits=(1, 2), clutter=4, scenes={"train": 256, "val": 64, "test": 64}, shard_size=64
+    ),
+    "hard": CrowdsConfig(
+        canvas=64,
+        digit_size=(12, 20),
+        digits=(2, 5),
+        clutter=24,
+        fragment=(0.25, 0.5),
+        contrast=(0.6, 1.0),
+        scenes={"train": 64000, "val": 2000, "test": 4000},
+        shard_size=2000,
+        grid=1,
+    ),
+}
+"""Named parameter sets: `default` learns in minutes on one core, `tiny` is for tests, `hard` wants a GPU."""
+
+
+class Crowd(NamedTuple):
+    """One scene and how it was made.
+
+    Attributes:
+        image: Grey values, uint8, (canvas, canvas).
+        labels: Class of each pixel, of `CLASSES`, uint8, (canvas, canvas).
+        sources: Index of each digit among the source images.
+        boxes: Left, top, right, bottom of each digit, in pixels, right and bottom exclusive; no two overlap.
+        clutter: Indices of the source images that the fragments were cut from.
+    """
+
+    image: np.ndarray
+    labels: np.ndarray
+    sources: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    clutter: tuple[int, ...]
+
+
+def compose_crowds(config: CrowdsConfig, split: str) -> Iterator[Crowd]:
+    """Compose the scenes of one split, each from its own seed.
+
+    Args:
+        config: Parameters of the build.
+        split: One of `SPLITS`.
+
+    Yields:
+        `config.scenes[split]` scenes.
+
+    Raises:
+        ValueError: If the split is unknown.
+
+    Example:
+        >>> scene = next(compose_crowds(DIFFICULTIES["tiny"], "test"))
+        >>> scene.image.shape == scene.labels.shape, len(scene.boxes) in (1, 2)
+        (True, True)
+    """
+    sources, pool = load_split(config, split)
+    for index in range(config.scenes[split]):
+        yield _compose(config, sources, pool, np.random.default_rng([config.seed, SPLITS.index(split), index, 3]))
+
+
+def _compose(config: CrowdsConfig, sources: SourceDigits, pool: np.ndarray, rng: np.random.Generator) -> Crowd:
+    canvas, labels = (np.zeros((config.canvas, config.canvas), np.uint8) for _ in range(2))
+    clutter = draw_clutter(canvas, sources, pool, config, config.digit_size, rng, config.grid)
+    count = int(rng.integers(config.digits[0], config.digits[1] + 1))
+    chosen = tuple(int(source) for source in rng.choice(pool, count))
+    digits = [scale_digit(sources.images[source], config.digit_size, rng) for source in chosen]
+    boxes = _place([len(digit) for digit in digits], config, rng)
+    for source, digit, (left, top, right, bottom) in zip(chosen, digits, boxes):
+        region = canvas[top:bottom, left:right]
+        np.maximum(region, digit, out=region)
+        labels[top:bottom, left:right][digit >= 255 * config.ink] = sources.labels[source] + 1
+    return Crowd(canvas, labels, chosen, boxes, clutter)
+
+
+def _place(sides: list[int], config: CrowdsConfig, rng: np.random.Generator) -> tuple[Box, ...]:
+    """Draw boxes of given sides of which no two overlap, all again until it is so."""
+    while True:
+        boxes: list[Box] = []
+        for side in sides:
+            left, top = (
+                config.grid * int(step) for step in rng.integers(0, (config.canvas - side) // config.grid + 1, 2)
+            )
+            boxes.append((left, top, left + side, top + side))
+        if all(_apart(box, other) for place, box in enumerate(boxes) for other in boxes[:place]):
+            return tuple(boxes)
+
+
+def _apart(one: Box, other: Box) -> bool:
+    return one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+
+
+def _samples(config: CrowdsConfig, split: str) -> Iterator[dict[str, Any]]:
+    for index, scene in enumerate(compose_crowds(config, split)):
+        made = {"sources": scene.sources, "boxes": scene.boxes, "clutter": scene.clutter}
+        yield {
+            "__key__": f"{index:06d}",
+            "png": encode_png(scene.image),
+            "seg.png": _encode_labels(scene.labels),
+            "json": json.dumps(made).encode(),
+        }
+
+
+def _encode_labels(labels: np.ndarray) -> bytes:
+    """Encode class numbers as a PNG file with a palette, as label maps of segmentation sets are stored."""
+    image, file = Image.fromarray(labels, "P"), io.BytesIO()
+    image.putpalette(_PALETTE)
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+CROWDS = SyntheticSet("crowds", "crowded digits", 1, DIFFICULTIES, _samples, "scenes")
+"""The set: shards of `KEY.png`, `KEY.seg.png` (the class of each pixel) and `KEY.json` (how the scene was made)."""
