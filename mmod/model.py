@@ -10,7 +10,6 @@ from torch import nn
 
 from mmod.adapters import BlockStack, adapted_model, find_parts
 from mmod.blocks import (
-    ImportanceBlock,
     ImportanceState,
     RoutedBlock,
     RoutedState,
@@ -67,8 +66,11 @@ def _route(model: nn.Module, config: RoutingConfig | None, parts: Mapping[str, R
     configs = _configs_by_part(list(available), config, parts)
     stacks = {name: available[name]() for name in configs}
     for stack in stacks.values():
-        if any(isinstance(block, (RoutedBlock, ImportanceBlock)) for block in stack.blocks):
-            raise ValueError(f"this {type(model).__name__} is already routed; call unroute_ first or set_capacity")
+        if any(is_converted(block) for block in stack.blocks):
+            raise ValueError(
+                f"this {type(model).__name__} is already routed; call unroute_ first or set_capacity, or mmod.rivals.undo_ "
+                "where a rival of routing changed it"
+            )
     conversions = {
         name: _prepare(stack, configs[name], configs[name].plan(len(stack.blocks))) for name, stack in stacks.items()
     }

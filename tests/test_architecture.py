@@ -32,6 +32,7 @@ IMPORT_ORDER = [
     "pretrained",
     "losses",
     "planning",
+    "rivals",
     "analysis",
     "measuring",
     "registry",

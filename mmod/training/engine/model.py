@@ -46,6 +46,9 @@ def prepare_models(
     routing = config.routing_configs()
     if routing:
         route_(model, **routing)
+    rival = config.rival_config()
+    if rival is not None:
+        rival.apply_(model)
     if routers:
         own = set(model.state_dict()) - dense
         if own != set(routers):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
 from mmod.training.engine import config as engine
 from mmod.values import check_fields
+
+if TYPE_CHECKING:
+    from mmod.rivals import Rival
 
 __all__ = ["CapacityScheduleConfig", "DistillConfig", "LossConfig", "MixupConfig", "ModelConfig", "TrainConfig"]
 
@@ -118,6 +121,8 @@ class TrainConfig(engine.LoopConfig):
         data: Where images come from and how they are augmented.
         routing: None trains the dense model. Otherwise the fields of `mmod.RoutingConfig`, or
             `preset: NAME` with the fields to change.
+        rival: Another way to spend less, in the place of routing: `kind: prune`, `merge` or `exit` with the fields of
+            that class in `mmod.rivals`. None for none.
         loss: The task's criterion.
         mixup: Mixup and cutmix; None for neither.
         distill: The teacher, if any.
@@ -127,6 +132,7 @@ class TrainConfig(engine.LoopConfig):
     model: ModelConfig
     data: DataConfig
     routing: dict[str, Any] | None = None
+    rival: dict[str, Any] | None = None
     loss: LossConfig = field(default_factory=LossConfig)
     mixup: MixupConfig | None = None
     distill: DistillConfig = field(default_factory=DistillConfig)
@@ -136,6 +142,11 @@ class TrainConfig(engine.LoopConfig):
         super().__post_init__()
         if self.mixup is not None and self.data.batch_size % 2:
             raise ValueError(f"mixup needs an even data.batch_size, got {self.data.batch_size}")
+        if self.rival_config() is not None:
+            if self.routing is not None:
+                raise ValueError("a model is routed or has a rival: set routing or rival to null")
+            if self.grad_checkpointing:
+                raise ValueError("a model with a rival cannot be trained with grad_checkpointing")
         if self.capacity_schedule is not None:
             if self.routing is None:
                 raise ValueError("capacity_schedule needs a routing config")
@@ -154,7 +165,19 @@ class TrainConfig(engine.LoopConfig):
         routing = self.routing_config()
         return {} if routing is None else {"config": routing}
 
+    def rival_config(self) -> Rival | None:
+        """Return the rival that this run trains; None for none."""
+        if self.rival is None:
+            return None
+        # A command line that asks for help only is answered without torch.
+        from mmod.rivals import read_rival
+
+        return read_rival(self.rival)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values only, with routing presets resolved, as the run folder keeps them."""
-        routing = self.routing_config()
-        return {**super().to_dict(), "routing": None if routing is None else routing.to_dict()}
+        """Return plain values only, with presets and defaults resolved, as the run folder keeps them."""
+        routing, rival = self.routing_config(), self.rival_config()
+        plain = {**super().to_dict(), "routing": None if routing is None else routing.to_dict()}
+        # Folders of runs without one do not name it.
+        del plain["rival"]
+        return plain if rival is None else {**plain, "rival": rival.to_dict()}

@@ -11,6 +11,7 @@ from torch import nn
 from mmod import is_routed, set_capacity
 from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream, normalisation
 from mmod.pretrained import save_pretrained
+from mmod.rivals import rival_of
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import run
 from mmod.training.engine.recipe import Recipe, Streams
@@ -88,12 +89,17 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
         return evaluate(model, stream, process.device, self.config.precision, progress=progress)
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write a folder for `mmod.load_pretrained`, or for timm's `local-dir:` when the model is dense."""
+        """Write a folder for `mmod.load_pretrained`, or for timm's `local-dir:` when the model is not routed.
+
+        Of a model with a rival, timm loads the dense part; `config.json` names the rival.
+        """
         if is_routed(model):
             save_pretrained(model, folder)
         else:
             mean, std = (values.tolist() for values in normalisation(self.config.data))
-            save_for_hf(model, str(folder), safe_serialization=True, data_config={"mean": mean, "std": std})
+            rival = rival_of(model)
+            own = None if rival is None else {"rival": rival.to_dict()}
+            save_for_hf(model, str(folder), own, safe_serialization=True, data_config={"mean": mean, "std": std})
 
     def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
         """Follow the capacity schedule."""

@@ -1,0 +1,114 @@
+"""What the rivals of routing have in common: a description by plain values, conversion in place, and its undoing.
+
+See `mmod.rivals.reduction` for those that leave fewer tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+
+from mmod.adapters import BlockStack, find_stack
+from mmod.blocks import is_converted, make_dense
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Rival(ABC):
+    """Another way than routing to spend less on a timm model, described by plain values.
+
+    Attributes:
+        kind: Its name in configs.
+    """
+
+    kind: ClassVar[str]
+
+    def apply_(self, model: Model) -> Model:
+        """Change a timm model in place; `mmod.rivals.undo_` takes it back.
+
+        Args:
+            model: A model made by `timm.create_model`, neither routed nor wrapped nor compiled.
+
+        Returns:
+            The same model.
+
+        Raises:
+            ValueError: The model is routed or has a rival already, or cannot be changed so. It is then unchanged.
+        """
+        stack = find_stack(model)
+        if stack.library != "timm":
+            raise ValueError(f"rivals change models of timm, got a {type(model).__name__} of {stack.library}")
+        if any(is_converted(module) for module in model.modules()):
+            raise ValueError(f"this {type(model).__name__} is routed or has a rival already: undo that first")
+        self.check(model, stack)
+        self.change(model, stack)
+        model.rival = self  # type: ignore[assignment]  # plain, so that no registry of the module sees it
+        return model
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that `mmod.rivals.rival` makes the same from."""
+        fields = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
+        }
+        return {"kind": self.kind, **fields}
+
+    @abstractmethod
+    def check(self, model: nn.Module, stack: BlockStack) -> None:
+        """Raise a ValueError that says why a model cannot be changed so."""
+
+    def remove(self, model: nn.Module) -> None:
+        """Remove the modules that the change added, none as a rule."""
+        return
+
+    @abstractmethod
+    def change(self, model: nn.Module, stack: BlockStack) -> None:
+        """Change a model that was found to fit."""
+
+
+def check_blocks(blocks: tuple[int, ...], stack: BlockStack) -> None:
+    """Raise a ValueError unless numbers of blocks ascend and a stack has them all.
+
+    Args:
+        blocks: The numbers.
+        stack: The stack.
+    """
+    depth = len(stack.blocks)
+    if not blocks or list(blocks) != sorted(set(blocks)) or not 0 <= blocks[0] <= blocks[-1] < depth:
+        raise ValueError(f"blocks must ascend within 0 to {depth - 1}, got {list(blocks)}")
+
+
+def undo_(model: Model) -> Model:
+    """Give a model that was changed by a rival its own classes and keys back.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: No rival changed it.
+    """
+    rival = rival_of(model)
+    if rival is None:
+        raise ValueError(f"no rival changed this {type(model).__name__}")
+    for module in list(model.modules()):
+        if is_converted(module):
+            make_dense(module)
+    rival.remove(model)
+    del model.rival
+    return model
+
+
+def rival_of(model: nn.Module) -> Rival | None:
+    """Return the rival that changed a model, None where none did.
+
+    Args:
+        model: Any model.
+    """
+    return vars(model).get("rival")

@@ -1,0 +1,234 @@
+"""Early exit: images that a model is sure of leave it before its last block.
+
+Axes: B images, N tokens, D channels, C classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmod.adapters import BlockStack
+from mmod.blocks import convert, host_class
+from mmod.blocks.forward_pass import PerThread, recomputing
+from mmod.blocks.routed import ConvertedBlock
+from mmod.rivals.base import Model, Rival, check_blocks
+from mmod.values import check_fields
+
+_HEAD = ("norm", "fc_norm", "head", "head_dist")
+
+
+@dataclass(frozen=True)
+class Exit(Rival):
+    """Early exit after some blocks, each with a head of its own.
+
+    In evaluation, an image leaves where its head's largest probability reaches the confidence; the images that stay are
+    gathered, so that later blocks cost less. In training, no image is asked: the batch is dealt out among the exits and
+    the end by turns, so that any recipe trains all heads alike.
+
+    Args:
+        confidence: Probability at which an image leaves; above 1 none does.
+        blocks: Numbers of the blocks after which there is an exit.
+
+    Source: BranchyNet, Teerapittayanon et al., arXiv 1709.01686.
+    """
+
+    kind: ClassVar[str] = "exit"
+    confidence: float = 0.9
+    blocks: tuple[int, ...] = (3, 6, 9)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        check_fields(self, "rival", confidence="(0, inf)", blocks="[0, inf)")
+
+    def check(self, model: nn.Module, stack: BlockStack) -> None:
+        """Raise a ValueError unless the model classifies and has blocks after each exit."""
+        check_blocks(self.blocks, stack)
+        if self.blocks[-1] == len(stack.blocks) - 1:
+            raise ValueError(f"an exit after the last block saves nothing: blocks end before {len(stack.blocks) - 1}")
+        if not getattr(model, "num_classes", 0):
+            raise ValueError(f"this {type(model).__name__} has no classes that an exit could be sure of")
+
+    def change(self, model: nn.Module, stack: BlockStack) -> None:
+        """Add a head to each block with an exit, a copy of the model's own, and let the model gather the answers."""
+        running, ends = PerThread(_Leaving), len(self.blocks) + 1
+        heads = {index: ExitHead(model) for index in self.blocks}
+        for index in range(self.blocks[0], len(stack.blocks)):
+            turn = self.blocks.index(index) if index in heads else None
+            convert(stack.blocks[index], ExitBlock, _ExitState(running, self.confidence, turn, ends))
+            if index in heads:
+                stack.blocks[index].exit = heads[index]
+        convert(model, ExitModel, running)
+
+    def remove(self, model: nn.Module) -> None:
+        """Remove the heads."""
+        for module in model.modules():
+            if "exit" in module._modules:
+                del module.exit
+
+
+def exit_(model: Model, confidence: float = 0.9, blocks: tuple[int, ...] = (3, 6, 9)) -> Model:
+    """Let images leave a timm model early, in place, see `Exit`; `mmod.rivals.undo_` takes it back.
+
+    Args:
+        model: A classifier made by `timm.create_model`.
+        confidence: Probability at which an image leaves.
+        blocks: Numbers of the blocks after which there is an exit.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: A value out of range, or a model that has no such exits.
+
+    Example:
+        >>> import timm
+        >>> model = exit_(timm.create_model("test_vit").eval(), confidence=0.5, blocks=(1, 3))
+        >>> [name for name, _ in model.named_modules() if name.endswith("exit")]
+        ['blocks.1.exit', 'blocks.3.exit']
+    """
+    return Exit(confidence, blocks).apply_(model)
+
+
+class ExitHead(nn.Module):
+    """Final norm and head of a model once more, with weights of their own; all else is the model's.
+
+    Args:
+        model: A timm model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for name in _HEAD:
+            if isinstance(getattr(model, name, None), nn.Module):
+                setattr(self, name, copy.deepcopy(getattr(model, name)))
+        # Not as a module, which would be its own descendant.
+        self.__dict__["model"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the model's own code asks for beside the modules here."""
+        return self._modules[name] if name in self._modules else getattr(self.__dict__["model"], name)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """Return logits (B, C), or (B, N, C) where the model answers for every token."""
+        kind: Any = host_class(self.__dict__["model"])
+        logits: Tensor = kind.forward_head(self, self.norm(x_BND))
+        return logits
+
+
+class _Leaving:
+    """The images of one forward pass that left, and those that have not.
+
+    Attributes:
+        index_B: Places in the batch of those that have not; None for all.
+        answers: Places and logits of those that left at each exit.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
+        self.index_B: Tensor | None = None
+        self.answers: list[tuple[Tensor, Tensor]] = []
+
+
+class _ExitState(NamedTuple):
+    """What a block with an exit remembers beside its parameters.
+
+    Args:
+        running: The forward pass of each thread, one object for all blocks of a model.
+        confidence: Probability at which an image leaves.
+        turn: Number of the exit after the block, None where there is none.
+        ends: Number of exits, the end of the model among them.
+    """
+
+    running: PerThread[_Leaving]
+    confidence: float
+    turn: int | None
+    ends: int
+
+
+class ExitBlock(ConvertedBlock):
+    """Mixin of a block of timm after which images leave, or that follows such a block.
+
+    Attributes:
+        mod_state: Plain state.
+        exit: The head that decides, where there is one.
+    """
+
+    mod_state: _ExitState
+    exit: ExitHead
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the host's block, and return the tokens of the images that stay.
+
+        Args:
+            x: Tokens (B, N, D).
+            args: Further arguments of the host block.
+            kwargs: The same by name.
+        """
+        if recomputing():
+            raise RuntimeError("gradient checkpointing runs blocks again, which a model that images leave cannot")
+        if not len(x):
+            # Not every host takes a batch without images.
+            return x
+        y: Tensor = super().forward(x, *args, **kwargs)
+        if self.mod_state.turn is None:
+            return y
+        if y.is_meta:
+            # Costs are counted there, as if no image left.
+            self.exit(y)
+            return y
+        return self._leave(y)
+
+    # How many images stay is known when they have left, so there is nothing to compile.
+    @torch.compiler.disable
+    def _leave(self, y_BND: Tensor) -> Tensor:
+        """Take the answers for the images that leave, and return the tokens of the others."""
+        state = self.mod_state
+        assert state.turn is not None
+        leaving = state.running.own
+        if leaving.index_B is None:
+            leaving.index_B = torch.arange(len(y_BND), device=y_BND.device)
+        if self.training:
+            leaves_B = (leaving.index_B % state.ends).eq(state.turn)
+            logits = self.exit(y_BND[leaves_B])
+        else:
+            logits = self.exit(y_BND)
+            leaves_B = _sure(logits, state.confidence)
+            logits = logits[leaves_B]
+        leaving.answers.append((leaving.index_B[leaves_B], logits))
+        leaving.index_B = leaving.index_B[~leaves_B]
+        return y_BND[~leaves_B]
+
+
+class ExitModel(nn.Module):
+    """Mixin of a model that gathers the answers of its exits.
+
+    Attributes:
+        mod_state: The forward pass of each thread.
+    """
+
+    mod_state: PerThread[_Leaving]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits of all images, each of the exit where it left."""
+        leaving = self.mod_state.own
+        leaving.begin()
+        last: Tensor = super().forward(*args, **kwargs)
+        if leaving.index_B is None:
+            return last
+        places, logits = zip(*leaving.answers, (leaving.index_B, last))
+        order = torch.cat(places).argsort()
+        return torch.cat(logits)[order]
+
+
+def _sure(logits: Tensor, confidence: float) -> Tensor:
+    """Return which images (B) an exit is sure of; one that answers for every token, on average over them."""
+    sure = logits.detach().softmax(dim=-1).amax(dim=-1)
+    return (sure.flatten(1).mean(dim=1) if sure.ndim > 1 else sure) >= confidence

@@ -1,0 +1,160 @@
+"""Merging: in every block, the tokens most alike become one.
+
+Axes: B images, H heads, N tokens, A tokens of the first set, C of the second, R merged ones, D channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmod.adapters import BlockStack
+from mmod.rivals.base import Model, Rival
+from mmod.rivals.halves import Seen, check_halves
+from mmod.rivals.reduction import Grid, Reduction, Restore, pooling, reduce_
+from mmod.values import check_fields
+
+
+@dataclass(frozen=True)
+class Merge(Rival):
+    """Merging between attention and MLP: patches are dealt into two sets by turns, and those of the first that are most
+    like one of the second, by keys averaged over heads, join it.
+
+    A merged token is the mean of the tokens it stands for, and attracts as much attention as they would. Prefix tokens
+    take no part.
+
+    Args:
+        r: Tokens that each block merges into others, at most half of the patches: one number, or one for each block.
+
+    Source: ToMe, Bolya et al., arXiv 2210.09461.
+    """
+
+    kind: ClassVar[str] = "merge"
+    r: int | tuple[int, ...] = 8
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.r, int):
+            object.__setattr__(self, "r", tuple(self.r))
+        check_fields(self, "rival", r="[0, inf)")
+
+    def check(self, model: nn.Module, stack: BlockStack) -> None:
+        """Raise a ValueError unless there is a number for each block and the blocks can be taken apart."""
+        if isinstance(self.r, tuple) and len(self.r) != len(stack.blocks):
+            raise ValueError(f"r has {len(self.r)} numbers, the model {len(stack.blocks)} blocks")
+        for index in self._counts(stack):
+            check_halves(stack.names[index], stack.blocks[index])
+
+    def change(self, model: nn.Module, stack: BlockStack) -> None:
+        """Let the blocks merge; where the head reads patches, each gets back the token that it became part of."""
+        reductions = {index: _Merging(count) for index, count in self._counts(stack).items()}
+        if reductions:
+            # A mean over tokens weighed by their sizes is the mean over the whole grid.
+            reduce_(stack, reductions, restores=pooling(model) != "token")
+
+    def _counts(self, stack: BlockStack) -> dict[int, int]:
+        """Return how many tokens each merging block merges."""
+        counts = self.r if isinstance(self.r, tuple) else (self.r,) * len(stack.blocks)
+        return {index: count for index, count in enumerate(counts) if count}
+
+
+def merge_(model: Model, r: int | tuple[int, ...] = 8) -> Model:
+    """Merge tokens of a timm model in place, see `Merge`; `mmod.rivals.undo_` takes it back.
+
+    Args:
+        model: A model made by `timm.create_model`.
+        r: Tokens that each block merges into others: one number, or one for each block.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: A value out of range, or a model that cannot be merged so.
+
+    Example:
+        >>> import timm
+        >>> model = merge_(timm.create_model("test_vit").eval(), r=8)
+        >>> model.forward_features(torch.zeros(1, 3, 160, 160)).shape[1]
+        53
+    """
+    return Merge(r).apply_(model)
+
+
+class _Merging(Reduction):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __call__(self, grid: Grid, seen: Seen, prefix: int) -> tuple[Grid, Restore] | None:
+        """Merge the patches that are most alike."""
+        x_BND, tokens = grid.x_BND, grid.x_BND.shape[1]
+        merged = min(self.count, (tokens - prefix) // 2)
+        if not merged:
+            return None
+        stay_BK, gone_BR, into_BR = match(seen.key, prefix, merged)
+        size_BN = x_BND.new_ones(x_BND.shape[:2]) if grid.size_BN is None else grid.size_BN
+        size_BK = size_BN.gather(1, stay_BK).scatter_add(1, into_BR, size_BN.gather(1, gone_BR))
+        weighed_BND = x_BND * size_BN.unsqueeze(-1)
+        y_BKD = _rows(weighed_BND, stay_BK).scatter_add(1, _wide(into_BR, x_BND), _rows(weighed_BND, gone_BR))
+        place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, stay_BK)
+        return Grid(y_BKD / size_BK.unsqueeze(-1), place_BK, size_BK), _Merged(tokens, stay_BK, gone_BR, into_BR)
+
+
+class _Merged(Restore):
+    """Gives each token back as the one that it became part of.
+
+    Args:
+        tokens: N.
+        stay_BK: Which tokens stayed.
+        gone_BR: Which were merged.
+        into_BR: Into which of those that stayed.
+    """
+
+    def __init__(self, tokens: int, stay_BK: Tensor, gone_BR: Tensor, into_BR: Tensor) -> None:
+        self.tokens = tokens
+        self.places = stay_BK, gone_BR, into_BR
+
+    def __call__(self, y_BKD: Tensor) -> Tensor:
+        """Return all tokens."""
+        stay_BK, gone_BR, into_BR = self.places
+        own_BK = torch.arange(stay_BK.shape[1], device=stay_BK.device).expand_as(stay_BK)
+        group_BN = stay_BK.new_empty(len(stay_BK), self.tokens)
+        group_BN = group_BN.scatter(1, stay_BK, own_BK).scatter(1, gone_BR, into_BR)
+        return _rows(y_BKD, group_BN)
+
+
+def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which tokens stay, which are merged, and into which of those that stay.
+
+    Args:
+        key_BHNE: Keys of the attention (B, H, N, E).
+        prefix: Leading tokens, which stay and take no part.
+        merged: Tokens to merge, R.
+
+    Returns:
+        Tokens that stay, ascending (B, N - R), merged ones (B, R), and slots among those that stay (B, R).
+    """
+    with torch.no_grad():
+        key_BNE = key_BHNE.mean(dim=1)[:, prefix:]
+        key_BNE = key_BNE / key_BNE.norm(dim=-1, keepdim=True)
+        like_BAC = key_BNE[:, ::2] @ key_BNE[:, 1::2].transpose(1, 2)
+        best_BA, partner_BA = like_BAC.max(dim=-1)
+        order_BA = best_BA.argsort(dim=-1, descending=True, stable=True)
+        gone_BR = order_BA[:, :merged]
+        # Tokens of the second set are the odd ones; all of them stay, behind the prefix and some of the first set.
+        second = 2 * partner_BA.gather(1, gone_BR) + 1 + prefix
+        gone_BR = 2 * gone_BR + prefix
+        stays_BN = torch.ones(key_BHNE.shape[0], key_BHNE.shape[2], dtype=torch.bool, device=key_BHNE.device)
+        stays_BN = stays_BN.scatter(1, gone_BR, False)
+        slot_BN = stays_BN.cumsum(dim=1) - 1
+        stay_BK = stays_BN.int().argsort(dim=1, descending=True, stable=True)[:, : stays_BN.shape[1] - merged]
+        return stay_BK, gone_BR, slot_BN.gather(1, second)
+
+
+def _rows(x_BND: Tensor, index_BK: Tensor) -> Tensor:
+    return x_BND.gather(1, _wide(index_BK, x_BND))
+
+
+def _wide(index_BK: Tensor, x_BND: Tensor) -> Tensor:
+    return index_BK.unsqueeze(-1).expand(-1, -1, x_BND.shape[-1])

@@ -1,0 +1,165 @@
+"""Pruning: tokens that receive little attention leave for good.
+
+Axes: B images, H heads, N tokens, K kept tokens, D channels, E channels of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mmod.adapters import BlockStack
+from mmod.ops import attention_importance, gather_rows
+from mmod.rivals.base import Model, Rival, check_blocks
+from mmod.rivals.halves import Seen, check_halves
+from mmod.rivals.reduction import Grid, Reduction, Restore, pooling, reduce_
+from mmod.values import check_fields
+
+
+@dataclass(frozen=True)
+class Prune(Rival):
+    """Pruning between attention and MLP of some blocks, by the attention a token receives there.
+
+    Prefix tokens stay.
+
+    Args:
+        keep: Share of the tokens left that each block keeps, rounded up.
+        blocks: Numbers of the blocks that prune.
+        fuse: Each leaves one token more, the sum of those it drops, each weighed by its attention.
+        by: Whose attention counts, averaged over heads: "class_token", the "mean" over all tokens, or "auto", the class
+            token where the head reads it and so has taught it.
+
+    Source: EViT, Liang et al., arXiv 2202.07800.
+    """
+
+    kind: ClassVar[str] = "prune"
+    keep: float = 0.7
+    blocks: tuple[int, ...] = (3, 6, 9)
+    fuse: bool = True
+    by: Literal["auto", "class_token", "mean"] = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        check_fields(self, "rival", keep="(0, 1]", blocks="[0, inf)")
+
+    def check(self, model: nn.Module, stack: BlockStack) -> None:
+        """Raise a ValueError unless the model has the blocks and they can be taken apart."""
+        check_blocks(self.blocks, stack)
+        if self.by == "class_token" and not has_class_token(model):
+            raise ValueError(f"by='class_token': this {type(model).__name__} has none; valid are 'auto' and 'mean'")
+        for index in self.blocks:
+            check_halves(stack.names[index], stack.blocks[index])
+
+    def change(self, model: nn.Module, stack: BlockStack) -> None:
+        """Let the blocks prune; where the head answers every patch, pruned tokens come back as they left."""
+        by_class_token = has_class_token(model) and (self.by == "class_token" or pooling(model) == "token")
+        step = _Pruning(self.keep, self.fuse, by_class_token and self.by != "mean")
+        reduce_(stack, dict.fromkeys(self.blocks, step), restores=pooling(model) == "")
+
+
+def prune_(
+    model: Model,
+    keep: float = 0.7,
+    blocks: tuple[int, ...] = (3, 6, 9),
+    fuse: bool = True,
+    by: Literal["auto", "class_token", "mean"] = "auto",
+) -> Model:
+    """Prune tokens of a timm model in place, see `Prune`; `mmod.rivals.undo_` takes it back.
+
+    Args:
+        model: A model made by `timm.create_model`.
+        keep: Share of the tokens left that each block keeps.
+        blocks: Numbers of the blocks that prune.
+        fuse: Each leaves one token more, made of those it drops.
+        by: Whose attention counts.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: A value out of range, or a model that cannot be pruned so.
+
+    Example:
+        >>> import timm
+        >>> model = prune_(timm.create_model("test_vit").eval(), keep=0.5, blocks=(1, 3))
+        >>> model.forward_features(torch.zeros(1, 3, 160, 160)).shape[1]
+        28
+    """
+    return Prune(keep, blocks, fuse, by).apply_(model)
+
+
+class _Pruning(Reduction):
+    def __init__(self, keep: float, fuse: bool, by_class_token: bool) -> None:
+        self.keep = keep
+        self.fuse = fuse
+        self.by_class_token = by_class_token
+
+    def __call__(self, grid: Grid, seen: Seen, prefix: int) -> tuple[Grid, Restore] | None:
+        """Keep the prefix and the patches that receive most attention, and fuse the rest."""
+        x_BND = grid.x_BND
+        patches = x_BND.shape[1] - prefix
+        kept = math.ceil(self.keep * patches)
+        if kept == patches:
+            return None
+        score_BN = received(seen, self.by_class_token)[:, prefix:]
+        order_BN = score_BN.argsort(dim=1, descending=True, stable=True) + prefix
+        index_BK = order_BN[:, :kept].sort(dim=1).values
+        if prefix:
+            first = torch.arange(prefix, device=x_BND.device).expand(len(x_BND), -1)
+            index_BK = torch.cat([first, index_BK], dim=1)
+        y_BKD = gather_rows(x_BND, index_BK)
+        # The fused token stands where the one did that received most attention.
+        stays_BK = torch.cat([index_BK, order_BN[:, kept : kept + 1]], dim=1) if self.fuse else index_BK
+        if self.fuse:
+            rest_BR = order_BN[:, kept:]
+            weight_BR1 = score_BN.gather(1, rest_BR - prefix).unsqueeze(-1).to(x_BND.dtype)
+            fused_B1D = (weight_BR1 * gather_rows(x_BND, rest_BR)).sum(dim=1, keepdim=True)
+            y_BKD = torch.cat([y_BKD, fused_B1D], dim=1)
+        place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, stays_BK)
+        return Grid(y_BKD, place_BK, None), _Pruned(x_BND, index_BK)
+
+
+class _Pruned(Restore):
+    """Gives pruned tokens back as they left; a fused one ends here.
+
+    Args:
+        x_BND: Tokens before the pruning.
+        index_BK: Which of them stayed.
+    """
+
+    def __init__(self, x_BND: Tensor, index_BK: Tensor) -> None:
+        self.x_BND = x_BND
+        self.index_BK = index_BK
+
+    def __call__(self, y_BKD: Tensor) -> Tensor:
+        """Return the tokens with those that stayed replaced."""
+        place_BKD = self.index_BK.unsqueeze(-1).expand(-1, -1, y_BKD.shape[-1])
+        return self.x_BND.scatter(1, place_BKD, y_BKD[:, : self.index_BK.shape[1]])
+
+
+def received(seen: Seen, by_class_token: bool) -> Tensor:
+    """Return the attention that each token receives (B, N), averaged over heads, without a gradient.
+
+    Args:
+        seen: What the attention compared.
+        by_class_token: From the first token; otherwise the mean over all.
+    """
+    query, key = seen
+    if not by_class_token:
+        return attention_importance(query, key)
+    with torch.no_grad():
+        first_BH1E = query[:, :, :1] / math.sqrt(query.shape[-1])
+        return (first_BH1E @ key.transpose(-2, -1)).softmax(dim=-1).mean(dim=1)[:, 0]
+
+
+def has_class_token(model: nn.Module) -> bool:
+    """Return whether a timm model has a class token, which is its first token.
+
+    Args:
+        model: The model.
+    """
+    return any(name.rpartition(".")[2] == "cls_token" for name, _ in model.named_parameters())

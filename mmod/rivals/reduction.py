@@ -1,0 +1,174 @@
+"""Blocks that leave fewer tokens between their attention and their MLP.
+
+Axes: B images, N tokens, K tokens after a reduction, D channels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmod.adapters import BlockStack
+from mmod.adapters.base import NamedArguments, narrow_rope
+from mmod.blocks import convert
+from mmod.blocks.forward_pass import PerThread, recomputing
+from mmod.blocks.routed import ConvertedBlock
+from mmod.rivals.halves import Seen, attend, feed, seen, watch
+
+
+class Grid(NamedTuple):
+    """Tokens between attention and MLP, and what they stand for.
+
+    Args:
+        x_BND: The tokens (B, N, D), the prefix first.
+        place_BN: Which token of the model's input each is, the first or most telling one where it stands for several;
+            None where no host asks for it.
+        size_BN: How many tokens each stands for; None where it is one each.
+    """
+
+    x_BND: Tensor
+    place_BN: Tensor | None
+    size_BN: Tensor | None
+
+
+class Restore(ABC):
+    """A reduction, to be undone after the blocks."""
+
+    @abstractmethod
+    def __call__(self, y_BKD: Tensor) -> Tensor:
+        """Return tokens (B, N, D) in the order before the reduction, given the reduced ones."""
+
+
+class Reduction(ABC):
+    """Leaves fewer tokens."""
+
+    @abstractmethod
+    def __call__(self, grid: Grid, seen: Seen, prefix: int) -> tuple[Grid, Restore] | None:
+        """Return fewer tokens and how that is undone; None leaves them as they are.
+
+        Args:
+            grid: The tokens.
+            seen: What the attention before compared.
+            prefix: Leading tokens, which stay.
+        """
+
+
+class _Passage:
+    """What the blocks of a model hand on in one forward pass beside the tokens."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
+        self.place_BN: Tensor | None = None
+        self.size_BN: Tensor | None = None
+        self.undone: list[Restore] = []
+
+
+class _ReducedState(NamedTuple):
+    """What a block that runs on ever fewer tokens remembers beside its parameters.
+
+    Args:
+        call: How the host calls the block.
+        running: The forward pass of each thread, one object for all blocks of a model.
+        prefix: Leading tokens, which stay.
+        reduction: How the block leaves fewer tokens, None where it does not.
+        begins: The block begins the forward pass.
+        restores: The block ends it and gives the whole grid back.
+    """
+
+    call: NamedArguments
+    running: PerThread[_Passage]
+    prefix: int
+    reduction: Reduction | None
+    begins: bool
+    restores: bool
+
+
+class ReducedBlock(ConvertedBlock):
+    """Mixin of a block of timm that leaves fewer tokens, or that follows such a block.
+
+    Attributes:
+        mod_state: Plain state.
+    """
+
+    mod_state: _ReducedState
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the host's block on the tokens that are left, and leave fewer.
+
+        Args:
+            x: Tokens (B, N, D).
+            args: Further arguments of the host block.
+            kwargs: The same by name.
+        """
+        state = self.mod_state
+        if recomputing():
+            raise RuntimeError("gradient checkpointing runs blocks again, which a model that drops tokens cannot")
+        passage = state.running.own
+        if state.begins:
+            passage.begin()
+        arguments = self._narrowed(state.call.bind(args, kwargs), passage)
+        y = self.run_host(x, arguments) if state.reduction is None else self._reduce(x, arguments, passage)
+        if state.restores:
+            for restore in reversed(passage.undone):
+                y = restore(y)
+        return y
+
+    def _narrowed(self, arguments: dict[str, Any], passage: _Passage) -> dict[str, Any]:
+        """Return the block's arguments for the tokens that are left."""
+        unknown = sorted(arguments.keys() - {"rope"})
+        if unknown:
+            raise ValueError(f"a model that drops tokens takes no {', '.join(unknown)}")
+        if "rope" in arguments and passage.place_BN is not None:
+            arguments["rope"] = narrow_rope(arguments["rope"], passage.place_BN, self.mod_state.call.rope_prefix)
+        if passage.size_BN is not None:
+            # A token that stands for many attracts as much attention as they would.
+            arguments["attn_mask"] = passage.size_BN.log()[:, None, None, :]
+        return arguments
+
+    def _reduce(self, x: Tensor, arguments: Mapping[str, Any], passage: _Passage) -> Tensor:
+        state = self.mod_state
+        assert state.reduction is not None
+        x = attend(self, x, arguments)
+        place_BN = passage.place_BN
+        if place_BN is None and "rope" in arguments:
+            place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        reduced = state.reduction(Grid(x, place_BN, passage.size_BN), seen(self, arguments), state.prefix)
+        if reduced is not None:
+            (x, passage.place_BN, passage.size_BN), restore = reduced
+            passage.undone.append(restore)
+        return feed(self, x)
+
+
+def reduce_(stack: BlockStack, reductions: Mapping[int, Reduction], restores: bool) -> None:
+    """Let blocks of a stack leave fewer tokens, and those after them run on what is left.
+
+    Args:
+        stack: The stack.
+        reductions: How, by number of the block.
+        restores: The last block gives the whole grid back.
+    """
+    running, first, last = PerThread(_Passage), min(reductions), len(stack.blocks) - 1
+    for index in range(first, last + 1):
+        block, call = stack.blocks[index], stack.call_of(stack.blocks[index], None)
+        assert isinstance(call, NamedArguments)
+        begins, ends = index == first, restores and index == last
+        if index in reductions:
+            watch(block)
+        state = _ReducedState(call, running, stack.prefix, reductions.get(index), begins, ends)
+        convert(block, ReducedBlock, state)
+
+
+def pooling(model: nn.Module) -> str:
+    """Return what the head of a timm model reads: "token" for its prefix alone, "" for every token, or a mean's name.
+
+    Args:
+        model: The model.
+    """
+    return str(getattr(model, "global_pool", "token"))

@@ -1,0 +1,129 @@
+"""Pruning, merging and early exit against slow definitions, one image and one token at a time."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmod.rivals import Exit, Merge
+from mmod.rivals.halves import Seen
+from mmod.rivals.merge import _Merging
+from mmod.rivals.prune import _Pruning
+from mmod.rivals.reduction import Grid
+from tests.zoo import make_images, make_model
+
+
+def draw(seed: int) -> tuple[Grid, Seen, int]:
+    torch.manual_seed(seed)
+    numbers = random.Random(seed)
+    images, heads, tokens, prefix = (numbers.randint(*ends) for ends in ((1, 3), (1, 3), (12, 40), (1, 3)))
+    query, key = torch.randn(2, images, heads, tokens, 6, dtype=torch.float64)
+    x = torch.randn(images, tokens, 5, dtype=torch.float64)
+    size = torch.randint(1, 4, (images, tokens)).double()
+    return Grid(x, torch.arange(tokens).expand(images, -1), size), Seen(query, key), prefix
+
+
+def attention(seen: Seen, image: int) -> Tensor:
+    """Return the attention of every query, averaged over heads."""
+    maps = [(q @ k.T / math.sqrt(len(q[0]))).softmax(dim=-1) for q, k in zip(seen.query[image], seen.key[image])]
+    return torch.stack(maps).mean(dim=0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("by_class_token", [True, False])
+def test_pruning(seed: int, by_class_token: bool) -> None:
+    grid, seen, prefix = draw(seed)
+    keep = random.Random(seed).uniform(0.2, 0.8)
+    step = _Pruning(keep, True, by_class_token)(grid, seen, prefix)
+    assert step is not None
+    (left, places, size), restore = step
+    assert size is None
+    for image, x in enumerate(grid.x_BND):
+        map_NN = attention(seen, image)
+        score = map_NN[0] if by_class_token else map_NN.mean(dim=0)
+        ranked = sorted(range(prefix, len(x)), key=lambda token: -score[token])
+        count = math.ceil(keep * (len(x) - prefix))
+        kept, rest = [*range(prefix), *sorted(ranked[:count])], ranked[count:]
+        assert places[image].tolist() == [*kept, rest[0]]
+        assert torch.equal(left[image, :-1], x[kept])
+        torch.testing.assert_close(left[image, -1], sum(score[token] * x[token] for token in rest))
+        back = restore(left + 1)[image]
+        assert torch.equal(back[kept], x[kept] + 1)
+        assert torch.equal(back[rest], x[rest])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_merging(seed: int) -> None:
+    grid, seen, prefix = draw(seed)
+    count = random.Random(seed).randint(1, 12)
+    step = _Merging(count)(grid, seen, prefix)
+    assert step is not None
+    (left, places, size), restore = step
+    patches = grid.x_BND.shape[1] - prefix
+    for image, x in enumerate(grid.x_BND):
+        keys = seen.key[image].mean(dim=0)[prefix:]
+        first, second = range(0, patches, 2), range(1, patches, 2)
+        like = {a: {b: torch.cosine_similarity(keys[a], keys[b], dim=0).item() for b in second} for a in first}
+        partner = {a: max(own, key=own.__getitem__) for a, own in like.items()}
+        merged = sorted(first, key=lambda a: -like[a][partner[a]])[: min(count, patches // 2)]
+        group = {token: token for token in range(len(x))} | {a + prefix: partner[a] + prefix for a in merged}
+        kept = [token for token in group if group[token] == token]
+        assert places[image].tolist() == kept
+        back = restore(left)[image]
+        for slot, token in enumerate(kept):
+            members = [other for other, into in group.items() if into == token]
+            weight = grid.size_BN[image, members]
+            assert size[image, slot] == weight.sum()
+            torch.testing.assert_close(left[image, slot], (weight[:, None] * x[members]).sum(0) / weight.sum())
+            assert torch.equal(back[members], left[image, slot].expand(len(members), -1))
+
+
+def test_a_merged_token_attracts_as_much_attention_as_those_it_stands_for() -> None:
+    """Patches in equal pairs are merged into one of each: nothing but the number of tokens changes."""
+    model = make_model("test_vit", img_size=32, global_pool="avg", class_token=False, pos_embed="none").double()
+    patch = model.patch_embed.patch_size[0]
+    side = 32 // patch
+    image = torch.randn(1, 3, side, side // 2, patch, patch, dtype=torch.float64)
+    image = image.repeat_interleave(2, dim=3).permute(0, 1, 2, 4, 3, 5).reshape(1, 3, 32, 32)
+    with torch.no_grad():
+        dense = model(image)
+        Merge((side * side // 2, *[0] * 5)).apply_(model)
+        torch.testing.assert_close(model(image), dense, rtol=0, atol=1e-10)
+
+
+def test_images_leave_where_they_are_sure() -> None:
+    dense, images, blocks = make_model("test_vit").double(), make_images("test_vit", 6).double(), (0, 2, 4)
+    model = Exit(0.5, blocks).apply_(copy.deepcopy(dense))
+    with torch.no_grad():
+        for index in blocks:
+            model.blocks[index].exit.head.weight.mul_(3)
+    ends = []
+    with torch.no_grad():
+        for image, answer in zip(images, model(images)):
+            x = dense.norm_pre(dense._pos_embed(dense.patch_embed(image[None])))
+            for index, block in enumerate(dense.blocks):
+                x = block(x)
+                own = model.blocks[index].exit if index in blocks else dense
+                logits = dense.forward_head(dense.norm(x)) if own is dense else own.head(own.fc_norm(own.norm(x)[:, 0]))
+                if (index in blocks and logits.softmax(dim=-1).max() >= 0.5) or index == len(dense.blocks) - 1:
+                    break
+            ends.append(index)
+            torch.testing.assert_close(answer, logits[0], rtol=0, atol=1e-12)
+    assert len(set(ends)) > 1
+
+
+def test_training_deals_a_batch_out_among_exits() -> None:
+    model, images = make_model("test_vit").double().train(), make_images("test_vit", 7).double()
+    blocks = (1, 3)
+    Exit(0.5, blocks).apply_(model)
+    seen = dict.fromkeys(blocks, 0)
+    for index in blocks:
+        head = model.blocks[index].exit
+        head.register_forward_hook(lambda _, args, out, index=index: seen.update({index: len(out)}))
+    assert model(images).shape == (7, 7)
+    assert seen == {1: 3, 3: 2}
