@@ -68,8 +68,8 @@ def _route(model: nn.Module, config: RoutingConfig | None, parts: Mapping[str, R
     for stack in stacks.values():
         if any(is_converted(block) for block in stack.blocks):
             raise ValueError(
-                f"this {type(model).__name__} is already routed; call unroute_ first or set_capacity, or mmod.rivals.undo_ "
-                "where a rival of routing changed it"
+                f"this {type(model).__name__} is already routed; call unroute_ first or set_capacity, or "
+                "mmod.rivals.undo_ where a rival of routing changed it"
             )
     conversions = {
         name: _prepare(stack, configs[name], configs[name].plan(len(stack.blocks))) for name, stack in stacks.items()
