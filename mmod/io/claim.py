@@ -10,7 +10,7 @@ from typing import Any
 
 from mmod.io.files import parse_json, write_atomically
 
-__all__ = ["FolderTakenError", "check_same", "claim_folder", "flatten", "read_claim"]
+__all__ = ["FolderTakenError", "check_same", "claim_folder", "differences", "flatten", "read_claim"]
 
 
 class FolderTakenError(FileExistsError, ValueError):
@@ -107,13 +107,31 @@ def check_same(
     Raises:
         FolderTakenError: If they differ. The message names the keys and both values.
     """
-    old, new = flatten(_plain(found)), flatten(_plain(record))
-    differing = sorted(key for key in {*old, *new} - set(free_keys) if old.get(key) != new.get(key))
+    differing = differences(found, record, free_keys)
     if differing:
-        changes = "; ".join(f"{key}: {old.get(key)!r} there, {new.get(key)!r} now" for key in differing)
+        changes = "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in differing.items())
         raise FolderTakenError(
             f"{str(place)!r} holds {kind} with another config; choose another folder. Differing keys: {changes}"
         )
+
+
+def differences(
+    found: Mapping[str, Any], record: Mapping[str, Any], free_keys: Collection[str] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """Return the dotted keys in which two records differ, with both values; a key that one lacks is null there.
+
+    Args:
+        found: The record that is there.
+        record: The record asked for.
+        free_keys: Dotted keys in which they may differ.
+
+    Example:
+        >>> differences({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2}, "limit": None})
+        {'optim.lr': (0.1, 0.2)}
+    """
+    old, new = flatten(_plain(found)), flatten(_plain(record))
+    keys = sorted({*old, *new} - set(free_keys))
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:

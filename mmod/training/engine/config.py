@@ -147,6 +147,14 @@ class StartConfig:
         """Whether training starts from trained weights."""
         return self.pretrained not in (None, False) or self.checkpoint is not None
 
+    def started_from(self, checkpoint: str) -> Self:
+        """Return the same model with the weights of a checkpoint.
+
+        Args:
+            checkpoint: A file or a run folder.
+        """
+        return dataclasses.replace(self, checkpoint=checkpoint, pretrained=type(self).pretrained)
+
 
 @dataclass(frozen=True)
 class TeacherConfig:
@@ -270,6 +278,7 @@ class LoopConfig(RunConfig):
         routing: How the model is routed; None trains the dense one.
         distill: The teacher, if any.
         epochs: Passes over the training data.
+        epoch_steps: Optimiser steps after which an epoch ends, before the data does; None takes all data.
         optim: The optimiser.
         schedule: The learning-rate schedule.
         ema: Moving average of the weights; None for none.
@@ -291,6 +300,7 @@ class LoopConfig(RunConfig):
     routing: Any = None
     distill: TeacherConfig = field(default_factory=TeacherConfig)
     epochs: int = 10
+    epoch_steps: int | None = None
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EmaConfig | None = None
@@ -308,6 +318,7 @@ class LoopConfig(RunConfig):
     def __post_init__(self) -> None:
         self.check(
             epochs="[1, inf)",
+            epoch_steps="[1, inf)",
             accumulate="[1, inf)",
             eval_every="[1, inf)",
             log_every="[1, inf)",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import Self
 
 from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
@@ -24,13 +27,34 @@ class ModelConfig(engine.StartConfig):
         name: A name of timm's registry.
         args: Further arguments of `timm.create_model`, such as `num_classes` or `img_size`.
         checkpoint: Starting weights, dense or routed: a `.safetensors` or PyTorch file, a run folder, or a
-            folder written by `mmod.save_pretrained`. None starts from `pretrained` or from scratch.
+            folder written by `mmod.save_pretrained`. None starts from `pretrained` or from scratch. A checkpoint of
+            another form that timm can convert (another image size, DINOv2's own names) is converted as timm does it.
+        head: "fresh" leaves out the checkpoint's classifier, which may be missing or of other classes, and starts
+            with a new one; None takes all weights from the checkpoint.
         pretrained: Start from timm's published weights.
     """
 
     name: str
     args: dict[str, Any] = field(default_factory=dict)
+    head: Literal["fresh"] | None = field(default=None, kw_only=True)
     pretrained: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head is not None and self.checkpoint is None:
+            raise ValueError(
+                f"model.head={self.head!r} concerns the classifier of a checkpoint: set model.checkpoint; published "
+                "weights get a new classifier wherever model.args.num_classes asks for one"
+            )
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether training starts from a trained model, its classifier included."""
+        return super().has_weights and self.head is None
+
+    def started_from(self, checkpoint: str) -> Self:
+        """Return the same model with all weights of a checkpoint, the classifier's too."""
+        return dataclasses.replace(super().started_from(checkpoint), head=None)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
     model = create_dense_model(config.model)
     check_input(model, config.data, config.model.pretrained)
     classes = getattr(model, "num_classes", None)
-    return prepare_models(config, model, _load, partial(_create_teacher, config, classes))
+    return prepare_models(config, model, partial(_load, config.model), partial(_create_teacher, config, classes))
 
 
 def create_dense_model(config: ModelConfig) -> nn.Module:
@@ -125,12 +126,39 @@ def create_mixup(mixup: MixupConfig | None, smoothing: float, num_classes: int) 
     )
 
 
-def _load(model: nn.Module, checkpoint: str) -> dict[str, Tensor]:
-    """Load the dense part of a checkpoint and return the rest."""
-    state, dense = read_weights(checkpoint), model.state_dict().keys()
-    routers = {name: value for name, value in state.items() if name not in dense} if dense <= state.keys() else {}
-    load_weights(model, {name: value for name, value in state.items() if name not in routers}, checkpoint)
+def _load(config: ModelConfig, model: nn.Module, checkpoint: str) -> dict[str, Tensor]:
+    """Load the dense part of a checkpoint and return the weights of its routers."""
+    state, own = read_weights(checkpoint), model.state_dict()
+    routers = {name: value for name, value in state.items() if ".router." in name}
+    dense = {name: value for name, value in state.items() if name not in routers}
+    if {name: value.shape for name, value in dense.items()} != {name: value.shape for name, value in own.items()}:
+        dense = _converted(dense, model)
+    head = _classifier(model)
+    if config.head == "fresh":
+        dense = {name: value for name, value in dense.items() if not name.startswith(head)}
+        dense |= {name: value for name, value in own.items() if name.startswith(head)}
+    differing = own.keys() ^ dense.keys()
+    if differing and all(name.startswith(head) for name in differing):
+        has, needs = ("a", "none") if differing & dense.keys() else ("no", "one")
+        raise ValueError(
+            f"checkpoint {checkpoint!r} does not fit the model: it has {has} classifier and the model {needs}; "
+            "model.head='fresh' takes the other weights alone"
+        )
+    load_weights(model, dense, checkpoint)
     return routers
+
+
+def _converted(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Convert weights of another form as timm converts published ones: names, image size, patch size."""
+    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    converted: dict[str, Tensor] = state if convert is None else convert(state, model)
+    return converted
+
+
+def _classifier(model: nn.Module) -> tuple[str, ...]:
+    """Return what the names of a timm model's classifier begin with."""
+    named: str | tuple[str, ...] = getattr(model, "pretrained_cfg", {}).get("classifier") or "head"
+    return tuple(f"{name}." for name in ([named] if isinstance(named, str) else named))
 
 
 def _create_teacher(config: TrainConfig, classes: int | None, name: str) -> nn.Module:

@@ -12,7 +12,7 @@ from mmod import is_routed, routed_blocks
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import RoutedResult
-from mmod.training.engine.loop import run
+from mmod.training.engine.loop import run, steps_of_epoch
 from mmod.training.engine.recipe import Recipe, Streams
 from mmod.training.studies.jobs import Tick
 from mmod.training.studies.study import Study
@@ -38,8 +38,7 @@ class LoopStudy(Study[Config, Found]):
 
     def start_from(self, config: Config, folder: str) -> Config:
         """Return the config of the same run from the final weights of the run in `folder`."""
-        model = dataclasses.replace(config.model, checkpoint=folder, pretrained=type(config.model).pretrained)
-        return dataclasses.replace(config, model=model)
+        return dataclasses.replace(config, model=config.model.started_from(folder))
 
     def train(self, config: Config, tick: Tick) -> Found:
         """Do a run, or read the result of one that is finished."""
@@ -76,7 +75,7 @@ def _with_progress(recipe: Recipe[Any, Any], tick: Tick) -> Recipe[Any, Any]:
 
     def create_streams(process: Process, model: nn.Module) -> Streams:
         train, test = create(process, model)
-        batches, steps = train.batches, train.steps_per_epoch
+        batches, steps = train.batches, recipe.config.accumulate * steps_of_epoch(recipe.config, train)
 
         def counted(epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
             for step, batch in enumerate(batches(epoch, start), epoch * steps + start + 1):

@@ -19,6 +19,7 @@ from torch import nn
 from mmod.analysis.plots import draw_tradeoff
 from mmod.analysis.timing import interleave, ratios
 from mmod.config import regroup_saved
+from mmod.io.claim import differences
 from mmod.io.files import write_atomically
 from mmod.io.yaml import read_yaml
 from mmod.training.engine.distributed import choose_device
@@ -255,7 +256,7 @@ class Study(ABC, Generic[Config, Found]):
         del config["output"]
         if path.exists():
             kept = json.loads(path.read_text())
-            if regroup_saved(kept.get("config")) == config:
+            if not differences(regroup_saved(kept.get("config")) or {}, config):
                 found: Found = self.found(**kept["found"])
                 return found
         # As at the start of training, so that routers are drawn alike.
