@@ -85,6 +85,9 @@ class DataConfig:
             `runs/data/cluttered-digits-tiny`; for remote shards it is where copies of them are kept.
         train_split: Split to train on.
         val_split: Split to evaluate on.
+        train_limit: Images of the training split that are used, drawn once and spread evenly over the classes; None
+            uses all.
+        val_limit: The same of the split to evaluate on.
         image_size: Side of an image, in pixels.
         channels: 1 (grey) or 3 (RGB).
         mean: Mean of each channel; by default the digits' own, ImageNet's for 3 channels, 0.5 for 1.
@@ -92,7 +95,8 @@ class DataConfig:
         batch_size: Images in a batch of one process.
         workers: Worker processes; 0 reads in the training process.
         augment: Augmentation of training images; None resizes and crops them as for evaluation.
-        crop_pct: Share of the resized image that the evaluation crop keeps. Digits are never resized.
+        crop_pct: Share of the resized image that the evaluation crop keeps. Digits are never resized; other images that
+            have `image_size` already need 1 to be taken whole.
         interpolation: Interpolation of the evaluation resize.
         on_corrupt: "raise" stops at an image or shard that cannot be read. "skip" counts it in the stream's
             report: a training batch gets the next readable sample in its place, evaluation goes on without it.
@@ -111,6 +115,8 @@ class DataConfig:
     root: str | None = None
     train_split: str = "train"
     val_split: str = "val"
+    train_limit: int | None = None
+    val_limit: int | None = None
     image_size: int = 32
     channels: int = 1
     mean: tuple[float, ...] | None = None
@@ -130,6 +136,8 @@ class DataConfig:
         check_fields(
             self,
             "data",
+            train_limit="[1, inf)",
+            val_limit="[1, inf)",
             image_size="[1, inf)",
             label_patch="[1, inf)",
             batch_size="[1, inf)",

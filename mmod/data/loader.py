@@ -7,6 +7,7 @@ order of an epoch is one permutation, and every sample's augmentation has its ow
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from mmod.data.config import EMBEDDED, DataConfig
 from mmod.data.corrupt import CorruptReport
-from mmod.data.readers.source import ImageSource
+from mmod.data.readers.source import ImageSource, UnreadableSampleError
 from mmod.data.stream import BatchStream, ImageReader, MemoryReader
+from mmod.data.subset import LabelledSource, Subset
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.crowds import CROWDS
 from mmod.data.synthetic.digits import DIGITS
@@ -86,7 +88,11 @@ def _create_stream(config: DataConfig, split: str, place: tuple[int, int], seed:
 
 
 def _create_reader(config: DataConfig, split: str, report: CorruptReport, training: bool) -> ImageReader | MemoryReader:
-    source = _create_source(config, split, report)
+    whole = _create_source(config, split, report)
+    limit = config.train_limit if training else config.val_limit
+    source: ImageSource = whole if limit is None else Subset(whole, limit)
+    if not training or config.augment is None:
+        _warn_of_cropping(config, source)
     mean, std = normalisation(config)
     mode = "L" if config.channels == 1 else "RGB"
     if config.in_memory or (config.in_memory is None and _is_embedded(config) and config.augment is None):
@@ -96,7 +102,23 @@ def _create_reader(config: DataConfig, split: str, report: CorruptReport, traini
     return ImageReader(source, mode, _transform(config, training, mean, std), replace=training)
 
 
-def _create_source(config: DataConfig, split: str, report: CorruptReport) -> ImageSource:
+def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
+    """Warn where images of the wanted size would be enlarged and lose their margins, judged by the first one."""
+    if config.crop_pct == 1 or _is_embedded(config):
+        return
+    try:
+        size = source.read(0, "RGB")[0].size
+    except UnreadableSampleError:
+        return
+    if size == (config.image_size, config.image_size):
+        warnings.warn(
+            f"images of {config.source!r} have data.image_size={config.image_size} already: "
+            f"data.crop_pct={config.crop_pct:g} enlarges them and crops their margins; set it to 1 to take them whole",
+            stacklevel=2,
+        )
+
+
+def _create_source(config: DataConfig, split: str, report: CorruptReport) -> LabelledSource:
     from mmod.data.readers.shards import CLASS, ShardSource, label_map
     from mmod.data.readers.timm import TimmSource
 

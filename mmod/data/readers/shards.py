@@ -16,6 +16,8 @@ import shutil
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -238,6 +240,22 @@ class ShardSource:
             return decode_image(image, mode), self.target.parse(target)
         except (OSError, ValueError) as error:
             raise UnreadableSampleError(Fault(path, _member_name(path, image_at), str(error))) from error
+
+    def labels(self) -> list[int]:
+        """Return the class of each sample without decoding images; -1 where it has several or none that can be read."""
+        found = []
+        for shard, rows in groupby(self._rows.tolist(), key=itemgetter(0)):
+            with open(self.shards[shard], "rb") as file:
+                found += [self._label(file, offset, size) for *_, offset, size in rows]
+        return found
+
+    def _label(self, file: BinaryIO, offset: int, size: int) -> int:
+        try:
+            found = self.target.parse(read_at(file, offset, size))
+        except (OSError, ValueError):
+            # Counted where the sample is read.
+            return -1
+        return found if isinstance(found, int) else -1
 
     def _choose(self, key: str, members: Members) -> tuple[int, int, int, int]:
         """Return where the image and the target lie: offset and size of each."""

@@ -83,6 +83,16 @@ class TimmSource:
         except (OSError, ValueError, SyntaxError) as error:
             raise UnreadableSampleError(Fault(*self._place(index), str(error))) from error
 
+    def labels(self) -> list[int]:
+        """Return the class of each sample, without decoding images where the data set keeps classes apart."""
+        owner = self._reader or self._dataset
+        if hasattr(owner, "samples"):
+            return [int(label) for _, label in owner.samples]
+        if hasattr(owner, "iter_targets"):
+            return [int(label) for label in owner.iter_targets()]
+        targets = getattr(owner, "targets", None)
+        return [int(label) for label in (targets if targets is not None else (entry[1] for entry in self._dataset))]
+
     def _place(self, index: int) -> tuple[str, str]:
         if hasattr(self._reader or self._dataset, "samples"):
             return str((self._reader or self._dataset).samples[index][0]), ""

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from mmod import is_routed, trace
 from mmod.data.corrupt import CorruptReport, Fault
+from mmod.data.stream import BatchStream
 from mmod.io.files import replacing
 from mmod.training.engine.checkpoint import (
     Checkpoint,
@@ -34,6 +35,7 @@ from mmod.training.engine.checkpoint import (
     save_checkpoint,
     set_aside,
 )
+from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.distributed import Process, merge_faults, process_group, wait_for_all
 from mmod.training.engine.logging import Meters, TensorBoard, write_csv
 from mmod.training.engine.optim import create_optimizer, create_schedule
@@ -42,7 +44,7 @@ from mmod.training.engine.run_folder import FitResult, Found, read_fit, run_once
 from mmod.training.engine.signals import StopRequest, stop_signals
 from mmod.training.engine.task import Batch, Pass, Task, autocast
 
-__all__ = ["run", "seed_draws"]
+__all__ = ["run", "seed_draws", "steps_of_epoch"]
 
 
 def run(recipe: Recipe[Any, Found], *, streams: Streams | None = None, progress: bool = True) -> FitResult[Found]:
@@ -89,6 +91,17 @@ def seed_draws(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(word)
 
 
+def steps_of_epoch(config: LoopConfig, train: BatchStream) -> int:
+    """Return the optimiser steps of an epoch.
+
+    Args:
+        config: The run's config.
+        train: The training batches.
+    """
+    steps = -(-train.steps_per_epoch // config.accumulate)
+    return steps if config.epoch_steps is None else min(steps, config.epoch_steps)
+
+
 class _Trainer(Generic[Found]):
     """The state of one run: objects made once, then `run`."""
 
@@ -122,7 +135,7 @@ class _Trainer(Generic[Found]):
         if process.world > 1:
             devices = [process.device] if process.device.type == "cuda" else None
             self.wrapped = DistributedDataParallel(self.task, device_ids=devices)
-        self.steps_per_epoch = -(-train.steps_per_epoch // config.accumulate)
+        self.steps_per_epoch = steps_of_epoch(config, train)
         if not self.steps_per_epoch:
             raise ValueError(f"the training data gives no batch of {config.data.batch_size} samples")
         images = config.data.batch_size * config.accumulate * process.world
@@ -180,7 +193,7 @@ class _Trainer(Generic[Found]):
             disable=not self.progress,
         )
         with bar:
-            for group in _groups(batches, config.accumulate):
+            for group in islice(_groups(batches, config.accumulate), self.steps_per_epoch - done):
                 logged = (self.step + 1) % config.log_every == 0
                 kept = self._step(group, traced=logged and self.routed)
                 bar.update(sum(len(targets) for _, targets in group) * self.process.world)

@@ -47,6 +47,14 @@ def test_shorter_last_group_counts_each_image_once(tmp_path: Path) -> None:
     assert result.steps == 2
 
 
+def test_an_epoch_may_end_before_its_data(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 2, "batch_size": 8, "accumulate": 2, "epoch_steps": 2}
+    result = run(tiny_config(output=tmp_path / "run", **options))
+    assert [row["step"] for row in result.history] == [2, 4]
+    whole = run(tiny_config(output=tmp_path / "whole", **{**options, "epoch_steps": 99}))
+    assert [row["step"] for row in whole.history] == [3, 6]
+
+
 def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path) -> None:
     options = {"epochs": 1, "optim": {"opt": "sgd", "lr": 0.1}, "routing": ROUTED, "checkpoint_every": 2}
     one = run(tiny_config(output=tmp_path / "one", batch_size=8, **options))
