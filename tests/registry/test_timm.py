@@ -23,6 +23,7 @@ WANTED = {
     *(f"vit_{size}_patch16_mod_224" for size in ("tiny", "small", "base", "large")),
     "deit3_small_patch16_mod_224",
     "vit_small_patch16_mod_dinov3",
+    *(f"vit_{size}_patch14_mod{tokens}_dinov2" for size in ("small", "base", "large") for tokens in ("", "_reg4")),
 }
 
 
@@ -41,7 +42,13 @@ def test_registry_knows_them() -> None:
     assert "vit_small_patch16_mod_dinov3" in list_models(module="eva")
 
 
-@pytest.mark.parametrize("dense", ["deit_small_patch16_224", "vit_base_patch16_224", "vit_small_patch16_dinov3"])
+@pytest.mark.parametrize(
+    "dense",
+    [
+        *("deit_small_patch16_224", "vit_base_patch16_224", "vit_small_patch16_dinov3"),
+        *("vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2"),
+    ],
+)
 def test_published_weights_are_those_of_the_dense_entry(dense: str) -> None:
     routed = routed_name(dense)
     dense_cfgs = get_arch_pretrained_cfgs(dense)

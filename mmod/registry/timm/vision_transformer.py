@@ -1,4 +1,4 @@
-"""Routed ViT, and a tiny one for tests."""
+"""Routed ViT, DINOv2, and a tiny one for tests."""
 
 from timm.models import vision_transformer
 
@@ -10,6 +10,12 @@ DENSE = (
     "vit_small_patch16_224",
     "vit_base_patch16_224",
     "vit_large_patch16_224",
+    "vit_small_patch14_dinov2",
+    "vit_base_patch14_dinov2",
+    "vit_large_patch14_dinov2",
+    "vit_small_patch14_reg4_dinov2",
+    "vit_base_patch14_reg4_dinov2",
+    "vit_large_patch14_reg4_dinov2",
 )
 
 default_cfgs = routed_cfgs(DENSE)
