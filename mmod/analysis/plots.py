@@ -39,6 +39,8 @@ def draw_routing_maps(
 ) -> Figure:
     """Draw which patches each routed block kept: kept ones as they are, skipped ones under a veil.
 
+    Adjoining blocks that kept the same patches, as those of one decision do, share a map.
+
     Args:
         images: What the traced pass saw, as it should be shown: in [0, 1], one or three channels (B, C, height, width).
         trace: The decisions for these images.
@@ -48,7 +50,7 @@ def draw_routing_maps(
         image_BN: True where a token is a patch, in sequences of text and images, see `Trace.maps`.
 
     Returns:
-        A figure with a row for each image: the image, then one map for each routed block.
+        A figure with a row for each image: the image, then one map for each routed block or run of such blocks.
 
     Raises:
         ValueError: Images outside [0, 1] or of another number of channels, or decisions or labels for another number
@@ -65,7 +67,11 @@ def draw_routing_maps(
     # A figure of its own rather than pyplot's, which would keep every figure alive and choose a window system.
     from matplotlib.figure import Figure
 
-    kept = trace.maps(prefix, grid, image_BN).cpu()
+    maps = trace.maps(prefix, grid, image_BN).cpu()
+    names = list(trace)
+    pairs = zip(names, names[1:], maps, maps[1:])
+    firsts = [0, *(i for i, (*near, a, b) in enumerate(pairs, 1) if not (_adjoin(*near) and torch.equal(a, b)))]
+    kept = maps[firsts]
     pictures = _pictures(images)
     if kept.shape[1] != len(pictures):
         raise ValueError(f"the trace holds decisions for {kept.shape[1]} images, got {len(pictures)} images")
@@ -76,8 +82,10 @@ def draw_routing_maps(
     side = 1.35
     figure = Figure(figsize=(side * columns, side * rows * height / width + 0.45))
     axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw={"wspace": 0.06, "hspace": 0.06})
-    shares = trace.kept_shares().values() if image_BN is None else kept.float().mean(dim=(1, 2, 3)).tolist()
-    titles = ["image", *(f"{_short(name)}\n{share:.0%} kept" for name, share in zip(trace, shares))]
+    shares = list(trace.kept_shares().values()) if image_BN is None else maps.float().mean(dim=(1, 2, 3)).tolist()
+    titles = ["image"]
+    for first, end in zip(firsts, [*firsts[1:], len(maps)]):
+        titles.append(f"{_short(names[first:end])}\n{shares[first]:.0%} kept")
     for row, picture in enumerate(pictures):
         shown = [picture, *(_veiled(picture, block[row]) for block in kept)]
         for column, content in enumerate(shown):
@@ -112,9 +120,17 @@ def _veiled(picture: Tensor, kept: Tensor) -> Tensor:
     return picture * (1 - opacity) + torch.tensor(VEIL_COLOUR) * opacity
 
 
-def _short(name: str) -> str:
-    prefix, _, index = name.rpartition(".")
-    return f"block {index}" if prefix else name
+def _adjoin(name: str, following: str) -> bool:
+    """Return whether one block comes right after another."""
+    (stem, _, index), (other, _, next_index) = name.rpartition("."), following.rpartition(".")
+    return stem == other and index.isdecimal() and next_index == str(int(index) + 1)
+
+
+def _short(names: Sequence[str]) -> str:
+    first, last = (name.rpartition(".")[2] for name in (names[0], names[-1]))
+    if len(names) > 1:
+        return f"blocks {first} to {last}"
+    return f"block {first}" if "." in names[0] else names[0]
 
 
 @name_missing_extra()

@@ -43,6 +43,20 @@ def test_maps_keep_kept_patches_and_veil_the_rest(traced: tuple[torch.Tensor, mm
     assert axes[1, 0].get_ylabel() == "dog"
 
 
+def test_blocks_of_one_decision_share_a_map() -> None:
+    routing = mmod.RoutingConfig(router="attention", blocks="late", capacity=0.5)
+    model = mmod.route_(timm.create_model("test_vit", img_size=64).eval(), routing)
+    images = torch.rand(2, 3, 64, 64)
+    with mmod.trace(model) as decisions, torch.no_grad():
+        model(images)
+    names = list(decisions)
+    assert len(names) > 1
+    first, last = (name.split(".")[1] for name in (names[0], names[-1]))
+    axes = draw_routing_maps(images, decisions, prefix=1, grid=(4, 4)).axes
+    assert [axis.get_title().split("\n")[0] for axis in axes[:2]] == ["image", f"blocks {first} to {last}"]
+    assert len(axes) == 4
+
+
 def test_maps_take_grey_images(traced: tuple[torch.Tensor, mmod.Trace]) -> None:
     assert len(draw_routing_maps(traced[0][:, :1], traced[1], 1, (4, 4)).axes) == 8
 

@@ -138,5 +138,6 @@ def _size(config: TrainConfig) -> tuple[int, int, int]:
 
 
 def _images(config: TrainConfig, count: int) -> torch.Tensor:
-    """Return the first evaluation images."""
-    return next(iter(create_eval_stream(config.data).batches(0)))[0][:count]
+    """Return some evaluation images, spread over the classes."""
+    data = dataclasses.replace(config.data, val_limit=count, batch_size=count)
+    return next(iter(create_eval_stream(data).batches(0)))[0]
