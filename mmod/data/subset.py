@@ -53,8 +53,9 @@ def spread(labels: Sequence[int], count: int, seed: int = 0) -> np.ndarray:
         Numbers of the chosen samples, in rising order.
 
     Example:
-        >>> spread([0] * 10 + [1] * 10 + [2], 5).shape, sum(spread([0] * 10 + [1] * 10 + [2], 5) < 10)
-        ((5,), 2)
+        >>> labels = [0] * 8 + [1, 2]
+        >>> [labels[index] for index in spread(labels, 4)]
+        [0, 0, 1, 2]
     """
     classes = np.asarray(labels)
     order = np.random.default_rng(seed).permutation(len(classes))

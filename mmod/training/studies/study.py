@@ -29,7 +29,7 @@ from mmod.training.engine.run_folder import portable
 from mmod.training.studies.config import StudyConfig
 from mmod.training.studies.entrants import DENSE, Dense, Entrant, Routed
 from mmod.training.studies.jobs import Job, Runner, Tick
-from mmod.training.studies.paired import compare, verdict
+from mmod.training.studies.paired import Difference, compare, verdict
 from mmod.training.studies.results import Column, Point, StudyResult, flat, markdown_table
 
 if TYPE_CHECKING:
@@ -141,6 +141,29 @@ class Study(ABC, Generic[Config, Found]):
         ]
         return {"tradeoff": draw_tradeoff(shown, self.measure)}
 
+    def compare(
+        self, scores: Mapping[str, Mapping[int, float]], partners: Mapping[str, str | None]
+    ) -> dict[str, Difference | None]:
+        """Return each model's difference to its partner.
+
+        Args:
+            scores: Score by seed of each model.
+            partners: Name of the model that each is compared with.
+        """
+        return compare(scores, partners)
+
+    def verdict(self, scores: Mapping[str, Mapping[int, float]]) -> str:
+        """Say in one sentence which models are not told apart.
+
+        Args:
+            scores: Score by seed of each model.
+        """
+        return verdict(scores)
+
+    def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows of the table with what follows from all of them together."""
+        return rows
+
     def table(self, rows: Sequence[dict[str, Any]]) -> str:
         """Return the points as a Markdown table."""
         return markdown_table(self.columns, rows)
@@ -173,13 +196,13 @@ class Study(ABC, Generic[Config, Found]):
         def write() -> StudyResult:
             shown = {entrant.name: entrant for entrant in entrants if entrant.name in costs}
             scores = {name: {seed: own[self.score] for seed, own in sorted(figures[name].items())} for name in shown}
-            to_dense = compare(scores, dict.fromkeys(shown, DENSE))
-            to_control = compare(scores, {name: entrant.control for name, entrant in shown.items()})
+            to_dense = self.compare(scores, dict.fromkeys(shown, DENSE))
+            to_control = self.compare(scores, {name: entrant.control for name, entrant in shown.items()})
             points = [
                 Point(name, own.series, own.capacity, costs[name], figures[name], to_dense[name], to_control[name])
                 for name, own in shown.items()
             ]
-            return self._write(points, verdict(scores), runner)
+            return self._write(points, self.verdict(scores), runner)
 
         for job, outcome in runner.run(jobs, self.do):
             if job.name not in first:
@@ -268,7 +291,7 @@ class Study(ABC, Generic[Config, Found]):
         return found
 
     def _write(self, points: list[Point], told: str, runner: Runner) -> StudyResult:
-        folder, rows = Path(self.config.output), [point.row() for point in points]
+        folder, rows = Path(self.config.output), self.complete([point.row() for point in points])
         result = StudyResult(folder, points, f"{self.table(rows)}\n\n{told}", runner.cpu_seconds)
         machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
         record = {"config": dataclasses.asdict(self.config), **machine, "cpu_seconds": result.cpu_seconds}
