@@ -55,14 +55,14 @@ class CrowdsConfig:
         ValueError: If a parameter is out of range.
     """
 
-    canvas: int = 48
+    canvas: int = 40
     digit_size: tuple[int, int] = (16, 16)
-    digits: tuple[int, int] = (2, 4)
+    digits: tuple[int, int] = (2, 3)
     ink: float = 0.1
-    clutter: int = 10
+    clutter: int = 7
     fragment: tuple[float, float] = (0.2, 0.4)
     contrast: tuple[float, float] = (0.4, 0.8)
-    scenes: dict[str, int] = field(default_factory=lambda: {"train": 4000, "val": 500, "test": 1000})
+    scenes: dict[str, int] = field(default_factory=lambda: {"train": 3000, "val": 500, "test": 1000})
     shard_size: int = 500
     seed: int = 0
     grid: int = 4

@@ -142,7 +142,8 @@ class TrainConfig(engine.LoopConfig):
 
     Args:
         model: The model and its starting weights.
-        data: Where images come from and how they are augmented.
+        data: Where images come from and how they are augmented. With `data.label_patch` the model answers each patch
+            and must not pool: `model.args.global_pool: ''`.
         routing: None trains the dense model. Otherwise the fields of `mmod.RoutingConfig`, or
             `preset: NAME` with the fields to change.
         rival: Another way to spend less, in the place of routing: `kind: prune`, `merge` or `exit` with the fields of
@@ -166,6 +167,10 @@ class TrainConfig(engine.LoopConfig):
         super().__post_init__()
         if self.mixup is not None and self.data.batch_size % 2:
             raise ValueError(f"mixup needs an even data.batch_size, got {self.data.batch_size}")
+        if self.mixup is not None and self.data.label_patch is not None:
+            raise ValueError(
+                "mixup mixes labels of images: data.label_patch, which gives each patch one, needs mixup: null"
+            )
         if self.rival_config() is not None:
             if self.routing is not None:
                 raise ValueError("a model is routed or has a rival: set routing or rival to null")

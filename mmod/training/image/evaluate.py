@@ -14,7 +14,7 @@ from mmod.data.loader import BatchStream
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluating
 from mmod.training.engine.task import autocast
-from mmod.training.image.task import check_targets
+from mmod.training.image.task import answers, check_targets
 
 __all__ = ["EvalResult", "evaluate"]
 
@@ -24,11 +24,15 @@ class EvalResult(RoutedResult):
     """The outcome of an evaluation.
 
     Args:
-        top1: Share of images whose class is the first guess, in percent.
-        top5: Share of images whose class is among the first five guesses, in percent.
+        top1: Share of labels, of images or of patches, that are the first guess, in percent.
+        top5: Share of labels that are among the first five guesses, in percent.
         loss: Mean cross entropy.
         samples: Images seen.
         kept: Name of each routed block to its mean kept share of tokens, in [0, 1].
+        objects: Share of patches of any class but 0, the background, that are the first guess, in percent; None where
+            images have the labels.
+        mean_iou: Intersection over union of where a class is and where it is guessed, the mean of all classes that
+            are either, in percent; None where images have the labels.
     """
 
     top1: float
@@ -36,15 +40,24 @@ class EvalResult(RoutedResult):
     loss: float
     samples: int
     kept: dict[str, float]
+    objects: float | None = None
+    mean_iou: float | None = None
 
     def columns(self) -> dict[str, float]:
         """Return the figures as columns of the run's history."""
-        return {"loss": self.loss, "top1": self.top1, "top5": self.top5, **self.kept_columns()}
+        accuracies = {"top1": self.top1, "top5": self.top5, **self.patch_figures()}
+        return {"loss": self.loss, **accuracies, **self.kept_columns()}
+
+    def patch_figures(self) -> dict[str, float]:
+        """Return what is known of patches alone; nothing where images have the labels."""
+        figures = {"objects": self.objects, "mean_iou": self.mean_iou}
+        return {name: figure for name, figure in figures.items() if figure is not None}
 
     def __str__(self) -> str:
+        patches = "".join(f"{name} {figure:.2f} %, " for name, figure in self.patch_figures().items())
         return (
-            f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, loss {self.loss:.4f}, kept {self.mean_kept:.3f} "
-            f"({self.samples} images)"
+            f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {patches}loss {self.loss:.4f}, "
+            f"kept {self.mean_kept:.3f} ({self.samples} images)"
         )
 
 
@@ -72,7 +85,7 @@ def evaluate(
         The figures.
 
     Raises:
-        ValueError: If the stream is empty, or a label is not a class of the model.
+        ValueError: If the stream is empty, a label is not a class of the model, or its patches are not the labels'.
 
     Example:
         >>> import tempfile, timm
@@ -85,8 +98,10 @@ def evaluate(
     """
     device = torch.device(device)
     kept = KeptShares(model, device)
-    # First guesses, first five guesses, loss, images.
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    # First guesses, first five guesses, loss, labels, images.
+    sums = torch.zeros(5, dtype=torch.float64, device=device)
+    # Patches by class and first guess.
+    confusion = torch.zeros(0, dtype=torch.float64, device=device)
     batches: Iterable[tuple[Tensor, Tensor]] = stream.batches(0)
     bar = tqdm(batches, total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False)
     with evaluating(model):
@@ -94,21 +109,24 @@ def evaluate(
             check_targets(targets, model)
             images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
             with autocast(device, precision), kept.watch():
-                logits = model(images).float()
-            sums += _batch_sums(logits, targets)
-    first, five, loss, samples = sum_over_processes(sums).tolist()
+                logits = answers(model, images).float()
+            sums += _batch_sums(logits.flatten(0, -2), targets.flatten(), len(images))
+            if targets.ndim == 2:
+                confusion = _count(logits, targets) + (confusion if len(confusion) else 0)
+    first, five, loss, labels, samples = sum_over_processes(sums).tolist()
     if samples == 0:
         raise ValueError("the evaluation stream holds no images")
     return EvalResult(
-        top1=100 * first / samples,
-        top5=100 * five / samples,
-        loss=loss / samples,
+        top1=100 * first / labels,
+        top5=100 * five / labels,
+        loss=loss / labels,
         samples=int(samples),
         kept=kept.means(),
+        **(_patch_figures(sum_over_processes(confusion)) if len(confusion) else {}),
     )
 
 
-def _batch_sums(logits: Tensor, targets: Tensor) -> Tensor:
+def _batch_sums(logits: Tensor, targets: Tensor, images: int) -> Tensor:
     """Return the sums of one batch in the order of `evaluate`."""
     guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
     figures = [
@@ -116,5 +134,23 @@ def _batch_sums(logits: Tensor, targets: Tensor) -> Tensor:
         guesses.sum().double(),
         F.cross_entropy(logits, targets, reduction="sum").double(),
         torch.tensor(len(targets), device=logits.device).double(),
+        torch.tensor(images, device=logits.device).double(),
     ]
     return torch.stack(figures)
+
+
+def _count(logits: Tensor, targets: Tensor) -> Tensor:
+    """Count patches by class and first guess, (classes, classes)."""
+    classes = logits.shape[-1]
+    pairs = (targets * classes + logits.argmax(-1)).flatten()
+    return torch.bincount(pairs, minlength=classes**2).reshape(classes, classes).double()
+
+
+def _patch_figures(confusion: Tensor) -> dict[str, float]:
+    """Return `objects` and `mean_iou` of counts by class and first guess."""
+    right, there, guessed = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+    union = there + guessed - right
+    return {
+        "objects": 100 * float(right[1:].sum() / there[1:].sum()),
+        "mean_iou": 100 * float((right[union > 0] / union[union > 0]).mean()),
+    }

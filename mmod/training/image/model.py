@@ -82,6 +82,7 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
             f"data.image_size is {data.image_size} and the model takes {size[0]}x{size[1]}; "
             f"set model.args.img_size to {data.image_size}"
         )
+    _check_answers(model, data.label_patch)
     if pretrained and data.channels == 3:
         published: Mapping[str, Any] = getattr(model, "pretrained_cfg", {})
         defaults = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
@@ -92,6 +93,19 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
                     f"the published weights expect images normalised with {name} {list(expected)}, "
                     f"data gives {list(given)}; set data.{name} to {list(expected)}"
                 )
+
+
+def _check_answers(model: nn.Module, label_patch: int | None) -> None:
+    """Raise a ValueError when the model answers images and patches have the labels, or the other way round."""
+    pool = getattr(model, "global_pool", None)
+    if (label_patch is not None) != (pool == ""):
+        raise ValueError(
+            f"data.label_patch is {label_patch} and the model's global_pool {pool!r}: a model that pools answers "
+            "images, one with model.args.global_pool '' patches"
+        )
+    size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if label_patch is not None and size != (label_patch, label_patch):
+        raise ValueError(f"data.label_patch is {label_patch} and the model's patches are {size}: they must agree")
 
 
 def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from mmod import auxiliary_loss
 from mmod.training.engine.task import Batch, Pass, Task, autocast
 
-__all__ = ["ClassificationTask", "check_targets"]
+__all__ = ["ClassificationTask", "answers", "check_targets"]
 
 
 class ClassificationTask(Task):
     """A model with its criterion and, where there is one, its teacher and auxiliary objectives.
 
+    Where labels are those of patches, each patch counts as an image does otherwise.
+
     Args:
-        model: The model to train.
+        model: The model to train; see `answers`.
         criterion: Logits (B, C) and targets to a scalar.
         teacher: A frozen model whose logits are imitated, or None.
         distill_weight: Weight of that term.
@@ -75,14 +77,16 @@ class ClassificationTask(Task):
 
         Args:
             images: (B, C, H, W).
-            targets: Class numbers (B) or class distributions (B, classes), as the criterion takes them.
+            targets: Class numbers, (B) or (B, N) of N patches each, or class distributions (B, classes), as the
+                criterion takes them.
 
         Returns:
             "loss" to differentiate; its parts "task", "distillation" and "auxiliary" as far as they
             exist; and "top1", the share of right first guesses in percent.
         """
         with autocast(images.device, self.precision):
-            logits = self.model(images)
+            logits = answers(self.model, images).flatten(0, -2)
+            targets = targets if targets.is_floating_point() else targets.flatten()
             parts = {"task": self.criterion(logits.float(), targets)}
             if self.teacher is not None:
                 parts["distillation"] = self.distill_weight * self._divergence(logits, images)
@@ -93,19 +97,35 @@ class ClassificationTask(Task):
         return {"loss": loss, **parts, "top1": accuracy(logits.detach(), hard)[0]}
 
     def _divergence(self, logits: Tensor, images: Tensor) -> Tensor:
-        """Return KL(teacher || student) per image; the squared temperature keeps its gradient's scale."""
+        """Return KL(teacher || student) per row of logits; the squared temperature keeps its gradient's scale."""
         assert self.teacher is not None
         with torch.no_grad():
-            target = F.log_softmax(self.teacher(images).float() / self.temperature, dim=-1)
+            taught = answers(self.teacher, images).flatten(0, -2)
+            target = F.log_softmax(taught.float() / self.temperature, dim=-1)
         student = F.log_softmax(logits.float() / self.temperature, dim=-1)
         return self.temperature**2 * F.kl_div(student, target, reduction="batchmean", log_target=True)
+
+
+def answers(model: nn.Module, images: Tensor) -> Tensor:
+    """Return what a model says of each label.
+
+    Args:
+        model: A timm model, or one called alike. One that does not pool (`global_pool=''`) answers every token, of
+            which the prefix tokens are left out here.
+        images: (B, C, H, W).
+
+    Returns:
+        Logits (B, classes) of images or (B, N, classes) of N patches.
+    """
+    logits: Tensor = model(images)
+    return logits if logits.ndim == 2 else logits[:, getattr(model, "num_prefix_tokens", 0) :]
 
 
 def check_targets(targets: Tensor, model: nn.Module) -> None:
     """Raise a ValueError when a label is not a class of the model.
 
     Args:
-        targets: Class numbers (B), on the CPU.
+        targets: Class numbers (B) or (B, N), on the CPU.
         model: A timm model; one without `num_classes` is not checked.
     """
     classes = getattr(model, "num_classes", None)

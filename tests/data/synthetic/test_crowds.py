@@ -63,7 +63,7 @@ def test_no_handwriting_crosses_splits_not_even_as_clutter() -> None:
     ("change", "message"),
     [
         ({"digit_size": (18, 12)}, "digit_size"),
-        ({"digits": (2, 9)}, "fill at most half of canvas=48"),
+        ({"digits": (2, 9)}, "fill at most half of canvas=40"),
         ({"digits": (3, 2)}, "digits"),
         ({"ink": 0.0}, "ink=0.0"),
         ({"contrast": (0.5, 1.5)}, "contrast"),

@@ -1,0 +1,188 @@
+"""Labels for every patch: what a model answers, what it is trained on, and how it is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import accuracy_score, jaccard_score
+from torch import Tensor, nn
+
+import mmod
+from mmod.data.config import DataConfig
+from mmod.data.loader import create_eval_stream
+from mmod.training import (
+    ClassificationTask,
+    DistillConfig,
+    EmaConfig,
+    MixupConfig,
+    ModelConfig,
+    TrainConfig,
+    evaluate,
+    fit,
+)
+from mmod.training.image.model import create_models
+from mmod.training.image.task import answers
+from tests.zoo import make_model
+
+ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
+ARGS |= {"num_classes": 11, "class_token": False, "global_pool": ""}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    return DataConfig("crowds:tiny", root=str(tmp_path_factory.mktemp("crowds") / "set"), label_patch=8)
+
+
+def config_of(output: Path, data: DataConfig, **changes: Any) -> TrainConfig:
+    model = ModelConfig("vit_tiny_patch16_224", {**ARGS, **changes.pop("args", {})}, **changes.pop("start", {}))
+    return TrainConfig(output=str(output), model=model, data=data, **{"epochs": 1, "device": "cpu", **changes})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        "vit_little_patch16_reg4_gap_256",
+        "vit_small_patch14_reg4_dinov2",
+        "eva02_tiny_patch14_224",
+    ],
+)
+def test_patches_answer_and_prefix_tokens_do_not(name: str) -> None:
+    model = make_model(name, global_pool="")
+    size = model.patch_embed.img_size  # type: ignore[union-attr]
+    images = torch.randn(2, 3, *size)
+    with torch.no_grad():
+        every = model.forward_head(model.forward_features(images))  # type: ignore[operator]
+        assert torch.equal(answers(model, images), every[:, -model.patch_embed.num_patches :])  # type: ignore[union-attr]
+        mmod.route_(model, mmod.RoutingConfig(router="attention", capacity=0.3, blocks="late"))
+        assert answers(model, images).shape == (2, model.patch_embed.num_patches, 7)  # type: ignore[union-attr]
+
+
+class Table(nn.Module):
+    """Answers images that are numbers of rows by those rows of a table."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(table)
+        self.num_classes = table.shape[-1]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.table[images.flatten().long()]
+
+
+class Labels:
+    """A stream of numbered images, with labels of patches."""
+
+    def __init__(self, targets: Tensor, batch_size: int) -> None:
+        self.targets, self.batch_size = targets, batch_size
+        self.steps_per_epoch = -(-len(targets) // batch_size)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        for numbers in torch.arange(len(self.targets)).split(self.batch_size):
+            yield numbers.float().reshape(-1, 1, 1, 1), self.targets[numbers]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), images=st.integers(1, 7), patches=st.integers(2, 9), classes=st.integers(2, 6),
+    batch=st.integers(1, 7),
+)  # fmt: skip
+def test_figures_are_those_of_all_patches_at_once(
+    seed: int, images: int, patches: int, classes: int, batch: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(images, patches, classes, generator=generator)
+    targets = torch.randint(0, classes, (images, patches), generator=generator)
+    targets[0, 0] = 1
+    found = evaluate(Table(logits), Labels(targets, batch))  # type: ignore[arg-type]
+    true, guess = targets.flatten().numpy(), logits.argmax(-1).flatten().numpy()
+    assert found.samples == images
+    assert found.top1 == pytest.approx(100 * accuracy_score(true, guess))
+    assert found.objects == pytest.approx(100 * accuracy_score(true[true > 0], guess[true > 0]))
+    labels = np.union1d(true, guess)
+    assert found.mean_iou == pytest.approx(100 * jaccard_score(true, guess, labels=labels, average="macro"))
+    assert found.loss == pytest.approx(F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item(), rel=1e-5)
+    assert {"objects", "mean_iou"} <= found.columns().keys()
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**32), images=st.integers(1, 4), patches=st.integers(1, 6))
+def test_a_patch_counts_as_an_image_does(seed: int, images: int, patches: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    own, other = torch.randn(2, images, patches, 5, generator=generator)
+    targets = torch.randint(0, 5, (images, patches), generator=generator)
+
+    def parts(shape: tuple[int, ...]) -> dict[str, Tensor]:
+        rows = targets.reshape(shape)
+        models = [Table(logits.reshape(*shape, 5)) for logits in (own, other)]
+        task = ClassificationTask(models[0], nn.CrossEntropyLoss(), teacher=models[1], temperature=2.0)
+        return task(torch.arange(len(rows)).float().reshape(-1, 1, 1, 1), rows)
+
+    one, each = parts((images, patches)), parts((images * patches,))
+    assert one.keys() == each.keys() == {"loss", "task", "distillation", "top1"}
+    for name, value in one.items():
+        assert torch.equal(value, each[name])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"routing": {"preset": "a-mod", "blocks": "late", "capacity": 0.25}},
+        {"routing": {"router": "linear", "select": "threshold", "losses": {"membership": 0.1}}},
+        {"routing": {"router": "random", "capacity": 0.5}},
+        {"rival": {"kind": "prune", "keep": 0.5, "blocks": [1]}},
+        {"rival": {"kind": "merge", "r": 3}},
+    ],
+    ids=str,
+)
+def test_a_cheaper_run_from_a_dense_one(changes: dict[str, Any], data: DataConfig, tmp_path: Path) -> None:
+    fit(config_of(tmp_path / "dense", data), progress=False)
+    start = {"checkpoint": str(tmp_path / "dense")}
+    config = config_of(tmp_path / "tuned", data, start=start, ema=EmaConfig(0.5), **changes)
+    done = fit(config, progress=False)
+    assert "train_distillation" in done.history[0]
+    assert done.average is not None
+    for found in (done.evaluation, done.average):
+        assert found.patch_figures().keys() == {"objects", "mean_iou"}
+        assert (found.mean_kept < 1) == ("routing" in changes)
+    assert fit(config, progress=False).best == done.best
+    # The run's weights in a model of their own are judged alike.
+    own = replace(config, model=replace(config.model, checkpoint=str(tmp_path / "tuned")))
+    assert evaluate(create_models(own)[0], create_eval_stream(data)) == done.evaluation
+
+
+def test_a_router_that_keeps_all_changes_no_answer(data: DataConfig, tmp_path: Path) -> None:
+    dense, _ = create_models(config_of(tmp_path, data))
+    routed, _ = create_models(config_of(tmp_path, data, routing={"router": "norm", "gate": "identity", "capacity": 1}))
+    routed.load_state_dict(dense.state_dict())
+    stream = create_eval_stream(data)
+    assert replace(evaluate(routed, stream), kept={}) == evaluate(dense, stream)
+
+
+@pytest.mark.parametrize(
+    ("args", "changes", "message"),
+    [
+        ({"global_pool": "avg"}, {}, r"label_patch is 8 and the model's global_pool 'avg'"),
+        ({"patch_size": 4}, {}, r"label_patch is 8 and the model's patches are \(4, 4\): they must agree"),
+        ({}, {"label_patch": None, "source": "digits"}, r"label_patch is None and the model's global_pool ''"),
+    ],
+)
+def test_models_that_answer_something_else(
+    args: dict[str, Any], changes: dict[str, Any], message: str, data: DataConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_models(config_of(tmp_path, replace(data, **changes), args=args))
+
+
+def test_mixed_images_have_no_labels_of_patches(data: DataConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"mixup mixes labels of images: data\.label_patch"):
+        config_of(tmp_path, data, mixup=MixupConfig(), distill=DistillConfig())
