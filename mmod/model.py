@@ -10,6 +10,7 @@ from torch import nn
 
 from mmod.adapters import BlockStack, adapted_model, find_parts
 from mmod.blocks import (
+    BlockCall,
     ImportanceState,
     RoutedBlock,
     RoutedState,
@@ -87,7 +88,7 @@ def _route(model: nn.Module, config: RoutingConfig | None, parts: Mapping[str, R
             share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
         for module, mixin, shared in stack.companions:
             convert(module, mixin, shared)
-    for module, hook in hooks:
+    for module, hook in filter(None, hooks):
         attach(module, hook)
     model.routing_configs = {**vars(model).get("routing_configs", {}), **configs}  # type: ignore[assignment]
     _describe(model)
@@ -127,7 +128,6 @@ def _prepare(
     if config.language.given and not stack.language:
         given = ", ".join(config.language.given)
         raise ValueError(f"{stack.names[0]} is no layer of a language model, so it takes no {given}")
-    prefix = stack.prefix if config.protect_prefix else 0
     if not config.protect_prefix:
         _check_free_prefix(stack, plan)
     attends = config.reads_importance(training=True)
@@ -145,30 +145,21 @@ def _prepare(
                 f"context={config.context!r} is not possible in {stack.names[index]}, which supports "
                 f"{', '.join(call.contexts)}: 'all' needs fused attention"
             )
+        _check_skipped(stack, config, call, stack.names[index])
         start = _span_start(index, plan)
         if attends and start == 0:
             raise ValueError(
                 f"block {index} needs the importance of a dense block before it, but none precedes it: keep block 0 "
                 f"dense (routed are {list(plan.blocks)})"
             )
-        # The first weight that computes: those of a quantized block are integers.
-        parameter = next(weight for weight in block.parameters() if weight.is_floating_point())
-        router = stack.router(
-            config,
-            dim=stack.dim,
-            block=index,
-            capacity=capacity,
-            prefix=prefix,
-            device=parameter.device,
-            dtype=parameter.dtype,
-        )
-        router.train(block.training)
+        router = _make_router(stack, config, index, capacity)
         readers.setdefault(start, []).append(router)
         state = RoutedState(
             call,
             stack.tracker,
             start if shares else None,
             writes=config.router.draws and index == start,
+            hands_on=index + 1 in plan.blocks and config.router.shared and config.context == "kept",
             begins=index == first and not captioned,
             ends=index == plan.blocks[-1],
             **common,
@@ -182,6 +173,33 @@ def _prepare(
         important = ImportanceState(call, stack.tracker, start, routers, per_viewer, begins=begins, **common)
         conversions.append((block, None, important))
     return conversions
+
+
+def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity: float) -> Router:
+    block = stack.blocks[index]
+    # The first weight that computes: those of a quantized block are integers.
+    parameter = next(weight for weight in block.parameters() if weight.is_floating_point())
+    router = stack.router(
+        config,
+        dim=stack.dim,
+        block=index,
+        capacity=capacity,
+        prefix=stack.prefix if config.protect_prefix else 0,
+        device=parameter.device,
+        dtype=parameter.dtype,
+    )
+    return router.train(block.training)
+
+
+def _check_skipped(stack: BlockStack, config: RoutingConfig, call: BlockCall, name: str) -> None:
+    if config.skipped == "pass":
+        return
+    if stack.language or stack.sequence is not None:
+        raise ValueError(
+            f"skipped={config.skipped!r} is for images: {name} reads text, where a token stands for itself"
+        )
+    if config.skipped == "merge" and not call.weighs_keys:
+        raise ValueError(f"skipped='merge' is not possible in {name}: attention there takes no bias for larger groups")
 
 
 def _span_start(index: int, plan: Plan) -> int:

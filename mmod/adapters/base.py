@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks import BlockCall, ForwardPass, ImportanceBlock, ModelHook, PassTracker, RoutedBlock
+from mmod.blocks import BlockCall, ForwardPass, ImportanceBlock, ModelHook, PassTracker, RoutedBlock, SpanHook
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
 from mmod.routing import Router, Routing, TokenMarks
@@ -38,7 +38,8 @@ class BlockStack:
         language: It takes `RoutingConfig.language`.
         router: What decides in its routed blocks.
         mixins: What is put in front of the class of a routed block, and of one that computes importance.
-        hook: Returns the module to call before the blocks and what to call, for a config that suits the part.
+        hook: Returns the module to call before the blocks and what to call, for a config that suits the part, or None
+            where nothing is called.
     """
 
     library: str
@@ -53,7 +54,7 @@ class BlockStack:
     language: bool = False
     router: type[Router] = Router
     mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
-    hook: Callable[[RoutingConfig], tuple[nn.Module, ModelHook]] | None = None
+    hook: Callable[[RoutingConfig], tuple[nn.Module, ModelHook] | None] | None = None
 
 
 # Finds the blocks of one part, or raises a ValueError that says why that part cannot be routed.
@@ -87,6 +88,11 @@ class NamedArguments:
     def contexts(self) -> tuple[str, ...]:
         """What kept tokens can attend to in this block."""
         return ("kept", "all") if self.fused and self.projections else ("kept",)
+
+    @property
+    def weighs_keys(self) -> bool:
+        """Whether the block takes a mask or bias of pairs of tokens."""
+        return "attn_mask" in self.names or "shared_rel_pos_bias" in self.names
 
     @property
     def needs_prefix(self) -> bool:
@@ -134,7 +140,8 @@ class NamedArguments:
         if "shared_rel_pos_bias" in self.names:
             bias = narrowed.get("shared_rel_pos_bias")
             bias = None if bias is None else narrow_pairs(bias, index_BK, x_BND.shape[1])
-            narrowed["shared_rel_pos_bias"] = hide_empty_slots(bias, routing.valid_BK, x_BND.dtype)
+            bias = hide_empty_slots(bias, routing.valid_BK, x_BND.dtype)
+            narrowed["shared_rel_pos_bias"] = weigh_groups(bias, routing.size_BK, x_BND.dtype)
             return narrowed
         mask = narrowed.get("attn_mask")
         if mask is not None:
@@ -143,6 +150,7 @@ class NamedArguments:
             mask = hide_empty_slots(mask, routing.valid_BK, x_BND.dtype)
             if narrowed.pop("is_causal", False):
                 mask = _add_causal(mask, x_BND.dtype)
+        mask = weigh_groups(mask, routing.size_BK, x_BND.dtype)
         if mask is not None:
             narrowed["attn_mask"] = mask
         return narrowed
@@ -179,6 +187,20 @@ class NamedArguments:
             position = torch.arange(tokens, device=index_BK.device)
             narrowed["attn_mask"] = (position <= index_BK.unsqueeze(-1)).unsqueeze(1)
         return narrowed
+
+
+def span_hook(
+    owner: nn.Module, blocks: str, tracker: PassTracker, config: RoutingConfig
+) -> tuple[nn.Module, ModelHook] | None:
+    """Return the hook that lets blocks of a span hand on rows, for routers that share their score.
+
+    Args:
+        owner: The module that holds the list of blocks and calls them one after another.
+        blocks: The list's name in it.
+        tracker: That of the stack.
+        config: How the blocks are routed.
+    """
+    return (owner, SpanHook(tracker, blocks)) if config.router.shared and config.context == "kept" else None
 
 
 def narrow_queries(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
@@ -297,6 +319,27 @@ def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.
     # An empty slot may be padding, whose own row can be hidden from everything.
     pairs = torch.where(valid_BK[:, None, :, None], pairs, 0.0) if pairs.shape[2] > 1 else pairs
     return torch.maximum(pairs, torch.full_like(pairs, lowest / 2)) + bias / 2
+
+
+def weigh_groups(mask: Tensor | None, size_BK: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Add to a mask that a row counts in attention as the number of tokens it stands for.
+
+    Args:
+        mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K), or None.
+        size_BK: Tokens of each slot (B, K), or None where each holds one.
+        dtype: Type of the bias returned.
+
+    Returns:
+        A bias (B, H or 1, K or 1, K), or the mask as it came where each slot holds one token.
+
+    Source: proportional attention of ToMe, Bolya et al., arXiv 2210.09461, Eq. 1.
+    """
+    if size_BK is None:
+        return mask
+    bias = size_BK.clamp(min=1).log().to(dtype)[:, None, None, :]
+    if mask is None:
+        return bias
+    return bias + (torch.where(mask, 0.0, torch.finfo(dtype).min / 2).to(dtype) if mask.dtype == torch.bool else mask)
 
 
 def _add_causal(mask: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ from open_clip.timm_model import TimmModel
 from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
-from mmod.adapters.base import BlockStack, NamedArguments, Part
+from mmod.adapters.base import BlockStack, NamedArguments, Part, span_hook
 from mmod.adapters.described import Saving, check_keys, parameters
 from mmod.blocks import ForwardPass, PassTracker, host_class
 from mmod.routing import Routing, TokenMarks
@@ -74,7 +74,8 @@ def _image_tower(tower: Any, name: str) -> BlockStack:
             f"cannot route the image tower {type(tower).__name__}: it is no transformer. Route the text tower alone: "
             "mmod.route_(model, text=config)"
         )
-    return _stack(tower.transformer, f"{name}transformer.resblocks", prefix=1)
+    stack = _stack(tower.transformer, f"{name}transformer.resblocks", prefix=1)
+    return dataclasses.replace(stack, hook=functools.partial(span_hook, tower.transformer, "resblocks", stack.tracker))
 
 
 def _text_tower(tower: Any, name: str) -> BlockStack:

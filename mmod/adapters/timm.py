@@ -22,9 +22,9 @@ from timm.models import (
 )
 from torch import nn
 
-from mmod.adapters.base import BlockStack, NamedArguments, Part
+from mmod.adapters.base import BlockStack, NamedArguments, Part, span_hook
 from mmod.adapters.described import Saving, check_keys, parameters
-from mmod.blocks import ImportanceBlock, RoutedBlock, host_class
+from mmod.blocks import ImportanceBlock, PassTracker, RoutedBlock, host_class
 from mmod.config import ROUTING_FIELDS
 
 BLOCKS: tuple[type[nn.Module], ...] = (
@@ -87,6 +87,7 @@ def find_blocks(model: nn.Module) -> BlockStack:
     dim = getattr(owner, "embed_dim", None)
     if prefix is None or dim is None:
         raise ValueError(f"cannot route {title}: it does not say how many prefix tokens it has. Supported: {SUPPORTED}")
+    tracker = PassTracker()
     return BlockStack(
         library="timm",
         names=tuple(f"{name}.{index}" for index in range(len(blocks))),
@@ -94,6 +95,8 @@ def find_blocks(model: nn.Module) -> BlockStack:
         prefix=int(prefix),
         dim=int(dim),
         call_of=lambda block, config: _call_of(block, int(prefix), title),
+        tracker=tracker,
+        hook=functools.partial(span_hook, owner, name.rpartition(".")[2], tracker),
     )
 
 

@@ -5,7 +5,8 @@ from mmod.blocks.conversion import convert, host_class, is_converted, make_dense
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
 from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
-from mmod.blocks.routed import ImportanceBlock, RoutedBlock, merge
+from mmod.blocks.routed import ImportanceBlock, RoutedBlock
+from mmod.blocks.span import SpanHook
 from mmod.blocks.state import ImportanceState, RoutedState
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "RoutedDecoderBlock",
     "RoutedState",
     "SharedScore",
+    "SpanHook",
     "attach",
     "convert",
     "detach_hooks",
@@ -28,6 +30,5 @@ __all__ = [
     "make_dense",
     "make_important",
     "make_routed",
-    "merge",
     "model_hooks",
 ]

@@ -29,6 +29,11 @@ class BlockCall(Protocol):
         ...
 
     @property
+    def weighs_keys(self) -> bool:
+        """Whether attention in the block takes a bias, by which a row can count as several tokens."""
+        ...
+
+    @property
     def needs_prefix(self) -> bool:
         """Whether the block expects its prefix tokens first, whatever else it is given."""
         ...

@@ -16,7 +16,8 @@ from mmod.blocks.branches import weighed_branches
 from mmod.blocks.call import DecoderCall
 from mmod.blocks.forward_pass import ForwardPass
 from mmod.blocks.packed import reweigh_skipped, run_packed
-from mmod.blocks.routed import ImportanceBlock, RoutedBlock, merge
+from mmod.blocks.routed import ImportanceBlock, RoutedBlock
+from mmod.blocks.rows import leave_rows
 from mmod.ops import Packing, gather_rows, lerp_rows
 from mmod.routing import Routing, TokenGroups
 
@@ -73,9 +74,9 @@ class RoutedDecoderBlock(RoutedBlock):
         call.begin_update(arguments, x, None if stays else routing)
         if not routing.index_BK.shape[1]:
             call.record_no_attention(x)
-            return merge(x, z_BKD, z_BKD, routing)
+            return leave_rows(x, z_BKD, z_BKD, routing)
         y_BKD = self._run_gated(z_BKD, selected, routing.gate_BK)
-        return merge_alone(x, y_BKD, written) if alone else merge(x, z_BKD, y_BKD, written)
+        return merge_alone(x, y_BKD, written) if alone else leave_rows(x, z_BKD, y_BKD, written)
 
     def run_packed(
         self, x: Tensor, arguments: Mapping[str, Any], routing: Routing, z_1TD: Tensor, packing: Packing

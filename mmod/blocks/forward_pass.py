@@ -26,27 +26,34 @@ class SharedScore:
 
     def __init__(self, score_BN: Tensor) -> None:
         self.score_BN = score_BN
-        self._decided: tuple[Router, tuple[object, ...], Routing] | None = None
+        # By falling capacity, where tokens join others; parts of the pass that run again find each its own.
+        self._decided: list[tuple[Router, tuple[object, ...], Routing]] = []
+
+    @property
+    def latest(self) -> Routing | None:
+        """What the span decided last, if anything."""
+        return self._decided[-1][2] if self._decided else None
 
     def decided(self, router: Router, tokens: tuple[object, ...], device: torch.device) -> Routing | None:
-        """Return what an earlier block decided on these scores by the same rule, if one on the same device did.
+        """Return what an earlier block decided on these scores by the same rule, if one did.
 
         Args:
             router: The block's router.
             tokens: What else the decision depends on: which tokens are padding, protected, or in which group.
             device: Where the block is; the blocks of a span may lie on several devices.
         """
-        if self._decided is None:
-            return None
-        earlier, seen, routing = self._decided
-        alike = earlier.config is router.config and earlier.capacity == router.capacity
-        if alike and routing.index_BK.device == device and all(a is b for a, b in zip(seen, tokens)):
-            return routing
+        for earlier, seen, routing in reversed(self._decided):
+            if earlier.config is router.config and earlier.capacity == router.capacity:
+                if router.config.skipped != "pass":
+                    return routing.to(device)
+                if routing.index_BK.device == device and all(a is b for a, b in zip(seen, tokens)):
+                    return routing
         return None
 
     def remember(self, router: Router, tokens: tuple[object, ...], routing: Routing) -> None:
         """Keep a decision for the blocks that follow."""
-        self._decided = (router, tokens, routing)
+        if self.latest is not routing:
+            self._decided.append((router, tokens, routing))
 
 
 class ForwardPass:
@@ -67,11 +74,15 @@ class ForwardPass:
         scores: Shared scores by the first block of their span. They stay to the end of the pass, for parts that run
             again.
         tokens: What is known of a batch of captions, None for images.
+        holds_rows: Blocks of a span may hand on rows in the place of all tokens.
+        held: The rows that the block before has handed on, a `HeldRows`, or None if it did not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, holds_rows: bool = False) -> None:
         self.scores: dict[int, SharedScore] = {}
         self.tokens: TokenMarks | None = None
+        self.holds_rows = holds_rows
+        self.held: Any = None
 
 
 class PerThread(threading.local, Generic[T]):
@@ -98,9 +109,11 @@ class _Running:
         task: The backward pass that it was last used in, -1 for none.
         normed: Kept rows of the running block, and what its first norm makes of them.
         gate_BK: Weights for the branches of the running block (B, K).
+        holds_rows: See `ForwardPass`; of the call of the model that runs.
     """
 
     def __init__(self) -> None:
+        self.holds_rows = False
         self.forward_pass: ForwardPass | None = None
         self.task = -1
         self.normed: tuple[Tensor, Tensor] | None = None
@@ -134,7 +147,7 @@ class PassTracker:
 
     def begin(self) -> ForwardPass:
         """Begin a pass in this thread."""
-        return self._run(ForwardPass())
+        return self._run(ForwardPass(self.running.holds_rows))
 
     def resume(self) -> ForwardPass:
         """Return the running pass for a block that only writes; begin one where none runs, or a part runs again."""

@@ -14,8 +14,11 @@ class ModelHook:
     """A forward pre-hook that tells routed blocks what only their model knows; adapters derive from it."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments of the module's forward, changed."""
+        """Return the arguments of the module's forward, changed, or None."""
         raise NotImplementedError
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Be told that a forward pass has ended, or failed."""
 
     def describe(self, configs: Mapping[str, RoutingConfig], capacities: Mapping[str, float]) -> None:
         """Write into the host what it takes to route such a model again.
@@ -30,13 +33,15 @@ class ModelHook:
 
 
 def attach(module: nn.Module, hook: ModelHook) -> None:
-    """Call a hook before every forward pass of a module.
+    """Call a hook before every forward pass of a module, and after it where it has something to do there.
 
     Args:
         module: The module.
         hook: The hook.
     """
     module.register_forward_pre_hook(hook, with_kwargs=True)
+    if type(hook).after is not ModelHook.after:
+        module.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
 
 
 def model_hooks(model: nn.Module) -> list[ModelHook]:
@@ -61,3 +66,11 @@ def detach_hooks(model: nn.Module) -> None:
                 hook.release()
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for key, after in list(module._forward_hooks.items()):
+            if isinstance(getattr(after, "__self__", None), ModelHook):
+                for hooks in (
+                    module._forward_hooks,
+                    module._forward_hooks_with_kwargs,
+                    module._forward_hooks_always_called,
+                ):
+                    hooks.pop(key, None)

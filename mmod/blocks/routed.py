@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod.blocks.forward_pass import ForwardPass, SharedScore
-from mmod.blocks.fused_norm import gather_kept
-from mmod.blocks.packed import reweigh_skipped, run_packed
+from mmod.blocks.packed import run_packed
+from mmod.blocks.rows import enter_rows, leave_rows
+from mmod.blocks.span import HeldRows
 from mmod.blocks.state import ImportanceState, RoutedState
-from mmod.ops import Packing, capture_importance, merge_rows
+from mmod.ops import Packing, capture_importance
 from mmod.routing import Router, Routing
 
 
@@ -63,16 +64,40 @@ class RoutedBlock(ConvertedBlock):
         """
         arguments = self.mod_state.call.bind(args, kwargs)
         forward_pass = self.enter(x, arguments)
-        y = self.run_routed(x, arguments, self.decide(x, arguments, forward_pass))
+        held: HeldRows | None = None if forward_pass is None else forward_pass.held
+        if forward_pass is not None and held is not None and not held.serves(self.router):
+            x, held, forward_pass.held = held.leave(x), None, None
+        routing = self.decide(x, arguments, forward_pass)
+        if held is None and not self._hands_on(forward_pass, routing):
+            y = self.run_routed(x, arguments, routing)
+        else:
+            assert forward_pass is not None
+            y = self._run_held(x, arguments, forward_pass, held or HeldRows(x, self.router), routing)
         self.mod_state.leave(forward_pass)
         return y
+
+    def _hands_on(self, forward_pass: ForwardPass | None, routing: Routing) -> bool:
+        """Return whether the next block is given rows in the place of all tokens."""
+        state = self.mod_state
+        may = forward_pass is not None and forward_pass.holds_rows and state.hands_on
+        return may and routing.valid_BK is None and routing.index_BK.shape[1] < routing.score_BN.shape[1]
+
+    def _run_held(
+        self, x: Tensor, arguments: Mapping[str, Any], forward_pass: ForwardPass, held: HeldRows, routing: Routing
+    ) -> Tensor:
+        """Run the block on rows that blocks of its span hand on; return them, or all tokens after the last block."""
+        call = self.mod_state.call
+        z = held.enter(x, routing, getattr(self, call.fused_norm) if call.fused_norm else None)
+        y = self.run_host(z, call.select_tokens(arguments, held.x_BND, routing))
+        forward_pass.held = held if self._hands_on(forward_pass, routing) else None
+        return y if forward_pass.held is held else held.leave(y)
 
     def enter(self, x: Tensor, arguments: Mapping[str, Any]) -> ForwardPass | None:
         """Return the forward pass that the block runs in, or None where it shares nothing."""
         return self.mod_state.enter(x, self.training)
 
     def decide(self, x: Tensor, arguments: Mapping[str, Any], forward_pass: ForwardPass | None) -> Routing:
-        """Return which tokens run."""
+        """Return which tokens run; `x` are all of them, or the rows that the block before has handed on."""
         tokens = self.mod_state.call.marks(arguments, x, forward_pass)
         return self.mod_state.decide(self.router, x, tokens, forward_pass, self.training)
 
@@ -81,14 +106,14 @@ class RoutedBlock(ConvertedBlock):
         call, kept_alone = self.mod_state.call, self.router.config.context == "kept"
         if routing.valid_BK is not None and routing.total and kept_alone and call.can_pack(self, arguments):
             return run_packed(x, routing, partial(self.run_packed, x, arguments, routing))
-        z = gather_kept(x, routing, getattr(self, call.fused_norm) if call.fused_norm else None)
+        z = enter_rows(x, routing, getattr(self, call.fused_norm) if call.fused_norm else None)
         if not routing.index_BK.shape[1]:
             y = z
         elif kept_alone:
             y = self.run_host(z, call.select_tokens(arguments, x, routing))
         else:
             y = call.attend_to_all(self, super().forward, arguments, x, z, routing)
-        return merge(x, z, y, routing)
+        return leave_rows(x, z, y, routing)
 
     def run_packed(
         self, x: Tensor, arguments: Mapping[str, Any], routing: Routing, z_1TD: Tensor, packing: Packing
@@ -132,20 +157,3 @@ class ImportanceBlock(ConvertedBlock):
         forward_pass.scores[state.span] = SharedScore(captured.importance_BN)
         state.leave(forward_pass)
         return y
-
-
-def merge(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tensor:
-    """Write the weighed update of the kept rows back among all rows.
-
-    Args:
-        x_BND: All tokens before the block (B, N, D).
-        z_BKD: The kept ones among them (B, K, D).
-        y_BKD: The kept ones after the block (B, K, D).
-        routing: The decision.
-
-    Returns:
-        All tokens after the block (B, N, D).
-    """
-    rest_BND, y_BKD = reweigh_skipped(x_BND, routing), y_BKD.to(x_BND.dtype)
-    places = (routing.valid_BK, routing.inverse_BN)
-    return merge_rows(rest_BND, routing.index_BK, z_BKD, y_BKD, routing.gate_BK, *places)

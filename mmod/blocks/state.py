@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmod.blocks.call import BlockCall
 from mmod.blocks.forward_pass import ForwardPass, PassTracker, PerThread, SharedScore, recomputing
+from mmod.blocks.rows import enter_rows
 from mmod.routing import Router, Routing, TokenGroups, TokenMarks
 
 
@@ -111,10 +112,27 @@ class _Record:
 
 
 class RoutedState(BlockState):
-    """The state of a routed block: beside that of `BlockState` the last decision, which outlives its forward pass."""
+    """The state of a routed block: beside that of `BlockState` the last decision, which outlives its forward pass.
 
-    def __init__(self, call: BlockCall, tracker: PassTracker, span: int | None = None, **options: bool) -> None:
+    Args:
+        call: As for `BlockState`, like all that is not named here.
+        tracker: As there.
+        span: As there.
+        hands_on: The block that follows shares the span's scores, and may be given rows in place of all tokens.
+        options: As there.
+    """
+
+    def __init__(
+        self,
+        call: BlockCall,
+        tracker: PassTracker,
+        span: int | None = None,
+        *,
+        hands_on: bool = False,
+        **options: bool,
+    ) -> None:
         super().__init__(call, tracker, span, **options)
+        self.hands_on = hands_on
         self._records = PerThread(_Record)
 
     @property
@@ -163,21 +181,30 @@ class RoutedState(BlockState):
 
         Args:
             router: The block's router.
-            x_BND: What is scored (B, N, D).
+            x_BND: What is scored: all tokens (B, N, D), or the rows that the block before has handed on.
             tokens: What the router must know of the tokens.
             forward_pass: The pass that the block runs in, None where it shares nothing.
             training: Whether the block trains.
         """
-        shared = self.shared(forward_pass, training)
-        # Compilers find equal calls by themselves, and would guard on which tensor was seen before.
-        reuses = router.config.router.shared and not torch.compiler.is_compiling()
-        routing = shared.decided(router, tokens, x_BND.device) if shared is not None and reuses else None
-        if routing is None:
+        shared, held = self.shared(forward_pass, training), None if forward_pass is None else forward_pass.held
+        joins = router.config.skipped != "pass"
+        # Compilers find equal calls by themselves, and would guard on which tensor was seen before. Whom a token joins
+        # depends on the block that decides.
+        reuses = router.config.router.shared and (joins or not torch.compiler.is_compiling())
+        routing = held.routing if held is not None and not joins else None
+        if routing is None and shared is not None and reuses:
+            routing = shared.decided(router, tokens, x_BND.device)
+        earlier = shared.latest if shared is not None and reuses and joins else None
+        if routing is None and earlier is not None and earlier.join_BN is not None:
+            # Scores that are shared do not learn, and a part that runs again decides nothing.
+            with torch.no_grad():
+                routing = router.choose_among(enter_rows(x_BND, earlier) if held is None else x_BND, earlier)
+        elif routing is None:
             routing = router(x_BND, None if shared is None else shared.score_BN.to(x_BND.device), tokens)
-            if self.writes and shared is None and forward_pass is not None and self.span is not None:
-                shared = forward_pass.scores[self.span] = SharedScore(routing.score_BN)
-            if shared is not None and reuses:
-                shared.remember(router, tokens, routing)
+        if self.writes and shared is None and forward_pass is not None and self.span is not None:
+            shared = forward_pass.scores[self.span] = SharedScore(routing.score_BN)
+        if shared is not None and reuses:
+            shared.remember(router, tokens, routing)
         self._record(routing, training)
         return routing
 

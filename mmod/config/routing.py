@@ -45,6 +45,10 @@ class RoutingConfig:
             means "tanh" for scores that learn and "identity" for those that do not.
         context: What a kept token attends to: the "kept" tokens of its image, as in MoD, or "all" of them, whose keys
             and values are then computed for every token.
+        skipped: What becomes of tokens that are not kept: they "pass" by unchanged; or "follow" the kept token of their
+            image that is most like them and get the update of that one; or "merge" with it, averaged as one row that
+            attention counts as so many tokens, and then get its update. Consecutive blocks whose router shares its
+            score choose among the kept tokens of the blocks before, wherever capacity falls.
         blocks: "every_other" (1, 3, 5, ...), "late" (all after the first third; attention routing then keeps the same
             tokens in all of them, those that the last dense block attends to, and the random control draws once for
             all of them), "all", or the indices of the blocks.
@@ -74,6 +78,7 @@ class RoutingConfig:
     select: Literal["topk"] | Threshold
     gate: Gate
     context: str
+    skipped: str
     blocks: str | tuple[int, ...]
     protect_prefix: bool
     importance: str
@@ -88,6 +93,7 @@ class RoutingConfig:
         select: str | Threshold | Mapping[str, Any] = "topk",
         gate: str | Gate | Mapping[str, Any] | None = None,
         context: str = "kept",
+        skipped: str = "pass",
         blocks: str | tuple[int, ...] = "every_other",
         protect_prefix: bool = True,
         importance: str = "per_viewer",
@@ -106,6 +112,7 @@ class RoutingConfig:
             **read_parts(regroup({**parts, **options})),
             "capacity": tuple(capacity) if isinstance(capacity, list) else capacity,
             "context": context,
+            "skipped": skipped,
             "blocks": tuple(blocks) if isinstance(blocks, list) else blocks,
             "protect_prefix": protect_prefix,
             "importance": importance,
@@ -129,6 +136,7 @@ class RoutingConfig:
             capacity="(0, 1]",
             select=("topk",),
             context=("kept", "all"),
+            skipped=("pass", "follow", "merge"),
             blocks=LAYOUTS,
             importance=("per_viewer", "mean"),
             losses="(0, inf)",
@@ -140,6 +148,10 @@ class RoutingConfig:
             raise ValueError(f"gate {gate.name!r} needs a score that learns; router {router.name!r} takes 'identity'")
         if not router.learns and self.losses:
             raise ValueError(f"router {router.name!r} learns nothing, so it takes no losses, got {dict(self.losses)}")
+        if self.skipped != "pass" and (self.select != "topk" or self.context == "all" or gate.reweight_skipped):
+            raise ValueError(
+                f"skipped={self.skipped!r} needs select='topk', context='kept' and a gate without reweight_skipped"
+            )
         if language.frames is not None and self.select != "topk":
             raise ValueError("frames choose the top-k among image tokens: they need select='topk'")
         if language.shared and router.name != "linear":
@@ -209,6 +221,8 @@ class RoutingConfig:
 
 _NAMES = tuple(item.name for item in dataclasses.fields(RoutingConfig))
 ROUTING_FIELDS = (*_NAMES, *FLAT)
+# What every saved config has.
+_FIRST_NAMES = set(_NAMES) - {"skipped"}
 
 
 def regroup_saved(tree: Any) -> Any:
@@ -219,6 +233,6 @@ def regroup_saved(tree: Any) -> Any:
     """
     if not isinstance(tree, Mapping):
         return tree
-    if FLAT.keys() <= tree.keys():
+    if FLAT.keys() <= tree.keys() or tree.keys() >= _FIRST_NAMES:
         return RoutingConfig.from_dict(tree).to_dict()
     return {key: regroup_saved(value) for key, value in tree.items()}

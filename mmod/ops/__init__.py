@@ -7,6 +7,7 @@ from mmod.ops.backend import Backend, choices, use
 from mmod.ops.capture import capture_importance
 from mmod.ops.context import Projection, attend_to_all, keys_and_values
 from mmod.ops.importance import attention_importance, attention_with_importance, importance_of_map
+from mmod.ops.merging import add_updates, group_sizes, mean_rows, nearest_rows
 from mmod.ops.packed import Packing, attend_within, pack_rows, packed_attention
 from mmod.ops.reference import inverse_rows, lerp_rows
 from mmod.ops.rows import gather_norm, gather_rows, merge_rows, scatter_rows
@@ -22,6 +23,7 @@ __all__ = [
     "Packing",
     "Projection",
     "Selection",
+    "add_updates",
     "attend_to_all",
     "attend_within",
     "attention_importance",
@@ -30,11 +32,14 @@ __all__ = [
     "choices",
     "gather_norm",
     "gather_rows",
+    "group_sizes",
     "importance_of_map",
     "inverse_rows",
     "keys_and_values",
     "lerp_rows",
+    "mean_rows",
     "merge_rows",
+    "nearest_rows",
     "pack_rows",
     "packed_attention",
     "scatter_rows",

@@ -10,6 +10,7 @@ from mmod.routing.score.function import FunctionScore
 from mmod.routing.score.linear import LinearScore
 from mmod.routing.score.norm import NormScore
 from mmod.routing.score.random import RandomScore
+from mmod.routing.score.redundancy import RedundancyScore
 from mmod.routing.score.stride import StrideScore
 from mmod.routing.shared import BorrowedScore, share_score, unshare_score
 
@@ -23,6 +24,7 @@ __all__ = [
     "DecoderRouter",
     "TokenGroups",
     "TokenMarks",
+    "RedundancyScore",
     "Router",
     "Routing",
     "StrideScore",

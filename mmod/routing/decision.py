@@ -87,6 +87,9 @@ class Routing(NamedTuple):
         inverse_BN: Slot of each token, -1 where it has none, where the selection found it on the way, else None.
         real_BN: False where a token is padding, or None where none is, or groups say so.
         protect_BN: True where a token is always kept, or None where those are the leading ones, or groups say so.
+        join_BN: Slot of the kept token whose update a token is given, its own where it is kept, -1 where it passes by
+            (B, N); None where all skipped tokens pass by.
+        size_BK: Number of tokens that were averaged into each slot (B, K), or None where each slot holds its own token.
     """
 
     score_BN: Tensor
@@ -101,6 +104,13 @@ class Routing(NamedTuple):
     inverse_BN: Tensor | None = None
     real_BN: Tensor | None = None
     protect_BN: Tensor | None = None
+    join_BN: Tensor | None = None
+    size_BK: Tensor | None = None
+
+    @property
+    def all_join(self) -> bool:
+        """Whether no token passes by, as far as can be told without looking."""
+        return self.valid_BK is None and self.real_BN is None and self.protect_BN is None
 
     @property
     def keep_BN(self) -> Tensor:
@@ -108,6 +118,16 @@ class Routing(NamedTuple):
         valid_BK = torch.ones_like(self.index_BK, dtype=torch.bool) if self.valid_BK is None else self.valid_BK
         empty_BN = torch.zeros(self.score_BN.shape, dtype=torch.bool, device=self.score_BN.device)
         return empty_BN.scatter(1, self.index_BK, valid_BK)
+
+    def to(self, device: torch.device) -> Routing:
+        """Return the same decision on another device.
+
+        Args:
+            device: The device.
+        """
+        if self.index_BK.device == device:
+            return self
+        return Routing(*(value.to(device) if isinstance(value, Tensor) else value for value in self))  # type: ignore[arg-type]
 
     def detach(self) -> Routing:
         """Return the same decision without its autograd graph."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from mmod.config import Placement, RoutingConfig, Threshold, rational
 from mmod.ops.gate import apply_gate
-from mmod.ops.select import select_threshold, select_topk
+from mmod.ops.merging import group_sizes, nearest_rows
+from mmod.ops.select import kept_count, select_threshold, select_topk
 from mmod.routing.decision import Routing, TokenGroups, TokenMarks
 
 
@@ -82,7 +83,58 @@ class Router(nn.Module):
                 f"a {type(self).__name__} needs {self.chooses_among.__name__}, got {type(tokens).__name__}: run the "
                 "whole model, not a block of it"
             )
-        return self._select(x_BND, self._score(x_BND, importance_BN, tokens), importance_BN, tokens)
+        routing = self._select(x_BND, self._score(x_BND, importance_BN, tokens), importance_BN, tokens)
+        return self._join(routing, self._nearest(routing, x_BND, routing.index_BK, routing.real_BN))
+
+    def choose_among(self, rows_BKD: Tensor, earlier: Routing) -> Routing:
+        """Decide among the tokens that an earlier decision keeps, in blocks that share its scores.
+
+        Args:
+            rows_BKD: The rows of that decision (B, K, D).
+            earlier: That decision, by which tokens that are not kept join others.
+
+        Returns:
+            A decision about all tokens. Those that had joined a token which is kept no more go with it.
+        """
+        assert earlier.join_BN is not None
+        tokens, rows = earlier.score_BN.shape[1], earlier.index_BK.shape[1]
+        if kept_count(tokens, self.capacity, self.prefix) > rows:
+            raise ValueError(
+                f"skipped={self.config.skipped!r} lets capacity fall from block to block and not rise: {rows} of "
+                f"{tokens} tokens are left for a capacity of {float(self.capacity)}"
+            )
+        if self.config.router.draws:
+            score_BK = self._score(rows_BKD, None, TokenMarks(earlier.valid_BK))
+            if earlier.valid_BK is not None:
+                score_BK = score_BK.masked_fill(~earlier.valid_BK, -torch.inf)
+            score_BN = torch.full_like(earlier.score_BN, -torch.inf).scatter(1, earlier.index_BK, score_BK)
+        else:
+            score_BN = earlier.score_BN.masked_fill(~earlier.keep_BN, -torch.inf)
+        routing = self._select(rows_BKD, score_BN, earlier.importance_BN, TokenMarks(earlier.real_BN))
+        slot_BK = earlier.join_BN.gather(1, routing.index_BK).clamp(min=0)
+        next_BK = self._nearest(routing, rows_BKD, slot_BK, earlier.valid_BK)
+        if next_BK is None:
+            return self._join(routing, earlier.join_BN)
+        join_BN = next_BK.gather(1, earlier.join_BN.clamp(min=0))
+        return self._join(routing, torch.where(earlier.join_BN >= 0, join_BN, -1))
+
+    def _nearest(self, routing: Routing, rows: Tensor, slot_BK: Tensor, real: Tensor | None) -> Tensor | None:
+        """Return which kept row each row is most like, or None where none has to join another."""
+        if self.config.skipped == "pass" or slot_BK.shape[1] == rows.shape[1]:
+            return None
+        if slot_BK.shape[1] <= self.prefix:
+            raise ValueError(
+                f"skipped={self.config.skipped!r} needs a kept token beside the {self.prefix} that are always kept; "
+                f"capacity {float(self.capacity)} keeps {slot_BK.shape[1]} of {routing.score_BN.shape[1]}"
+            )
+        return nearest_rows(rows, slot_BK, self.prefix, routing.valid_BK, real)
+
+    def _join(self, routing: Routing, join_BN: Tensor | None) -> Routing:
+        """Return the decision with where tokens join others."""
+        if join_BN is None:
+            return routing
+        size_BK = group_sizes(join_BN, routing.index_BK.shape[1]) if self.config.skipped == "merge" else None
+        return routing._replace(join_BN=join_BN, size_BK=size_BK)
 
     def _select(self, x_BND: Tensor, score_BN: Tensor, importance_BN: Tensor | None, tokens: Any) -> Routing:
         """Select and gate, given the scores (B, N)."""

@@ -66,7 +66,10 @@ def test_names_that_nobody_registered_are_refused_with_the_valid_ones(tmp_path: 
     mmod.save_pretrained(model, tmp_path)
     code = f"import mmod; mmod.load_pretrained({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "router must be one of 'attention', 'function', 'linear', 'norm', 'random', 'stride', got" in done.stderr
+    assert (
+        "router must be one of 'attention', 'function', 'linear', 'norm', 'random', 'redundancy', 'stride', got"
+        in done.stderr
+    )
     assert "mmod.register_score" in done.stderr
     with pytest.raises(ValueError, match=r"a loss must be one of 'membership', .*'spread', got 'sprad'.*register_loss"):
         RoutingConfig(router="contrast", losses={"sprad": 1.0})

@@ -52,6 +52,11 @@ class DecoderLayerCall:
         return ""
 
     @property
+    def weighs_keys(self) -> bool:
+        """Tokens of a text stand for themselves."""
+        return False
+
+    @property
     def needs_prefix(self) -> bool:
         """There is no prefix."""
         return False

@@ -16,6 +16,7 @@ from mmod.config import Placement, Score, register_score
 class Stride(Score):
     """Scores in (0, 1] whose best are evenly spread, see `StrideScore`."""
 
+    shared: ClassVar[bool] = True
     positional: ClassVar[bool] = True
 
     def make(self, place: Placement) -> nn.Module:

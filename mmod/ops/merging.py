@@ -1,0 +1,114 @@
+"""Groups of tokens that one row stands for: which token joins which, their mean, and the update that all are given.
+
+Axes: B images, N tokens, K slots per image, D channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def nearest_rows(
+    x_BND: Tensor, row_BK: Tensor, prefix: int = 0, valid_BK: Tensor | None = None, real_BN: Tensor | None = None
+) -> Tensor:
+    """Return the slot of the kept row that each row is most like, by the cosine of the two; a kept row's own is its.
+
+    Args:
+        x_BND: Rows (B, N, D); they get no gradient.
+        row_BK: Row of each slot (B, K).
+        prefix: Leading slots that no other row joins.
+        valid_BK: False where a slot is empty (B, K), or None.
+        real_BN: False where a row is padding (B, N), or None.
+
+    Returns:
+        Slots (B, N), -1 for padding and where no slot is open.
+
+    Example:
+        >>> x = torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.8]]])
+        >>> nearest_rows(x, torch.tensor([[0, 2]]))
+        tensor([[0, 0, 1, 1]])
+    """
+    slot_K = torch.arange(row_BK.shape[1], device=row_BK.device)
+    own_BK, open_BK = slot_K.expand_as(row_BK), (slot_K >= prefix).expand_as(row_BK)
+    with torch.no_grad():
+        unit_BND = F.normalize(x_BND.float(), dim=-1)
+        kept_BKD = torch.gather(unit_BND, 1, row_BK.unsqueeze(-1).expand(-1, -1, x_BND.shape[2]))
+        alike_BNK = unit_BND @ kept_BKD.transpose(1, 2)
+        if valid_BK is not None:
+            own_BK, open_BK = torch.where(valid_BK, own_BK, -1), open_BK & valid_BK
+        if prefix or valid_BK is not None:
+            alike_BNK = alike_BNK.masked_fill(~open_BK.unsqueeze(1), -torch.inf)
+        best_BN, nearest_BN = alike_BNK.max(dim=-1)
+        if valid_BK is not None:
+            nearest_BN = torch.where(best_BN.isneginf(), -1, nearest_BN)
+        if real_BN is not None:
+            nearest_BN = torch.where(real_BN, nearest_BN, -1)
+        # The row of an empty slot may be that of another one, whose claim is then the larger number.
+        claimed_BN = torch.full_like(nearest_BN, -1).scatter_reduce(1, row_BK, own_BK, "amax")
+        return torch.where(claimed_BN >= 0, claimed_BN, nearest_BN)
+
+
+def group_sizes(slot_BN: Tensor, slots: int) -> Tensor:
+    """Return how many tokens each slot stands for, fp32 (B, K); an empty one stands for none.
+
+    Args:
+        slot_BN: Slot of each token, -1 for none (B, N).
+        slots: K.
+    """
+    counted_BN = (slot_BN >= 0).float()
+    return counted_BN.new_zeros(slot_BN.shape[0], slots).scatter_add(1, slot_BN.clamp(min=0), counted_BN)
+
+
+def mean_rows(
+    x_BND: Tensor, slot_BN: Tensor, size_BK: Tensor, weight_BN: Tensor | None = None, *, all_join: bool = False
+) -> Tensor:
+    """Return the mean row of each group.
+
+    Args:
+        x_BND: Rows (B, N, D).
+        slot_BN: Slot of each row, -1 for none (B, N).
+        size_BK: Sum of the weights of each slot's rows (B, K).
+        weight_BN: Weight of each row (B, N), or None for 1.
+        all_join: No slot is -1, so that none is looked for.
+
+    Returns:
+        Means (B, K, D); zeros where a group is empty.
+
+    Example:
+        >>> mean_rows(torch.tensor([[[1.0], [3.0], [5.0]]]), torch.tensor([[0, 0, 1]]), torch.tensor([[2.0, 1.0]]))
+        tensor([[[2.],
+                 [5.]]])
+    """
+    images, slots = size_BK.shape
+    rows_BND = x_BND if weight_BN is None else x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
+    if not all_join:
+        rows_BND = torch.where((slot_BN >= 0).unsqueeze(-1), rows_BND, 0.0)
+    total = x_BND.new_zeros(images * slots, x_BND.shape[2]).index_add(0, _flat(slot_BN, slots), rows_BND.flatten(0, 1))
+    return total.view(images, slots, -1) / size_BK.clamp(min=1).unsqueeze(-1).to(x_BND.dtype)
+
+
+def add_updates(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor, *, all_join: bool = False) -> Tensor:
+    """Add to each row the update of the slot that stands for it.
+
+    Args:
+        x_BND: Rows (B, N, D).
+        update_BKD: The update of each slot (B, K, D).
+        slot_BN: Slot of each row, -1 for none (B, N).
+        all_join: No slot is -1, so that none is looked for.
+
+    Example:
+        >>> add_updates(torch.zeros(1, 3, 1), torch.tensor([[[1.0], [2.0]]]), torch.tensor([[0, 1, -1]])).flatten()
+        tensor([1., 2., 0.])
+    """
+    added_BND = update_BKD.flatten(0, 1).index_select(0, _flat(slot_BN, update_BKD.shape[1])).view_as(x_BND)
+    if not all_join:
+        added_BND = torch.where((slot_BN >= 0).unsqueeze(-1), added_BND, 0.0)
+    return x_BND + added_BND
+
+
+def _flat(slot_BN: Tensor, slots: int) -> Tensor:
+    """Return slots counted over the batch (B N)."""
+    first_B1 = torch.arange(slot_BN.shape[0], device=slot_BN.device).unsqueeze(1) * slots
+    return (slot_BN.clamp(min=0) + first_B1).flatten()

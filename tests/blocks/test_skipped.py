@@ -1,0 +1,209 @@
+"""What becomes of tokens that are not kept: they pass by, follow a kept token, or merge with it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmod
+from mmod.ops import add_updates, group_sizes, mean_rows, nearest_rows
+from tests.zoo import ZOO, make_images, make_model
+
+# Attention outside the fused call, sizes that the model's own mask of patches does not describe.
+NAFLEX = [name for name in ZOO if name.startswith("naflexvit")]
+FALLING = (0.8, 0.55, 0.4)
+SPAN = {"blocks": (1, 2, 3), "capacity": FALLING}
+
+
+def routed(name: str, double: bool = True, **fields: object) -> nn.Module:
+    model = make_model(name)
+    return mmod.route_(model.double() if double else model, mmod.RoutingConfig(**fields)).eval()
+
+
+def whole(model: nn.Module, images: Tensor) -> Tensor:
+    """Run a model with all tokens between its blocks, as whatever reads them there has it."""
+    handle = model.blocks[2].register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        out = model(images)
+    handle.remove()
+    return out
+
+
+@pytest.mark.parametrize("skipped", ["follow", "merge"])
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_merges_and_rows_handed_on_change_nothing(name: str, skipped: str) -> None:
+    images = make_images(name, 2).double()
+    for router in ("redundancy", "attention", "random"):
+        model = routed(name, router=router, skipped=skipped, **SPAN)
+        with torch.no_grad():
+            out, single = model(images), torch.cat([model(image[None]) for image in images])
+        torch.testing.assert_close(out, whole(model, images), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(out, model(images), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(out, single, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("capacity", [0.5, FALLING, (0.5, 0.25, 0.5), (1.0, 0.5, 0.5)])
+@pytest.mark.parametrize("router", ["attention", "random", "redundancy", "stride", "norm"])
+def test_rows_handed_on_are_exact_where_tokens_pass_by(router: str, capacity: float | tuple[float, ...]) -> None:
+    for name in ("vit_tiny_patch16_224", "eva02_tiny_patch14_224", "beit_base_patch16_224"):
+        model, images = (
+            routed(name, double=False, router=router, blocks=(1, 2, 3), capacity=capacity),
+            make_images(name, 2),
+        )
+        with torch.no_grad():
+            assert torch.equal(model(images), whole(model, images))
+
+
+@pytest.mark.parametrize("skipped", ["follow", "merge"])
+def test_the_update_goes_to_all_that_joined(skipped: str) -> None:
+    name = "vit_tiny_patch16_224"
+    model, images = routed(name, router="redundancy", skipped=skipped, **SPAN), make_images(name, 3).double()
+    seen: list[Tensor] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with mmod.trace(model) as decisions, torch.no_grad():
+        model(images)
+    before = set(range(seen[0].shape[1]))
+    for index, routing in zip((1, 2, 3), decisions.values()):
+        x, y = seen[index], seen[index + 1] if index < 3 else None
+        kept = int(seen[0].shape[1] * FALLING[index - 1])
+        assert routing.index_BK.shape[1] == kept
+        assert routing.join_BN is not None
+        for image in range(3):
+            join = routing.join_BN[image]
+            assert set(routing.index_BK[image].tolist()) <= before
+            assert torch.equal(join[routing.index_BK[image]], torch.arange(kept))
+            # Nothing joins the class token.
+            assert (join == 0).sum() == 1
+            if routing.size_BK is not None:
+                assert torch.equal(routing.size_BK[image].long(), join.bincount(minlength=kept))
+            if y is not None:
+                update = (y - x)[image]
+                torch.testing.assert_close(update, update[routing.index_BK[image]][join], rtol=1e-9, atol=1e-9)
+
+
+def test_a_naive_loop_merges_alike() -> None:
+    generator = random.Random(0)
+    for _ in range(20):
+        tokens, slots, prefix = generator.randint(6, 30), generator.randint(3, 5), generator.randint(0, 2)
+        x = torch.randn(2, tokens, 7, dtype=torch.float64)
+        rest = [torch.randperm(tokens - prefix)[: slots - prefix].sort()[0] + prefix for _ in range(2)]
+        kept = torch.stack([torch.cat([torch.arange(prefix), each]) for each in rest])
+        join = nearest_rows(x, kept, prefix)
+        size = group_sizes(join, slots)
+        mean, spread = mean_rows(x, join, size), add_updates(x, x[:, :slots], join, all_join=True)
+        for image, token in itertools.product(range(2), range(tokens)):
+            own = kept[image].tolist()
+            alike = [torch.cosine_similarity(x[image, token], x[image, other], dim=0).item() for other in own]
+            expected = own.index(token) if token in own else max(range(prefix, slots), key=alike.__getitem__)
+            assert join[image, token] == expected
+            torch.testing.assert_close(spread[image, token], x[image, token] + x[image, expected])
+        for image, slot in itertools.product(range(2), range(slots)):
+            group = x[image][join[image] == slot]
+            assert size[image, slot] == len(group)
+            torch.testing.assert_close(mean[image, slot], group.mean(dim=0))
+
+
+@pytest.mark.parametrize("skipped", ["pass", "follow", "merge"])
+@pytest.mark.parametrize("name", NAFLEX)
+def test_padding_changes_nothing(name: str, skipped: str) -> None:
+    model = routed(name, router="redundancy", skipped=skipped, blocks=(1, 2), capacity=0.5)
+    patches = torch.randn(1, 20, 16 * 16 * 3, dtype=torch.float64)
+    places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(5), indexing="ij"), dim=-1).view(1, 20, 2)
+    padded = {
+        "patches": torch.cat([patches, torch.randn(1, 9, 768, dtype=torch.float64)], dim=1),
+        "patch_coord": torch.cat([places, places.new_zeros(1, 9, 2)], dim=1),
+        "patch_valid": torch.arange(29)[None] < 20,
+    }
+    plain = {"patches": patches, "patch_coord": places, "patch_valid": torch.ones(1, 20, dtype=torch.bool)}
+    with torch.no_grad():
+        torch.testing.assert_close(model(padded), model(plain), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("skipped", ["follow", "merge"])
+def test_capacity_one_is_dense_and_gradients_reach_everything(skipped: str) -> None:
+    name = "vit_small_patch14_reg4_dinov2"
+    model, dense, images = (
+        routed(name, router="redundancy", skipped=skipped, blocks="all"),
+        make_model(name),
+        make_images(name, 2),
+    )
+    model = model.float()
+    mmod.set_capacity(model, 1.0)
+    assert torch.equal(model(images), dense(images))
+    mmod.set_capacity(model, 0.5)
+    model.train()(images).square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("gate", ["tanh", "sigmoid", "linear"])
+@pytest.mark.parametrize("skipped", ["follow", "merge"])
+def test_scores_that_learn_get_a_gradient(skipped: str, gate: str) -> None:
+    name = "deit_tiny_patch16_224"
+    model = routed(name, double=False, router="linear", gate=gate, skipped=skipped).train()
+    model(make_images(name, 2)).square().sum().backward()
+    assert all(block.router.score.weight.grad.any() for block in mmod.routed_blocks(model).values())
+
+
+@pytest.mark.parametrize("skipped", ["pass", "merge"])
+def test_copies_pickles_and_graphs_do_the_same(skipped: str) -> None:
+    name = "vit_tiny_patch16_224"
+    model, images = routed(name, double=False, router="redundancy", skipped=skipped, **SPAN), make_images(name, 2)
+    with torch.no_grad():
+        out = model(images)
+        for other in (
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.compile(model, backend="aot_eager"),
+        ):
+            torch.testing.assert_close(other(images), out)
+        exported = torch.export.export(model, (images,)).module()
+        torch.testing.assert_close(exported(images), out)
+        features = model.forward_intermediates(images, indices=[1, 2], norm=False, intermediates_only=True)
+        assert [feature.shape for feature in features] == [(2, 64, 4, 4)] * 2
+        with pytest.raises(AssertionError):
+            model(torch.zeros(1, 3, 32, 32))
+        assert len(model.forward_intermediates(images, indices=[1, 2], intermediates_only=True)) == 2
+    assert not mmod.unroute_(model)._forward_hooks
+
+
+def test_recomputed_blocks_join_as_at_first() -> None:
+    name = "vit_tiny_patch16_224"
+    model, images = routed(name, router="redundancy", skipped="merge", **SPAN).train(), make_images(name, 2).double()
+    gradients = []
+    for checkpointing in (False, True):
+        model.set_grad_checkpointing(checkpointing)
+        model.zero_grad()
+        model(images).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"skipped": "drop"}, "skipped must be one of 'pass', 'follow', 'merge', got 'drop'"),
+        ({"skipped": "merge", "select": "threshold"}, "skipped='merge' needs select='topk'"),
+        ({"skipped": "follow", "context": "all"}, "needs select='topk', context='kept'"),
+        ({"skipped": "merge", "router": "linear", "gate": {"reweight_skipped": True}}, "without reweight_skipped"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mmod.RoutingConfig(**fields)
+
+
+def test_capacities_that_cannot_be_are_refused() -> None:
+    name, images = "vit_tiny_patch16_224", make_images("vit_tiny_patch16_224", 1)
+    rising = routed(name, double=False, router="redundancy", skipped="merge", blocks=(1, 2), capacity=(0.4, 0.6))
+    with pytest.raises(ValueError, match=r"6 of 17 tokens are left for a capacity of 0\.6"):
+        rising(images)
+    mmod.set_capacity(rising, 0.05)
+    with pytest.raises(ValueError, match="needs a kept token beside the 1 that are always kept"):
+        rising(images)
