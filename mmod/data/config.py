@@ -95,7 +95,7 @@ class DataConfig:
         batch_size: Images in a batch of one process.
         workers: Worker processes; 0 reads in the training process.
         augment: Augmentation of training images; None resizes and crops them as for evaluation.
-        crop_pct: Share of the resized image that the evaluation crop keeps. Digits are never resized; other images that
+        crop_pct: Share of the resized image that the evaluation crop keeps. Digits are never cropped; other images that
             have `image_size` already need 1 to be taken whole.
         interpolation: Interpolation of the evaluation resize.
         on_corrupt: "raise" stops at an image or shard that cannot be read. "skip" counts it in the stream's

@@ -127,7 +127,7 @@ def _create_source(config: DataConfig, split: str, report: CorruptReport) -> Lab
     if _is_embedded(config):
         difficulty = rest or "default"
         side = _SETS[kind].config(difficulty).canvas
-        if config.image_size != side:
+        if config.image_size > side or (config.label_patch is not None and config.image_size != side):
             raise ValueError(f"image_size={config.image_size}: images of {difficulty!r} {kind} have {side} pixels")
         return ShardSource(_SETS[kind].locate(f"{kind}:{difficulty}/{split}", config.root), report, target=target)
     if kind == "shards":

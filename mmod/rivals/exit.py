@@ -6,7 +6,10 @@ Axes: B images, N tokens, D channels, C classes.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -205,6 +208,35 @@ class ExitBlock(ConvertedBlock):
         leaving.answers.append((leaving.index_B[leaves_B], logits))
         leaving.index_B = leaving.index_B[~leaves_B]
         return y_BND[~leaves_B]
+
+
+def exit_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of a model that run on the images that have not left, by module name, the first on all.
+
+    Args:
+        model: Any model; one without early exit has none.
+    """
+    return {name: module for name, module in model.named_modules() if isinstance(module, ExitBlock)}
+
+
+@contextmanager
+def counted_images(blocks: Mapping[str, nn.Module]) -> Iterator[dict[str, int]]:
+    """Count the images that blocks are called with, by name of the block.
+
+    Args:
+        blocks: The blocks.
+    """
+    counts = dict.fromkeys(blocks, 0)
+
+    def count(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        counts[name] += len(inputs[0])
+
+    hooks = [block.register_forward_pre_hook(partial(count, name)) for name, block in blocks.items()]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class ExitModel(nn.Module):

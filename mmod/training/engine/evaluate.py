@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mmod import is_routed, routed_blocks, trace
+from mmod.rivals.exit import counted_images, exit_blocks
 from mmod.training.engine.distributed import sum_over_processes
 
 __all__ = ["KeptShares", "RoutedResult", "evaluating"]
@@ -18,7 +19,8 @@ class RoutedResult:
     """What an evaluation found; subclasses are dataclasses of plain values, whose text is one line.
 
     Attributes:
-        kept: Name of each routed block to its mean kept share of tokens, in [0, 1].
+        kept: Name of each routed block to its mean kept share of tokens, in [0, 1]; where images leave a model early,
+            of each block to the share of images that it runs on.
     """
 
     kept: dict[str, float]
@@ -39,7 +41,9 @@ class RoutedResult:
 
 
 class KeptShares:
-    """The mean share of tokens that each routed block keeps, over the samples of all processes.
+    """The mean share of tokens that each routed block keeps, or of images that leave late enough to be run on.
+
+    Shares are means over the samples of all processes.
 
     Args:
         model: A model, routed or not.
@@ -48,13 +52,19 @@ class KeptShares:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
-        self._names = list(routed_blocks(model)) if is_routed(model) else []
+        self._exits = exit_blocks(model)
+        self._names = list(routed_blocks(model)) if is_routed(model) else list(self._exits)
         # Samples, then the sum of shares of each block.
         self._sums = torch.zeros(1 + len(self._names), dtype=torch.float64, device=device)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Count what is kept in the forward pass of a batch."""
+        if self._exits:
+            with counted_images(self._exits) as images:
+                yield
+            self._sums += self._sums.new_tensor([max(images.values()), *images.values()])
+            return
         if not self._names:
             yield
             return

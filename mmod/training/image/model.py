@@ -141,10 +141,10 @@ def create_mixup(mixup: MixupConfig | None, smoothing: float, num_classes: int) 
 
 
 def _load(config: ModelConfig, model: nn.Module, checkpoint: str) -> dict[str, Tensor]:
-    """Load the dense part of a checkpoint and return the weights of its routers."""
+    """Load the dense part of a checkpoint and return the weights of its routers or early exits."""
     state, own = read_weights(checkpoint), model.state_dict()
-    routers = {name: value for name, value in state.items() if ".router." in name}
-    dense = {name: value for name, value in state.items() if name not in routers}
+    added = {name: value for name, value in state.items() if ".router." in name or ".exit." in name}
+    dense = {name: value for name, value in state.items() if name not in added}
     if {name: value.shape for name, value in dense.items()} != {name: value.shape for name, value in own.items()}:
         dense = _converted(dense, model)
     head = _classifier(model)
@@ -159,7 +159,7 @@ def _load(config: ModelConfig, model: nn.Module, checkpoint: str) -> dict[str, T
             "model.head='fresh' takes the other weights alone"
         )
     load_weights(model, dense, checkpoint)
-    return routers
+    return added
 
 
 def _converted(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from mmod.training.studies.chat_pictures import draw_answers, draw_kept
 from mmod.training.studies.config import ChatStudyConfig
 from mmod.training.studies.entrants import DENSE, Entrant
 from mmod.training.studies.jobs import Job, Tick
-from mmod.training.studies.results import Column, markdown_table
+from mmod.training.studies.results import Column, table_of
 from mmod.training.studies.study import Study, latencies
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         kinds: dict[str, Column] = {_RIGHT + kind: (kind, "±.1f") for kind in self.prior}
         prior = {_RIGHT + kind: share for kind, share in self.prior.items()}
         last = {"name": "language-only prior", "right": mean_over_kinds(self.prior), **prior}
-        return markdown_table({**self.columns, **kinds}, [*rows, last])
+        return table_of({**self.columns, **kinds}, [*rows, last])
 
     def facts(self) -> dict[str, Any]:
         """Return the language-only prior."""

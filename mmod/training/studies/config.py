@@ -77,20 +77,34 @@ class ImageStudyConfig(StudyConfig):
         kind: The kind of study.
         isoflop: "scratch" also trains dense models with fewer blocks, as near in FLOPs to the routed ones as can be,
             for as many epochs as training and fine-tuning have together; "none" leaves them out.
-        latency_batch: Images in a batch whose latency is measured.
+        rivals: Name of each series to its budgets, the capacities of the routed models that they are matched to, and
+            what each is: a training config's `rival`, or `kind: resolution` with `image_size`, or `kind: smaller` with
+            `args` of the model that differ.
+        rates: Factors by which the learning rate of each model is multiplied to find its best one, on `rate_split`
+            with the first seed; its runs then have that rate. None searches nothing.
+        rate_split: Split that the search evaluates on.
+        latency_batch: Images in the batch whose latency is drawn and whose memory is measured.
+        latency_batches: Further sizes of batches whose latency is measured.
         latency_rounds: Interleaved rounds of the measurement.
         maps: Sample images over which routing is drawn.
     """
 
     kind: Literal["image"] = "image"
     isoflop: Literal["scratch", "none"] = "scratch"
+    rivals: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
+    rates: list[float] | None = None
+    rate_split: str = "val"
     latency_batch: int = 32
+    latency_batches: list[int] = field(default_factory=lambda: [1, 8])
     latency_rounds: int = 15
     maps: int = 6
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, latency_batch="[1, inf)", latency_rounds="[1, inf)", maps="[0, inf)")
+        whole = dict.fromkeys(("latency_batch", "latency_batches", "latency_rounds"), "[1, inf)")
+        check_fields(self, **whole, rates="(0, inf)", maps="[0, inf)")
+        if self.rates is not None and len(set(self.rates)) < 2:
+            raise ValueError(f"rates must name two factors or more to choose from, or be null, got {self.rates}")
 
 
 @dataclass(frozen=True, kw_only=True)

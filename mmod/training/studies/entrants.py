@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-__all__ = ["DENSE", "Dense", "Entrant", "Routed"]
+from mmod.values import one_of, refuse_unknown
+
+__all__ = ["DENSE", "Dense", "Entrant", "Reduced", "Resized", "Routed", "Smaller", "create_rivals"]
 
 DENSE = "dense"
 """Name of the entrant that all others are compared with."""
@@ -72,3 +75,96 @@ class Routed(Entrant):
     def configure(self, dense: Any, tuned: Any) -> Any:
         """Return the config that fine-tunes the routed model."""
         return dataclasses.replace(tuned, routing=self.routing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced(Entrant):
+    """The dense model with pruned or merged tokens, or with early exits.
+
+    Args:
+        rival: The training config's `rival`.
+    """
+
+    rival: dict[str, Any]
+
+    def configure(self, dense: Any, tuned: Any) -> Any:
+        """Return the config that fine-tunes the model with its rival."""
+        return dataclasses.replace(tuned, rival=self.rival)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resized(Entrant):
+    """The dense model on smaller images, from the same weights.
+
+    Args:
+        image_size: Side of an image, in pixels.
+    """
+
+    image_size: int
+
+    def configure(self, dense: Any, tuned: Any) -> Any:
+        """Return the config that fine-tunes the dense model on smaller images."""
+        model = dataclasses.replace(tuned.model, args={**tuned.model.args, "img_size": self.image_size})
+        return dataclasses.replace(tuned, model=model, data=dataclasses.replace(tuned.data, image_size=self.image_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smaller(Entrant):
+    """A dense model of other dimensions, trained from scratch for as long as the others in all.
+
+    Args:
+        args: Arguments of `timm.create_model` that differ, such as `depth`, or `embed_dim` and `num_heads`.
+        epochs: Epochs of its training.
+    """
+
+    is_tuned: ClassVar[bool] = False
+    args: dict[str, Any]
+    epochs: int
+
+    def configure(self, dense: Any, tuned: Any) -> Any:
+        """Return the config that trains it."""
+        model = type(dense.model)(dense.model.name, {**dense.model.args, **self.args})
+        return dataclasses.replace(dense, model=model, epochs=self.epochs)
+
+
+_OWN_KINDS: dict[str, tuple[type[Entrant], str]] = {
+    "resolution": (Resized, "image_size"),
+    "smaller": (Smaller, "args"),
+}
+
+
+def create_rivals(
+    rivals: Mapping[str, Mapping[float, Mapping[str, Any]]], *, epochs: int, is_trained: bool
+) -> list[Entrant]:
+    """Return the entrants of a study that no router is part of.
+
+    Args:
+        rivals: Name of each series to its budgets: the capacity of the routed models that one is matched to, and what
+            it is. `kind: resolution` with `image_size`, `kind: smaller` with `args`, or a training config's `rival`.
+        epochs: Epochs of training and fine-tuning together, for those that start from scratch.
+        is_trained: The others are fine-tuned.
+
+    Raises:
+        ValueError: A field that the kind does not have, or lacks one.
+
+    Example:
+        >>> small = {"resolution": {0.5: {"kind": "resolution", "image_size": 24}}}
+        >>> [entrant.name for entrant in create_rivals(small, epochs=5, is_trained=True)]
+        ['resolution-0.5']
+    """
+    entrants: list[Entrant] = []
+    for series, budgets in rivals.items():
+        for capacity, fields in budgets.items():
+            name, kind = f"{series}-{capacity:g}", fields.get("kind")
+            common: dict[str, Any] = {"name": name, "series": series, "capacity": capacity, "is_trained": is_trained}
+            if kind not in _OWN_KINDS:
+                one_of(f"rivals.{name}.kind", kind, ["prune", "merge", "exit", *_OWN_KINDS])
+                entrants.append(Reduced(rival=dict(fields), **common))
+                continue
+            entrant, field = _OWN_KINDS[str(kind)]
+            refuse_unknown(f"field of rivals.{name}", fields, ["kind", field])
+            if field not in fields:
+                raise ValueError(f"rivals.{name} needs {field}")
+            scratch = {} if entrant.is_tuned else {"epochs": epochs, "is_trained": True}
+            entrants.append(entrant(**{field: fields[field]}, **{**common, **scratch}))
+    return entrants

@@ -1,12 +1,12 @@
-"""The study of image classifiers: accuracy against FLOPs and latency, beside shallower dense models."""
+"""The study of image classifiers: accuracy against FLOPs, latency and memory, beside rivals of routing."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import mean, median
 from typing import Any, ClassVar
 
 import torch
@@ -14,40 +14,26 @@ from torch import nn
 
 from mmod.adapters import find_stack
 from mmod.analysis import flops, trace
+from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_routing_maps
+from mmod.analysis.timing import interleave, ratios
 from mmod.data.loader import create_eval_stream
 from mmod.model import is_routed
+from mmod.rivals.exit import exit_blocks
 from mmod.training.engine.distributed import choose_device
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, evaluate
 from mmod.training.image.recipe import ImageRecipe
 from mmod.training.studies.config import ImageStudyConfig
-from mmod.training.studies.entrants import DENSE, Entrant
-from mmod.training.studies.jobs import Job
+from mmod.training.studies.entrants import DENSE, Entrant, Routed, Smaller, create_rivals
+from mmod.training.studies.jobs import Job, Runner, Tick
 from mmod.training.studies.loop import LoopStudy, by_data, kept_shares
-from mmod.training.studies.study import latencies
+from mmod.training.studies.paired import as_fast, unbeaten
+from mmod.training.studies.rates import best_rates, starts_others, trials, with_rate
+from mmod.training.studies.results import Column, table_of
+from mmod.training.studies.study import Costs, Outcome
 
-__all__ = ["ImageStudy", "Shallow"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shallow(Entrant):
-    """A dense model of fewer blocks, trained from scratch for as long as the others in all.
-
-    Args:
-        depth: Its blocks.
-        epochs: Epochs of its training.
-    """
-
-    series: str = "shallow"
-    is_tuned: ClassVar[bool] = False
-    depth: int
-    epochs: int
-
-    def configure(self, dense: Any, tuned: Any) -> Any:
-        """Return the config that trains it."""
-        model = ModelConfig(dense.model.name, {**dense.model.args, "depth": self.depth})
-        return dataclasses.replace(dense, model=model, epochs=self.epochs)
+__all__ = ["ImageStudy"]
 
 
 class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
@@ -65,6 +51,7 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
         "gflops": ("GFLOPs", ".4f"),
         "latency_ms": ("ms / image", ".3f"),
         "speedup": ("speed-up", ".2f"),
+        "peak_mb": ("peak MB", ".1f"),
         "top1": ("top-1 %", ".2f"),
         "top1_std": ("std", ".2f"),
         "to_dense": ("to dense", ""),
@@ -72,6 +59,47 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
         "before": ("before tuning", ".2f"),
         "kept": ("kept", ".3f"),
     }
+
+    def __init__(self, config: ImageStudyConfig) -> None:
+        super().__init__(config)
+        self.rates: dict[str, float] = {}
+        self.routed: set[str] = set()
+
+    def prepare(self, runner: Runner) -> None:
+        """Find the learning rate of each model, if the config asks for it."""
+        config = self.config
+        if config.rates is None:
+            return
+        _, jobs = self.plan()
+        tried = trials(jobs, config.rates, config.rate_split, f"{config.output}/rates")
+        first = [job for job in jobs[:1] if starts_others(job)]
+        names = {job.config.output: trial for trial, job in tried.items()}
+        scores: dict[tuple[str, float], float] = {}
+        for job, outcome in runner.run([*first, *tried.values()], self.try_rate):
+            if job.config.output in names:
+                scores[names[job.config.output]] = outcome.figures[self.score]
+        self.rates = best_rates({trial: scores[trial] for trial in tried})
+
+    def try_rate(self, job: Job[TrainConfig], tick: Tick) -> Outcome:
+        """Do a run of the search.
+
+        Args:
+            job: The run.
+            tick: Told the share that is done.
+        """
+        found = self.train(job.config, tick)
+        return Outcome(found, self.figures(found))
+
+    def plan(self) -> tuple[list[Entrant], list[Job[TrainConfig]]]:
+        """Return what is compared, and the runs with the learning rates that were found."""
+        entrants, jobs = super().plan()
+        self.routed = {entrant.name for entrant in entrants if isinstance(entrant, Routed)}
+        rated = [dataclasses.replace(job, config=with_rate(job.config, self.rates.get(job.name, 1.0))) for job in jobs]
+        return entrants, rated
+
+    def facts(self) -> dict[str, Any]:
+        """Return the factors of the learning rates that were found."""
+        return {"rates": self.rates}
 
     def evaluate(self, config: TrainConfig) -> EvalResult:
         """Measure the accuracy of the model that a run starts from."""
@@ -84,10 +112,14 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
         return {"top1": found.top1, "kept": found.mean_kept}
 
     def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
-        """Return the dense model, the routed ones, and dense ones as near to them in FLOPs as can be."""
+        """Return the dense model, the routed ones, dense ones as near to them in FLOPs as can be, and rivals."""
+        epochs = dense.epochs + (tuned.epochs if self.config.tune else 0)
         entrants = super().entrants(dense, tuned)
-        if self.config.isoflop == "none":
-            return entrants
+        shallow = [] if self.config.isoflop == "none" else self._shallow(entrants, dense, epochs)
+        return [*entrants, *shallow, *create_rivals(self.config.rivals, epochs=epochs, is_trained=self.config.tune)]
+
+    def _shallow(self, entrants: Sequence[Entrant], dense: TrainConfig, epochs: int) -> list[Entrant]:
+        """Return dense models of fewer blocks, as near in FLOPs to the routed ones as can be."""
         plain = dataclasses.replace(dense, model=ModelConfig(dense.model.name, dense.model.args))
         model = self.create(plain)
         report, depth = flops(model, _size(plain)), len(find_stack(model).blocks)
@@ -99,26 +131,109 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
             if not by_data(routed):
                 cost = flops(routed, _size(plain)).routed
                 depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - cost)))
-        epochs = dense.epochs + (tuned.epochs if self.config.tune else 0)
-        return entrants + [
-            Shallow(name=f"isoflop-{fewer}", depth=fewer, epochs=epochs, share=fewer / depth)
+        return [
+            Smaller(
+                name=f"isoflop-{fewer}", series="shallow", args={"depth": fewer}, epochs=epochs, share=fewer / depth
+            )
             for fewer in sorted(depths - {depth})
         ]
 
     def examine(self, job: Job[TrainConfig], found: EvalResult) -> dict[str, float]:
-        """Count the FLOPs of one image, and draw what a routed model keeps."""
+        """Count the FLOPs of one image and the memory of a batch, and draw what a routed model keeps."""
         model = self.load(job)
         if self.config.maps and is_routed(model):
             self._draw_maps(job, model)
-        return {"gflops": flops(model, _size(job.config), **kept_shares(model, found)).routed / 1e9}
+        images = _images(job.config, self.config.latency_batch).to(choose_device(job.config.device))
+        with torch.inference_mode():
+            peak = peak_bytes(partial(model, images), images.device)
+        return {"gflops": _cost(model, job.config, found) / 1e9, "peak_mb": peak / 1e6}
 
     def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
-        """Measure the latency of a batch of evaluation images, for each image."""
+        """Measure the latency of the same evaluation images in batches of several sizes, for each image.
+
+        All models and sizes take turns. Where images leave a model early, its time is the mean over the images.
+        """
         device = choose_device(jobs[DENSE].config.device)
-        images = _images(jobs[DENSE].config, self.config.latency_batch).to(device)
-        reads = {name: partial(self.load(job), images) for name, job in jobs.items()}
-        times = latencies(reads, len(images), self.config.latency_rounds, device)
-        return {name: {"latency_ms": own, "speedup": ratio} for name, (own, ratio) in times.items()}
+        count = max(self._batches)
+        reads: dict[tuple[str, int], Callable[[], object]] = {}
+        for name, job in jobs.items():
+            model, images = self.load(job), _images(job.config, count).to(device)
+            for size in self._batches:
+                # None smaller at the end, which would be timed as one of this size.
+                reads[name, size] = partial(_read, model, images[: count // size * size].split(size))
+        with torch.inference_mode():
+            times = interleave(reads, seconds=0, rounds=self.config.latency_rounds, device=device)
+        found: dict[str, dict[str, float]] = {name: {} for name in jobs}
+        for (name, size), own in times.items():
+            ms, speedup = self._time_columns(size)
+            read = count // size * size
+            found[name] |= {ms: median(own) / read, speedup: ratios(times[DENSE, size], own).median}
+        return found
+
+    @property
+    def _batches(self) -> list[int]:
+        """Sizes of batches whose latency is measured."""
+        return sorted({*self.config.latency_batches, self.config.latency_batch})
+
+    def _time_columns(self, size: int) -> tuple[str, str]:
+        """Return the names of the columns with the time of a batch and with the speed-up over the dense model."""
+        is_main = size == self.config.latency_batch
+        return ("latency_ms", "speedup") if is_main else (f"latency_ms_b{size}", f"speedup_b{size}")
+
+    def _times(self, costs: Costs, names: Iterable[str]) -> dict[int, dict[str, float]]:
+        """Return the time of each model by size of the batch, for sizes above 1; nothing before it is measured."""
+        columns = {size: self._time_columns(size)[0] for size in self._batches if size > 1}
+        found = {size: {name: costs[name].get(ms, 0.0) for name in names} for size, ms in columns.items()}
+        return {size: own for size, own in found.items() if all(own.values())}
+
+    def to_rivals(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> dict[str, dict[str, Any]]:
+        """Return each model's difference to the best model without a router that is as fast, and that one's name."""
+        found: dict[str, dict[str, Any]] = {name: {} for name in scores}
+        for size, ms in self._times(costs, scores).items():
+            fast = {name: [other for other in as_fast(ms, name) if other not in self.routed] for name in scores}
+            best = {
+                name: max(others, key=lambda other: mean(scores[other].values())) if others else None
+                for name, others in fast.items()
+            }
+            gaps = self.compare(scores, best)
+            for name in scores:
+                found[name] |= {f"to_rival_b{size}": gaps[name], f"rival_b{size}": best[name]}
+        return found
+
+    def ranking(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> str:
+        """Say which models none as fast is clearly better than; all are compared before time is measured."""
+        times = self._times(costs, scores)
+        if not times or min(len(own) for own in scores.values()) < 2:
+            return self.verdict(scores)
+
+        def is_better(one: str, other: str) -> bool:
+            gap = self.compare(scores, {one: other})[one]
+            return gap is not None and gap.is_clear and gap.mean > 0
+
+        found = {size: ", ".join(unbeaten(ms, is_better)) for size, ms in times.items()}
+        return "\n\n".join(
+            f"At batch {size}, no entrant that is as fast is clearly better (95 % interval of the paired difference) "
+            f"than any of these, which are not ranked: {names}."
+            for size, names in found.items()
+        )
+
+    def table(self, rows: Sequence[dict[str, Any]]) -> str:
+        """Return the points as a Markdown table, with a column for each size of batch."""
+        columns: dict[str, Column] = {}
+        for key, column in self.columns.items():
+            if key == "latency_ms":
+                for size in self._batches:
+                    columns[self._time_columns(size)[0]] = (f"ms / image b{size}", ".3f")
+            elif key == "speedup":
+                for size in self._batches:
+                    columns[self._time_columns(size)[1]] = (f"speed-up b{size}", ".2f")
+            else:
+                columns[key] = column
+            if key == "to_dense":
+                for size in self._batches:
+                    columns[f"to_rival_b{size}"] = (f"to rival b{size}", "")
+                    columns[f"rival_b{size}"] = (f"rival b{size}", "")
+        return table_of(columns, rows)
 
     def _draw_maps(self, job: Job[TrainConfig], model: nn.Module) -> None:
         images, stack = _images(job.config, self.config.maps), find_stack(model)
@@ -131,6 +246,19 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
         folder = Path(self.config.output)
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / f"maps-{job.name}.png", dpi=150, bbox_inches="tight")
+
+
+def _read(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
+    for images in batches:
+        model(images)
+
+
+def _cost(model: nn.Module, config: TrainConfig, found: EvalResult) -> float:
+    """Return the FLOPs of an image, on average where images leave early."""
+    report = flops(model, _size(config), **kept_shares(model, found))
+    if not exit_blocks(model):
+        return report.routed
+    return report.rest.routed + sum(block.routed * found.kept.get(block.name, 1.0) for block in report.blocks)
 
 
 def _size(config: TrainConfig) -> tuple[int, int, int]:

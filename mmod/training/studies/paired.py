@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import mean, stdev
 
-__all__ = ["Difference", "compare", "difference", "verdict"]
+__all__ = ["Difference", "as_fast", "compare", "difference", "unbeaten", "verdict"]
 
 # The figure of one model for each seed.
 BySeed = Mapping[int, float]
@@ -101,6 +101,34 @@ def verdict(figures: Mapping[str, BySeed]) -> str:
         return "One seed: which model is better is not said."
     close = [f"{one} and {two}" for one, two in combinations(figures, 2) if not _is_clear(figures[one], figures[two])]
     return f"Paired over {seeds} seeds, 95 % intervals {_listed(close)}."
+
+
+def as_fast(ms: Mapping[str, float], name: str) -> list[str]:
+    """Return the models that take no more time than one of them, apart from itself.
+
+    Args:
+        ms: Measured time of each model. A fiftieth more counts as equal, which is what measurements repeat to.
+        name: The model.
+
+    Example:
+        >>> as_fast({"dense": 3.0, "a": 2.0, "b": 2.02, "c": 1.0}, "a")
+        ['b', 'c']
+    """
+    return [other for other, own in ms.items() if other != name and own <= 1.02 * ms[name]]
+
+
+def unbeaten(ms: Mapping[str, float], is_better: Callable[[str, str], bool]) -> list[str]:
+    """Return the models that none as fast is clearly better than.
+
+    Args:
+        ms: Measured time of each model.
+        is_better: Whether a model is clearly better than another.
+
+    Example:
+        >>> unbeaten({"dense": 3.0, "a": 2.0, "b": 2.0}, lambda one, other: (one, other) == ("a", "b"))
+        ['dense', 'a']
+    """
+    return [name for name in ms if not any(is_better(other, name) for other in as_fast(ms, name))]
 
 
 def spread(values: Sequence[float]) -> float | None:

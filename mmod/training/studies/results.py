@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from mmod.analysis.tables import markdown_table
 from mmod.training.studies.paired import Difference, spread
 
-__all__ = ["Column", "Point", "StudyResult", "flat", "markdown_table"]
+__all__ = ["Column", "Point", "StudyResult", "flat", "table_of"]
 
 Column = tuple[str, str]
 """Title of a column, and how its values are formatted; `±` in front adds the standard deviation over seeds."""
@@ -29,6 +30,7 @@ class Point:
         figures: What its evaluation found with each seed: figures by name.
         to_dense: How much higher it scores than the dense model, paired by seed; None for the dense model.
         to_control: The same against its control; None where it has none.
+        to_rivals: The same against the best rival that is as fast, and its name, by column.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Point:
     figures: dict[int, dict[str, float]]
     to_dense: Difference | None
     to_control: Difference | None
+    to_rivals: Mapping[str, Difference | str | None] = field(default_factory=dict)
 
     def values(self, figure: str) -> list[float]:
         """Return a figure's value for each seed that has one."""
@@ -49,7 +52,7 @@ class Point:
         for figure in dict.fromkeys(name for own in self.figures.values() for name in own):
             values = self.values(figure)
             row |= {figure: mean(values), f"{figure}_std": spread(values)}
-        return {**row, **self.cost, "to_dense": self.to_dense, "to_control": self.to_control}
+        return {**row, **self.cost, "to_dense": self.to_dense, "to_control": self.to_control, **self.to_rivals}
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class StudyResult:
     cpu_seconds: float
 
 
-def markdown_table(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]]) -> str:
+def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows as a Markdown table; columns without any value are left out.
 
     Args:
@@ -78,16 +81,15 @@ def markdown_table(columns: Mapping[str, Column], rows: Sequence[Mapping[str, An
 
     Example:
         >>> rows = [{"name": "dense", "top1": 95.82, "top1_std": 0.11}, {"name": "shallow", "top1": 95.0}]
-        >>> print(markdown_table({"name": ("model", ""), "top1": ("top-1 %", "±.1f"), "kept": ("kept", ".3f")}, rows))
-        | model | top-1 % |
-        |---|---|
-        | dense | 95.8 ± 0.1 |
-        | shallow | 95.0 |
+        >>> print(table_of({"name": ("model", ""), "top1": ("top-1 %", "±.1f"), "kept": ("kept", ".3f")}, rows))
+        | model   |    top-1 % |
+        | :------ | ---------: |
+        | dense   | 95.8 ± 0.1 |
+        | shallow |       95.0 |
     """
     cells = {title: [_cell(row, name, form) for row in rows] for name, (title, form) in columns.items()}
     used = {title: column for title, column in cells.items() if any(column)}
-    head, *lines = ["| " + " | ".join(line) + " |" for line in (used, *zip(*used.values()))]
-    return "\n".join([head, "|" + "---|" * len(used), *lines])
+    return markdown_table(list(used), list(zip(*used.values())))
 
 
 def _cell(row: Mapping[str, Any], name: str, form: str) -> str:

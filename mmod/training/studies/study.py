@@ -30,7 +30,7 @@ from mmod.training.studies.config import StudyConfig
 from mmod.training.studies.entrants import DENSE, Dense, Entrant, Routed
 from mmod.training.studies.jobs import Job, Runner, Tick
 from mmod.training.studies.paired import Difference, compare, verdict
-from mmod.training.studies.results import Column, Point, StudyResult, flat, markdown_table
+from mmod.training.studies.results import Column, Point, StudyResult, flat, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,6 +43,7 @@ Found = TypeVar("Found")
 _BASE = "base"
 # The series that others are compared with where a study names no other control.
 _CONTROL = "random"
+Costs = Mapping[str, Mapping[str, float]]
 
 
 class Outcome(NamedTuple):
@@ -160,13 +161,38 @@ class Study(ABC, Generic[Config, Found]):
         """
         return verdict(scores)
 
+    def to_rivals(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> dict[str, dict[str, Any]]:
+        """Return each model's difference to the best rival that is as fast, by column; none as a rule.
+
+        Args:
+            scores: Score by seed of each model.
+            costs: What each costs, by name of the figure.
+        """
+        return {name: {} for name in scores}
+
+    def ranking(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> str:
+        """Say which models may be called better.
+
+        Args:
+            scores: Score by seed of each model.
+            costs: What each costs, by name of the figure.
+        """
+        return self.verdict(scores)
+
+    def prepare(self, runner: Runner) -> None:
+        """Find out what must be known before the runs; nothing as a rule.
+
+        Args:
+            runner: Does runs.
+        """
+
     def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows of the table with what follows from all of them together."""
         return rows
 
     def table(self, rows: Sequence[dict[str, Any]]) -> str:
         """Return the points as a Markdown table."""
-        return markdown_table(self.columns, rows)
+        return table_of(self.columns, rows)
 
     def facts(self) -> dict[str, Any]:
         """Return what the JSON file says beyond config and points."""
@@ -187,22 +213,27 @@ class Study(ABC, Generic[Config, Found]):
         Raises:
             ValueError: The folder holds runs of another config, or a part of the config does not fit the model.
         """
+        runner = Runner(self.config.processes, progress)
+        self.prepare(runner)
         entrants, jobs = self.plan()
         first = {job.name: job for job in jobs if job.seed == 0 and job.name != _BASE}
         figures: dict[str, dict[int, dict[str, float]]] = {name: {} for name in first}
         costs: dict[str, dict[str, float]] = {}
-        runner = Runner(self.config.processes, progress)
 
         def write() -> StudyResult:
             shown = {entrant.name: entrant for entrant in entrants if entrant.name in costs}
             scores = {name: {seed: own[self.score] for seed, own in sorted(figures[name].items())} for name in shown}
             to_dense = self.compare(scores, dict.fromkeys(shown, DENSE))
             to_control = self.compare(scores, {name: entrant.control for name, entrant in shown.items()})
+            to_rivals = self.to_rivals(scores, costs)
             points = [
-                Point(name, own.series, own.capacity, costs[name], figures[name], to_dense[name], to_control[name])
+                Point(
+                    name, own.series, own.capacity, costs[name], figures[name], to_dense[name], to_control[name],
+                    to_rivals[name],
+                )
                 for name, own in shown.items()
-            ]
-            return self._write(points, self.verdict(scores), runner)
+            ]  # fmt: skip
+            return self._write(points, self.ranking(scores, costs), runner)
 
         for job, outcome in runner.run(jobs, self.do):
             if job.name not in first:
