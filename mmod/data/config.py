@@ -103,9 +103,9 @@ class DataConfig:
         in_memory: Decode everything once and keep it as uint8; None does so for digits without augmentation.
         pin_memory: Return batches in pinned memory (for a GPU).
         options: Further arguments of `timm.data.create_dataset`, as `class_map`.
-        label_patch: Side of the patches, in pixels, each of which has a class: that of most of its pixels in the
-            sample's label map, the member `.seg.png` of shards. Images are as large as their maps, `image_size`. None
-            gives each image one class.
+        label_patch: Side of the patches, in pixels of the sample's label map (the member `.seg.png` of shards), each of
+            which has a class: that of most of its pixels. Images are square, and maps equally large. None gives each
+            image one class.
 
     Raises:
         ValueError: If a value is out of range.
@@ -167,8 +167,6 @@ class DataConfig:
             return
         if kind not in ("crowds", "shards"):
             raise ValueError(f"label_patch={side} needs label maps, which source {self.source!r} has none of")
-        if self.image_size % side:
-            raise ValueError(f"label_patch={side} must divide image_size={self.image_size}")
         if self.augment is not None:
             raise ValueError(f"label_patch={side} cannot be combined with augment, which moves images only")
 

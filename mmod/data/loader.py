@@ -104,7 +104,7 @@ def _create_reader(config: DataConfig, split: str, report: CorruptReport, traini
 
 def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
     """Warn where images of the wanted size would be enlarged and lose their margins, judged by the first one."""
-    if config.crop_pct == 1 or _is_embedded(config):
+    if _crop_pct(config) == 1:
         return
     try:
         size = source.read(0, "RGB")[0].size
@@ -123,11 +123,11 @@ def _create_source(config: DataConfig, split: str, report: CorruptReport) -> Lab
     from mmod.data.readers.timm import TimmSource
 
     kind, _, rest = config.source.partition(":")
-    target = CLASS if config.label_patch is None else label_map(config.image_size, config.label_patch)
+    target = CLASS if config.label_patch is None else label_map(config.label_patch)
     if _is_embedded(config):
         difficulty = rest or "default"
         side = _SETS[kind].config(difficulty).canvas
-        if config.image_size > side or (config.label_patch is not None and config.image_size != side):
+        if config.image_size > side:
             raise ValueError(f"image_size={config.image_size}: images of {difficulty!r} {kind} have {side} pixels")
         return ShardSource(_SETS[kind].locate(f"{kind}:{difficulty}/{split}", config.root), report, target=target)
     if kind == "shards":
@@ -168,6 +168,10 @@ def _transform(config: DataConfig, training: bool, mean: Tensor, std: Tensor, no
     }
     if training and config.augment is not None:
         return create_transform(is_training=True, **common, **asdict(config.augment))
+    crop_pct, interpolation = _crop_pct(config), config.interpolation
+    return create_transform(is_training=False, crop_pct=crop_pct, interpolation=interpolation, **common)
+
+
+def _crop_pct(config: DataConfig) -> float:
     # Label maps stay as they are, and so must what they belong to.
-    crop_pct = 1.0 if _is_embedded(config) or config.label_patch is not None else config.crop_pct
-    return create_transform(is_training=False, crop_pct=crop_pct, interpolation=config.interpolation, **common)
+    return 1.0 if _is_embedded(config) or config.label_patch is not None else config.crop_pct

@@ -72,7 +72,7 @@ def parse_caption(data: bytes) -> str:
     return text
 
 
-def parse_patches(data: bytes, size: int, side: int) -> list[int]:
+def parse_patches(data: bytes, side: int) -> list[int]:
     """Read a label map, an image whose values are classes, as the class of each patch.
 
     A patch has the class of most of its pixels, the smallest of several; where 0 is the background, half a patch of
@@ -80,35 +80,33 @@ def parse_patches(data: bytes, size: int, side: int) -> list[int]:
 
     Args:
         data: The encoded file, of Pillow's mode L (values are classes) or P (numbers in the palette are).
-        size: Side of the image that the model sees, in pixels.
         side: Side of a patch, in pixels.
 
     Returns:
         Classes of the patches, row by row.
 
     Raises:
-        ValueError: If it is no label map of that size.
+        ValueError: If it is no square label map of whole patches.
     """
     image = open_image(data)
-    if image.mode not in ("L", "P") or image.size != (size, size):
+    if image.mode not in ("L", "P") or image.width != image.height or image.width % side:
         raise ValueError(
-            f"the .seg.png member is an image of {image.width}x{image.height} of mode {image.mode}, not a label map of "
-            f"{size}x{size} of mode L or P"
+            f"the .seg.png member is an image of {image.width}x{image.height} of mode {image.mode}, not a square label "
+            f"map of whole patches of {side} pixels, of mode L or P"
         )
-    steps = size // side
+    steps = image.width // side
     patches = np.asarray(image).reshape(steps, side, steps, side).swapaxes(1, 2).reshape(steps**2, side**2)
     counts = [(patches == label).sum(1) for label in range(int(patches.max()) + 1)]
     return [int(label) for label in np.argmax(counts, axis=0)]
 
 
-def label_map(size: int, side: int) -> Target:
+def label_map(side: int) -> Target:
     """Return the target that gives each patch a class; see `parse_patches`.
 
     Args:
-        size: Side of the image, in pixels.
         side: Side of a patch, in pixels.
     """
-    return Target("seg.png", partial(parse_patches, size=size, side=side))
+    return Target("seg.png", partial(parse_patches, side=side))
 
 
 CLASS = Target("cls", parse_class)

@@ -85,7 +85,7 @@ def evaluate(
         The figures.
 
     Raises:
-        ValueError: If the stream is empty, a label is not a class of the model, or its patches are not the labels'.
+        ValueError: If the stream is empty, or a label is not a class of the model, or grids do not fit; see `answers`.
 
     Example:
         >>> import tempfile, timm
@@ -109,10 +109,10 @@ def evaluate(
             check_targets(targets, model)
             images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
             with autocast(device, precision), kept.watch():
-                logits = answers(model, images).float()
-            sums += _batch_sums(logits.flatten(0, -2), targets.flatten(), len(images))
+                logits = answers(model, images, targets).float()
+            sums += _batch_sums(logits, targets.flatten(), len(images))
             if targets.ndim == 2:
-                confusion = _count(logits, targets) + (confusion if len(confusion) else 0)
+                confusion = _count(logits, targets.flatten()) + (confusion if len(confusion) else 0)
     first, five, loss, labels, samples = sum_over_processes(sums).tolist()
     if samples == 0:
         raise ValueError("the evaluation stream holds no images")
@@ -142,7 +142,7 @@ def _batch_sums(logits: Tensor, targets: Tensor, images: int) -> Tensor:
 def _count(logits: Tensor, targets: Tensor) -> Tensor:
     """Count patches by class and first guess, (classes, classes)."""
     classes = logits.shape[-1]
-    pairs = (targets * classes + logits.argmax(-1)).flatten()
+    pairs = targets * classes + logits.argmax(1)
     return torch.bincount(pairs, minlength=classes**2).reshape(classes, classes).double()
 
 

@@ -103,9 +103,6 @@ def _check_answers(model: nn.Module, label_patch: int | None) -> None:
             f"data.label_patch is {label_patch} and the model's global_pool {pool!r}: a model that pools answers "
             "images, one with model.args.global_pool '' patches"
         )
-    size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    if label_patch is not None and size != (label_patch, label_patch):
-        raise ValueError(f"data.label_patch is {label_patch} and the model's patches are {size}: they must agree")
 
 
 def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import isqrt
 
 import torch
 import torch.nn.functional as F
@@ -85,40 +86,58 @@ class ClassificationTask(Task):
             exist; and "top1", the share of right first guesses in percent.
         """
         with autocast(images.device, self.precision):
-            logits = answers(self.model, images).flatten(0, -2)
-            targets = targets if targets.is_floating_point() else targets.flatten()
-            parts = {"task": self.criterion(logits.float(), targets)}
+            logits = answers(self.model, images, targets)
+            labels = targets if targets.is_floating_point() else targets.flatten()
+            parts = {"task": self.criterion(logits.float(), labels)}
             if self.teacher is not None:
-                parts["distillation"] = self.distill_weight * self._divergence(logits, images)
+                with torch.no_grad():
+                    taught = answers(self.teacher, images, targets)
+                parts["distillation"] = self.distill_weight * self._divergence(logits, taught)
             if self.auxiliary:
                 parts["auxiliary"] = auxiliary_loss(self.model)
         loss = torch.stack([part.float() for part in parts.values()]).sum()
-        hard = targets if targets.ndim == 1 else targets.argmax(1)
+        hard = labels if labels.ndim == 1 else labels.argmax(1)
         return {"loss": loss, **parts, "top1": accuracy(logits.detach(), hard)[0]}
 
-    def _divergence(self, logits: Tensor, images: Tensor) -> Tensor:
-        """Return KL(teacher || student) per row of logits; the squared temperature keeps its gradient's scale."""
-        assert self.teacher is not None
-        with torch.no_grad():
-            taught = answers(self.teacher, images).flatten(0, -2)
-            target = F.log_softmax(taught.float() / self.temperature, dim=-1)
+    def _divergence(self, logits: Tensor, taught: Tensor) -> Tensor:
+        """Return KL(teacher || student) per label; the squared temperature keeps its gradient's scale."""
+        target = F.log_softmax(taught.float() / self.temperature, dim=-1)
         student = F.log_softmax(logits.float() / self.temperature, dim=-1)
         return self.temperature**2 * F.kl_div(student, target, reduction="batchmean", log_target=True)
 
 
-def answers(model: nn.Module, images: Tensor) -> Tensor:
+def answers(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
     """Return what a model says of each label.
 
     Args:
         model: A timm model, or one called alike. One that does not pool (`global_pool=''`) answers every token, of
             which the prefix tokens are left out here.
         images: (B, C, H, W).
+        targets: Class numbers (B), or (B, N) of a square grid of patches. From a grid of its own, as of images of lower
+            resolution, a model's logits are interpolated to that of the labels.
 
     Returns:
-        Logits (B, classes) of images or (B, N, classes) of N patches.
+        Logits, one row a label: (B, classes) of images or (B * N, classes) of patches.
+
+    Raises:
+        ValueError: If grids differ and one is not square.
     """
     logits: Tensor = model(images)
-    return logits if logits.ndim == 2 else logits[:, getattr(model, "num_prefix_tokens", 0) :]
+    if logits.ndim == 2:
+        return logits
+    logits = logits[:, getattr(model, "num_prefix_tokens", 0) :]
+    if logits.shape[1] != targets.shape[1]:
+        logits = _resized(logits, targets.shape[1])
+    return logits.flatten(0, 1)
+
+
+def _resized(logits_BNC: Tensor, patches: int) -> Tensor:
+    """Interpolate a square grid of logits to one of so many patches."""
+    own, asked = isqrt(logits_BNC.shape[1]), isqrt(patches)
+    if (own**2, asked**2) != (logits_BNC.shape[1], patches):
+        raise ValueError(f"{logits_BNC.shape[1]} answers to {patches} labels: grids that differ must both be square")
+    grid = logits_BNC.transpose(1, 2).unflatten(2, (own, own))
+    return F.interpolate(grid, size=(asked, asked), mode="bilinear").flatten(2).transpose(1, 2)
 
 
 def check_targets(targets: Tensor, model: nn.Module) -> None:

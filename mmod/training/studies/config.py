@@ -75,6 +75,8 @@ class ImageStudyConfig(StudyConfig):
 
     Args:
         kind: The kind of study.
+        score: Figure by which models are compared: "top1", and where patches have the labels "mean_iou" or "objects",
+            the accuracy where there is something (see `mmod.training.image.evaluate.EvalResult`).
         isoflop: "scratch" also trains dense models with fewer blocks, as near in FLOPs to the routed ones as can be,
             for as many epochs as training and fine-tuning have together; "none" leaves them out.
         rivals: Name of each series to its budgets, the capacities of the routed models that they are matched to, and
@@ -90,6 +92,7 @@ class ImageStudyConfig(StudyConfig):
     """
 
     kind: Literal["image"] = "image"
+    score: Literal["top1", "objects", "mean_iou"] = "top1"
     isoflop: Literal["scratch", "none"] = "scratch"
     rivals: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
     rates: list[float] | None = None

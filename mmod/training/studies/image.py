@@ -35,16 +35,16 @@ from mmod.training.studies.study import Costs, Outcome
 
 __all__ = ["ImageStudy"]
 
+_MEASURES = {"top1": "top-1 accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
+
 
 class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
-    """A study of timm's classifiers; see `Study`."""
+    """A study of timm's classifiers, of images or of patches; see `Study`."""
 
     config: ImageStudyConfig
     recipe = ImageRecipe
     run_config = TrainConfig
     found = EvalResult
-    score = "top1"
-    measure = "top-1 accuracy"
     columns: ClassVar = {
         "series": ("model", ""),
         "capacity": ("capacity", "g"),
@@ -52,6 +52,8 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
         "latency_ms": ("ms / image", ".3f"),
         "speedup": ("speed-up", ".2f"),
         "peak_mb": ("peak MB", ".1f"),
+        "mean_iou": ("mean IoU %", "±.2f"),
+        "objects": ("objects %", "±.2f"),
         "top1": ("top-1 %", ".2f"),
         "top1_std": ("std", ".2f"),
         "to_dense": ("to dense", ""),
@@ -62,6 +64,7 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
 
     def __init__(self, config: ImageStudyConfig) -> None:
         super().__init__(config)
+        self.score, self.measure = config.score, _MEASURES[config.score]
         self.rates: dict[str, float] = {}
         self.routed: set[str] = set()
 
@@ -108,11 +111,17 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
         return evaluate(self.create(config).to(device), stream, device, config.precision)
 
     def figures(self, found: EvalResult) -> dict[str, float]:
-        """Return accuracy and kept share."""
-        return {"top1": found.top1, "kept": found.mean_kept}
+        """Return accuracy, what is known of patches alone, and kept share."""
+        return {"top1": found.top1, **found.patch_figures(), "kept": found.mean_kept}
 
     def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
-        """Return the dense model, the routed ones, dense ones as near to them in FLOPs as can be, and rivals."""
+        """Return the dense model, the routed ones, dense ones as near to them in FLOPs as can be, and rivals.
+
+        Raises:
+            ValueError: If the score is one of patches and images have the labels.
+        """
+        if self.score != "top1" and dense.data.label_patch is None:
+            raise ValueError(f"score={self.score!r} is one of patches: set data.label_patch, or score to 'top1'")
         epochs = dense.epochs + (tuned.epochs if self.config.tune else 0)
         entrants = super().entrants(dense, tuned)
         shallow = [] if self.config.isoflop == "none" else self._shallow(entrants, dense, epochs)

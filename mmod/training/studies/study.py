@@ -69,8 +69,8 @@ class Study(ABC, Generic[Config, Found]):
 
     run_config: ClassVar[Any]
     found: ClassVar[type]
-    score: ClassVar[str]
-    measure: ClassVar[str]
+    score: str
+    measure: str
     columns: ClassVar[dict[str, Column]]
 
     def __init__(self, config: StudyConfig) -> None:

@@ -62,9 +62,11 @@ def test_patches_answer_and_prefix_tokens_do_not(name: str) -> None:
     images = torch.randn(2, 3, *size)
     with torch.no_grad():
         every = model.forward_head(model.forward_features(images))  # type: ignore[operator]
-        assert torch.equal(answers(model, images), every[:, -model.patch_embed.num_patches :])  # type: ignore[union-attr]
+        patches: int = model.patch_embed.num_patches  # type: ignore[union-attr,assignment]
+        targets = torch.zeros(2, patches, dtype=torch.int64)
+        assert torch.equal(answers(model, images, targets), every[:, -patches:].flatten(0, 1))
         mmod.route_(model, mmod.RoutingConfig(router="attention", capacity=0.3, blocks="late"))
-        assert answers(model, images).shape == (2, model.patch_embed.num_patches, 7)  # type: ignore[union-attr]
+        assert answers(model, images, targets).shape == (2 * patches, 7)
 
 
 class Table(nn.Module):
@@ -112,6 +114,21 @@ def test_figures_are_those_of_all_patches_at_once(
     assert found.mean_iou == pytest.approx(100 * jaccard_score(true, guess, labels=labels, average="macro"))
     assert found.loss == pytest.approx(F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item(), rel=1e-5)
     assert {"objects", "mean_iou"} <= found.columns().keys()
+
+
+@pytest.mark.parametrize(("own", "asked"), [(2, 4), (3, 5), (6, 3), (1, 3)])
+def test_another_grid_is_interpolated(own: int, asked: int) -> None:
+    # Two images with the same answer everywhere, and one whose answers rise from row to row.
+    rows = torch.arange(own, dtype=torch.float32).repeat_interleave(own)
+    table = torch.stack([torch.zeros(own**2), torch.full((own**2,), 3.0), rows])[..., None].expand(-1, -1, 2)
+    found = answers(Table(table), torch.arange(3).float().reshape(-1, 1, 1, 1), torch.zeros(3, asked**2).long())
+    flat, same, rising = found.reshape(3, asked, asked, 2).detach()
+    assert torch.equal(flat, torch.zeros_like(flat))
+    assert torch.equal(same, torch.full_like(same, 3.0))
+    assert torch.equal(rising, rising[:, :1].expand_as(rising))
+    assert own == 1 or (rising.diff(dim=0) >= 0).all()
+    with pytest.raises(ValueError, match=f"{own**2} answers to {asked**2 + 1} labels: grids that differ must both be"):
+        answers(Table(table), torch.zeros(1, 1, 1, 1), torch.zeros(1, asked**2 + 1).long())
 
 
 @settings(max_examples=10, deadline=None)
@@ -172,7 +189,6 @@ def test_a_router_that_keeps_all_changes_no_answer(data: DataConfig, tmp_path: P
     ("args", "changes", "message"),
     [
         ({"global_pool": "avg"}, {}, r"label_patch is 8 and the model's global_pool 'avg'"),
-        ({"patch_size": 4}, {}, r"label_patch is 8 and the model's patches are \(4, 4\): they must agree"),
         ({}, {"label_patch": None, "source": "digits"}, r"label_patch is None and the model's global_pool ''"),
     ],
 )
