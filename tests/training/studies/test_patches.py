@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from mmod.analysis import flops
+from mmod.training import TrainConfig
+from mmod.training.engine.parse import parse_config
 from mmod.training.studies.config import ImageStudyConfig
 from mmod.training.studies.image import ImageStudy
 from tests.training.studies.test_image import DENSE
 
+ROOT = Path(__file__).parents[3]
 MODEL: dict[str, Any] = {"num_classes": 11, "class_token": False, "global_pool": "", "embed_dim": 16}
 
 
@@ -55,6 +59,21 @@ def test_a_study_of_patches(study: ImageStudyConfig) -> None:
         )
     assert "mean IoU %" in result.table
     assert (result.folder / "maps-a-mod-0.5.png").exists()
+
+
+def test_rivals_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    study = ImageStudy(parse_config(["configs/tradeoff/patches.yaml"], ImageStudyConfig))
+    dense = TrainConfig.load("configs/patches/dense.yaml")
+    costs = {}
+    for entrant in study.entrants(dense, dense):
+        config = entrant.configure(dense, dense)
+        size = config.data.image_size
+        costs[entrant.name] = flops(study.create(config), (1, size, size)).routed
+    assert len(costs) == 13
+    for name, cost in costs.items():
+        expected = 1.0 if name == "dense" else 0.6 if name == "resolution-0.5" else 0.5
+        assert cost == pytest.approx(expected * costs["dense"], rel=0.15), name
 
 
 def test_a_score_of_patches_needs_their_labels(study: ImageStudyConfig) -> None:
