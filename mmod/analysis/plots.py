@@ -199,7 +199,7 @@ def _draw_panel(axis: Axes, rows: Sequence[Mapping[str, Any]], key: str) -> None
             axis.axhline(y[-1], color=INK, linewidth=0.8, linestyle=":", zorder=0)
         labels.append((x[0], y[0], name, style["color"]))
         if name == numbered:
-            for row in points:
+            for row in (point for point in points if point["capacity"] is not None):
                 axis.annotate(
                     f"{row['capacity']:g}",
                     (row[key], row["accuracy_mean"] + (row["accuracy_std"] if error else 0)),

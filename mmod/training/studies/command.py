@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 from mmod.io.yaml import read_yaml
 from mmod.training.engine.parse import parse_config
-from mmod.training.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig, StudyConfig
+from mmod.training.studies.config import (
+    ChatStudyConfig,
+    FeaturesStudyConfig,
+    ImageStudyConfig,
+    PairsStudyConfig,
+    StudyConfig,
+)
 from mmod.values import one_of
 
 __all__ = ["main"]
@@ -23,6 +29,7 @@ class _Kind(NamedTuple):
 
 _KINDS = {
     "image": _Kind(ImageStudyConfig, "image", "ImageStudy"),
+    "features": _Kind(FeaturesStudyConfig, "features", "FeaturesStudy"),
     "pairs": _Kind(PairsStudyConfig, "pairs", "PairsStudy"),
     "conversations": _Kind(ChatStudyConfig, "chat", "ChatStudy"),
 }

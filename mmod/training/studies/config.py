@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mmod.config import rational
 from mmod.values import check_fields
 
-__all__ = ["ChatStudyConfig", "ImageStudyConfig", "PairsStudyConfig", "StudyConfig"]
+__all__ = ["ChatStudyConfig", "FeaturesStudyConfig", "ImageStudyConfig", "PairsStudyConfig", "StudyConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,64 @@ class ImageStudyConfig(StudyConfig):
         check_fields(self, **whole, rates="(0, inf)", maps="[0, inf)")
         if self.rates is not None and len(set(self.rates)) < 2:
             raise ValueError(f"rates must name two factors or more to choose from, or be null, got {self.rates}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesStudyConfig(ImageStudyConfig):
+    """A study of what a trained image model's features are worth: accuracy of classifiers on them against time.
+
+    Unless it is told to fine-tune, no model is trained. Where training and evaluation split of the dense model's data
+    differ, classifiers are fitted on the one and tested on the other; otherwise every image is tested by classifiers
+    fitted on the others.
+
+    Args:
+        kind: The kind of study.
+        images: Folder of the images, in the place of the config's `data.root`.
+        checkpoint: Weights to start from, in the place of the config's `model.checkpoint`.
+        limit: Images of each split that are used, spread evenly over the classes.
+        score: The classifier by which models are compared with rivals and controls: "linear" or "knn".
+        feature: What a feature is: "head" for what the classifier would read, "class" for the class token, "mean" for
+            the mean over patches.
+        neighbours: Neighbours that vote on an image's class.
+        strengths: Values of scikit-learn's `C` from which the linear classifier chooses on the images it is fitted on.
+        folds: Parts into which the images of a single split are dealt.
+        draws: Draws of the bootstrap over images.
+    """
+
+    # Values of its own for keys that it shares.
+    kind: Literal["features"] = "features"  # type: ignore[assignment]
+    score: Literal["linear", "knn"] = "linear"  # type: ignore[assignment]
+    train_dense: bool = False
+    tune: bool = False
+    tune_dense: bool = False
+    before: bool = False
+    isoflop: Literal["scratch", "none"] = "none"
+    latency_batch: int = 8
+    latency_batches: list[int] = field(default_factory=lambda: [1, 32])
+    latency_rounds: int = 5
+    images: str | None = None
+    checkpoint: str | None = None
+    limit: int | None = None
+    feature: Literal["head", "class", "mean"] = "head"
+    neighbours: int = 10
+    strengths: list[float] = field(default_factory=lambda: [0.001, 0.01, 0.1])
+    folds: int = 5
+    draws: int = 2000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(
+            self,
+            limit="[1, inf)",
+            neighbours="[1, inf)",
+            strengths="(0, inf)",
+            folds="[2, inf)",
+            draws="[100, inf)",
+        )
+        if self.seeds != 1 or self.train_dense:
+            raise ValueError("a study of features compares one trained model over images: seeds=1, train_dense=False")
+        if self.isoflop != "none" or not self.strengths:
+            raise ValueError("a study of features needs isoflop='none' and at least one value in strengths")
 
 
 @dataclass(frozen=True, kw_only=True)

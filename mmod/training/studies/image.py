@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from mmod.data.loader import create_eval_stream
 from mmod.model import is_routed
 from mmod.rivals.exit import exit_blocks
 from mmod.training.engine.distributed import choose_device
+from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, evaluate
 from mmod.training.image.recipe import ImageRecipe
@@ -33,38 +34,20 @@ from mmod.training.studies.rates import best_rates, starts_others, trials, with_
 from mmod.training.studies.results import Column, table_of
 from mmod.training.studies.study import Costs, Outcome
 
-__all__ = ["ImageStudy"]
+__all__ = ["ImageStudy", "TimmStudy"]
 
-_MEASURES = {"top1": "top-1 accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
+Found = TypeVar("Found", bound=RoutedResult)
 
 
-class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
-    """A study of timm's classifiers, of images or of patches; see `Study`."""
+class TimmStudy(LoopStudy[TrainConfig, Found]):
+    """A study of timm's image models, of what they cost, and of their rivals; a subclass says how they are judged."""
 
     config: ImageStudyConfig
     recipe = ImageRecipe
     run_config = TrainConfig
-    found = EvalResult
-    columns: ClassVar = {
-        "series": ("model", ""),
-        "capacity": ("capacity", "g"),
-        "gflops": ("GFLOPs", ".4f"),
-        "latency_ms": ("ms / image", ".3f"),
-        "speedup": ("speed-up", ".2f"),
-        "peak_mb": ("peak MB", ".1f"),
-        "mean_iou": ("mean IoU %", "±.2f"),
-        "objects": ("objects %", "±.2f"),
-        "top1": ("top-1 %", ".2f"),
-        "top1_std": ("std", ".2f"),
-        "to_dense": ("to dense", ""),
-        "to_control": ("to control", ""),
-        "before": ("before tuning", ".2f"),
-        "kept": ("kept", ".3f"),
-    }
 
     def __init__(self, config: ImageStudyConfig) -> None:
         super().__init__(config)
-        self.score, self.measure = config.score, _MEASURES[config.score]
         self.rates: dict[str, float] = {}
         self.routed: set[str] = set()
 
@@ -104,24 +87,8 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
         """Return the factors of the learning rates that were found."""
         return {"rates": self.rates}
 
-    def evaluate(self, config: TrainConfig) -> EvalResult:
-        """Measure the accuracy of the model that a run starts from."""
-        device = choose_device(config.device)
-        stream = create_eval_stream(config.data)
-        return evaluate(self.create(config).to(device), stream, device, config.precision)
-
-    def figures(self, found: EvalResult) -> dict[str, float]:
-        """Return accuracy, what is known of patches alone, and kept share."""
-        return {"top1": found.top1, **found.patch_figures(), "kept": found.mean_kept}
-
     def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
-        """Return the dense model, the routed ones, dense ones as near to them in FLOPs as can be, and rivals.
-
-        Raises:
-            ValueError: If the score is one of patches and images have the labels.
-        """
-        if self.score != "top1" and dense.data.label_patch is None:
-            raise ValueError(f"score={self.score!r} is one of patches: set data.label_patch, or score to 'top1'")
+        """Return the dense model, the routed ones, dense ones as near to them in FLOPs as can be, and rivals."""
         epochs = dense.epochs + (tuned.epochs if self.config.tune else 0)
         entrants = super().entrants(dense, tuned)
         shallow = [] if self.config.isoflop == "none" else self._shallow(entrants, dense, epochs)
@@ -147,7 +114,7 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
             for fewer in sorted(depths - {depth})
         ]
 
-    def examine(self, job: Job[TrainConfig], found: EvalResult) -> dict[str, float]:
+    def examine(self, job: Job[TrainConfig], found: Found) -> dict[str, float]:
         """Count the FLOPs of one image and the memory of a batch, and draw what a routed model keeps."""
         model = self.load(job)
         if self.config.maps and is_routed(model):
@@ -212,7 +179,8 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
     def ranking(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> str:
         """Say which models none as fast is clearly better than; all are compared before time is measured."""
         times = self._times(costs, scores)
-        if not times or min(len(own) for own in scores.values()) < 2:
+        to_dense = self.compare(scores, dict.fromkeys(scores, DENSE)).values()
+        if not times or not any(gap is not None and gap.low is not None for gap in to_dense):
             return self.verdict(scores)
 
         def is_better(one: str, other: str) -> bool:
@@ -229,6 +197,7 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
     def table(self, rows: Sequence[dict[str, Any]]) -> str:
         """Return the points as a Markdown table, with a column for each size of batch."""
         columns: dict[str, Column] = {}
+        last = [key for key in self.columns if key.endswith("to_dense")][-1]
         for key, column in self.columns.items():
             if key == "latency_ms":
                 for size in self._batches:
@@ -238,10 +207,11 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
                     columns[self._time_columns(size)[1]] = (f"speed-up b{size}", ".2f")
             else:
                 columns[key] = column
-            if key == "to_dense":
+            if key.endswith("to_dense"):
                 for size in self._batches:
-                    columns[f"to_rival_b{size}"] = (f"to rival b{size}", "")
-                    columns[f"rival_b{size}"] = (f"rival b{size}", "")
+                    columns[f"{key[:-5]}rival_b{size}"] = (f"{column[0][:-5]}rival b{size}", "")
+            if key == last:
+                columns |= {f"rival_b{size}": (f"rival b{size}", "") for size in self._batches}
         return table_of(columns, rows)
 
     def _draw_maps(self, job: Job[TrainConfig], model: nn.Module) -> None:
@@ -257,12 +227,61 @@ class ImageStudy(LoopStudy[TrainConfig, EvalResult]):
         figure.savefig(folder / f"maps-{job.name}.png", dpi=150, bbox_inches="tight")
 
 
+_MEASURES = {"top1": "top-1 accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
+
+
+class ImageStudy(TimmStudy[EvalResult]):
+    """A study of timm's classifiers, of images or of patches; see `Study`."""
+
+    found = EvalResult
+    columns: ClassVar = {
+        "series": ("model", ""),
+        "capacity": ("capacity", "g"),
+        "gflops": ("GFLOPs", ".4f"),
+        "latency_ms": ("ms / image", ".3f"),
+        "speedup": ("speed-up", ".2f"),
+        "peak_mb": ("peak MB", ".1f"),
+        "mean_iou": ("mean IoU %", "±.2f"),
+        "objects": ("objects %", "±.2f"),
+        "top1": ("top-1 %", ".2f"),
+        "top1_std": ("std", ".2f"),
+        "to_dense": ("to dense", ""),
+        "to_control": ("to control", ""),
+        "before": ("before tuning", ".2f"),
+        "kept": ("kept", ".3f"),
+    }
+
+    def __init__(self, config: ImageStudyConfig) -> None:
+        super().__init__(config)
+        self.score, self.measure = config.score, _MEASURES[config.score]
+
+    def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
+        """Return what is compared.
+
+        Raises:
+            ValueError: If the score is one of patches and images have the labels.
+        """
+        if self.score != "top1" and dense.data.label_patch is None:
+            raise ValueError(f"score={self.score!r} is one of patches: set data.label_patch, or score to 'top1'")
+        return super().entrants(dense, tuned)
+
+    def evaluate(self, config: TrainConfig) -> EvalResult:
+        """Measure the accuracy of the model that a run starts from."""
+        device = choose_device(config.device)
+        stream = create_eval_stream(config.data)
+        return evaluate(self.create(config).to(device), stream, device, config.precision)
+
+    def figures(self, found: EvalResult) -> dict[str, float]:
+        """Return accuracy, what is known of patches alone, and kept share."""
+        return {"top1": found.top1, **found.patch_figures(), "kept": found.mean_kept}
+
+
 def _read(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
     for images in batches:
         model(images)
 
 
-def _cost(model: nn.Module, config: TrainConfig, found: EvalResult) -> float:
+def _cost(model: nn.Module, config: TrainConfig, found: RoutedResult) -> float:
     """Return the FLOPs of an image, on average where images leave early."""
     report = flops(model, _size(config), **kept_shares(model, found))
     if not exit_blocks(model):

@@ -1,0 +1,143 @@
+"""Features of images: what a model says of each before its classifier, computed once and kept in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmod import is_routed, trace
+from mmod.data.loader import BatchStream
+from mmod.io.files import replacing
+from mmod.io.tensors import read_tensors, write_tensors
+from mmod.training.engine.evaluate import evaluating
+from mmod.training.engine.loop import seed_draws
+from mmod.training.engine.task import autocast
+
+__all__ = ["FeatureKind", "Features", "extract", "feature_of", "read_features"]
+
+FeatureKind = Literal["head", "class", "mean"]
+# Batches whose features are written together.
+_CHUNK = 4
+
+
+class Features(NamedTuple):
+    """What a model says of some images.
+
+    Attributes:
+        x_ND: Features, float32 (images, channels).
+        label_N: Classes, int64 (images,).
+        kept_NL: Share of tokens that each routed block keeps of each image (images, routed blocks).
+    """
+
+    x_ND: Tensor
+    label_N: Tensor
+    kept_NL: Tensor
+
+
+def extract(
+    model: nn.Module,
+    stream: BatchStream,
+    folder: str | Path,
+    kind: FeatureKind = "head",
+    *,
+    precision: str = "fp32",
+    tick: Callable[[float], object] = lambda share: None,
+) -> Features:
+    """Compute the features of a stream's images, or go on where an earlier call stopped.
+
+    A batch's draws follow from its number alone, so that features do not depend on interruptions.
+
+    Args:
+        model: A timm model; its mode is restored at the end.
+        stream: The images, in evaluation order.
+        folder: Where features are kept, a file for every few batches. It must be that of this model, stream and kind.
+        kind: See `feature_of`.
+        precision: "fp32", "bf16" or "fp16".
+        tick: Told the share that is done.
+
+    Returns:
+        The features of all images.
+
+    Raises:
+        ValueError: If the model has no such feature.
+    """
+    folder, device = Path(folder), next(model.parameters()).device
+    folder.mkdir(parents=True, exist_ok=True)
+    read = feature_of(model, kind)
+    chunks = -(-stream.steps_per_epoch // _CHUNK)
+    paths = [folder / f"{number:05d}.safetensors" for number in range(chunks)]
+    done = next((number for number, path in enumerate(paths) if not path.exists()), chunks)
+    batches = enumerate(stream.batches(0, min(done * _CHUNK, stream.steps_per_epoch)), done * _CHUNK)
+    with evaluating(model), torch.no_grad():
+        for number, path in enumerate(paths[done:], done):
+            found = list(_read_chunk(model, read, batches, device, precision))
+            with replacing(path) as partial:
+                write_tensors(partial, {name: torch.cat(parts) for name, parts in zip(Features._fields, zip(*found))})
+            tick((number + 1) / chunks)
+    return read_features(folder)
+
+
+def read_features(folder: str | Path) -> Features:
+    """Read the features that `extract` kept in a folder.
+
+    Args:
+        folder: The folder.
+    """
+    states = [read_tensors(path)[0] for path in sorted(Path(folder).glob("*.safetensors"))]
+    return Features(*(torch.cat([state[name] for state in states]) for name in Features._fields))
+
+
+def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor]:
+    """Return the function from images (B, C, H, W) to features (B, D).
+
+    Args:
+        model: A timm model.
+        kind: "head" for what the classifier would read, "class" for the class token, "mean" for the mean over patches.
+
+    Raises:
+        ValueError: If the model has no class token, or does not give its tokens.
+
+    Example:
+        >>> import timm
+        >>> feature_of(timm.create_model("test_vit"), "mean")(torch.randn(2, 3, 160, 160)).shape
+        torch.Size([2, 64])
+    """
+    host: Any = model
+    if not hasattr(host, "forward_features") or not hasattr(host, "forward_head"):
+        raise ValueError(f"{type(model).__name__} has no forward_features and forward_head, as timm's models do")
+    if kind == "class" and getattr(host, "cls_token", None) is None:
+        raise ValueError(f"feature 'class' needs a class token, this {type(model).__name__} has none; use 'mean'")
+
+    def read(images: Tensor) -> Tensor:
+        tokens: Tensor = host.forward_features(images)
+        if kind == "head":
+            feature: Tensor = host.forward_head(tokens, pre_logits=True)
+            return feature
+        return tokens[:, 0] if kind == "class" else tokens[:, host.num_prefix_tokens :].mean(1)
+
+    return read
+
+
+def _read_chunk(
+    model: nn.Module,
+    read: Callable[[Tensor], Tensor],
+    batches: Iterator[tuple[int, tuple[Tensor, Tensor]]],
+    device: torch.device,
+    precision: str,
+) -> Iterator[Features]:
+    for number, (images, labels) in islice(batches, _CHUNK):
+        seed_draws(0, number + 1, 0)
+        kept = torch.empty(len(labels), 0)
+        with autocast(device, precision):
+            if is_routed(model):
+                with trace(model) as routings:
+                    x_ND = read(images.to(device))
+                kept = torch.stack([routing.keep_BN.float().mean(1) for routing in routings.values()], 1)
+            else:
+                x_ND = read(images.to(device))
+        yield Features(x_ND.float().cpu(), labels, kept.cpu())

@@ -1,0 +1,245 @@
+"""The study of features: what a trained model's features are worth at which cost, before any training and after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmod import is_routed, routed_blocks
+from mmod.data.config import DataConfig
+from mmod.data.loader import BatchStream, create_eval_stream
+from mmod.io.claim import claim_folder
+from mmod.io.files import write_atomically
+from mmod.training.engine.distributed import choose_device
+from mmod.training.engine.evaluate import RoutedResult
+from mmod.training.engine.loop import seed_draws
+from mmod.training.engine.run_folder import portable
+from mmod.training.image.config import TrainConfig
+from mmod.training.image.features import Features, extract, read_features
+from mmod.training.studies.config import FeaturesStudyConfig
+from mmod.training.studies.entrants import DENSE
+from mmod.training.studies.image import TimmStudy
+from mmod.training.studies.jobs import Job, Tick
+from mmod.training.studies.paired import Difference
+from mmod.training.studies.probes import Resampling, linear_probe, nearest_neighbours, split_by_class
+from mmod.training.studies.study import Costs, Outcome, merged
+
+__all__ = ["FeaturesStudy", "Probed"]
+
+# The two classifiers on features, by the names of their figures.
+_MEASURES = {"knn": "nearest neighbours of features", "linear": "linear classifier on features"}
+# The folder of the images that are tested.
+_TESTED = "tested"
+
+
+@dataclass(frozen=True)
+class Probed(RoutedResult):
+    """What classifiers on a model's features found.
+
+    Args:
+        knn: 1 for each tested image that its nearest neighbours classify rightly, else 0.
+        linear: The same of the linear classifier.
+        kept: Name of each routed block to its mean kept share of tokens, in [0, 1].
+        skipped: Images that could not be read.
+    """
+
+    knn: list[int]
+    linear: list[int]
+    kept: dict[str, float]
+    skipped: int
+
+    def columns(self) -> dict[str, float]:
+        """Return the share of images classified rightly, in percent, and the kept share of tokens."""
+        return {name: 100 * float(np.mean(getattr(self, name))) for name in _MEASURES} | {"kept": self.mean_kept}
+
+
+class FeaturesStudy(TimmStudy[Probed]):
+    """A study of the features of timm's models; see `Study`."""
+
+    config: FeaturesStudyConfig
+    found = Probed
+    columns: ClassVar = {
+        "name": ("model", ""),
+        "gflops": ("GFLOPs", ".2f"),
+        "latency_ms": ("ms / image", ".1f"),
+        "speedup": ("speed-up", ".2f"),
+        "peak_mb": ("peak MB", ".0f"),
+        "knn": ("k-NN %", ".1f"),
+        "knn_to_dense": ("k-NN to dense", ""),
+        "linear": ("linear %", ".1f"),
+        "linear_to_dense": ("linear to dense", ""),
+        "to_control": ("to control", ""),
+        "cosine": ("cosine", ".3f"),
+        "before": ("before tuning", ".1f"),
+        "top1": ("top-1 %", ".1f"),
+        "kept": ("kept", ".3f"),
+    }
+
+    def __init__(self, config: FeaturesStudyConfig) -> None:
+        data = {"root": config.images, "val_limit": config.limit, "train_limit": config.limit}
+        changes = {
+            "data": {name: value for name, value in data.items() if value is not None},
+            "model": {} if config.checkpoint is None else {"checkpoint": config.checkpoint},
+        }
+        super().__init__(dataclasses.replace(config, changes=merged(config.changes, changes)))
+        self.score, self.measure = config.score, _MEASURES[config.score]
+        self.found_by: dict[str, Probed] = {}
+        self.features_by: dict[str, Tensor] = {}
+
+    def do(self, job: Job[TrainConfig], tick: Tick) -> Outcome:
+        """Compute a model's features and judge them; where it is fine-tuned, those of the model that comes out."""
+        if not job.is_trained:
+            found = self.probe(job.config, _folder(job), tick)
+            return Outcome(found, self.figures(found))
+        figures = {"before": self.figures(self.evaluate(job.config))[self.score]} if self.config.before else {}
+        trained: Any = self.train(job.config, tick)
+        found = self.probe(self.start_from(job.config, job.config.output), _folder(job), tick)
+        return Outcome(found, {**self.figures(found), **figures, "top1": trained.top1})
+
+    def evaluate(self, config: TrainConfig) -> Probed:
+        """Judge the features of the model that a run starts from."""
+        return self.probe(config, Path(f"{config.output}.features"), lambda share: None)
+
+    def figures(self, found: Probed) -> dict[str, float]:
+        """Return the accuracy of both classifiers and the kept share."""
+        return found.columns()
+
+    def probe(self, config: TrainConfig, folder: Path, tick: Tick) -> Probed:
+        """Judge the features of the model that a run starts from; what was done before is read.
+
+        Args:
+            config: The run.
+            folder: Where features and what was found are kept.
+            tick: Told the share that is done.
+
+        Raises:
+            ValueError: If the folder holds features of another model or other images.
+        """
+        own = self.config
+        plain = portable({**config.to_dict(), "output": str(folder)})
+        parts = ("model", "data", "routing", "rival", "precision")
+        record = {"feature": own.feature, **{part: plain[part] for part in parts if part in plain}}
+        claim_folder(folder, record, file="config.json", kind="features")
+        settings = {"neighbours": own.neighbours, "strengths": own.strengths, "folds": own.folds}
+        path = folder / "found.json"
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        if kept.get("settings") == settings:
+            return Probed(**kept["found"])
+        seed_draws(config.seed, 0, 0)
+        model = self.create(config).to(choose_device(config.device))
+        parts_of = _streams(config.data)
+        features = [
+            extract(model, stream, folder / name, own.feature, precision=config.precision, tick=tick)
+            for name, stream in parts_of.items()
+        ]
+        blocks = list(routed_blocks(model)) if is_routed(model) else []
+        found = self._classify(features, blocks, parts_of)
+        write_atomically(path, json.dumps({"settings": settings, "found": dataclasses.asdict(found)}) + "\n")
+        return found
+
+    def _classify(self, features: list[Features], blocks: list[str], streams: Mapping[str, BatchStream]) -> Probed:
+        own, tested = self.config, features[-1]
+        x = torch.cat([part.x_ND for part in features]).numpy()
+        labels = torch.cat([part.label_N for part in features]).numpy()
+        numbers = np.arange(len(labels))
+        first = len(labels) - len(tested.label_N)
+        splits = [(numbers[:first], numbers[first:])] if first else split_by_class(labels, own.folds)
+        return Probed(
+            knn=nearest_neighbours(x, labels, splits, own.neighbours).tolist(),
+            linear=linear_probe(x, labels, splits, own.strengths).tolist(),
+            kept=dict(zip(blocks, tested.kept_NL.mean(0).tolist())),
+            skipped=sum(len(stream.report.faults) for stream in streams.values()),
+        )
+
+    def examine(self, job: Job[TrainConfig], found: Probed) -> dict[str, float]:
+        """Count what a model costs, and keep what was found of each image."""
+        self.found_by[job.name] = found
+        self.features_by[job.name] = read_features(_folder(job) / _TESTED).x_ND
+        return super().examine(job, found)
+
+    def compare(
+        self, scores: Mapping[str, Mapping[int, float]], partners: Mapping[str, str | None]
+    ) -> dict[str, Difference | None]:
+        """Return each model's difference to its partner, paired by image."""
+        return {name: self._gap(name, partners.get(name), self.score) for name in scores}
+
+    def verdict(self, scores: Mapping[str, Mapping[int, float]]) -> str:
+        """Say which models are not told from the dense one."""
+        told = []
+        for title, probe in (("k-NN", "knn"), ("the linear classifier", "linear")):
+            gaps = {name: self._gap(name, DENSE, probe) for name in scores}
+            close = [name for name, gap in gaps.items() if gap is not None and not gap.is_clear]
+            told.append(f"Not told from dense by {title}: {', '.join(close) or 'none'}.")
+        return " ".join(told)
+
+    def ranking(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> str:
+        """Say how many images there are and which models may be called better."""
+        found = self.found_by[DENSE]
+        skipped = f" ({found.skipped} could not be read)" if found.skipped else ""
+        intro = f"{len(found.linear)} images{skipped}; 95 % intervals are of a bootstrap over images, paired."
+        return f"{intro}\n\n{super().ranking(scores, costs)}"
+
+    def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add how both classifiers do against the dense model and rivals, and what features share with dense ones."""
+        completed = []
+        for row in rows:
+            own = row["name"]
+            others = {"dense": DENSE, **{column: row[column] for column in row if column.startswith("rival_")}}
+            gaps = {
+                f"{probe}_to_{column}": self._gap(own, other, probe)
+                for probe in _MEASURES
+                for column, other in others.items()
+            }
+            completed.append({**row, **gaps, "cosine": self._cosine(own)})
+        return completed
+
+    def _gap(self, own: str, other: str | None, probe: str) -> Difference | None:
+        if other is None or other == own or other not in self.found_by:
+            return None
+        gap = np.subtract(getattr(self.found_by[own], probe), getattr(self.found_by[other], probe))
+        return _resampling(len(gap), self.config.draws).mean(100 * gap)
+
+    def _cosine(self, own: str) -> float | None:
+        x_ND, dense_ND = self.features_by[own], self.features_by[DENSE]
+        return float(F.cosine_similarity(x_ND, dense_ND).mean()) if x_ND.shape == dense_ND.shape else None
+
+
+_resampling = lru_cache(maxsize=1)(Resampling)
+
+
+def _folder(job: Job[TrainConfig]) -> Path:
+    """Return where the features of a run's final model are kept."""
+    output = job.config.output
+    return Path(output) / "features" if job.is_trained else Path(f"{output}.features")
+
+
+@dataclass(frozen=True)
+class _Data:
+    """A data config that caches can hash."""
+
+    text: str
+    config: DataConfig = dataclasses.field(compare=False)
+
+
+def _streams(config: DataConfig) -> dict[str, BatchStream]:
+    """Return the images that classifiers are fitted on, where they are a split of their own, and the tested ones."""
+    tested = dataclasses.replace(config, augment=None, in_memory=True)
+    fitted = dataclasses.replace(tested, val_split=config.train_split, val_limit=config.train_limit)
+    parts = {_TESTED: tested} if config.train_split == config.val_split else {"fitted": fitted, _TESTED: tested}
+    return {name: _decoded(_Data(repr(data), data)) for name, data in parts.items()}
+
+
+@lru_cache(maxsize=2)
+def _decoded(data: _Data) -> BatchStream:
+    """Return images that were decoded once for all models of their size."""
+    return create_eval_stream(data.config)
