@@ -21,6 +21,7 @@ COMMANDS = {
         "mmod.training.pairs.open_clip_program",
         "run open_clip's own training program on a routed model",
     ),
+    "evaluate CONFIG": ("mmod.training.studies.assess", "accuracy and cost of an image classifier as it is"),
     "benchmark MODE": ("mmod.benchmarks.command", "time models, ops, generation, or a suite of them"),
     "data COMMAND": ("mmod.data.commands", "build an embedded set, convert a table of pairs, check conversations"),
     "configs [NAME]": ("mmod.io.configs", "list the configs that come with mmod, or print one"),

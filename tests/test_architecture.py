@@ -194,7 +194,9 @@ def test_tools_say_which_extra_to_install(package: str, command: list[str]) -> N
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("tool", ["tools/train.py", "tools/train_clip.py", "tools/finetune_vlm.py"])
+@pytest.mark.parametrize(
+    "tool", ["tools/train.py", "tools/evaluate.py", "tools/train_clip.py", "tools/finetune_vlm.py"]
+)
 def test_help_needs_no_torch(tool: str) -> None:
     command = [sys.executable, "-c", MISSING, "torch", tool, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

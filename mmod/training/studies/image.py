@@ -34,7 +34,7 @@ from mmod.training.studies.rates import best_rates, starts_others, trials, with_
 from mmod.training.studies.results import Column, table_of
 from mmod.training.studies.study import Costs, Outcome
 
-__all__ = ["ImageStudy", "TimmStudy"]
+__all__ = ["ImageStudy", "TimmStudy", "image_flops", "sample_images"]
 
 Found = TypeVar("Found", bound=RoutedResult)
 
@@ -119,10 +119,10 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         model = self.load(job)
         if self.config.maps and is_routed(model):
             self._draw_maps(job, model)
-        images = _images(job.config, self.config.latency_batch).to(choose_device(job.config.device))
+        images = sample_images(job.config, self.config.latency_batch).to(choose_device(job.config.device))
         with torch.inference_mode():
             peak = peak_bytes(partial(model, images), images.device)
-        return {"gflops": _cost(model, job.config, found) / 1e9, "peak_mb": peak / 1e6}
+        return {"gflops": image_flops(model, job.config, found) / 1e9, "peak_mb": peak / 1e6}
 
     def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
         """Measure the latency of the same evaluation images in batches of several sizes, for each image.
@@ -133,7 +133,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         count = max(self._batches)
         reads: dict[tuple[str, int], Callable[[], object]] = {}
         for name, job in jobs.items():
-            model, images = self.load(job), _images(job.config, count).to(device)
+            model, images = self.load(job), sample_images(job.config, count).to(device)
             for size in self._batches:
                 # None smaller at the end, which would be timed as one of this size.
                 reads[name, size] = partial(_read, model, images[: count // size * size].split(size))
@@ -215,7 +215,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         return table_of(columns, rows)
 
     def _draw_maps(self, job: Job[TrainConfig], model: nn.Module) -> None:
-        images, stack = _images(job.config, self.config.maps), find_stack(model)
+        images, stack = sample_images(job.config, self.config.maps), find_stack(model)
         with torch.inference_mode(), trace(model) as decisions:
             model(images.to(choose_device(job.config.device)))
         patches = next(iter(decisions.values())).score_BN.shape[1] - stack.prefix
@@ -281,8 +281,14 @@ def _read(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
         model(images)
 
 
-def _cost(model: nn.Module, config: TrainConfig, found: RoutedResult) -> float:
-    """Return the FLOPs of an image, on average where images leave early."""
+def image_flops(model: nn.Module, config: TrainConfig, found: RoutedResult) -> float:
+    """Return the FLOPs of an image, on average where images leave early.
+
+    Args:
+        model: The model.
+        config: Its run.
+        found: What its evaluation found.
+    """
     report = flops(model, _size(config), **kept_shares(model, found))
     if not exit_blocks(model):
         return report.routed
@@ -293,7 +299,7 @@ def _size(config: TrainConfig) -> tuple[int, int, int]:
     return config.data.channels, config.data.image_size, config.data.image_size
 
 
-def _images(config: TrainConfig, count: int) -> torch.Tensor:
+def sample_images(config: TrainConfig, count: int) -> torch.Tensor:
     """Return some evaluation images, spread over the classes."""
     data = dataclasses.replace(config.data, val_limit=count, batch_size=count)
     return next(iter(create_eval_stream(data).batches(0)))[0]
