@@ -22,10 +22,17 @@ _POST_NORM = (vision_transformer.ResPostBlock, eva.EvaBlockPostNorm)
 
 
 class Seen(NamedTuple):
-    """What an attention compared: queries (B, H, N, E) and keys (B, H, N, E), with rotary positions if it has them."""
+    """What an attention compared, with rotary positions if it has them, and what came of it.
+
+    Args:
+        query: Queries (B, H, N, E).
+        key: Keys (B, H, N, E).
+        importance_BN: Mean attention that each token received (B, N), where it was asked for.
+    """
 
     query: Tensor
     key: Tensor
+    importance_BN: Tensor | None = None
 
 
 class _Last:
@@ -73,19 +80,20 @@ def watch(block: nn.Module) -> None:
         convert(block.get_submodule(norm), _Watched, PerThread(_Last))
 
 
-def seen(block: nn.Module, arguments: Mapping[str, Any]) -> Seen:
+def seen(block: nn.Module, arguments: Mapping[str, Any], importance_BN: Tensor | None) -> Seen:
     """Return what the attention of a watched block compared last, and forget it.
 
     Args:
         block: The block.
         arguments: What it was called with.
+        importance_BN: Mean attention that each token received (B, N), if it was captured.
     """
     query, key = (_take(block.get_submodule(norm)) for norm in ("attn.q_norm", "attn.k_norm"))
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     if "rope" in arguments:
         query, key = (_rotated(x, arguments["rope"], block.get_submodule("attn")) for x in (query, key))
-    return Seen(query, key)
+    return Seen(query, key, importance_BN)
 
 
 def _take(norm: nn.Module) -> Tensor:

@@ -93,9 +93,12 @@ class _Merging(Reduction):
         if not merged:
             return None
         stay_BK, gone_BR, into_BR = match(seen.key, prefix, merged)
-        size_BN = x_BND.new_ones(x_BND.shape[:2]) if grid.size_BN is None else grid.size_BN
-        size_BK = size_BN.gather(1, stay_BK).scatter_add(1, into_BR, size_BN.gather(1, gone_BR))
-        weighed_BND = x_BND * size_BN.unsqueeze(-1)
+        if grid.size_BN is None:
+            one_BK, weighed_BND = x_BND.new_ones(stay_BK.shape), x_BND
+            size_BK = one_BK.scatter_add(1, into_BR, one_BK[:, :merged])
+        else:
+            size_BK = grid.size_BN.gather(1, stay_BK).scatter_add(1, into_BR, grid.size_BN.gather(1, gone_BR))
+            weighed_BND = x_BND * grid.size_BN.unsqueeze(-1)
         y_BKD = _rows(weighed_BND, stay_BK).scatter_add(1, _wide(into_BR, x_BND), _rows(weighed_BND, gone_BR))
         place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, stay_BK)
         return Grid(y_BKD / size_BK.unsqueeze(-1), place_BK, size_BK), _Merged(tokens, stay_BK, gone_BR, into_BR)
@@ -133,7 +136,8 @@ def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, T
         merged: Tokens to merge, R.
 
     Returns:
-        Tokens that stay, ascending (B, N - R), merged ones (B, R), and slots among those that stay (B, R).
+        Tokens that stay, the prefix, the rest of the first set and the second one (B, N - R), merged ones (B, R), and
+        slots among those that stay (B, R).
     """
     with torch.no_grad():
         key_BNE = key_BHNE.mean(dim=1)[:, prefix:]
@@ -141,15 +145,11 @@ def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, T
         like_BAC = key_BNE[:, ::2] @ key_BNE[:, 1::2].transpose(1, 2)
         best_BA, partner_BA = like_BAC.max(dim=-1)
         order_BA = best_BA.argsort(dim=-1, descending=True, stable=True)
-        gone_BR = order_BA[:, :merged]
-        # Tokens of the second set are the odd ones; all of them stay, behind the prefix and some of the first set.
-        second = 2 * partner_BA.gather(1, gone_BR) + 1 + prefix
-        gone_BR = 2 * gone_BR + prefix
-        stays_BN = torch.ones(key_BHNE.shape[0], key_BHNE.shape[2], dtype=torch.bool, device=key_BHNE.device)
-        stays_BN = stays_BN.scatter(1, gone_BR, False)
-        slot_BN = stays_BN.cumsum(dim=1) - 1
-        stay_BK = stays_BN.int().argsort(dim=1, descending=True, stable=True)[:, : stays_BN.shape[1] - merged]
-        return stay_BK, gone_BR, slot_BN.gather(1, second)
+        gone_BR, rest_BA = order_BA[:, :merged], order_BA[:, merged:].sort(dim=-1).values
+        into_BR = partner_BA.gather(1, gone_BR) + (prefix + rest_BA.shape[1])
+        place_N = torch.arange(key_BHNE.shape[2], device=key_BHNE.device).expand(len(rest_BA), -1)
+        stay_BK = torch.cat([place_N[:, :prefix], 2 * rest_BA + prefix, place_N[:, prefix + 1 :: 2]], dim=1)
+        return stay_BK, 2 * gone_BR + prefix, into_BR
 
 
 def _rows(x_BND: Tensor, index_BK: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.ops import attention_importance, gather_rows
+from mmod.ops import gather_rows
 from mmod.rivals.base import Model, Rival, check_blocks
 from mmod.rivals.halves import Seen, check_halves
 from mmod.rivals.reduction import Grid, Reduction, Restore, pooling, reduce_
@@ -96,7 +96,7 @@ class _Pruning(Reduction):
     def __init__(self, keep: float, fuse: bool, by_class_token: bool) -> None:
         self.keep = keep
         self.fuse = fuse
-        self.by_class_token = by_class_token
+        self.reads_importance = not by_class_token
 
     def __call__(self, grid: Grid, seen: Seen, prefix: int) -> tuple[Grid, Restore] | None:
         """Keep the prefix and the patches that receive most attention, and fuse the rest."""
@@ -105,7 +105,7 @@ class _Pruning(Reduction):
         kept = math.ceil(self.keep * patches)
         if kept == patches:
             return None
-        score_BN = received(seen, self.by_class_token)[:, prefix:]
+        score_BN = received(seen)[:, prefix:]
         order_BN = score_BN.argsort(dim=1, descending=True, stable=True) + prefix
         index_BK = order_BN[:, :kept].sort(dim=1).values
         if prefix:
@@ -141,19 +141,17 @@ class _Pruned(Restore):
         return self.x_BND.scatter(1, place_BKD, y_BKD[:, : self.index_BK.shape[1]])
 
 
-def received(seen: Seen, by_class_token: bool) -> Tensor:
+def received(seen: Seen) -> Tensor:
     """Return the attention that each token receives (B, N), averaged over heads, without a gradient.
 
     Args:
-        seen: What the attention compared.
-        by_class_token: From the first token; otherwise the mean over all.
+        seen: What the attention compared. The first query counts, or all where their mean was captured.
     """
-    query, key = seen
-    if not by_class_token:
-        return attention_importance(query, key)
+    if seen.importance_BN is not None:
+        return seen.importance_BN
     with torch.no_grad():
-        first_BH1E = query[:, :, :1] / math.sqrt(query.shape[-1])
-        return (first_BH1E @ key.transpose(-2, -1)).softmax(dim=-1).mean(dim=1)[:, 0]
+        first_BH1E = seen.query[:, :, :1] / math.sqrt(seen.query.shape[-1])
+        return (first_BH1E @ seen.key.transpose(-2, -1)).softmax(dim=-1).mean(dim=1)[:, 0]
 
 
 def has_class_token(model: nn.Module) -> bool:

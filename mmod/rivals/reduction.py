@@ -17,6 +17,7 @@ from mmod.adapters.base import NamedArguments, narrow_rope
 from mmod.blocks import convert
 from mmod.blocks.forward_pass import PerThread, recomputing
 from mmod.blocks.routed import ConvertedBlock
+from mmod.ops import capture_importance
 from mmod.rivals.halves import Seen, attend, feed, seen, watch
 
 
@@ -44,7 +45,13 @@ class Restore(ABC):
 
 
 class Reduction(ABC):
-    """Leaves fewer tokens."""
+    """Leaves fewer tokens.
+
+    Attributes:
+        reads_importance: It reads the attention that tokens received from all others.
+    """
+
+    reads_importance: bool = False
 
     @abstractmethod
     def __call__(self, grid: Grid, seen: Seen, prefix: int) -> tuple[Grid, Restore] | None:
@@ -133,13 +140,19 @@ class ReducedBlock(ConvertedBlock):
         return arguments
 
     def _reduce(self, x: Tensor, arguments: Mapping[str, Any], passage: _Passage) -> Tensor:
-        state = self.mod_state
-        assert state.reduction is not None
-        x = attend(self, x, arguments)
+        reduction, prefix = self.mod_state.reduction, self.mod_state.prefix
+        assert reduction is not None
+        captured = capture_importance() if reduction.reads_importance else None
+        if captured is None:
+            x = attend(self, x, arguments)
+        else:
+            with captured:
+                x = attend(self, x, arguments)
         place_BN = passage.place_BN
         if place_BN is None and "rope" in arguments:
             place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        reduced = state.reduction(Grid(x, place_BN, passage.size_BN), seen(self, arguments), state.prefix)
+        compared = seen(self, arguments, None if captured is None else captured.importance_BN)
+        reduced = reduction(Grid(x, place_BN, passage.size_BN), compared, prefix)
         if reduced is not None:
             (x, passage.place_BN, passage.size_BN), restore = reduced
             passage.undone.append(restore)

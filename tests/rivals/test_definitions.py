@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmod.ops import attention_importance
 from mmod.rivals import Exit, Merge
 from mmod.rivals.halves import Seen
 from mmod.rivals.merge import _Merging
@@ -38,6 +39,8 @@ def attention(seen: Seen, image: int) -> Tensor:
 @pytest.mark.parametrize("by_class_token", [True, False])
 def test_pruning(seed: int, by_class_token: bool) -> None:
     grid, seen, prefix = draw(seed)
+    if not by_class_token:
+        seen = seen._replace(importance_BN=attention_importance(*seen[:2]))
     keep = random.Random(seed).uniform(0.2, 0.8)
     step = _Pruning(keep, True, by_class_token)(grid, seen, prefix)
     assert step is not None
@@ -72,7 +75,8 @@ def test_merging(seed: int) -> None:
         partner = {a: max(own, key=own.__getitem__) for a, own in like.items()}
         merged = sorted(first, key=lambda a: -like[a][partner[a]])[: min(count, patches // 2)]
         group = {token: token for token in range(len(x))} | {a + prefix: partner[a] + prefix for a in merged}
-        kept = [token for token in group if group[token] == token]
+        odd = [b + prefix for b in second]
+        kept = [*range(prefix), *(a + prefix for a in first if a not in merged), *odd]
         assert places[image].tolist() == kept
         back = restore(left)[image]
         for slot, token in enumerate(kept):
