@@ -169,3 +169,11 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
     assert all(job.config.model.has_weights and job.config.routing_config() for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
     assert f"tools/tradeoff.py {path}" in path.read_text()
+    # Every rival fits the model that it is meant for.
+    rivals = {f"{series}-{capacity:g}" for series, budgets in config.rivals.items() for capacity in budgets}
+    for job in planned if rivals else ():
+        if job.name in rivals and job.seed == 0:
+            untrained = dataclasses.replace(job.config.model, checkpoint=None)
+            ImageStudy(config).create(dataclasses.replace(job.config, model=untrained))
+            rivals.remove(job.name)
+    assert not rivals
