@@ -22,7 +22,7 @@ class StudyConfig:
             is run at every capacity.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         finetune: Fields to set differently again when a model is fine-tuned from the dense one.
-        capacities: Capacities of the routed blocks; null takes a series as it is.
+        capacities: Capacities of the routed blocks; null takes a series as it is, like one that sets `capacity` itself.
         train_dense: Train the dense model first; False takes it as the config's `model` gives it (pretrained or a
             checkpoint).
         tune: Fine-tune; False evaluates routed models as routing leaves them, beside the dense one.

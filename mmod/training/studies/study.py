@@ -8,7 +8,6 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -120,7 +119,12 @@ class Study(ABC, Generic[Config, Found]):
             tuned: Config that fine-tunes it.
         """
         config, entrants = self.config, list[Entrant]([Dense()])
-        for (series, fields), capacity in product(config.routers.items(), config.capacities):
+        runs = [
+            (series, fields, capacity)
+            for series, fields in config.routers.items()
+            for capacity in ([None] if "capacity" in fields else config.capacities)
+        ]
+        for series, fields, capacity in runs:
             end = "" if capacity is None else f"-{capacity:g}"
             control = config.controls.get(series, _CONTROL)
             routing = self.routing(fields, capacity)
