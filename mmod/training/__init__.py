@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from mmod.training.image.config import (
         CapacityScheduleConfig,
         DistillConfig,
+        ElasticConfig,
         LossConfig,
         MixupConfig,
         ModelConfig,
         TrainConfig,
+        TrainRoutingConfig,
     )
     from mmod.training.image.evaluate import EvalResult, evaluate
     from mmod.training.image.recipe import fit

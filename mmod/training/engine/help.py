@@ -92,8 +92,9 @@ def _describe(kind: Any, key: str) -> str:
     for item in dataclasses.fields(kind):
         factory = item.default_factory
         default = signature.parameters[item.name].default if factory is dataclasses.MISSING else factory()
+        known = "required" if default is inspect.Parameter.empty else f"default: {json.dumps(default)}"
         lines.append(f"  {key}.{item.name}")
-        lines.append(_fill(f"{meanings[item.name]} ({describe(hints[item.name])}; default: {json.dumps(default)})"))
+        lines.append(_fill(f"{meanings[item.name]} ({describe(hints[item.name])}; {known})"))
     return "\n".join(lines)
 
 

@@ -16,7 +16,20 @@ from mmod.values import check_fields
 if TYPE_CHECKING:
     from mmod.rivals import Rival
 
-__all__ = ["CapacityScheduleConfig", "DistillConfig", "LossConfig", "MixupConfig", "ModelConfig", "TrainConfig"]
+__all__ = [
+    "CapacityScheduleConfig",
+    "DistillConfig",
+    "ElasticConfig",
+    "LossConfig",
+    "MixupConfig",
+    "ModelConfig",
+    "TrainConfig",
+    "TrainRoutingConfig",
+]
+
+
+# Fields that configs once lacked, left out of what run folders keep where they are None.
+_UNNAMED = ("rival", "elastic", "train_routing")
 
 
 @dataclass(frozen=True)
@@ -136,6 +149,54 @@ class CapacityScheduleConfig:
         check_fields(self, "capacity_schedule", start="(0, 1]", epochs="[1, inf)")
 
 
+@dataclass(frozen=True)
+class ElasticConfig:
+    """One checkpoint for many budgets: a step trains the largest capacity, the smallest, and some drawn between.
+
+    The largest learns the task. The others learn what it says, without its labels.
+
+    Args:
+        capacities: Capacities of all routed blocks, ascending; that of the routing config is one of them. The model is
+            evaluated at each.
+        samples: Capacities of a step.
+
+    Source: the sandwich rule and inplace distillation, Yu and Huang, arXiv 1903.05134.
+    """
+
+    capacities: list[float]
+    samples: int = 4
+
+    def __post_init__(self) -> None:
+        check_fields(self, "elastic", capacities="(0, 1]", samples="[2, inf)")
+        if self.capacities != sorted(set(self.capacities)) or not self.samples <= len(self.capacities):
+            raise ValueError(
+                f"elastic.capacities={self.capacities} must ascend and be at least as many as elastic.samples="
+                f"{self.samples}"
+            )
+
+
+@dataclass(frozen=True)
+class TrainRoutingConfig:
+    """Routing in training alone, for cheaper steps: the model is evaluated and kept dense.
+
+    Args:
+        routing: Fields of `mmod.RoutingConfig`, or `preset: NAME` with the fields to change, of a router that does
+            not learn, such as "random".
+        epochs: Epochs that are trained so, before those that are not; None for all.
+
+    Source: tokens that jump blocks in training, TREAD, Krause et al., arXiv 2501.04765.
+    """
+
+    routing: dict[str, Any]
+    epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train_routing", epochs="[1, inf)")
+        router = engine.resolve_routing(self.routing).router
+        if router.learns:
+            raise ValueError(f"train_routing.routing has the router {router.name!r}, which the dense model cannot keep")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(engine.LoopConfig):
     """Everything that decides the outcome of training an image classifier.
@@ -152,6 +213,8 @@ class TrainConfig(engine.LoopConfig):
         mixup: Mixup and cutmix; None for neither.
         distill: The teacher, if any.
         capacity_schedule: Approach the capacity over some epochs; None starts at it.
+        elastic: Train one checkpoint for several capacities; None for that of `routing` alone.
+        train_routing: Routing in training alone, of a model that is dense otherwise; None for none.
     """
 
     model: ModelConfig
@@ -162,9 +225,16 @@ class TrainConfig(engine.LoopConfig):
     mixup: MixupConfig | None = None
     distill: DistillConfig = field(default_factory=DistillConfig)
     capacity_schedule: CapacityScheduleConfig | None = None
+    elastic: ElasticConfig | None = None
+    train_routing: TrainRoutingConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_elastic()
+        if self.train_routing is not None:
+            taken = [name for name in ("routing", "rival", "compile") if getattr(self, name)]
+            if taken:
+                raise ValueError(f"train_routing cannot be combined with {', '.join(taken)}")
         if self.mixup is not None and self.data.batch_size % 2:
             raise ValueError(f"mixup needs an even data.batch_size, got {self.data.batch_size}")
         if self.mixup is not None and self.data.label_patch is not None:
@@ -184,6 +254,20 @@ class TrainConfig(engine.LoopConfig):
                     f"capacity_schedule.epochs={self.capacity_schedule.epochs} must be below epochs={self.epochs}, "
                     "so that the last epoch trains at the final capacity"
                 )
+
+    def _check_elastic(self) -> None:
+        elastic, routing = self.elastic, self.routing_config()
+        if elastic is None:
+            return
+        if routing is None or routing.capacity not in elastic.capacities:
+            raise ValueError(
+                f"elastic needs a routing config whose capacity is one of elastic.capacities={elastic.capacities}, got "
+                f"{None if routing is None else routing.capacity}"
+            )
+        # Blocks that are run again in the backward pass would run at the capacity of the last sample.
+        taken = [name for name in ("capacity_schedule", "grad_checkpointing") if getattr(self, name)]
+        if taken:
+            raise ValueError(f"elastic cannot be combined with {', '.join(taken)}")
 
     def routing_config(self) -> RoutingConfig | None:
         """Return the routing this run asks for, presets resolved; None for a dense model."""
@@ -208,5 +292,5 @@ class TrainConfig(engine.LoopConfig):
         routing, rival = self.routing_config(), self.rival_config()
         plain = {**super().to_dict(), "routing": None if routing is None else routing.to_dict()}
         # Folders of runs without one do not name it.
-        del plain["rival"]
+        plain = {name: value for name, value in plain.items() if value is not None or name not in _UNNAMED}
         return plain if rival is None else {**plain, "rival": rival.to_dict()}

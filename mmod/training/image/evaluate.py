@@ -33,6 +33,7 @@ class EvalResult(RoutedResult):
             images have the labels.
         mean_iou: Intersection over union of where a class is and where it is guessed, the mean of all classes that
             are either, in percent; None where images have the labels.
+        capacities: Capacity to the accuracies at it; None of a model that was not trained for several.
     """
 
     top1: float
@@ -42,11 +43,17 @@ class EvalResult(RoutedResult):
     kept: dict[str, float]
     objects: float | None = None
     mean_iou: float | None = None
+    capacities: dict[str, dict[str, float]] | None = None
 
     def columns(self) -> dict[str, float]:
         """Return the figures as columns of the run's history."""
-        accuracies = {"top1": self.top1, "top5": self.top5, **self.patch_figures()}
-        return {"loss": self.loss, **accuracies, **self.kept_columns()}
+        each = self.capacities or {}
+        at = {f"{name}@{capacity}": figure for capacity, own in each.items() for name, figure in own.items()}
+        return {"loss": self.loss, **self.accuracies(), **at, **self.kept_columns()}
+
+    def accuracies(self) -> dict[str, float]:
+        """Return all that is in percent."""
+        return {"top1": self.top1, "top5": self.top5, **self.patch_figures()}
 
     def patch_figures(self) -> dict[str, float]:
         """Return what is known of patches alone; nothing where images have the labels."""
@@ -116,13 +123,15 @@ def evaluate(
     first, five, loss, labels, samples = sum_over_processes(sums).tolist()
     if samples == 0:
         raise ValueError("the evaluation stream holds no images")
+    objects, mean_iou = _patch_figures(sum_over_processes(confusion)) if len(confusion) else (None, None)
     return EvalResult(
         top1=100 * first / labels,
         top5=100 * five / labels,
         loss=loss / labels,
         samples=int(samples),
         kept=kept.means(),
-        **(_patch_figures(sum_over_processes(confusion)) if len(confusion) else {}),
+        objects=objects,
+        mean_iou=mean_iou,
     )
 
 
@@ -146,11 +155,9 @@ def _count(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.bincount(pairs, minlength=classes**2).reshape(classes, classes).double()
 
 
-def _patch_figures(confusion: Tensor) -> dict[str, float]:
+def _patch_figures(confusion: Tensor) -> tuple[float, float]:
     """Return `objects` and `mean_iou` of counts by class and first guess."""
     right, there, guessed = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
     union = there + guessed - right
-    return {
-        "objects": 100 * float(right[1:].sum() / there[1:].sum()),
-        "mean_iou": 100 * float((right[union > 0] / union[union > 0]).mean()),
-    }
+    objects, mean_iou = right[1:].sum() / there[1:].sum(), (right[union > 0] / union[union > 0]).mean()
+    return 100 * float(objects), 100 * float(mean_iou)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from timm.models import save_for_hf
 from torch import nn
 
-from mmod import is_routed, set_capacity
+from mmod import is_routed, route_, set_capacity, unroute_
 from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream, normalisation
 from mmod.pretrained import save_pretrained
 from mmod.rivals import rival_of
+from mmod.training.engine.config import resolve_routing
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import run
 from mmod.training.engine.recipe import Recipe, Streams
 from mmod.training.engine.run_folder import FitResult
-from mmod.training.image.config import TrainConfig
+from mmod.training.image.config import TrainConfig, TrainRoutingConfig
+from mmod.training.image.elastic import ElasticTask, at_capacities
 from mmod.training.image.evaluate import EvalResult, evaluate
 from mmod.training.image.model import create_criterion, create_mixup, create_models
 from mmod.training.image.task import ClassificationTask
@@ -73,7 +76,8 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
         """Make the task with the config's criterion, mixup and distillation."""
         config = self.config
         routing = config.routing_config()
-        return ClassificationTask(
+        kind = ClassificationTask if config.elastic is None else partial(ElasticTask, elastic=config.elastic)
+        return kind(
             model,
             create_criterion(config.loss, mixed=config.mixup is not None),
             teacher=teacher,
@@ -85,8 +89,14 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
         )
 
     def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
-        """Measure accuracy; see `mmod.training.image.evaluate.evaluate`."""
-        return evaluate(model, stream, process.device, self.config.precision, progress=progress)
+        """Measure accuracy, at each capacity that is trained; see `mmod.training.image.evaluate.evaluate`."""
+        config, routing = self.config, self.config.routing_config()
+        if config.train_routing is not None and is_routed(model):
+            unroute_(model)
+        judge = partial(evaluate, model, stream, process.device, config.precision, progress=progress)
+        if config.elastic is None or routing is None:
+            return judge()
+        return at_capacities(model, config.elastic, routing, judge)
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for timm's `local-dir:` when the model is not routed.
@@ -102,7 +112,9 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
             save_for_hf(model, str(folder), own, safe_serialization=True, data_config={"mean": mean, "std": std})
 
     def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
-        """Follow the capacity schedule."""
+        """Follow the capacity schedule, and route the model where it is routed in training alone."""
+        if self.config.train_routing is not None:
+            self._route_in_training(models[0], self.config.train_routing, epoch)
         schedule, routing = self.config.capacity_schedule, self.config.routing_config()
         if schedule is None or routing is None:
             return
@@ -112,3 +124,12 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
         capacity = round(schedule.start + share * (routing.capacity - schedule.start), 6)
         for model in models:
             set_capacity(model, capacity)
+
+    def _route_in_training(self, model: nn.Module, config: TrainRoutingConfig, epoch: int) -> None:
+        if config.epochs is not None and epoch >= config.epochs:
+            # An epoch without evaluation may have left it routed.
+            if is_routed(model):
+                unroute_(model)
+            return
+        if not is_routed(model):
+            route_(model, resolve_routing(config.routing))

@@ -85,22 +85,38 @@ class ClassificationTask(Task):
             "loss" to differentiate; its parts "task", "distillation" and "auxiliary" as far as they
             exist; and "top1", the share of right first guesses in percent.
         """
+        labels = targets if targets.is_floating_point() else targets.flatten()
         with autocast(images.device, self.precision):
-            logits = answers(self.model, images, targets)
-            labels = targets if targets.is_floating_point() else targets.flatten()
-            parts = {"task": self.criterion(logits.float(), labels)}
-            if self.teacher is not None:
-                with torch.no_grad():
-                    taught = answers(self.teacher, images, targets)
-                parts["distillation"] = self.distill_weight * self._divergence(logits, taught)
-            if self.auxiliary:
-                parts["auxiliary"] = auxiliary_loss(self.model)
+            logits, parts = self.objective(images, targets, labels)
         loss = torch.stack([part.float() for part in parts.values()]).sum()
         hard = labels if labels.ndim == 1 else labels.argmax(1)
         return {"loss": loss, **parts, "top1": accuracy(logits.detach(), hard)[0]}
 
-    def _divergence(self, logits: Tensor, taught: Tensor) -> Tensor:
-        """Return KL(teacher || student) per label; the squared temperature keeps its gradient's scale."""
+    def objective(self, images: Tensor, targets: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a model's logits, one row a label, and the parts of the loss.
+
+        Args:
+            images: (B, C, H, W).
+            targets: What the stream gives with them.
+            labels: The same, one row a label.
+        """
+        logits = answers(self.model, images, targets)
+        parts = {"task": self.criterion(logits.float(), labels)}
+        if self.teacher is not None:
+            with torch.no_grad():
+                taught = answers(self.teacher, images, targets)
+            parts["distillation"] = self.distill_weight * self.divergence(logits, taught)
+        if self.auxiliary:
+            parts["auxiliary"] = auxiliary_loss(self.model)
+        return logits, parts
+
+    def divergence(self, logits: Tensor, taught: Tensor) -> Tensor:
+        """Return KL(teacher || student) per label; the squared temperature keeps its gradient's scale.
+
+        Args:
+            logits: Those of the student, one row a label.
+            taught: Those of the teacher.
+        """
         target = F.log_softmax(taught.float() / self.temperature, dim=-1)
         student = F.log_softmax(logits.float() / self.temperature, dim=-1)
         return self.temperature**2 * F.kl_div(student, target, reduction="batchmean", log_target=True)

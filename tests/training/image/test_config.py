@@ -69,6 +69,8 @@ def test_plain_values_are_as_strict_as_a_file(path: Path) -> None:
         ("--loss.smoothing=2", r"loss\.smoothing must be a number in \[0, 1\), got 2"),
         ("--schedule.sched=plateau", "depends on metrics"),
         ("--capacity_schedule.epochs=2", "needs a routing config"),
+        ("--routing.capacity=0.5 --elastic.capacities=[0.25,1.0]", r"at least as many as elastic\.samples=4"),
+        ("--train_routing.routing.router=linear", "has the router 'linear', which the dense model cannot keep"),
         ("--mixup.mixup_alpha=0 --mixup.cutmix_alpha=0", "use `mixup: null` for none"),
         ("--data.batch_size=7 --mixup.mode=elem", r"needs an even data\.batch_size, got 7"),
         ("--model.pretrained=true --model.checkpoint=x", "exclude each other"),
@@ -125,6 +127,8 @@ def test_help_and_print_config(path: Path, capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert "--optim.layer_decay" in shown
     assert "Optimiser steps between checkpoints" in " ".join(shown.split())
+    assert "elastic.capacities" in shown
+    assert "; required)" in " ".join(shown.split())
     with pytest.raises(SystemExit) as stop:
         parse_config([str(path), "--epochs", "7", "--print_config"], TrainConfig)
     assert stop.value.code == 0

@@ -1,0 +1,139 @@
+"""One checkpoint for many budgets, and routing in training alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mmod
+from mmod.training import ElasticConfig, EmaConfig, TrainRoutingConfig, evaluate
+from mmod.training.image.elastic import ElasticTask
+from mmod.training.image.model import create_models
+from mmod.training.image.recipe import ImageRecipe
+from tests.training.engine.worker import TensorStream, run, tiny_config, weights
+
+CAPACITIES = [0.25, 0.5, 0.75, 1.0]
+RANDOM = {"router": "random", "blocks": "late", "capacity": 0.5}
+
+
+def elastic(output: Path, **changes: Any) -> Any:
+    routing = {"router": "attention", "blocks": "late", "capacity": 0.5}
+    return tiny_config(output=output, **{"routing": routing, "elastic": ElasticConfig(CAPACITIES), **changes})
+
+
+def test_others_learn_what_the_largest_says(tmp_path: Path) -> None:
+    model, _ = create_models(elastic(tmp_path))
+    nn.init.normal_(model.head.weight)  # type: ignore[union-attr,arg-type]
+    images, targets = next(TensorStream(8, seed=None).batches(0))
+    task = ElasticTask(model, nn.CrossEntropyLoss(), ElasticConfig(CAPACITIES), temperature=2.0)
+    parts = task.eval()(images, targets)
+    found = {}
+    for capacity in CAPACITIES:
+        mmod.set_capacity(model, capacity)
+        found[capacity] = model(images)
+    taught = found.pop(1.0).detach()
+    torch.testing.assert_close(parts["task"], F.cross_entropy(taught, targets))
+    p = (taught / 2).softmax(-1)
+    learned = [4 * (p * (p / (own / 2).softmax(-1)).log()).sum(-1).mean() for own in found.values()]
+    expected = torch.stack(learned).sum()
+    torch.testing.assert_close(parts["elastic"], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(parts["loss"], parts["task"] + parts["elastic"])
+    # What they learn does not move what teaches them.
+    own, others = (torch.autograd.grad(loss, list(model.parameters())) for loss in (parts["elastic"], expected))
+    for one, other in zip(own, others):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_has_the_largest_the_smallest_and_some_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = create_models(elastic(tmp_path))
+    seen: list[float] = []
+    monkeypatch.setattr("mmod.training.image.elastic.set_capacity", lambda _, capacity: seen.append(capacity))
+    task = ElasticTask(model, nn.CrossEntropyLoss(), ElasticConfig(CAPACITIES, samples=3))
+    for _ in range(8):
+        task(*next(TensorStream(8, seed=None).batches(0)))
+    steps = [seen[first : first + 3] for first in range(0, len(seen), 3)]
+    assert all(step[:2] == [1.0, 0.25] for step in steps)
+    assert {step[2] for step in steps} == {0.5, 0.75}
+
+
+def test_an_elastic_run_is_judged_at_each_capacity(tmp_path: Path) -> None:
+    done = run(elastic(tmp_path / "run", epochs=1, ema=EmaConfig(0.5)))
+    again = elastic(tmp_path / "again", model={"checkpoint": str(tmp_path / "run")})
+    model, _ = create_models(again)
+    for found in (done.evaluation, done.average):
+        assert found is not None
+        assert found.capacities is not None
+        assert list(found.capacities) == ["0.25", "0.5", "0.75", "1"]
+        assert found.capacities["0.5"] == found.accuracies()
+        assert {"top1@0.25", "top5@1"} <= found.columns().keys()
+    for capacity, figures in (done.evaluation.capacities or {}).items():
+        mmod.set_capacity(model, float(capacity))
+        assert evaluate(model, TensorStream(8, seed=None)).accuracies() == figures  # type: ignore[arg-type]
+
+
+def test_routing_in_training_alone_leaves_a_dense_model(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 3, "ema": EmaConfig(0.5)}
+    routed = tiny_config(output=tmp_path / "routed", train_routing=TrainRoutingConfig(RANDOM, epochs=2), **options)
+    done, dense = run(routed), run(tiny_config(output=tmp_path / "dense", **options))
+    assert done.evaluation.kept == {}
+    own, others = weights(tmp_path / "routed/model"), weights(tmp_path / "dense/model")
+    assert own.keys() == others.keys()
+    assert any(not torch.equal(own[name], others[name]) for name in own)
+    model, teacher = create_models(
+        tiny_config(output=tmp_path / "next", model={"checkpoint": str(tmp_path / "routed")})
+    )
+    assert teacher is None
+    assert evaluate(model, TensorStream(8, seed=None)) == done.evaluation  # type: ignore[arg-type]
+    assert "train_routing" not in tiny_config(output=tmp_path).to_dict()
+    assert dense.steps == done.steps
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(None, [True, True, True]), (2, [True, True, False])])
+def test_the_first_epochs_are_routed(epochs: int | None, expected: list[bool], tmp_path: Path) -> None:
+    recipe = ImageRecipe(tiny_config(output=tmp_path, train_routing=TrainRoutingConfig(RANDOM, epochs=epochs)))
+    model, _ = recipe.create_models()
+    found = []
+    for epoch in range(3):
+        recipe.start_epoch([model], epoch)
+        found.append(mmod.is_routed(model))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"elastic": ElasticConfig(CAPACITIES)}, "elastic needs a routing config whose capacity is one of"),
+        ({"elastic": ElasticConfig([0.25, 1.0], 2), "routing": RANDOM}, r"one of elastic\.capacities=\[0\.25, 1\.0\]"),
+        (
+            {"elastic": ElasticConfig(CAPACITIES), "routing": RANDOM, "grad_checkpointing": True},
+            "elastic cannot be combined with grad_checkpointing",
+        ),
+        (
+            {"train_routing": TrainRoutingConfig(RANDOM), "routing": RANDOM},
+            "cannot be combined with routing",
+        ),
+        (
+            {"train_routing": TrainRoutingConfig(RANDOM), "compile": True},
+            "cannot be combined with compile",
+        ),
+    ],
+)
+def test_what_does_not_go_together(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_config(output=tmp_path, **changes)
+
+
+def test_wrong_values() -> None:
+    with pytest.raises(ValueError, match="must ascend and be at least as many"):
+        ElasticConfig([0.5, 0.25], 2)
+    with pytest.raises(ValueError, match="must ascend and be at least as many"):
+        ElasticConfig([0.25, 0.5], 3)
+    with pytest.raises(ValueError, match=r"elastic\.capacities"):
+        ElasticConfig([0.25, 1.5], 2)
+    with pytest.raises(ValueError, match="has the router 'linear', which the dense model cannot keep"):
+        TrainRoutingConfig({"router": "linear"})
