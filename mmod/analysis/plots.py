@@ -23,7 +23,8 @@ VEIL_COLOUR, VEIL_OPACITY = (0.60, 0.68, 0.80), 0.82
 COLOURS = {"attention": "#0072B2", "linear": "#D55E00"}
 MORE_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = {"attention": "o", "linear": "s"}
-MORE_MARKERS = ("D", "v", "P", "X")
+# One more than colours, so that no two of many series look alike.
+MORE_MARKERS = ("D", "v", "P", "X", "p")
 CONTROLS = {"random": "^", "stride": "<", "norm": ">", "shallow": "d"}
 ROW_KEYS = ("name", "router", "capacity", "gflops", "latency_ms", "accuracy_mean", "accuracy_std", "seeds")
 
