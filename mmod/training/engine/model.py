@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from mmod import route_
 from mmod.training.engine.config import LoopConfig
 
-__all__ = ["Load", "load_weights", "prepare_models"]
+__all__ = ["Load", "classifier_names", "converted", "load_weights", "prepare_models"]
 
 Load = Callable[[Any, str], dict[str, Tensor]]
 """Loads the dense part of a checkpoint into a model and returns what else the checkpoint holds."""
@@ -90,6 +91,36 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) 
                 f"{tuple(value.shape)}, the model's is {tuple(own[name].shape)}"
             )
     model.load_state_dict(state)
+
+
+def converted(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return weights in the form of a timm model, converted as timm does published ones where they are of another.
+
+    Args:
+        state: Names to tensors: of another image or patch size, or of the names that a source uses.
+        model: The model.
+    """
+    own = {name: value.shape for name, value in model.state_dict().items()}
+    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    if convert is None or own == {name: value.shape for name, value in state.items()}:
+        return dict(state)
+    found: dict[str, Tensor] = convert(dict(state), model)
+    return found
+
+
+def classifier_names(model: nn.Module) -> tuple[str, ...]:
+    """Return what the names of a timm model's classifier begin with.
+
+    Args:
+        model: The model.
+
+    Example:
+        >>> import timm
+        >>> classifier_names(timm.create_model("test_vit"))
+        ('head.',)
+    """
+    named: str | tuple[str, ...] = getattr(model, "pretrained_cfg", {}).get("classifier") or "head"
+    return tuple(f"{name}." for name in ([named] if isinstance(named, str) else named))
 
 
 def _some(names: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from mmod.data.config import DataConfig
 from mmod.io.names import near_names
 from mmod.training.engine.checkpoint import read_weights
-from mmod.training.engine.model import load_weights, prepare_models
+from mmod.training.engine.model import classifier_names, converted, load_weights, prepare_models
 from mmod.training.image.config import LossConfig, MixupConfig, ModelConfig, TrainConfig
 
 __all__ = ["create_criterion", "create_dense_model", "create_mixup", "create_models"]
@@ -142,9 +141,8 @@ def _load(config: ModelConfig, model: nn.Module, checkpoint: str) -> dict[str, T
     state, own = read_weights(checkpoint), model.state_dict()
     added = {name: value for name, value in state.items() if ".router." in name or ".exit." in name}
     dense = {name: value for name, value in state.items() if name not in added}
-    if {name: value.shape for name, value in dense.items()} != {name: value.shape for name, value in own.items()}:
-        dense = _converted(dense, model)
-    head = _classifier(model)
+    dense = converted(dense, model)
+    head = classifier_names(model)
     if config.head == "fresh":
         dense = {name: value for name, value in dense.items() if not name.startswith(head)}
         dense |= {name: value for name, value in own.items() if name.startswith(head)}
@@ -157,19 +155,6 @@ def _load(config: ModelConfig, model: nn.Module, checkpoint: str) -> dict[str, T
         )
     load_weights(model, dense, checkpoint)
     return added
-
-
-def _converted(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Convert weights of another form as timm converts published ones: names, image size, patch size."""
-    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    converted: dict[str, Tensor] = state if convert is None else convert(state, model)
-    return converted
-
-
-def _classifier(model: nn.Module) -> tuple[str, ...]:
-    """Return what the names of a timm model's classifier begin with."""
-    named: str | tuple[str, ...] = getattr(model, "pretrained_cfg", {}).get("classifier") or "head"
-    return tuple(f"{name}." for name in ([named] if isinstance(named, str) else named))
 
 
 def _create_teacher(config: TrainConfig, classes: int | None, name: str) -> nn.Module:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from typing_extensions import Self
 
 from mmod.config import RoutingConfig
 from mmod.data.config import PairsConfig
@@ -24,11 +27,28 @@ class ModelConfig(StartConfig):
         checkpoint: Starting weights, dense or routed: a file that open_clip reads (PyTorch, safetensors, big_vision's
             `.npz`), or a run folder. None starts from `pretrained` or from scratch.
         pretrained: Start from published weights: a tag of `open_clip.list_pretrained()`.
+        image_checkpoint: Starting weights of the image tower alone: a file or folder as for `checkpoint`, of a whole
+            model, of a tower, or of the timm model that the tower is made of, whose classifier is left out.
+        locked: "image" trains no weight of the image tower but its routers' (LiT, arXiv 2111.07991); None trains all.
     """
 
     name: str
     config: str | None = None
     pretrained: str | None = field(default=None, kw_only=True)
+    image_checkpoint: str | None = field(default=None, kw_only=True)
+    locked: Literal["image"] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.checkpoint is not None and self.image_checkpoint is not None:
+            raise ValueError(
+                f"model.checkpoint={self.checkpoint!r} holds both towers: set it or model.image_checkpoint to null"
+            )
+
+    def started_from(self, checkpoint: str) -> Self:
+        """Return the same model with all weights of a checkpoint, the image tower's too."""
+        whole = dataclasses.replace(self, image_checkpoint=None)
+        return dataclasses.replace(whole, checkpoint=checkpoint, pretrained=None)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from mmod.data.readers.pairs import Tokenizer, Transform
 from mmod.io.configs import find_config
 from mmod.io.names import near_names
 from mmod.io.tensors import write_tensors
-from mmod.training.engine.checkpoint import find_weights
+from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.model import prepare_models
+from mmod.training.engine.model import classifier_names, converted, load_weights, prepare_models
 from mmod.training.pairs.config import ModelConfig, TrainConfig
 from mmod.values import refuse_unknown
 
@@ -45,6 +45,11 @@ def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
         raise ValueError(f"loss={config.loss!r} does not fit a {type(model).__name__}: 'coca' is for CoCa models alone")
     if config.loss == "siglip" and getattr(model, "logit_bias", None) is None:
         raise ValueError("loss='siglip' needs a model with a logit bias: set init_logit_bias in the model's config")
+    if config.model.image_checkpoint is not None:
+        _load_image_tower(model.visual, config.model.image_checkpoint)
+    if config.model.locked == "image":
+        # Before routing, so that routers of the tower train.
+        model.lock_image_tower()
     return prepare_models(config, model, _load, partial(_create_teacher, config.model))
 
 
@@ -152,6 +157,20 @@ def _load(model: Any, checkpoint: str) -> dict[str, Tensor]:
     except RuntimeError as error:
         raise ValueError(f"checkpoint {checkpoint!r} does not fit the model: {error}") from error
     return routers
+
+
+def _load_image_tower(visual: nn.Module, checkpoint: str) -> None:
+    """Load the image tower of a whole model, a tower, or the timm model that a tower is made of."""
+    state = read_weights(checkpoint)
+    whole = {name.removeprefix("visual."): value for name, value in state.items() if name.startswith("visual.")}
+    trunk = getattr(visual, "trunk", None)
+    if whole or trunk is None or any(name.startswith("trunk.") for name in state):
+        load_weights(visual, whole or state, checkpoint)
+        return
+    own, head = trunk.state_dict(), classifier_names(trunk)
+    state = converted(state, trunk)
+    body = {name: value for name, value in state.items() if name in own or not name.startswith(head)}
+    load_weights(trunk, body, checkpoint)
 
 
 def _create_teacher(config: ModelConfig, checkpoint: str) -> nn.Module:
