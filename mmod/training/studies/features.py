@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod import is_routed, routed_blocks
+from mmod.config import regroup_saved
 from mmod.data.config import DataConfig
 from mmod.data.loader import BatchStream, create_eval_stream
-from mmod.io.claim import claim_folder
+from mmod.io.claim import check_same, claim_folder, read_claim
 from mmod.io.files import write_atomically
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.evaluate import RoutedResult
@@ -129,7 +130,11 @@ class FeaturesStudy(TimmStudy[Probed]):
         plain = portable({**config.to_dict(), "output": str(folder)})
         parts = ("model", "data", "routing", "rival", "precision")
         record = {"feature": own.feature, **{part: plain[part] for part in parts if part in plain}}
-        claim_folder(folder, record, file="config.json", kind="features")
+        kept_record = read_claim(folder, "config.json")
+        if kept_record is None:
+            claim_folder(folder, record, file="config.json", kind="features")
+        else:
+            check_same(folder, regroup_saved(kept_record), record, kind="features")
         settings = {"neighbours": own.neighbours, "strengths": own.strengths, "folds": own.folds}
         path = folder / "found.json"
         kept = json.loads(path.read_text()) if path.exists() else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +150,12 @@ def test_a_study_that_was_stopped_goes_on_to_the_same(
     for path in (tmp_path / "whole").rglob("*.safetensors"):
         other = tmp_path / "stopped" / path.relative_to(tmp_path / "whole")
         assert path.read_bytes() == other.read_bytes()
+    # Records of before a routing option came stay valid.
+    path = tmp_path / "stopped" / "seed0" / "random-0.5.features" / "config.json"
+    record = json.loads(path.read_text())
+    del record["routing"]["skipped"]
+    path.write_text(json.dumps(record))
+    assert run(stopped)[0].points[1].figures == whole.points[1].figures
     changed = dataclasses.replace(stopped, feature="mean")
     with pytest.raises(ValueError, match=r"another config.*feature: 'head' there, 'mean' now"):
         run(changed)
