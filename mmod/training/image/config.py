@@ -124,13 +124,16 @@ class DistillConfig(engine.TeacherConfig):
     Args:
         weight: Weight of the term.
         temperature: Divisor of both logits.
+        features: Weight of a second term, the mean over final tokens of one minus the cosine between the teacher's and
+            the student's; None leaves it out.
     """
 
     weight: float = 0.5
     temperature: float = 1.0
+    features: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "distill", weight="(0, inf)", temperature="(0, inf)")
+        check_fields(self, "distill", weight="(0, inf)", temperature="(0, inf)", features="(0, inf)")
 
 
 @dataclass(frozen=True)
@@ -231,6 +234,8 @@ class TrainConfig(engine.LoopConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_elastic()
+        if self.distill.features is not None and self.teacher() is None:
+            raise ValueError(f"distill.features={self.distill.features:g} needs a teacher: set distill.teacher")
         if self.train_routing is not None:
             taken = [name for name in ("routing", "rival", "compile") if getattr(self, name)]
             if taken:

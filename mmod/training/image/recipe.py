@@ -83,6 +83,7 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
             teacher=teacher,
             distill_weight=config.distill.weight,
             temperature=config.distill.temperature,
+            feature_weight=config.distill.features,
             auxiliary=routing is not None and bool(routing.losses),
             precision=config.precision,
             mixup=create_mixup(config.mixup, config.loss.smoothing, getattr(model, "num_classes", 0)),

@@ -28,6 +28,7 @@ class ClassificationTask(Task):
         teacher: A frozen model whose logits are imitated, or None.
         distill_weight: Weight of that term.
         temperature: Divisor of both logits in that term.
+        feature_weight: Weight of a term in which the teacher's final tokens are imitated; None for no such term.
         auxiliary: Whether the routed model's auxiliary objectives are added.
         precision: "fp32", "bf16" or "fp16".
         mixup: Mixes images and targets of a batch; None for no mixing.
@@ -50,6 +51,7 @@ class ClassificationTask(Task):
         teacher: nn.Module | None = None,
         distill_weight: float = 0.5,
         temperature: float = 1.0,
+        feature_weight: float | None = None,
         auxiliary: bool = False,
         precision: str = "fp32",
         mixup: Mixup | None = None,
@@ -59,6 +61,8 @@ class ClassificationTask(Task):
         )
         self.criterion = criterion
         self.temperature = temperature
+        self.feature_weight = feature_weight
+        self.final = None if teacher is None or feature_weight is None else (_Final(model), _Final(teacher))
         self.mixup = mixup
 
     def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
@@ -82,7 +86,7 @@ class ClassificationTask(Task):
                 criterion takes them.
 
         Returns:
-            "loss" to differentiate; its parts "task", "distillation" and "auxiliary" as far as they
+            "loss" to differentiate; its parts "task", "distillation", "features" and "auxiliary" as far as they
             exist; and "top1", the share of right first guesses in percent.
         """
         labels = targets if targets.is_floating_point() else targets.flatten()
@@ -106,6 +110,8 @@ class ClassificationTask(Task):
             with torch.no_grad():
                 taught = answers(self.teacher, images, targets)
             parts["distillation"] = self.distill_weight * self.divergence(logits, taught)
+        if self.final is not None and self.feature_weight is not None:
+            parts["features"] = self.feature_weight * _distance(*(final.take() for final in self.final))
         if self.auxiliary:
             parts["auxiliary"] = auxiliary_loss(self.model)
         return logits, parts
@@ -120,6 +126,43 @@ class ClassificationTask(Task):
         target = F.log_softmax(taught.float() / self.temperature, dim=-1)
         student = F.log_softmax(logits.float() / self.temperature, dim=-1)
         return self.temperature**2 * F.kl_div(student, target, reduction="batchmean", log_target=True)
+
+
+class _Final:
+    """The final tokens of a model, as its last pass left them.
+
+    Args:
+        model: A timm model; its `norm` is what tokens pass last, an identity where pooled ones are normalised.
+
+    Raises:
+        ValueError: If it has no such module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        norm = getattr(model, "norm", None)
+        if not isinstance(norm, nn.Module):
+            raise ValueError(f"this {type(model).__name__} has no final `norm`, whose tokens distill.features compares")
+        self._tokens: Tensor | None = None
+        norm.register_forward_hook(self._keep)
+
+    def _keep(self, norm: nn.Module, inputs: object, output: Tensor) -> None:
+        self._tokens = output
+
+    def take(self) -> Tensor:
+        """Return them, (B, N, D), once."""
+        tokens, self._tokens = self._tokens, None
+        assert tokens is not None
+        return tokens
+
+
+def _distance(own_BND: Tensor, taught_BND: Tensor) -> Tensor:
+    """Return the mean over tokens of one minus the cosine."""
+    if own_BND.shape != taught_BND.shape:
+        raise ValueError(
+            f"distill.features compares final tokens one by one: the model's are {tuple(own_BND.shape)}, the teacher's "
+            f"{tuple(taught_BND.shape)}"
+        )
+    return 1 - F.cosine_similarity(own_BND.float(), taught_BND.float(), dim=-1).mean()
 
 
 def answers(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:

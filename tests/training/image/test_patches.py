@@ -164,9 +164,10 @@ def test_a_patch_counts_as_an_image_does(seed: int, images: int, patches: int) -
 def test_a_cheaper_run_from_a_dense_one(changes: dict[str, Any], data: DataConfig, tmp_path: Path) -> None:
     fit(config_of(tmp_path / "dense", data), progress=False)
     start = {"checkpoint": str(tmp_path / "dense")}
-    config = config_of(tmp_path / "tuned", data, start=start, ema=EmaConfig(0.5), **changes)
+    distill = DistillConfig(features=0.5)
+    config = config_of(tmp_path / "tuned", data, start=start, ema=EmaConfig(0.5), distill=distill, **changes)
     done = fit(config, progress=False)
-    assert "train_distillation" in done.history[0]
+    assert {"train_distillation", "train_features"} <= done.history[0].keys()
     assert done.average is not None
     for found in (done.evaluation, done.average):
         assert found.patch_figures().keys() == {"objects", "mean_iou"}

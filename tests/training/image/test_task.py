@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mmod
+from mmod.rivals import prune_
 from mmod.training import ClassificationTask
 
 
@@ -53,3 +54,33 @@ def test_auxiliary_objective_is_in_the_loss_and_moves_the_router(batch: tuple[Te
 def test_auxiliary_objective_of_a_model_without_one_raises(batch: tuple[Tensor, Tensor]) -> None:
     with pytest.raises(ValueError, match="no auxiliary loss is configured"):
         ClassificationTask(tiny(capacity=0.5), nn.CrossEntropyLoss(), auxiliary=True)(*batch)
+
+
+@pytest.mark.parametrize("pool", ["token", "avg", ""])
+def test_features_are_compared_token_by_token(batch: tuple[Tensor, Tensor], pool: str) -> None:
+    images, targets = batch
+    student, teacher = tiny(), tiny()
+    for seed, model in enumerate((student, teacher)):
+        torch.manual_seed(seed)
+        nn.init.normal_(model.blocks[0].attn.qkv.weight)  # type: ignore[union-attr,index,arg-type]
+        model.reset_classifier(5, pool)  # type: ignore[operator]
+    mmod.route_(student, mmod.RoutingConfig(capacity=0.5))
+    targets = targets[:, None].expand(-1, 16) if pool == "" else targets
+    task = ClassificationTask(student, nn.CrossEntropyLoss(), teacher=teacher, feature_weight=0.3)
+    parts = task.train()(images, targets)
+    own, taught = (model.forward_features(images) for model in (student, teacher))  # type: ignore[operator]
+    expected = 0.3 * (1 - (F.normalize(own, dim=-1) * F.normalize(taught, dim=-1)).sum(-1)).mean()
+    assert parts["features"] > 0
+    torch.testing.assert_close(parts["features"], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(parts["loss"], parts["task"] + parts["distillation"] + parts["features"])
+    parts["features"].backward()
+    assert any(parameter.grad is not None and parameter.grad.any() for parameter in student.parameters())
+
+
+def test_features_of_other_tokens_are_refused(batch: tuple[Tensor, Tensor]) -> None:
+    pruned = prune_(tiny(), keep=0.5, blocks=(1,))
+    task = ClassificationTask(pruned, nn.CrossEntropyLoss(), teacher=tiny(), feature_weight=1.0)
+    with pytest.raises(ValueError, match=r"compares final tokens one by one: the model's are \(6, .*, 16\)"):
+        task(*batch)
+    with pytest.raises(ValueError, match="has no final `norm`"):
+        ClassificationTask(nn.Linear(2, 2), nn.CrossEntropyLoss(), teacher=tiny(), feature_weight=1.0)
