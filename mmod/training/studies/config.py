@@ -121,7 +121,7 @@ class FeaturesStudyConfig(ImageStudyConfig):
     Args:
         kind: The kind of study.
         images: Folder of the images, in the place of the config's `data.root`.
-        checkpoint: Weights to start from, in the place of the config's `model.checkpoint`.
+        checkpoint: Weights to start from, in the place of the config's `model.checkpoint` or published ones.
         limit: Images of each split that are used, spread evenly over the classes.
         score: The classifier by which models are compared with rivals and controls: "linear" or "knn".
         feature: What a feature is: "head" for what the classifier would read, "class" for the class token, "mean" for

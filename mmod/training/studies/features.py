@@ -90,7 +90,7 @@ class FeaturesStudy(TimmStudy[Probed]):
         data = {"root": config.images, "val_limit": config.limit, "train_limit": config.limit}
         changes = {
             "data": {name: value for name, value in data.items() if value is not None},
-            "model": {} if config.checkpoint is None else {"checkpoint": config.checkpoint},
+            "model": {} if config.checkpoint is None else {"checkpoint": config.checkpoint, "pretrained": False},
         }
         super().__init__(dataclasses.replace(config, changes=merged(config.changes, changes)))
         self.score, self.measure = config.score, _MEASURES[config.score]
