@@ -21,6 +21,7 @@ class Placement:
         dim: Channels D of a token.
         block: Index of the block in its model.
         gate: How the score weighs the block's update.
+        prefix: Leading tokens that are always kept.
         device: Where parameters are created.
         dtype: Type of the parameters; scores are fp32 whatever it is.
     """
@@ -28,6 +29,7 @@ class Placement:
     dim: int
     block: int
     gate: Gate
+    prefix: int = 0
     device: torch.device | None = None
     dtype: torch.dtype | None = None
 

@@ -54,7 +54,7 @@ class Router(nn.Module):
         self.config = config
         self.prefix = prefix
         self.capacity: Fraction = rational(capacity)
-        place = Placement(dim, block, config.gate, device, dtype)
+        place = Placement(dim, block, config.gate, prefix, device, dtype)
         self.score: nn.Module | None = config.router.make(place)
 
     def extra_repr(self) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 
 import mmod
 from mmod import RoutingConfig
-from mmod.routing import LinearScore, RandomScore, Router, StrideScore, apply_gate
+from mmod.routing import LinearScore, RandomScore, RedundancyScore, Router, StrideScore, apply_gate
 from tests.zoo import make_images, make_model
 
 
@@ -187,3 +188,24 @@ class TestPresets:
     def test_unknown_presets_name_the_known(self) -> None:
         with pytest.raises(ValueError, match=r"'mod', 'a-mod', 'p-mod', 'modification', 'distilled', .* got 'amod'"):
             mmod.preset("amod")
+
+
+def test_redundancy_keeps_what_no_token_before_can_stand_for() -> None:
+    torch.manual_seed(0)
+    for tokens, prefix in ((7, 0), (16, 1), (33, 3)):
+        x = torch.randn(2, tokens, 5, dtype=torch.float64)
+        # Every token but a few is a copy of one of those.
+        x[:, prefix:] = x[:, prefix : prefix + 3][:, torch.arange(tokens - prefix) % 3]
+        score, order = RedundancyScore(prefix)(x), StrideScore()(x[:1, prefix:])[0]
+        assert (score[:, :prefix] == 2).all()
+        for image, token in itertools.product(range(2), range(tokens - prefix)):
+            before = [other for other in range(tokens - prefix) if order[other] > order[token]]
+            alike = [torch.cosine_similarity(*x[image, prefix:][[token, other]], dim=0).item() for other in before]
+            assert score[image, prefix + token].item() == pytest.approx(1 - max(alike, default=-1.0), abs=1e-6)
+        best = score.topk(prefix + 3).indices
+        assert all(len({tuple(row.tolist()) for row in x[image, best[image]]}) == prefix + 3 for image in range(2))
+        # What padding holds does not matter.
+        valid = (torch.arange(tokens) < tokens - 2).expand(2, -1)
+        other = torch.where(valid.unsqueeze(-1), x, torch.randn_like(x))
+        padded, scored = (RedundancyScore(prefix)(each, valid)[valid] for each in (x, other))
+        assert torch.equal(padded, scored)

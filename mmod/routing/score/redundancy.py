@@ -1,4 +1,4 @@
-"""A score without parameters: how unlike a token is to the others."""
+"""A score without parameters: how unlike a token is to those before it in an evenly spread order."""
 
 from __future__ import annotations
 
@@ -10,56 +10,50 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.config import Placement, Score, register_score
+from mmod.routing.score.stride import spread_evenly
 
 
 @register_score("redundancy")
 @dataclass(frozen=True)
 class Redundancy(Score):
-    """How unlike a token is to its most similar neighbour in the other half of the tokens, see `RedundancyScore`.
+    """How unlike a token is to those that would be kept before it, see `RedundancyScore`.
 
-    Consecutive routed blocks of equal capacity share it.
+    Consecutive routed blocks share it.
     """
 
     shared: ClassVar[bool] = True
-    relative: ClassVar[bool] = True
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return RedundancyScore()
+        return RedundancyScore(place.prefix)
 
 
 class RedundancyScore(nn.Module):
-    """Score tokens so that those which another token can stand for best come last.
+    """Score tokens so that those which another token can stand for come last.
 
-    Tokens are dealt to two halves by turns, so that the copies of something are not all dropped. A token of the first
-    half has the score `1 - cos(x, y)`, `y` being the token of the second half that is most like it. Those of the second
-    half are kept as long as there is room; among themselves they rank by the same measure against every other of them.
+    Tokens are ordered as `StrideScore` ranks them, evenly spread at any length. The score of a token is the smallest
+    cosine distance to one before it, in [0, 2], so that of several that are alike the first alone has a high one.
 
-    Source: the bipartite matching of ToMe, Bolya et al., arXiv 2210.09461, on tokens in the place of keys.
+    Args:
+        prefix: Leading tokens, which can stand for no other; they have the score 2.
 
     Example:
-        >>> x = torch.tensor([[[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [1.0, 0.0]]])
-        >>> RedundancyScore()(x).argsort(descending=True).tolist()
-        [[3, 1, 2, 0]]
+        >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [1.0, 0.0]]])
+        >>> RedundancyScore()(x)
+        tensor([[2.0000, 0.9005, 0.0050, 0.0000]])
     """
 
+    def __init__(self, prefix: int = 0) -> None:
+        super().__init__()
+        self.prefix = prefix
+
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
-        """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, is like nothing."""
+        """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, stands for nothing."""
         with torch.no_grad():
-            unit_BND = F.normalize(x_BND.detach().float(), dim=-1)
+            unit_BND = F.normalize(x_BND[:, self.prefix :].float(), dim=-1)
+            order_N = spread_evenly(unit_BND.shape[1], x_BND.device)
+            later_NN = order_N <= order_N.unsqueeze(1)
+            alike_BNN = (unit_BND @ unit_BND.transpose(1, 2)).masked_fill(later_NN, -1.0)
             if valid_BN is not None:
-                unit_BND = unit_BND * valid_BN.unsqueeze(-1)
-            return _scores(unit_BND)
-
-
-def _scores(unit_BND: Tensor) -> Tensor:
-    """Return the scores of unit vectors; the second half's own stand above those of the first."""
-    tokens = unit_BND.shape[1]
-    if tokens < 2:
-        return unit_BND.new_ones(unit_BND.shape[:2])
-    first_BND, second_BND = unit_BND[:, ::2], unit_BND[:, 1::2]
-    score_BN = 1 - (first_BND @ second_BND.transpose(1, 2)).amax(dim=-1)
-    # A cosine is at least -1, so no score of the first half is above 2.
-    halves_BN = torch.cat([score_BN, _scores(second_BND) + 2], dim=1)
-    place_N = torch.arange(tokens, device=unit_BND.device)
-    return halves_BN[:, place_N // 2 + place_N % 2 * first_BND.shape[1]]
+                alike_BNN = alike_BNN.masked_fill(~valid_BN[:, None, self.prefix :], -1.0)
+            return F.pad(1 - alike_BNN.amax(dim=-1), (self.prefix, 0), value=2.0)

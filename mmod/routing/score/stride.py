@@ -36,8 +36,18 @@ class StrideScore(nn.Module):
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D)."""
-        position = torch.arange(x_BND.shape[1], device=x_BND.device)
-        score = torch.ones_like(position, dtype=torch.float32)
-        for bit in range(20):
-            score = score - ((position >> bit) & 1) * 2.0 ** -(bit + 1)
-        return score.unsqueeze(0).expand(x_BND.shape[0], -1)
+        return spread_evenly(x_BND.shape[1], x_BND.device).unsqueeze(0).expand(x_BND.shape[0], -1)
+
+
+def spread_evenly(tokens: int, device: torch.device) -> Tensor:
+    """Return numbers in (0, 1], the largest K of which are evenly spread, whatever K is: the van der Corput sequence.
+
+    Args:
+        tokens: How many.
+        device: Where.
+    """
+    position = torch.arange(tokens, device=device)
+    number = torch.ones_like(position, dtype=torch.float32)
+    for bit in range(20):
+        number = number - ((position >> bit) & 1) * 2.0 ** -(bit + 1)
+    return number
