@@ -71,9 +71,10 @@ def test_rivals_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.Monk
         size = config.data.image_size
         costs[entrant.name] = flops(study.create(config), (1, size, size)).routed
     assert len(costs) == 13
+    # Narrow models take more time than their FLOPs, so theirs are fewer.
+    shares = {"dense": 1.0, "resolution-0.5": 0.6, "narrow-0.25": 0.3}
     for name, cost in costs.items():
-        expected = 1.0 if name == "dense" else 0.6 if name == "resolution-0.5" else 0.5
-        assert cost == pytest.approx(expected * costs["dense"], rel=0.15), name
+        assert cost == pytest.approx(shares.get(name, 0.5) * costs["dense"], rel=0.15), name
 
 
 def test_a_score_of_patches_needs_their_labels(study: ImageStudyConfig) -> None:
