@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,22 @@ def test_routing_in_training_alone_leaves_a_dense_model(tmp_path: Path) -> None:
     assert evaluate(model, TensorStream(8, seed=None)) == done.evaluation  # type: ignore[arg-type]
     assert "train_routing" not in tiny_config(output=tmp_path).to_dict()
     assert dense.steps == done.steps
+
+
+@pytest.mark.parametrize("kind", ["elastic", "train_routing"])
+def test_an_interrupted_run_ends_as_another_does(kind: str, tmp_path: Path) -> None:
+    def config(name: str) -> Any:
+        own = {"train_routing": TrainRoutingConfig(RANDOM)}
+        return elastic(tmp_path / name) if kind == "elastic" else tiny_config(output=tmp_path / name, **own)
+
+    whole = run(config("whole"))
+    with pytest.raises(SystemExit):
+        run(config("cut"), signals={3: signal.SIGTERM})
+    assert list((tmp_path / "cut/checkpoints").iterdir())
+    assert run(config("cut")).evaluation == whole.evaluation
+    expected = weights(tmp_path / "whole/model")
+    for name, value in weights(tmp_path / "cut/model").items():
+        assert torch.equal(value, expected[name])
 
 
 @pytest.mark.parametrize(("epochs", "expected"), [(None, [True, True, True]), (2, [True, True, False])])
