@@ -273,7 +273,9 @@ class ImageStudy(TimmStudy[EvalResult]):
 
     def figures(self, found: EvalResult) -> dict[str, float]:
         """Return accuracy, what is known of patches alone, and kept share."""
-        return {"top1": found.top1, **found.patch_figures(), "kept": found.mean_kept}
+        # Of a model with pruned or merged tokens nothing is said, for none of its blocks keeps a share.
+        kept = {"kept": found.mean_kept} if found.kept else {}
+        return {"top1": found.top1, **found.patch_figures(), **kept}
 
 
 def _read(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
