@@ -5,8 +5,8 @@ Axes: B images, N tokens, K slots per image, D channels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,4 +109,6 @@ class SpanHook(ModelHook):
         hooks = torch.nn.modules.module
         if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
             return True
-        return any(block._forward_hooks or block._forward_pre_hooks for block in module.get_submodule(self.blocks))  # type: ignore[attr-defined]
+        blocks = cast(Iterable[nn.Module], module.get_submodule(self.blocks))
+        # Accelerate, which moves what passes between devices, hooks in without torch's hooks.
+        return any(b._forward_hooks or b._forward_pre_hooks or hasattr(b, "_hf_hook") for b in blocks)

@@ -198,6 +198,7 @@ class RoutedState(BlockState):
         if routing is None and earlier is not None and earlier.join_BN is not None:
             # Scores that are shared do not learn, and a part that runs again decides nothing.
             with torch.no_grad():
+                earlier = earlier.to(x_BND.device)
                 routing = router.choose_among(enter_rows(x_BND, earlier) if held is None else x_BND, earlier)
         elif routing is None:
             routing = router(x_BND, None if shared is None else shared.score_BN.to(x_BND.device), tokens)

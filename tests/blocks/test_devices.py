@@ -51,6 +51,21 @@ def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.Monke
     assert routing.index_BK.device == FAR
 
 
+@pytest.mark.parametrize("capacity", [0.5, 0.25], ids=["the same decision", "a narrower one"])
+def test_whom_tokens_joined_comes_to_its_reader(capacity: float) -> None:
+    decides, tracker = router(router="redundancy", skipped="merge"), PassTracker()
+    near, shared = torch.rand(2, 8, 8), SharedScore(torch.rand(2, 8))
+    decided = decides(near)
+    shared.remember(decides, TokenMarks(), decided)
+    tracker.begin().scores[1] = shared
+    state, reads = RoutedState(None, tracker, 1), Router(decides.config, dim=8, block=2, capacity=capacity)  # type: ignore[arg-type]
+    x = torch.empty(2, 8, 8, device=FAR)
+    routing = state.decide(reads, x, TokenMarks(), state.enter(x, training=False), training=False)
+    assert routing.index_BK.shape == (2, int(8 * capacity))
+    assert routing.join_BN is not None
+    assert {routing.index_BK.device, routing.join_BN.device} == {FAR}
+
+
 def test_a_shared_score_comes_to_its_reader() -> None:
     owner, reader = nn.Module(), router(router="linear")
     share_score(owner, [reader])
