@@ -124,11 +124,15 @@ class Study(ABC, Generic[Config, Found]):
             for series, fields in config.routers.items()
             for capacity in ([None] if "capacity" in fields else config.capacities)
         ]
+
+        def name_of(series: str, capacity: float | None) -> str:
+            is_one = capacity is None or "capacity" in config.routers.get(series, {})
+            return series if is_one else f"{series}-{capacity:g}"
+
         for series, fields, capacity in runs:
-            end = "" if capacity is None else f"-{capacity:g}"
             control = config.controls.get(series, _CONTROL)
             routing = self.routing(fields, capacity)
-            name, against = f"{series}{end}", None if control is None else f"{control}{end}"
+            name, against = name_of(series, capacity), None if control is None else name_of(control, capacity)
             common: dict[str, Any] = {"series": series, "capacity": capacity, "is_trained": config.tune}
             entrants.append(Routed(name=name, control=against, routing=routing, **common))
         return entrants

@@ -76,7 +76,8 @@ def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypat
 
 
 def test_jobs_start_from_the_dense_model_of_their_seed(study: ChatStudyConfig) -> None:
-    jobs = ChatStudy(dataclasses.replace(study, capacities=[0.5, 0.25])).plan()[1]
+    routers = {"p-mod": {"preset": "p-mod"}, "random": {"router": "random", "blocks": [1, 2]}}
+    jobs = ChatStudy(dataclasses.replace(study, routers=routers, capacities=[0.5, 0.25])).plan()[1]
     names = ["base", "dense", "p-mod-0.5", "p-mod-0.25", "random-0.5", "random-0.25"]
     assert [job.name for job in jobs] == names * 2
     for job in jobs:
