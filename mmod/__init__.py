@@ -8,7 +8,7 @@ from mmod.registry.dense_loads import watch_dense_loads
 # The one list of this package's names, see lazy_names.
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from mmod.analysis import FlopReport, Trace, flops, prefill_flops, trace
+    from mmod.analysis import Audit, FlopReport, Trace, audit, flops, prefill_flops, trace
     from mmod.config import (
         Gate,
         LanguageRouting,

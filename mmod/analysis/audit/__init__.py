@@ -1,0 +1,9 @@
+"""Audits: what the decisions of a routed model are worth, told by counterfactuals, and how they hang together."""
+
+from mmod.analysis.audit.across import Across
+from mmod.analysis.audit.choices import Place
+from mmod.analysis.audit.result import Audit, Condition
+from mmod.analysis.audit.run import audit
+from mmod.analysis.audit.statistics import Estimate
+
+__all__ = ["Across", "Audit", "Condition", "Estimate", "Place", "audit"]

@@ -1,0 +1,165 @@
+"""Counterfactual choices of tokens: each ranks the tokens of a batch, and the best of them are kept.
+
+Axes: B images, N tokens, D channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmod.routing import Routing
+from mmod.routing.score.stride import spread_evenly
+
+__all__ = ["CHOICES", "RANDOM", "Choice", "Family", "Place", "choices"]
+
+Family = Literal["random", "position", "other"]
+RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a decision is replaced, and what is known there.
+
+    Args:
+        block: Name of the block whose router decides.
+        decision: Number of the decision. Blocks that share a score have the same one, so that they draw once.
+        x_BND: What the router scores in this forward pass (B, N, D).
+        learned: What it decides on these images as it was learned.
+        free_BN: True where a token may be skipped (B, N).
+        partner: What it decides on other images, one for each.
+        images: Numbers of the images, in the order in which they come.
+        frequency_N: How often the router keeps the token at each position, in [0, 1].
+        grid: Rows and columns of the tokens that may be skipped.
+        draw: Number of the draw, for what is drawn at random.
+    """
+
+    block: str
+    decision: int
+    x_BND: Tensor
+    learned: Routing
+    free_BN: Tensor
+    partner: Kept
+    images: range
+    frequency_N: Tensor
+    grid: tuple[int, int]
+    draw: int = 0
+
+    @property
+    def order_BN(self) -> Tensor:
+        """Number of each token among those of its image that may be skipped; of no meaning for others."""
+        return (self.free_BN.cumsum(1) - 1).clamp(min=0)
+
+
+class Kept(NamedTuple):
+    """What is remembered of decisions: the kept tokens and the scores, (B, N) each."""
+
+    keep_BN: Tensor
+    score_BN: Tensor
+
+
+class Choice(NamedTuple):
+    """A counterfactual choice.
+
+    Args:
+        family: "position" for what depends on nothing but the place of a token, "random", or "other".
+        rank: Maps a `Place` to ranks (B, N); the highest are kept.
+    """
+
+    family: Family
+    rank: Callable[[Place], Tensor]
+
+
+def _random(place: Place) -> Tensor:
+    """Draw for each image by its number, whatever else is in its batch."""
+    tokens = place.x_BND.shape[1]
+    draws = [np.random.default_rng((place.draw, place.decision, image)).random(tokens) for image in place.images]
+    return torch.from_numpy(np.stack(draws)).to(place.x_BND.device)
+
+
+def _stride(place: Place) -> Tensor:
+    return spread_evenly(place.x_BND.shape[1], place.x_BND.device)[place.order_BN]
+
+
+def _centre(place: Place) -> Tensor:
+    """Rank by the distance from the middle of the grid, the nearest first."""
+    rows, columns = place.grid
+    row_BN, column_BN = place.order_BN // columns, place.order_BN % columns
+    return -torch.hypot((row_BN - (rows - 1) / 2) / rows, (column_BN - (columns - 1) / 2) / columns)
+
+
+def _border(place: Place) -> Tensor:
+    return -_centre(place)
+
+
+def _mean_mask(place: Place) -> Tensor:
+    return place.frequency_N.expand(place.x_BND.shape[:2])
+
+
+def _inverted(place: Place) -> Tensor:
+    """Rank what the router dropped before what it kept, and each by its score, the lowest first."""
+    return _first(~place.learned.keep_BN, -place.learned.score_BN)
+
+
+def _shuffled(place: Place) -> Tensor:
+    """Rank what the router kept of another image before the rest."""
+    if place.partner.keep_BN.shape != place.x_BND.shape[:2]:
+        raise ValueError(
+            f"'shuffled' gives an image the decision of another one, which has {place.partner.keep_BN.shape[1]} tokens "
+            f"and not {place.x_BND.shape[1]}: take images of one size, or leave it out of `conditions`"
+        )
+    return _first(place.partner.keep_BN, place.partner.score_BN)
+
+
+def _norm(place: Place) -> Tensor:
+    return place.x_BND.float().norm(dim=-1)
+
+
+def _first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
+    """Return ranks by score in which marked tokens come before all others."""
+    order_BN = score_BN.double().argsort(dim=1, stable=True)
+    places = torch.arange(score_BN.shape[1], device=score_BN.device).expand(score_BN.shape)
+    rank_BN = torch.empty_like(order_BN).scatter_(1, order_BN, places)
+    return rank_BN + first_BN * score_BN.shape[1]
+
+
+CHOICES: Mapping[str, Choice] = {
+    RANDOM: Choice("random", _random),
+    "stride": Choice("position", _stride),
+    "centre": Choice("position", _centre),
+    "border": Choice("position", _border),
+    "mean mask": Choice("position", _mean_mask),
+    "token norm": Choice("other", _norm),
+    "inverted": Choice("other", _inverted),
+    "shuffled": Choice("other", _shuffled),
+}
+"""The choices that an audit makes unless it is told otherwise, by name."""
+
+
+def choices(
+    conditions: tuple[str, ...] | None, own: Mapping[str, Callable[[Place], Tensor]] | None
+) -> dict[str, Choice]:
+    """Return the choices that an audit makes, by name.
+
+    Args:
+        conditions: Names of those of `CHOICES` that are wanted, None for all.
+        own: Further ones, as functions from a `Place` to ranks (B, N).
+
+    Raises:
+        ValueError: A name that there is not, one that is taken, or no random choice.
+    """
+    wanted, own = list(CHOICES) if conditions is None else list(conditions), own or {}
+    unknown = sorted(set(wanted) - set(CHOICES))
+    if unknown:
+        raise ValueError(f"conditions names {', '.join(unknown)}; valid are {', '.join(CHOICES)}")
+    taken = sorted(set(own) & {*CHOICES, "as learned"})
+    if taken:
+        raise ValueError(f"own names {', '.join(taken)}, which an audit has already: choose another name")
+    if RANDOM not in wanted:
+        raise ValueError(f"conditions must name {RANDOM!r}, which the verdict compares with, got {wanted}")
+    return {name: CHOICES[name] for name in wanted} | {name: Choice("other", rank) for name, rank in own.items()}

@@ -1,0 +1,127 @@
+"""Decisions of a routed model replaced by others: which tokens are kept changes, how many does not.
+
+Axes: B images, N tokens, K kept slots per image, D channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmod.model import routed_blocks
+from mmod.ops.gate import apply_gate
+from mmod.routing import Router, Routing
+
+__all__ = ["Replace", "free_tokens", "keep_best", "replaced_decisions"]
+
+Replace = Callable[[str, Tensor, Routing], "Routing | None"]
+"""From the name of a block, what its router scored (B, N, D) and what it decided to another decision, or None."""
+
+
+@contextmanager
+def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
+    """Replace what routers decide, in forward passes inside the block.
+
+    Blocks that share a decision ask one router, so that it is replaced once for all of them.
+
+    Args:
+        model: A routed model.
+        replace: Is told every decision.
+
+    Raises:
+        ValueError: Nothing in the model is routed, or skipped tokens join others in it.
+    """
+    blocks = routed_blocks(model)
+    for name, block in blocks.items():
+        if block.router.config.skipped != "pass":
+            raise ValueError(
+                f"{name} has skipped={block.router.config.skipped!r}: decisions can be replaced where skipped tokens "
+                "pass, for those who join others depend on who is kept"
+            )
+
+    def hook(name: str, router: nn.Module, args: tuple[Any, ...], routing: Routing) -> Routing | None:
+        return replace(name, args[0], routing)
+
+    handles = [block.router.register_forward_hook(partial(hook, name)) for name, block in blocks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def free_tokens(routing: Routing, prefix: int) -> Tensor:
+    """Return where a token may be skipped (B, N).
+
+    Args:
+        routing: A decision.
+        prefix: Leading tokens that its router always keeps, unless it is told of others.
+    """
+    if routing.groups is not None:
+        return routing.groups.free_BN
+    if routing.protect_BN is not None and prefix:
+        free_BN = ~routing.protect_BN
+    else:
+        places = torch.arange(routing.score_BN.shape[1], device=routing.score_BN.device)
+        free_BN = (places >= prefix).expand(routing.score_BN.shape)
+    return free_BN if routing.real_BN is None else free_BN & routing.real_BN
+
+
+def keep_best(rank_BN: Tensor, learned: Routing, own: Routing, router: Router) -> Routing:
+    """Return a decision that keeps the highest ranks, as many of each image and group as another one keeps.
+
+    A kept token is weighed as its router weighs it, by its score and not by its rank. Ties go to the lowest index and
+    NaN ranks last.
+
+    Args:
+        rank_BN: Ranks (B, N).
+        learned: The decision whose number of tokens is kept.
+        own: What the router decided in this forward pass.
+        router: The router.
+
+    Example:
+        >>> import torch, mmod
+        >>> from mmod.routing import Router
+        >>> router = Router(mmod.RoutingConfig(router="norm"), dim=4, block=1, capacity=0.5, prefix=1)
+        >>> learned = router(torch.randn(1, 6, 4))
+        >>> keep_best(torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]), learned, learned, router).index_BK
+        tensor([[0, 4, 5]])
+    """
+    kept_BN, free_BN = learned.keep_BN, free_tokens(learned, router.prefix)
+    group_BN = free_BN.long() if learned.groups is None else learned.groups.group_BN
+    least = torch.finfo(torch.float64).min
+    level_BN = rank_BN.double().nan_to_num(nan=least, neginf=least)
+    places = torch.arange(kept_BN.shape[1], device=kept_BN.device).expand(kept_BN.shape)
+    keep_BN = kept_BN & ~free_BN
+    for group in range(1, int(group_BN.max()) + 1):
+        among_BN = group_BN == group
+        order_BN = level_BN.masked_fill(~among_BN, -torch.inf).argsort(dim=1, descending=True, stable=True)
+        place_BN = torch.empty_like(order_BN).scatter_(1, order_BN, places)
+        keep_BN = keep_BN | (among_BN & (place_BN < (kept_BN & among_BN).sum(dim=1, keepdim=True)))
+    slots = learned.index_BK.shape[1]
+    index_BK = (~keep_BN).to(torch.uint8).sort(dim=1, stable=True).indices[:, :slots]
+    valid_BK = learned.valid_BK
+    if valid_BK is not None:
+        valid_BK = places[:, :slots] < keep_BN.sum(dim=1, keepdim=True)
+    return own._replace(
+        index_BK=index_BK,
+        valid_BK=valid_BK,
+        gate_BK=_weights(own, index_BK, router),
+        total=learned.total,
+        inverse_BN=None,
+    )
+
+
+def _weights(own: Routing, index_BK: Tensor, router: Router) -> Tensor | None:
+    gate = router.config.gate
+    weight_BN = apply_gate(own.score_BN, gate.name, gate.scale)
+    if weight_BN is None:
+        return None
+    if own.groups is not None:
+        weight_BN = torch.where(own.groups.gated_BN, weight_BN, 1.0)
+    return weight_BN.gather(1, index_BK)

@@ -1,0 +1,175 @@
+"""What an audit finds, its verdict, and how both are written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from mmod.analysis.audit.across import Across
+from mmod.analysis.audit.choices import Choice
+from mmod.analysis.audit.statistics import Estimate, Values, adjusted, estimate_of, resampled_means, sign_test
+from mmod.analysis.tables import markdown_table
+
+__all__ = ["LEARNED", "Audit", "Condition", "Kind", "compare"]
+
+LEARNED = "as learned"
+Kind = Literal["content", "position", "no better than random", "cannot be told"]
+# Up to this share of what a router gains over chance, and from it on, position is not or is what it found.
+_HALF = 0.5
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The model with one choice of tokens.
+
+    Args:
+        name: What chooses.
+        family: "learned", "random", "position" or "other".
+        accuracy: Accuracy in percent.
+        loss: Mean loss.
+        accuracy_change: What accuracy is above that with the learned choice, paired by image; None for that itself.
+        loss_change: The same of the loss.
+        accuracy_p: How likely such a change is by chance, corrected for all tests of the audit.
+        loss_p: The same of the loss.
+        effect: Change of the loss over its standard deviation among images.
+    """
+
+    name: str
+    family: str
+    accuracy: Estimate
+    loss: Estimate
+    accuracy_change: Estimate | None = None
+    loss_change: Estimate | None = None
+    accuracy_p: float | None = None
+    loss_p: float | None = None
+    effect: float | None = None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the decisions of a model are worth, and how they hang together.
+
+    Args:
+        images: Number of images.
+        draws: Random choices that were averaged.
+        conditions: The model with each choice of tokens, the learned one first.
+        gap: Accuracy of the learned choice above the random one.
+        position: Name of the fixed position that scores highest.
+        explained: Share of the gap that this position reaches; None without a clear gap or a position.
+        kind: "content", "position", "no better than random" or "cannot be told".
+        verdict: The same in a sentence.
+        across: How the decisions of the blocks hang together.
+    """
+
+    images: int
+    draws: int
+    conditions: list[Condition]
+    gap: Estimate
+    position: str | None
+    explained: Estimate | None
+    kind: Kind
+    verdict: str
+    across: Across
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def table(self) -> str:
+        """Return the conditions as a Markdown table."""
+        header = ["tokens kept", "accuracy %", "loss", "accuracy change", "p", "loss change", "p of loss", "effect"]
+        return markdown_table(header, [_cells(own) for own in self.conditions])
+
+    def __str__(self) -> str:
+        across, names = self.across, self.across.decisions
+        again = [
+            [name, *("" if own is None else f"{own:.2f}" for own in row), f"{across.information[name]:.3f}"]
+            for name, row in zip(names, across.again)
+        ]
+        kept = ["kept by chance", *(f"{across.kept[name]:.2f}" for name in names), ""]
+        matrix = markdown_table(
+            ["kept in", *(f"again in {name}" for name in names), "told by position"], [*again, kept]
+        )
+        never = "; ".join(f"{share:.3f} of the tokens from {name} on" for name, share in across.never.items())
+        return (
+            f"{self.verdict}\n\n{self.table()}\n\n{self.images} images, {self.draws} random draws. Intervals are of "
+            "95 %, by resampling images; p-values are of paired tests by random signs, corrected by Holm's method.\n\n"
+            f"{across.verdict}\n\n{matrix}\n\nNever kept: {never}."
+        )
+
+
+def _cells(own: Condition) -> list[str]:
+    changes = [own.accuracy_change, own.loss_change]
+    shown = ["" if change is None else f"{change:{form}}" for change, form in zip(changes, ("+.1f", "+.3f"))]
+    accuracy_p, loss_p = ("" if p is None else f"{p:.3g}" for p in (own.accuracy_p, own.loss_p))
+    effect = "" if own.effect is None else f"{own.effect:.2f}"
+    return [own.name, f"{own.accuracy:.1f}", f"{own.loss:.3f}", shown[0], accuracy_p, shown[1], loss_p, effect]
+
+
+def compare(
+    accuracy: Mapping[str, Values], loss: Mapping[str, Values], made: Mapping[str, Choice], *, resamples: int,
+    margin: float, draws: int, across: Across,
+) -> Audit:  # fmt: skip
+    """Compare the conditions of an audit.
+
+    Args:
+        accuracy: For each condition, `LEARNED` first, the accuracy on each image, in [0, 1].
+        loss: The same of the loss.
+        made: The choices by name.
+        resamples: How often images are resampled, and signs drawn.
+        margin: Points of accuracy below which a gap counts as none.
+        draws: Random choices that were averaged.
+        across: What was counted across decisions.
+    """
+    names = list(accuracy)
+    value_IC = np.stack([*(100 * accuracy[name] for name in names), *(loss[name] for name in names)], axis=1)
+    mean_C, drawn = value_IC.mean(axis=0), resampled_means(value_IC, resamples, seed=0)
+    count = len(names)
+    base_C = np.repeat([0, count], count)
+    gap_IC, gap_drawn = value_IC - value_IC[:, base_C], drawn - drawn[:, base_C]
+    tested = [column for column in range(2 * count) if column % count]
+    p = dict(zip(tested, adjusted(sign_test(gap_IC[:, tested], resamples, seed=1).tolist())))
+
+    def condition(name: str, a: int) -> Condition:
+        b = a + count
+        mine = estimate_of(mean_C[a], drawn[:, a]), estimate_of(mean_C[b], drawn[:, b])
+        if not a:
+            return Condition(name, "learned", *mine)
+        changes = [estimate_of(gap_IC[:, column].mean(), gap_drawn[:, column]) for column in (a, b)]
+        spread = float(gap_IC[:, b].std())
+        effect = float(gap_IC[:, b].mean()) / spread if spread else 0.0
+        return Condition(name, made[name].family, *mine, changes[0], changes[1], p[a], p[b], effect)
+
+    positions = [name for name in names[1:] if made[name].family == "position"]
+    best = max(positions, key=lambda name: mean_C[names.index(name)], default=None)
+    random = next(place for place, name in enumerate(names) if place and made[name].family == "random")
+    gap = estimate_of(mean_C[0] - mean_C[random], drawn[:, 0] - drawn[:, random])
+    explained = None
+    if best is not None and gap.low > 0:
+        at, reached = names.index(best), drawn[:, 0] - drawn[:, random]
+        share = (drawn[:, at] - drawn[:, random])[reached > 0] / reached[reached > 0]
+        explained = estimate_of((mean_C[at] - mean_C[random]) / gap.value, share)
+    kind, verdict = _judge(gap, best, explained, margin)
+    conditions = [condition(name, place) for place, name in enumerate(names)]
+    return Audit(len(value_IC), draws, conditions, gap, best, explained, kind, verdict, across)
+
+
+def _judge(gap: Estimate, best: str | None, explained: Estimate | None, margin: float) -> tuple[Kind, str]:
+    """Return what a router has learned, and the sentence that says so."""
+    told = f"{gap:+.1f} points of accuracy over random tokens (95 % interval)"
+    if gap.low <= 0 and gap.high < margin:
+        return "no better than random", f"No better than random: the learned choice is worth {told}."
+    if explained is None:
+        why = "so few images do not say whether it is worth any" if gap.low <= 0 else "no fixed position was tried"
+        return "cannot be told", f"Cannot be told: the learned choice is worth {told}, and {why}."
+    share = Estimate(100 * explained.value, 100 * explained.low, 100 * explained.high)
+    of = f"the learned choice is worth {told}, of which the best fixed position, {best!r}, explains {share:.0f} %"
+    if explained.high < _HALF:
+        return "content", f"Content: {of}."
+    if explained.low > _HALF:
+        return "position", f"Position: {of}."
+    return "cannot be told", f"Whether content or position cannot be told: {of}."

@@ -1,0 +1,82 @@
+"""What decisions have in common: early exit and choices of single blocks are told apart, and counts are exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mmod
+from mmod.analysis.audit.across import Counter
+from mmod.analysis.audit.statistics import adjusted, resampled_means, sign_test
+from tests.zoo import make_images, make_model
+
+NAME = "vit_tiny_patch16_224"
+PLANTED = {
+    # Blocks that share a score and keep fewer and fewer: who is dropped stays so.
+    "early exit": mmod.RoutingConfig(router="attention", blocks=(1, 2, 3), capacity=(0.75, 0.5, 0.25)),
+    "block-specific": mmod.RoutingConfig(router="random", blocks=(1, 3), capacity=0.4),
+    "one decision": mmod.RoutingConfig(router="attention", blocks=(1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_planted_decisions_are_told_apart(kind: str) -> None:
+    model = mmod.route_(make_model(NAME), PLANTED[kind])
+    batches = [(make_images(NAME, 40, seed), torch.arange(40) % 7) for seed in range(2)]
+    found = mmod.audit(model, batches, conditions=["random"], draws=1, resamples=100).across
+    assert found.kind == kind
+    assert sum(map(len, found.blocks.values())) == len(mmod.routed_blocks(model))
+
+
+def test_counts_are_those_of_a_slow_definition() -> None:
+    keeps = {f"blocks.{block}": torch.rand(30, 11) < 0.4 for block in (1, 2, 4)}
+    free = torch.ones(30, 11, dtype=torch.bool)
+    free[:, 0] = False
+    counter = Counter(["blocks.1", "blocks.2", "blocks.3", "blocks.4"])
+    for start in (0, 7, 20):
+        rows = slice(start, {0: 7, 7: 20, 20: 30}[start])
+        counter.add({name: keep[rows] for name, keep in keeps.items()}, dict.fromkeys(keeps, free[rows]))
+    found, names = counter.result(), list(keeps)
+    assert found.blocks == {"blocks.1": ["blocks.1"], "blocks.2": ["blocks.2", "blocks.3"], "blocks.4": ["blocks.4"]}
+    for i, first in enumerate(names):
+        assert found.kept[first].value == pytest.approx(float(keeps[first][:, 1:].float().mean()))
+        for j, second in enumerate(names):
+            shares = [
+                float((a & b).sum() / a.sum()) for a, b in zip(keeps[first][:, 1:], keeps[second][:, 1:]) if a.any()
+            ]
+            assert found.again[i][j].value == pytest.approx(sum(shares) / len(shares))
+    never = ~torch.stack(list(keeps.values())).any(0)[:, 1:]
+    assert found.never["blocks.1"].value == pytest.approx(float(never.float().mean()))
+
+
+def test_position_says_all_of_a_fixed_choice_and_nothing_of_chance() -> None:
+    fixed = torch.arange(10).expand(4000, -1) < 3
+    chance = torch.rand(4000, 10).argsort(1) < 3
+    free = torch.ones_like(fixed)
+    counter = Counter(["a", "b"])
+    counter.add({"a": fixed, "b": chance}, {"a": free, "b": free})
+    found = counter.result().information
+    assert found["a"] == pytest.approx(1)
+    assert found["b"] == pytest.approx(0, abs=0.01)
+
+
+def test_intervals_cover_and_tests_hold_their_level() -> None:
+    rng = torch.Generator().manual_seed(0)
+    covered = rejected = 0
+    for seed in range(200):
+        values = torch.randn(60, 1, generator=rng, dtype=torch.float64).numpy()
+        low, high = (
+            sorted(resampled_means(values, 400, seed)[:, 0])[9],
+            sorted(resampled_means(values, 400, seed)[:, 0])[389],
+        )
+        covered += low <= 0 <= high
+        rejected += sign_test(values, 400, seed)[0] < 0.05
+    assert 178 <= covered <= 199
+    assert 1 <= rejected <= 22
+
+
+def test_corrected_tests_are_never_more_certain() -> None:
+    p = torch.rand(20).tolist()
+    found = adjusted(p)
+    assert all(own >= before for own, before in zip(found, p))
+    assert [found[i] for i in sorted(range(20), key=p.__getitem__)] == sorted(found)

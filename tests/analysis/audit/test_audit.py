@@ -1,0 +1,186 @@
+"""Audits tell planted routers apart, and do not depend on how images are dealt out in batches."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmod
+from mmod.analysis.audit.choices import CHOICES
+from tests.adapters.clip_zoo import make_captions, make_clip
+from tests.adapters.clip_zoo import make_images as make_clip_images
+from tests.adapters.vlm_zoo import LINEAR, make_joint, prompt
+from tests.analysis.audit.planted import PLANTED, batches_of, content, plant
+from tests.zoo import make_images, make_model
+
+SMALL = "vit_tiny_patch16_224"
+
+
+def told(kind: str, seed: int) -> str:
+    conditions = ["random", "centre", "mean mask"]
+    return mmod.audit(plant(PLANTED[kind]), batches_of(1500, seed), conditions=conditions, draws=3).kind
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_planted_routers_are_told_apart(kind: str) -> None:
+    assert told(kind, seed=0) == kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLANTED)
+def test_planted_routers_are_told_apart_with_most_seeds(kind: str) -> None:
+    assert Counter(told(kind, seed) for seed in range(1, 11))[kind] >= 9
+
+
+def test_few_images_do_not_tell() -> None:
+    found = mmod.audit(plant("norm"), batches_of(12, seed=0), draws=1, resamples=200)
+    assert found.kind == "cannot be told"
+    assert found.verdict.startswith("Cannot be told")
+
+
+def small_audit(size: int, **options: Any) -> mmod.Audit:
+    images, targets = make_images(SMALL, 9), torch.arange(9) % 7
+    model = mmod.route_(make_model(SMALL), mmod.RoutingConfig(router="linear", capacity=0.4))
+    return mmod.audit(model, list(zip(images.split(size), targets.split(size))), resamples=100, draws=2, **options)
+
+
+def test_batches_do_not_matter() -> None:
+    one, other = small_audit(9), small_audit(2)
+    assert one.verdict == other.verdict
+    for a, b in zip(one.conditions, other.conditions):
+        assert a.accuracy == b.accuracy
+        assert a.loss.value == pytest.approx(b.loss.value, rel=1e-5)
+    assert one.across == other.across
+
+
+def test_findings_are_plain_values_and_a_page() -> None:
+    found = small_audit(9)
+    assert json.loads(json.dumps(found.to_dict()))["conditions"][0]["name"] == "as learned"
+    assert [condition.name for condition in found.conditions] == ["as learned", *CHOICES]
+    page = str(found)
+    assert page.startswith(found.verdict)
+    assert all(f"| {name}" in page for name in CHOICES)
+
+
+def test_inverted_keeps_exactly_what_was_dropped() -> None:
+    model = mmod.route_(make_model(SMALL), mmod.RoutingConfig(router="norm", capacity=0.5, protect_prefix=False))
+    kept = []
+
+    def judge(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+        with mmod.trace(model) as decisions:
+            model(batch)
+        kept.append(decisions["blocks.1"].keep_BN)
+        return torch.zeros(len(batch)), torch.ones(len(batch))
+
+    images = make_images(SMALL, 4)
+    learned = small_learned(model, images)
+    mmod.audit(model, [images], judge=judge, conditions=["random", "inverted"], draws=1, resamples=100)
+    tokens = learned.shape[1]
+    lowest = kept[-1]
+    # Of 17 tokens 8 are kept, and so of the 9 that were dropped.
+    assert int(lowest.sum(1).unique()) == tokens // 2
+    assert not (lowest & learned).any()
+
+
+def small_learned(model: nn.Module, images: Tensor) -> Tensor:
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        model(images)
+    return decisions["blocks.1"].keep_BN
+
+
+def test_a_choice_of_the_users_and_positions_of_another_set() -> None:
+    elsewhere = batches_of(400, seed=50)
+    found = mmod.audit(
+        plant("random"),
+        batches_of(600, seed=1),
+        positions_from=elsewhere,
+        conditions=["random", "mean mask"],
+        own={"far from others": lambda place: content(place.x_BND)},
+        draws=2,
+        resamples=200,
+    )
+    own = found.conditions[-1]
+    assert own.name == "far from others"
+    assert own.accuracy_change is not None
+    assert own.accuracy_change.low > 10
+    assert own.accuracy_p is not None
+    assert own.accuracy_p < 0.05
+
+
+def test_modes_and_decisions_are_left_as_they_were() -> None:
+    model = plant("random").train()
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
+    images = batches_of(8, seed=0)
+    before = model.eval()(images[0][0])
+    for module, mode in zip(model.modules(), modes):
+        module.training = mode
+    mmod.audit(model, images, draws=1, resamples=100)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(model.eval()(images[0][0]), before)
+
+
+def judge_pairs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    image_BD, text_BD = model(*batch)[:2]
+    logits = 10 * image_BD @ text_BD.T
+    own = torch.arange(len(logits))
+    return nn.functional.cross_entropy(logits, own, reduction="none"), (logits.argmax(1) == own).float()
+
+
+def judge_words(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    logits, words = model(**batch).logits[:, -4:-1], batch["input_ids"][:, -3:]
+    loss = nn.functional.cross_entropy(logits.movedim(-1, 1), words, reduction="none")
+    return loss.mean(1), (logits.argmax(-1) == words).float().mean(1)
+
+
+def test_a_judge_of_ones_own_audits_both_towers_of_a_clip_model() -> None:
+    model = mmod.route_(make_clip("ViT-B-32"), image=mmod.RoutingConfig(), text=mmod.RoutingConfig())
+    batch = (make_clip_images("ViT-B-32", 3), make_captions("ViT-B-32"))
+    across = mmod.audit(model, [batch, batch], judge=judge_pairs, draws=1, resamples=100).across
+    parts = {name.rpartition(".")[0] for name in across.decisions}
+    assert len(parts) == 2
+    assert set(across.never) == {next(name for name in across.decisions if name.startswith(part)) for part in parts}
+    assert {row.count(None) for row in across.again} == {len(across.again) // 2}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_judge_of_ones_own_audits_a_vision_language_model(side: str) -> None:
+    model = mmod.route_(make_joint("llava"), language=LINEAR)
+    batches = [prompt("llava", (1, 2), seed=seed, side=side) for seed in range(3)]
+    found = mmod.audit(model, batches, judge=judge_words, draws=2, resamples=100)
+    assert found.images == 6
+    # Text is always kept, and of the image tokens four of nine or nine of eighteen.
+    assert all(0.4 < share.value < 0.5 for share in found.across.kept.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"conditions": ["stride"]}, "conditions must name 'random'"),
+        ({"conditions": ["random", "middle"]}, "conditions names middle; valid are random, stride"),
+        ({"own": {"stride": content}}, "own names stride, which an audit has already"),
+        ({"draws": 0}, "draws must be"),
+        ({"judge": lambda model, batch: (torch.zeros(8), torch.zeros(8))}, "no router of the model decided"),
+        ({"judge": lambda model, batch: (model(batch[0])[:3, 0],) * 2}, "losses of 3 and accuracies of 3 images"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mmod.audit(plant("random"), batches_of(8, seed=0), **options)
+
+
+def test_what_cannot_be_audited_is_refused() -> None:
+    with pytest.raises(TypeError, match="passed twice"):
+        mmod.audit(plant("random"), iter(batches_of(8, seed=0)))
+    with pytest.raises(ValueError, match="two images or more, got 0"):
+        mmod.audit(plant("random"), [])
+    with pytest.raises(ValueError, match="nothing in this VisionTransformer is routed"):
+        mmod.audit(make_model(SMALL), [])
+    with pytest.raises(ValueError, match="give `judge`"):
+        mmod.audit(plant("random"), [(make_images(SMALL, 2)[:, :1, :16, :16], torch.rand(2, 4))])

@@ -1,0 +1,99 @@
+"""Replaced decisions keep as many tokens, the best by rank, and leave everything else as it was."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmod
+from mmod.analysis.audit.replace import free_tokens, keep_best, replaced_decisions
+from mmod.routing import DecoderRouter, Router, Routing, TokenMarks, assign_groups
+from tests.zoo import make_images, make_model
+
+CONFIGS = {
+    "attention": {"router": "attention", "blocks": "late"},
+    "linear": {"router": "linear", "capacity": 0.3},
+    "reweighted": {"router": "linear", "gate": {"name": "sigmoid", "reweight_skipped": True}},
+    "threshold": {"router": "norm", "select": {"threshold": 1.0, "min_tokens": 2}},
+    "random": {"router": "random", "blocks": "all", "capacity": (0.75, 0.5, 0.5, 0.25)},
+    "all": {"router": "attention", "context": "all"},
+}
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_little_patch16_reg4_gap_256"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_decision_replaced_by_itself_changes_nothing(name: str, config: str) -> None:
+    images = make_images(name, 3)
+    model = mmod.route_(make_model(name), mmod.RoutingConfig(**CONFIGS[config]))
+    routers = {place: block.router for place, block in mmod.routed_blocks(model).items()}
+    asked = []
+
+    def same(place: str, x_BND: Tensor, routing: Routing) -> Routing:
+        asked.append(place)
+        return keep_best(routing.keep_BN.float(), routing, routing, routers[place])
+
+    with torch.no_grad():
+        expected = model(images)
+        with replaced_decisions(model, same):
+            found = model(images)
+        assert torch.equal(model(images), expected)
+    assert torch.equal(found, expected)
+    assert asked
+    assert not any(router._forward_hooks for router in routers.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("kind", ["prefix", "padding", "protected", "groups"])
+def test_the_best_free_tokens_are_kept_and_as_many(kind: str, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    images, tokens = (int(torch.randint(low, high, (), generator=draw)) for low, high in ((1, 5), (6, 20)))
+    x_BND = torch.randn(images, tokens, 8, generator=draw)
+    rank_BN = torch.randint(4, (images, tokens), generator=draw).float()
+    rank_BN[torch.rand(images, tokens, generator=draw) < 0.1] = torch.nan
+    config = mmod.RoutingConfig(router="linear", capacity=0.5)
+    options = {"dim": 8, "block": 1, "capacity": Fraction(1, 2)}
+    if kind == "groups":
+        free_BN = torch.rand(images, tokens, generator=draw) < 0.7
+        groups = assign_groups(free_BN, free_BN, torch.ones_like(free_BN), frames="span", strict=False)
+        router, marks = DecoderRouter(config, **options), groups
+        group_BN = groups.group_BN
+    else:
+        valid_BN = torch.arange(tokens) < torch.randint(4, tokens + 1, (images, 1), generator=draw)
+        protect_BN = torch.arange(tokens) == torch.randint(4, (images, 1), generator=draw)
+        router = Router(config, prefix=1, **options)
+        marks = {
+            "prefix": TokenMarks(),
+            "padding": TokenMarks(valid_BN),
+            "protected": TokenMarks(valid_BN, protect_BN),
+        }[kind]
+        protected = protect_BN if kind == "protected" else torch.arange(tokens).expand(images, -1) == 0
+        group_BN = (~protected & (valid_BN if kind != "prefix" else torch.ones_like(valid_BN))).long()
+    learned = router(x_BND, tokens=marks)
+    found = keep_best(rank_BN, learned, learned, router)
+    assert torch.equal(free_tokens(learned, router.prefix), group_BN > 0)
+    for image in range(images):
+        expected = set((learned.keep_BN & (group_BN <= 0))[image].nonzero().flatten().tolist())
+        for group in range(1, int(group_BN[image].max()) + 1):
+            members = (group_BN[image] == group).nonzero().flatten().tolist()
+            count = sum(bool(learned.keep_BN[image, place]) for place in members)
+            level = [-1.0 if rank != rank else rank for rank in rank_BN[image].tolist()]
+            expected |= set(sorted(members, key=lambda place: (-level[place], place))[:count])
+        assert set(found.keep_BN[image].nonzero().flatten().tolist()) == expected
+    assert found.index_BK.shape == learned.index_BK.shape
+    assert found.gate_BK is not None
+    filled = torch.ones_like(found.index_BK, dtype=torch.bool) if found.valid_BK is None else found.valid_BK
+    weights = 1 + 0.2 * learned.score_BN.gather(1, found.index_BK).tanh()
+    gated = torch.ones_like(filled) if kind != "groups" else groups.gated_BN.gather(1, found.index_BK)
+    torch.testing.assert_close(found.gate_BK[filled & gated], weights[filled & gated])
+
+
+def test_tokens_that_join_others_are_refused() -> None:
+    model = mmod.route_(make_model("vit_tiny_patch16_224"), mmod.RoutingConfig(skipped="follow"))
+    with (
+        pytest.raises(ValueError, match=r"blocks\.1 has skipped='follow'"),
+        replaced_decisions(model, lambda *decision: None),
+    ):
+        pass
