@@ -31,23 +31,21 @@ def nearest_rows(
         tensor([[0, 0, 1, 1]])
     """
     slot_K = torch.arange(row_BK.shape[1], device=row_BK.device)
-    own_BK, open_BK = slot_K.expand_as(row_BK), (slot_K >= prefix).expand_as(row_BK)
+    own_BK, open_K = slot_K.expand_as(row_BK), slot_K[prefix:]
     with torch.no_grad():
         unit_BND = F.normalize(x_BND.float(), dim=-1)
-        kept_BKD = torch.gather(unit_BND, 1, row_BK.unsqueeze(-1).expand(-1, -1, x_BND.shape[2]))
+        kept_BKD = torch.gather(unit_BND, 1, row_BK[:, prefix:].unsqueeze(-1).expand(-1, -1, x_BND.shape[2]))
         alike_BNK = unit_BND @ kept_BKD.transpose(1, 2)
-        if valid_BK is not None:
-            own_BK, open_BK = torch.where(valid_BK, own_BK, -1), open_BK & valid_BK
-        if prefix or valid_BK is not None:
-            alike_BNK = alike_BNK.masked_fill(~open_BK.unsqueeze(1), -torch.inf)
-        best_BN, nearest_BN = alike_BNK.max(dim=-1)
-        if valid_BK is not None:
-            nearest_BN = torch.where(best_BN.isneginf(), -1, nearest_BN)
-        if real_BN is not None:
-            nearest_BN = torch.where(real_BN, nearest_BN, -1)
-        # The row of an empty slot may be that of another one, whose claim is then the larger number.
-        claimed_BN = torch.full_like(nearest_BN, -1).scatter_reduce(1, row_BK, own_BK, "amax")
-        return torch.where(claimed_BN >= 0, claimed_BN, nearest_BN)
+        if valid_BK is None:
+            nearest_BN = open_K[alike_BNK.argmax(dim=-1)].scatter(1, row_BK, own_BK)
+        else:
+            best_BN, place_BN = alike_BNK.masked_fill(~valid_BK[:, None, prefix:], -torch.inf).max(dim=-1)
+            nearest_BN = torch.where(best_BN.isneginf(), -1, open_K[place_BN])
+            # The row of an empty slot may be that of another one, whose claim is then the larger number.
+            claim_BK = torch.where(valid_BK, own_BK, -1)
+            claimed_BN = torch.full_like(nearest_BN, -1).scatter_reduce(1, row_BK, claim_BK, "amax")
+            nearest_BN = torch.where(claimed_BN >= 0, claimed_BN, nearest_BN)
+        return nearest_BN if real_BN is None else torch.where(real_BN, nearest_BN, -1)
 
 
 def group_sizes(slot_BN: Tensor, slots: int) -> Tensor:

@@ -46,8 +46,7 @@ def spread_evenly(tokens: int, device: torch.device) -> Tensor:
         tokens: How many.
         device: Where.
     """
-    position = torch.arange(tokens, device=device)
-    number = torch.ones_like(position, dtype=torch.float32)
-    for bit in range(20):
-        number = number - ((position >> bit) & 1) * 2.0 ** -(bit + 1)
-    return number
+    position_N1 = torch.arange(tokens, device=device).unsqueeze(1)
+    power_W = 2 ** torch.arange(20, device=device)
+    # The bits of a position in reverse order, as whole numbers, so that sums are exact.
+    return 1 - (position_N1 // power_W % 2 * power_W.flip(0)).sum(dim=1) * 2.0**-20
