@@ -22,6 +22,10 @@ COMMANDS = {
         "run open_clip's own training program on a routed model",
     ),
     "evaluate CONFIG": ("mmod.training.studies.assess", "accuracy and cost of an image classifier as it is"),
+    "audit CONFIG_OR_RUN": (
+        "mmod.training.studies.audit",
+        "what the router of an image classifier learned, by counterfactuals",
+    ),
     "benchmark MODE": ("mmod.benchmarks.command", "time models, ops, generation, or a suite of them"),
     "data COMMAND": ("mmod.data.commands", "build an embedded set, convert a table of pairs, check conversations"),
     "configs [NAME]": ("mmod.io.configs", "list the configs that come with mmod, or print one"),

@@ -195,7 +195,7 @@ def test_tools_say_which_extra_to_install(package: str, command: list[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "tool", ["tools/train.py", "tools/evaluate.py", "tools/train_clip.py", "tools/finetune_vlm.py"]
+    "tool", ["tools/train.py", "tools/evaluate.py", "tools/audit.py", "tools/train_clip.py", "tools/finetune_vlm.py"]
 )
 def test_help_needs_no_torch(tool: str) -> None:
     command = [sys.executable, "-c", MISSING, "torch", tool, "--help"]

@@ -14,7 +14,7 @@ from mmod.analysis.audit.choices import Choice
 from mmod.analysis.audit.statistics import Estimate, Values, adjusted, estimate_of, resampled_means, sign_test
 from mmod.analysis.tables import markdown_table
 
-__all__ = ["LEARNED", "Audit", "Condition", "Kind", "compare"]
+__all__ = ["LEARNED", "Audit", "Condition", "Kind", "compare", "read_audit"]
 
 LEARNED = "as learned"
 Kind = Literal["content", "position", "no better than random", "cannot be told"]
@@ -108,6 +108,31 @@ def _cells(own: Condition) -> list[str]:
     accuracy_p, loss_p = ("" if p is None else f"{p:.3g}" for p in (own.accuracy_p, own.loss_p))
     effect = "" if own.effect is None else f"{own.effect:.2f}"
     return [own.name, f"{own.accuracy:.1f}", f"{own.loss:.3f}", shown[0], accuracy_p, shown[1], loss_p, effect]
+
+
+def read_audit(fields: Mapping[str, Any]) -> Audit:
+    """Return the audit whose plain values are given, see `Audit.to_dict`.
+
+    Args:
+        fields: The values.
+    """
+    conditions = [
+        Condition(**{name: _estimate(value) for name, value in condition.items()}) for condition in fields["conditions"]
+    ]
+    across: dict[str, Any] = {
+        name: {key: _estimate(own) for key, own in value.items()} if name in ("kept", "never") else value
+        for name, value in fields["across"].items()
+    }
+    across["again"] = [[_estimate(own) for own in row] for row in across["again"]]
+    across["returning"] = _estimate(across["returning"])
+    plain = {name: _estimate(value) for name, value in fields.items()}
+    return Audit(**{**plain, "conditions": conditions, "across": Across(**across)})
+
+
+def _estimate(value: Any) -> Any:
+    """Return an estimate from its plain values, and anything else as it is."""
+    is_one = isinstance(value, Mapping) and set(value) == {"value", "low", "high"}
+    return Estimate(**value) if is_one else value
 
 
 def compare(

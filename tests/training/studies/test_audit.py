@@ -1,0 +1,87 @@
+"""The command that audits a run's model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmod.analysis.audit.result import read_audit
+from mmod.training.image.config import TrainConfig
+from mmod.training.image.recipe import fit
+from mmod.training.studies.audit import AuditConfig, AuditOptions, audit_run, main
+
+ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
+QUICK = ["--audit.draws", "1", "--audit.resamples", "100", "--audit.maps", "2"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a routed run that was started from a dense one, which is gone."""
+    root = tmp_path_factory.mktemp("runs")
+    model = {"name": "vit_tiny_patch16_224", "args": ARGS}
+    data = {"source": "digits:tiny", "root": str(root / "data"), "image_size": 32, "channels": 1}
+    common = {"data": data, "epochs": 1, "epoch_steps": 1}
+    fit(TrainConfig.from_dict({**common, "model": model, "output": str(root / "dense")}), progress=False)
+    start = {**model, "checkpoint": str(root / "dense")}
+    routing = {"router": "linear", "capacity": 0.5, "blocks": [1, 3]}
+    config = {**common, "model": start, "routing": routing, "output": str(root / "routed")}
+    fit(TrainConfig.from_dict(config), progress=False)
+    (root / "dense").rename(root / "moved")
+    return root / "routed"
+
+
+def test_a_run_is_audited_as_it_was_trained(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    arguments = [str(run), *QUICK, "--output", str(tmp_path)]
+    main(arguments)
+    said = capsys.readouterr().out
+    folder = tmp_path / "audit"
+    assert {path.name for path in folder.iterdir()} == {
+        "audit.json", "audit.md", "audit.png", "config.json", "maps.png",
+    }  # fmt: skip
+    record = json.loads((folder / "audit.json").read_text())
+    found = read_audit(record["audit"])
+    assert said.startswith(str(found))
+    assert (folder / "audit.md").read_text() == f"{found}\n"
+    assert found.to_dict() == record["audit"]
+    assert record["command"].startswith("mmod audit ")
+    trained = json.loads((run / "result.json").read_text())["evaluation"]
+    assert found.conditions[0].accuracy.value == pytest.approx(trained["top1"])
+    assert found.conditions[0].loss.value == pytest.approx(trained["loss"], rel=1e-4)
+    assert {name: len(images) for name, images in record["maps"]["blocks"].items()} == {"blocks.1": 2, "blocks.3": 2}
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == files
+
+
+def test_a_finished_audit_is_read_and_never_overwritten(run: Path, tmp_path: Path) -> None:
+    arguments = [str(run), *QUICK, "--output", str(tmp_path), "--audit.maps", "0"]
+    main(arguments)
+    found = tmp_path / "audit/audit.json"
+    before = found.stat().st_mtime_ns
+    main(arguments)
+    assert found.stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
+        main([*arguments, "--audit.draws", "2"])
+
+
+def test_positions_of_the_training_split_and_a_choice_of_conditions(run: Path, tmp_path: Path) -> None:
+    options = ["--audit.positions_split", "train", "--audit.conditions", "[random, mean mask]"]
+    main([str(run), *QUICK, *options, "--output", str(tmp_path)])
+    record = json.loads((tmp_path / "audit/audit.json").read_text())
+    assert [own["name"] for own in record["audit"]["conditions"]] == ["as learned", "random", "mean mask"]
+
+
+def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a routed model with weights"):
+        main([str(run.parent / "moved"), "--output", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main([str(run), "--audit.draw", "3"])
+    with pytest.raises(ValueError, match=r"audit\.draws must be"):
+        AuditOptions(draws=0)
+    assert not list(tmp_path.iterdir())
+    config = AuditConfig.from_dict(
+        {"output": str(tmp_path), "model": {"name": "test_vit"}, "data": {"source": "digits"}}
+    )
+    with pytest.raises(ValueError, match="name a run folder"):
+        audit_run(config)
