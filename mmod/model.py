@@ -10,7 +10,6 @@ from torch import nn
 
 from mmod.adapters import BlockStack, adapted_model, find_parts
 from mmod.blocks import (
-    BlockCall,
     ImportanceState,
     RoutedBlock,
     RoutedState,
@@ -131,6 +130,8 @@ def _prepare(
     if not config.protect_prefix:
         _check_free_prefix(stack, plan)
     attends = config.reads_importance(training=True)
+    if attends:
+        stack.check_importance(config.importance)
     training_only = attends and not config.router.reads_importance
     shares, captioned = attends or config.router.draws, bool(stack.companions)
     common = {"captioned": captioned, "training_only": training_only}
@@ -145,7 +146,7 @@ def _prepare(
                 f"context={config.context!r} is not possible in {stack.names[index]}, which supports "
                 f"{', '.join(call.contexts)}: 'all' needs fused attention"
             )
-        _check_skipped(stack, config, call, stack.names[index])
+        stack.check_skipped(config.skipped, call, stack.names[index])
         start = _span_start(index, plan)
         if attends and start == 0:
             raise ValueError(
@@ -167,10 +168,10 @@ def _prepare(
         conversions.append((block, router, state))
     for start, routers in readers.items() if attends else ():
         # The dense block before the span: only there has every token a fresh importance.
-        block, per_viewer = stack.blocks[start - 1], config.importance == "per_viewer"
+        block = stack.blocks[start - 1]
         begins = start - 1 == first and not captioned
         call = stack.call_of(block, None)
-        important = ImportanceState(call, stack.tracker, start, routers, per_viewer, begins=begins, **common)
+        important = ImportanceState(call, stack.tracker, start, routers, config.importance, begins=begins, **common)
         conversions.append((block, None, important))
     return conversions
 
@@ -189,17 +190,6 @@ def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity:
         dtype=parameter.dtype,
     )
     return router.train(block.training)
-
-
-def _check_skipped(stack: BlockStack, config: RoutingConfig, call: BlockCall, name: str) -> None:
-    if config.skipped == "pass":
-        return
-    if stack.language or stack.sequence is not None:
-        raise ValueError(
-            f"skipped={config.skipped!r} is for images: {name} reads text, where a token stands for itself"
-        )
-    if config.skipped == "merge" and not call.weighs_keys:
-        raise ValueError(f"skipped='merge' is not possible in {name}: attention there takes no bias for larger groups")
 
 
 def _span_start(index: int, plan: Plan) -> int:

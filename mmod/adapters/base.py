@@ -36,6 +36,7 @@ class BlockStack:
             one of them begins every forward pass, with what only the model knows, such as which tokens are padding.
         sequence: Length of the token ids the part reads, or None where it reads images.
         language: It takes `RoutingConfig.language`.
+        class_token: Its first token is a class token.
         router: What decides in its routed blocks.
         mixins: What is put in front of the class of a routed block, and of one that computes importance.
         hook: Returns the module to call before the blocks and what to call, for a config that suits the part, or None
@@ -52,9 +53,34 @@ class BlockStack:
     companions: tuple[tuple[nn.Module, type[nn.Module], object], ...] = ()
     sequence: int | None = None
     language: bool = False
+    class_token: bool = False
     router: type[Router] = Router
     mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
     hook: Callable[[RoutingConfig], tuple[nn.Module, ModelHook] | None] | None = None
+
+    def check_skipped(self, skipped: str, call: BlockCall, name: str) -> None:
+        """Raise a ValueError where skipped tokens cannot take part in a block as a config has it.
+
+        Args:
+            skipped: See `RoutingConfig.skipped`.
+            call: How the library calls the block.
+            name: Name of the block.
+        """
+        if skipped != "pass" and (self.language or self.sequence is not None):
+            raise ValueError(f"skipped={skipped!r} is for images: {name} reads text, where a token stands for itself")
+        if skipped == "merge" and not call.weighs_keys:
+            raise ValueError(
+                f"skipped='merge' is not possible in {name}: attention there takes no bias for larger groups"
+            )
+
+    def check_importance(self, importance: str) -> None:
+        """Raise a ValueError where importance cannot be taken as a config has it.
+
+        Args:
+            importance: See `RoutingConfig.importance`.
+        """
+        if importance == "class_token" and not self.class_token:
+            raise ValueError(f"importance='class_token': {self.names[0]} and those after it have no class token first")
 
 
 # Finds the blocks of one part, or raises a ValueError that says why that part cannot be routed.

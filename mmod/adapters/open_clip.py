@@ -75,7 +75,8 @@ def _image_tower(tower: Any, name: str) -> BlockStack:
             "mmod.route_(model, text=config)"
         )
     stack = _stack(tower.transformer, f"{name}transformer.resblocks", prefix=1)
-    return dataclasses.replace(stack, hook=functools.partial(span_hook, tower.transformer, "resblocks", stack.tracker))
+    hook = functools.partial(span_hook, tower.transformer, "resblocks", stack.tracker)
+    return dataclasses.replace(stack, class_token=True, hook=hook)
 
 
 def _text_tower(tower: Any, name: str) -> BlockStack:

@@ -146,7 +146,7 @@ class ImportanceBlock(ConvertedBlock):
         assert forward_pass is not None
         assert state.span is not None
         marks = state.call.marks(state.call.bind(args, kwargs), x, forward_pass)
-        captured = capture_importance(marks.valid_BN, state.per_viewer)
+        captured = capture_importance(marks.valid_BN, state.average)
         with captured:
             y = super().forward(x, *args, **kwargs)
         if captured.importance_BN is None:

@@ -79,7 +79,7 @@ class ImportanceState(BlockState):
         tracker: As there.
         span: As there.
         routers: The routers of the blocks that read importance.
-        per_viewer: See `RoutingConfig.importance`.
+        average: See `RoutingConfig.importance`.
         options: As there.
     """
 
@@ -89,12 +89,12 @@ class ImportanceState(BlockState):
         tracker: PassTracker,
         span: int,
         routers: Sequence[Router],
-        per_viewer: bool,
+        average: str,
         **options: bool,
     ) -> None:
         super().__init__(call, tracker, span, writes=True, **options)
         self.routers = tuple(routers)
-        self.per_viewer = per_viewer
+        self.average = average
 
     @property
     def wanted(self) -> bool:

@@ -55,7 +55,8 @@ class RoutingConfig:
         protect_prefix: Always keep class, distillation and register tokens.
         importance: How attention received is averaged. "per_viewer" counts the queries that can see a token, each
             weighed by the number of keys it sees, so that causal attention does not rank tokens by position; "mean"
-            counts all queries alike, as A-MoD does. They differ only where queries see different keys.
+            counts all queries alike, as A-MoD does. They differ only where queries see different keys. "class_token"
+            counts the query of the class token alone, as EViT does.
         losses: Weight of each auxiliary objective in every routed block: "membership" (binary cross-entropy between
             score and selection, MoD), "load" (kept share times mean gate, MoDification), "capacity" (distance of the
             kept share from `capacity`), "importance" (binary cross-entropy between a learned score and the selection
@@ -138,7 +139,7 @@ class RoutingConfig:
             context=("kept", "all"),
             skipped=("pass", "follow", "merge"),
             blocks=LAYOUTS,
-            importance=("per_viewer", "mean"),
+            importance=("per_viewer", "mean", "class_token"),
             losses="(0, inf)",
         )
         for name in self.losses:

@@ -6,7 +6,12 @@ import pkgutil
 from mmod.ops.backend import Backend, choices, use
 from mmod.ops.capture import capture_importance
 from mmod.ops.context import Projection, attend_to_all, keys_and_values
-from mmod.ops.importance import attention_importance, attention_with_importance, importance_of_map
+from mmod.ops.importance import (
+    attention_importance,
+    attention_with_importance,
+    class_token_importance,
+    importance_of_map,
+)
 from mmod.ops.merging import add_updates, group_sizes, mean_rows, nearest_rows
 from mmod.ops.packed import Packing, attend_within, pack_rows, packed_attention
 from mmod.ops.reference import inverse_rows, lerp_rows
@@ -34,6 +39,7 @@ __all__ = [
     "gather_rows",
     "group_sizes",
     "importance_of_map",
+    "class_token_importance",
     "inverse_rows",
     "keys_and_values",
     "lerp_rows",

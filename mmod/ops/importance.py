@@ -162,6 +162,37 @@ def _with_shared_map(
     return out, _mean(total_BN, heads, tokens, None)
 
 
+def class_token_importance(
+    q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None = None, *, scale: float | None = None
+) -> Tensor:
+    """Return the attention that the first token pays to each token, averaged over heads, without a gradient.
+
+    Args:
+        q_BHNE: Queries, of which the first counts (B, H, N, E).
+        k_BHNE: Keys, of as many heads or of a divisor of that (grouped queries) (B, H or fewer, N, E).
+        mask: True where a pair may attend, or a bias to add, broadcastable to (B, H, N, N).
+        scale: Factor of the products; None means 1 / sqrt(E).
+
+    Returns:
+        Importance (B, N), fp32 or better; it sums to 1 over the tokens of an image.
+
+    Source: EViT, Liang et al., arXiv 2202.07800, section 3.2.
+
+    Example:
+        >>> q = torch.tensor([1.0, 0.0]).view(1, 1, 2, 1)
+        >>> class_token_importance(q, 5 * q)
+        tensor([[0.9933, 0.0067]])
+    """
+    scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
+    with torch.no_grad():
+        score_BH1N = (q_BHNE[:, :, :1] * scale) @ _keys(q_BHNE, k_BHNE).transpose(-2, -1)
+        score_BH1N = score_BH1N.to(_accumulator(score_BH1N))
+        if mask is not None:
+            row = mask[..., :1, :] if mask.ndim > 1 else mask
+            score_BH1N = score_BH1N.masked_fill(~row, -torch.inf) if row.dtype == torch.bool else score_BH1N + row
+        return score_BH1N.softmax(dim=-1).mean(dim=1)[:, 0]
+
+
 def importance_of_map(attention: Tensor, valid_BN: Tensor | None = None, views: Views | None = None) -> Tensor:
     """Return the mean attention each token receives, from a map that a host has computed anyway.
 

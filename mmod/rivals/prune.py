@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.ops import gather_rows
+from mmod.ops import class_token_importance, gather_rows
 from mmod.rivals.base import Model, Rival, check_blocks
 from mmod.rivals.halves import Seen, check_halves
 from mmod.rivals.reduction import Grid, Reduction, Restore, pooling, reduce_
@@ -49,14 +49,14 @@ class Prune(Rival):
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model has the blocks and they can be taken apart."""
         check_blocks(self.blocks, stack)
-        if self.by == "class_token" and not has_class_token(model):
+        if self.by == "class_token" and not stack.class_token:
             raise ValueError(f"by='class_token': this {type(model).__name__} has none; valid are 'auto' and 'mean'")
         for index in self.blocks:
             check_halves(stack.names[index], stack.blocks[index])
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Let the blocks prune; where the head answers every patch, pruned tokens come back as they left."""
-        by_class_token = has_class_token(model) and (self.by == "class_token" or pooling(model) == "token")
+        by_class_token = stack.class_token and (self.by == "class_token" or pooling(model) == "token")
         step = _Pruning(self.keep, self.fuse, by_class_token and self.by != "mean")
         reduce_(stack, dict.fromkeys(self.blocks, step), restores=pooling(model) == "")
 
@@ -147,17 +147,4 @@ def received(seen: Seen) -> Tensor:
     Args:
         seen: What the attention compared. The first query counts, or all where their mean was captured.
     """
-    if seen.importance_BN is not None:
-        return seen.importance_BN
-    with torch.no_grad():
-        first_BH1E = seen.query[:, :, :1] / math.sqrt(seen.query.shape[-1])
-        return (first_BH1E @ seen.key.transpose(-2, -1)).softmax(dim=-1).mean(dim=1)[:, 0]
-
-
-def has_class_token(model: nn.Module) -> bool:
-    """Return whether a timm model has a class token, which is its first token.
-
-    Args:
-        model: The model.
-    """
-    return any(name.rpartition(".")[2] == "cls_token" for name, _ in model.named_parameters())
+    return class_token_importance(seen.query, seen.key) if seen.importance_BN is None else seen.importance_BN

@@ -52,7 +52,7 @@ def test_importance_per_viewer_is_the_loop_over_keys(images, heads, tokens, kind
     if way == "fused":
         found = attention_importance(q, k, mask, valid_BN=given_valid, per_viewer=True, chunk_elements=chunk)
     else:
-        with capture_importance(given_valid, per_viewer=True) as captured:
+        with capture_importance(given_valid, "per_viewer") as captured:
             score = q @ k.transpose(-2, -1) * 8**-0.5
             score = score + mask if bias else score.masked_fill(~mask, -torch.inf)
             _ = score.softmax(dim=-1) @ v
