@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import mean, stdev
@@ -99,8 +99,9 @@ def verdict(figures: Mapping[str, BySeed]) -> str:
     seeds = max((len(own) for own in figures.values()), default=0)
     if seeds < 2:
         return "One seed: which model is better is not said."
-    close = [f"{one} and {two}" for one, two in combinations(figures, 2) if not _is_clear(figures[one], figures[two])]
-    return f"Paired over {seeds} seeds, 95 % intervals {_listed(close)}."
+    groups = _close_groups(figures)
+    told = "do not tell apart: " + "; ".join(map(_listed, groups)) if groups else "tell all models apart"
+    return f"Paired over {seeds} seeds, 95 % intervals {told}."
 
 
 def as_fast(ms: Mapping[str, float], name: str) -> list[str]:
@@ -136,9 +137,22 @@ def spread(values: Sequence[float]) -> float | None:
     return stdev(values) if len(values) > 1 else None
 
 
-def _listed(close: Iterable[str]) -> str:
-    names = "; ".join(close)
-    return f"do not tell apart: {names}" if names else "tell all models apart"
+def _close_groups(figures: Mapping[str, BySeed]) -> list[list[str]]:
+    """Return groups of models no two of which are told apart, so that each pair that is not stands in one of them."""
+    near = {name: {other for other in figures if not _is_clear(figures[name], figures[other])} for name in figures}
+    groups: list[list[str]] = []
+    for one, two in combinations(figures, 2):
+        if two in near[one] and not any({one, two} <= set(group) for group in groups):
+            group = [one, two]
+            for name in figures:
+                if name not in group and near[name].issuperset(group):
+                    group.append(name)
+            groups.append([name for name in figures if name in group])
+    return groups
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _is_clear(own: BySeed, other: BySeed) -> bool:

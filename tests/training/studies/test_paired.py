@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 from statistics import mean
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mmod.training.studies.paired import compare, difference, verdict
 
@@ -49,6 +52,22 @@ def test_models_whose_interval_holds_zero_are_named_and_not_ranked() -> None:
     }
     assert verdict(figures).endswith("do not tell apart: dense and close.")
     assert verdict({name: figures[name] for name in ("dense", "random")}).endswith("tell all models apart.")
+
+
+@given(st.lists(st.sampled_from([70.0, 75.0, 80.0, 85.0]), min_size=2, max_size=8))
+def test_each_pair_that_is_not_told_apart_stands_in_one_group(means: list[float]) -> None:
+    noise = [[0.0, 1.0, 3.0], [2.0, 0.0, 1.0], [0.0, 9.0, -9.0]]
+    figures = {
+        f"m{place}": {seed: mean + noise[place % 3][seed] for seed in range(3)} for place, mean in enumerate(means)
+    }
+    close = {
+        frozenset(pair)
+        for pair in combinations(figures, 2)
+        if not difference(*(figures[name] for name in pair)).is_clear
+    }
+    told = verdict(figures).rpartition("apart")[2].strip(": .")
+    groups = [group.replace(" and ", ", ").split(", ") for group in told.split("; ")] if told else []
+    assert {frozenset(pair) for group in groups for pair in combinations(group, 2)} == close
 
 
 def test_models_without_a_partner_are_not_compared() -> None:
