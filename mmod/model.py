@@ -8,9 +8,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from mmod.adapters import BlockStack, adapted_model, find_parts
+from mmod.adapters import adapted_model, find_parts
 from mmod.blocks import (
-    ImportanceState,
     RoutedBlock,
     RoutedState,
     attach,
@@ -22,7 +21,8 @@ from mmod.blocks import (
     make_routed,
     model_hooks,
 )
-from mmod.config import Plan, RoutingConfig, rational
+from mmod.config import RoutingConfig, rational
+from mmod.prepare import check_budget, prepare
 from mmod.routing import Router, share_score, unshare_score
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -71,9 +71,7 @@ def _route(model: nn.Module, config: RoutingConfig | None, parts: Mapping[str, R
                 f"this {type(model).__name__} is already routed; call unroute_ first or set_capacity, or "
                 "mmod.rivals.undo_ where a rival of routing changed it"
             )
-    conversions = {
-        name: _prepare(stack, configs[name], configs[name].plan(len(stack.blocks))) for name, stack in stacks.items()
-    }
+    conversions = {name: prepare(stack, configs[name]) for name, stack in stacks.items()}
     hooks = [stack.hook(configs[name]) for name, stack in stacks.items() if stack.hook is not None]
     for name, stack in stacks.items():
         for block, router, state in conversions[name]:
@@ -118,91 +116,6 @@ def _configs_by_part(
     if not configs:
         raise ValueError(f"nothing to route: give a config, or one for {' or '.join(names)}")
     return configs
-
-
-def _prepare(
-    stack: BlockStack, config: RoutingConfig, plan: Plan
-) -> list[tuple[nn.Module, Router | None, RoutedState | ImportanceState]]:
-    """Make everything a conversion needs, so that an error leaves the model as it was."""
-    if config.language.given and not stack.language:
-        given = ", ".join(config.language.given)
-        raise ValueError(f"{stack.names[0]} is no layer of a language model, so it takes no {given}")
-    if not config.protect_prefix:
-        _check_free_prefix(stack, plan)
-    attends = config.reads_importance(training=True)
-    if attends:
-        stack.check_importance(config.importance)
-    training_only = attends and not config.router.reads_importance
-    shares, captioned = attends or config.router.draws, bool(stack.companions)
-    common = {"captioned": captioned, "training_only": training_only}
-    first = plan.blocks[0] - 1 if attends else plan.blocks[0]
-    readers: dict[int, list[Router]] = {}
-    conversions: list[tuple[nn.Module, Router | None, RoutedState | ImportanceState]] = []
-    for index, capacity in zip(plan.blocks, plan.capacities):
-        block = stack.blocks[index]
-        call = stack.call_of(block, config)
-        if config.context not in call.contexts:
-            raise ValueError(
-                f"context={config.context!r} is not possible in {stack.names[index]}, which supports "
-                f"{', '.join(call.contexts)}: 'all' needs fused attention"
-            )
-        stack.check_skipped(config.skipped, call, stack.names[index])
-        start = _span_start(index, plan)
-        if attends and start == 0:
-            raise ValueError(
-                f"block {index} needs the importance of a dense block before it, but none precedes it: keep block 0 "
-                f"dense (routed are {list(plan.blocks)})"
-            )
-        router = _make_router(stack, config, index, capacity)
-        readers.setdefault(start, []).append(router)
-        state = RoutedState(
-            call,
-            stack.tracker,
-            start if shares else None,
-            writes=config.router.draws and index == start,
-            hands_on=index + 1 in plan.blocks and config.router.shared and config.context == "kept",
-            begins=index == first and not captioned,
-            ends=index == plan.blocks[-1],
-            **common,
-        )
-        conversions.append((block, router, state))
-    for start, routers in readers.items() if attends else ():
-        # The dense block before the span: only there has every token a fresh importance.
-        block = stack.blocks[start - 1]
-        begins = start - 1 == first and not captioned
-        call = stack.call_of(block, None)
-        important = ImportanceState(call, stack.tracker, start, routers, config.importance, begins=begins, **common)
-        conversions.append((block, None, important))
-    return conversions
-
-
-def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity: float) -> Router:
-    block = stack.blocks[index]
-    # The first weight that computes: those of a quantized block are integers.
-    parameter = next(weight for weight in block.parameters() if weight.is_floating_point())
-    router = stack.router(
-        config,
-        dim=stack.dim,
-        block=index,
-        capacity=capacity,
-        prefix=stack.prefix if config.protect_prefix else 0,
-        device=parameter.device,
-        dtype=parameter.dtype,
-    )
-    return router.train(block.training)
-
-
-def _span_start(index: int, plan: Plan) -> int:
-    """Return the first block of the run of consecutive routed blocks that one of them stands in."""
-    while index - 1 in plan.blocks:
-        index -= 1
-    return index
-
-
-def _check_free_prefix(stack: BlockStack, plan: Plan) -> None:
-    for index in plan.blocks:
-        if stack.prefix and stack.call_of(stack.blocks[index], None).needs_prefix:
-            raise ValueError("protect_prefix=False: rotary positions need the prefix tokens first in every block")
 
 
 def unroute_(model: Model) -> Model:
@@ -261,7 +174,7 @@ def set_capacity(model: nn.Module, capacity: float | Sequence[float] | Mapping[s
 
     Raises:
         TypeError: A capacity that is no number.
-        ValueError: A capacity outside (0, 1], a wrong number of them, a block that is not routed, or one that decides
+        ValueError: A capacity outside [0, 1], a wrong number of them, a block that is not routed, or one that decides
             by a threshold, in evaluation at least, so that its kept share follows from the scores.
 
     Example:
@@ -272,7 +185,7 @@ def set_capacity(model: nn.Module, capacity: float | Sequence[float] | Mapping[s
     exact = _exact_capacities(model, capacity)
     blocks = routed_blocks(model)
     for name, value in exact.items():
-        _check_budget(name, blocks[name].router, value)
+        check_budget(name, blocks[name].router, value)
     _assign(model, exact)
 
 
@@ -284,7 +197,7 @@ def restore_capacities(model: nn.Module, capacity: Sequence[float] | Mapping[str
         capacity: Share of tokens kept: one for each routed block in order, or by module name.
 
     Raises:
-        ValueError: A capacity outside (0, 1], a wrong number of them, or a block that is not routed.
+        ValueError: A capacity outside [0, 1], a wrong number of them, or a block that is not routed.
     """
     _assign(model, _exact_capacities(model, capacity))
 
@@ -313,18 +226,6 @@ def _assign(model: nn.Module, exact: Mapping[str, Fraction]) -> None:
             if isinstance(router, Router):
                 router.capacity = value
     _describe(model)
-
-
-def _check_budget(name: str, router: Router, capacity: Fraction) -> None:
-    """Refuse a new capacity that has no effect."""
-    config = router.config
-    if config.select != "topk":
-        raise ValueError(f"{name} is routed by threshold: its kept share follows from the scores, not a capacity")
-    if config.language.inference_threshold is not None and router.capacity != capacity:
-        raise ValueError(
-            f"in evaluation {name} keeps tokens by inference_threshold={config.language.inference_threshold}, whatever "
-            "the capacity: route with another capacity, or with inference_threshold=None"
-        )
 
 
 def capacities(model: nn.Module) -> dict[str, float]:

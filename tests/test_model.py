@@ -32,10 +32,10 @@ class TestConfig:
                 "router must be one of 'attention', 'function', 'linear', 'norm', .*, got 'atention'; .*register_score",
             ),
             (
-                {"capacity": 0.0},
-                r"capacity must be a number in \(0, 1\] or several .*, got 0.0",
+                {"capacity": -0.5},
+                r"capacity must be a number in \[0, 1\] or several .*, got -0.5",
             ),
-            ({"capacity": 1.5}, r"capacity must be a number in \(0, 1\] .*, got 1.5"),
+            ({"capacity": 1.5}, r"capacity must be a number in \[0, 1\] .*, got 1.5"),
             (
                 {"blocks": "odd"},
                 "blocks must be one of 'every_other', 'late', 'all' or several values",
@@ -169,7 +169,7 @@ class TestCapacity:
     @pytest.mark.parametrize(
         ("capacity", "message"),
         [
-            (0, r"in \(0, 1\], got 0"),
+            (-1, r"in \[0, 1\], got -1"),
             ([0.5], "3 blocks are routed, got 1 capacities"),
             ({"blocks.0": 0.5}, r"blocks.0 is not a routed block; routed are blocks.1, blocks.3, blocks.5"),
         ],

@@ -100,6 +100,7 @@ class NamedArguments:
         attention_calls: Calls of `scaled_dot_product_attention` in one pass through the block.
         draws_paths: Stochastic depth draws one Bernoulli number for each sequence of a batch.
         fused_norm: Name of the norm that the block starts with and that can be fused with gathering rows, or empty.
+        operators: Names of the block's residual branches by operator, of those that add nothing where they return zero.
     """
 
     names: tuple[str, ...]
@@ -109,6 +110,7 @@ class NamedArguments:
     attention_calls: int = 1
     draws_paths: bool = False
     fused_norm: str = ""
+    operators: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def contexts(self) -> tuple[str, ...]:
@@ -184,16 +186,17 @@ class NamedArguments:
     def attend_to_all(
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
         z_BKD: Tensor, routing: Routing,
-    ) -> Tensor:  # fmt: skip
-        """Return the kept tokens after the block, in which they attended to all tokens."""
+    ) -> Any:  # fmt: skip
+        """Return what the host's forward makes of the kept tokens, which attend to all tokens in it."""
+        # Attention is given those that are off, too.
+        arguments = {name: value for name, value in arguments.items() if value is not None}
         projections = [
             Projection(functools.reduce(getattr, name.split("."), block), own)  # type: ignore[arg-type]
             for name, own in self.projections
         ]
         taken = keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
         with attend_to_all(projections, taken):
-            y: Tensor = forward(z_BKD, **self._narrow_queries(arguments, x_BND.shape[1], routing))
-        return y
+            return forward(z_BKD, **self._narrow_queries(arguments, x_BND.shape[1], routing))
 
     def _narrow_queries(self, arguments: Mapping[str, Any], tokens: int, routing: Routing) -> dict[str, Any]:
         """Return the arguments for kept queries and all keys."""
@@ -226,7 +229,7 @@ def span_hook(
         tracker: That of the stack.
         config: How the blocks are routed.
     """
-    return (owner, SpanHook(tracker, blocks)) if config.router.shared and config.context == "kept" else None
+    return (owner, SpanHook(tracker, blocks)) if config.hands_on else None
 
 
 def narrow_queries(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:

@@ -111,6 +111,11 @@ def _stack(tower: Any, name: str, prefix: int, captions: bool = False, causal: b
     )
 
 
+def _normed_attention(block: nn.Module) -> bool:
+    """Return whether a norm, and so its bias, follows attention."""
+    return not isinstance(getattr(block, "ln_attn", nn.Identity()), nn.Identity)
+
+
 def _call_of(block: nn.Module, captions: bool, causal: bool) -> ClipBlock:
     attention: Any = block.attn
     multihead = isinstance(attention, nn.MultiheadAttention)
@@ -118,6 +123,7 @@ def _call_of(block: nn.Module, captions: bool, causal: bool) -> ClipBlock:
         names=("k_x", "v_x", "attn_mask") if multihead else ("attn_mask",),
         fused=multihead or (attention.use_fsdpa and attention.logit_scale is None),
         projections=(("attn.in_proj_weight", attention.in_proj_weight.shape[0] // 3),),
+        operators={"mlp": "mlp", **({} if _normed_attention(block) else {"attention": "attn"})},
         heads=int(attention.num_heads),
         flat_masks=multihead,
         captions=captions,

@@ -150,6 +150,7 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
         # Differential attention subtracts two maps, each from a call of its own.
         attention_calls=sum(2 if isinstance(module, DiffAttention) else 1 for module in attentions.values()),
         fused_norm=_fused_norm(block),
+        operators={"attention": "attn", "mlp": "mlp"} if isinstance(block, PRE_NORM) else {},
     )
 
 

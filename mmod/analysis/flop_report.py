@@ -21,6 +21,7 @@ class BlockFlops:
         routed: FLOPs as routed, with `router` and `importance`.
         router: FLOPs of its router.
         importance: FLOPs of the importance it computes for others.
+        cached: Tokens whose keys and values it caches, in a language model.
     """
 
     name: str
@@ -30,6 +31,7 @@ class BlockFlops:
     routed: int
     router: int = 0
     importance: int = 0
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,21 +137,28 @@ class PrefillFlops(FlopCounts):
         rest: The logits of the last token.
         tokens: Tokens of the prompt.
         image_tokens: Image tokens among them.
+        cache_bytes_per_token: Bytes of the keys and values of one token in one layer, in the model's own type.
     """
 
     tokens: int
     image_tokens: int
+    cache_bytes_per_token: int
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values that all layers hold of the prompt."""
+        return self.cache_bytes_per_token * sum(row.cached for row in self.blocks)
 
     @property
     def cache_share(self) -> float:
         """Share of the dense model's cache of keys and values that is held."""
-        return sum(row.kept for row in self.blocks) / (self.tokens * len(self.blocks))
+        return sum(row.cached for row in self.blocks) / (self.tokens * len(self.blocks))
 
     def __str__(self) -> str:
         """Return the report as a table, in MFLOPs."""
         return (
             f"{self.table()}\na prompt of {self.tokens} tokens, {self.image_tokens} of images: {self.share:.3f} of the "
-            f"FLOPs (2 per multiply-add), {self.cache_share:.3f} of the cache"
+            f"FLOPs (2 per multiply-add), {self.cache_share:.3f} of the cache, {self.cache_bytes:,} bytes"
         )
 
 

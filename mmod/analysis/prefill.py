@@ -21,9 +21,9 @@ def prefill_flops(
 ) -> PrefillFlops:
     """Count what reading one prompt costs the language model of a transformers model, dense and as routed.
 
-    One FLOP is one multiplication or one addition. Attention counts all pairs of kept tokens, as
-    `torch.utils.flop_counter` does: a kernel that leaves the masked half out spends less. Vision tower and projector
-    are not counted.
+    One FLOP is one multiplication or one addition. Attention counts all pairs of queries and keys that
+    are computed, as `torch.utils.flop_counter` does: a kernel that leaves the masked half out spends less. Vision tower
+    and projector are not counted.
 
     Args:
         model: A model with a language part, routed or not.
@@ -57,9 +57,10 @@ def prefill_flops(
             share = kept.get(name) if isinstance(kept, Mapping) else kept
             own = tokens - sum(free) + _kept(name, block, free, share)
         rows.append(_row(name, block, tokens, own, stack.dim))
+    cached = _bytes_per_token(stack.blocks[0])
     heads = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "lm_head"]
     head = sum(2 * stack.dim * int(module.out_features) for module in heads)
-    return PrefillFlops(tuple(rows), BlockFlops(REST, 0, 0, head, head), tokens, sum(images))
+    return PrefillFlops(tuple(rows), BlockFlops(REST, 0, 0, head, head), tokens, sum(images), cached)
 
 
 def _kept(name: str, block: RoutedBlock, free: Sequence[int], share: float | None) -> int:
@@ -79,19 +80,40 @@ def _row(name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> Block
     attention: Any = block.get_submodule("self_attn")
     width = int(attention.config.num_attention_heads) * int(attention.head_dim)
     router = importance = 0
+    operator, context = "block", "kept"
     if isinstance(block, RoutedBlock):
+        operator, context = str(block.router.config.operator), str(block.router.config.context)
         router = 2 * tokens * sum(p.numel() for p in block.router.parameters() if p.ndim > 1)
         if block.router.config.language.shared:
             router += 2 * tokens * dim
     elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
         importance = 2 * tokens * tokens * width
-    weights = sum(
-        module.in_features * module.out_features
+    sizes = {
+        place: module.in_features * module.out_features
         for place, module in block.named_modules()
         if isinstance(module, nn.Linear) and not place.startswith("router")
-    )
+    }
+    in_attention = sum(size for place, size in sizes.items() if place.startswith("self_attn"))
+    keys_and_values = 2 * dim * _key_width(attention)
 
-    def layer(rows: int) -> int:
-        return 2 * rows * weights + 4 * rows * rows * width
+    def layer(queries: int, keys: int, rows: int) -> int:
+        """Count attention of some queries to some keys, and the MLP of some rows."""
+        projections = queries * (in_attention - keys_and_values) + keys * keys_and_values
+        return 2 * projections + 4 * queries * keys * width + 2 * rows * (sum(sizes.values()) - in_attention)
 
-    return BlockFlops(name, tokens, kept, layer(tokens), layer(kept) + router + importance, router, importance)
+    queries = tokens if operator == "mlp" else kept
+    keys = tokens if context == "all" else queries
+    routed = layer(queries, keys, tokens if operator == "attention" else kept)
+    dense = layer(tokens, tokens, tokens)
+    return BlockFlops(name, tokens, kept, dense, routed + router + importance, router, importance, keys)
+
+
+def _key_width(attention: Any) -> int:
+    """Return the features of a token's keys in one layer, as many as those of its values."""
+    return int(attention.config.num_key_value_heads) * int(attention.head_dim)
+
+
+def _bytes_per_token(block: nn.Module) -> int:
+    """Return the bytes of one token's keys and values in a layer's cache."""
+    weight = next(weight for weight in block.parameters() if weight.is_floating_point())
+    return 2 * _key_width(block.get_submodule("self_attn")) * weight.element_size()

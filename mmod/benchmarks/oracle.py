@@ -234,6 +234,8 @@ class _Loop:
         self, name: str, block: Any, run: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         config = block.router.config
+        if config.operator != "block":
+            raise ValueError(f"{name} skips its {config.operator} alone, which this definition does not know")
         score = self._scores[name] = self._score(block.router, x)
         kept = _keep(block.router, score) if self._given is None else self._given[name]
         if not kept:

@@ -24,6 +24,11 @@ class BlockCall(Protocol):
         ...
 
     @property
+    def operators(self) -> Mapping[str, str]:
+        """Names of the modules of the block that are its residual branches, by `RoutingConfig.operator`."""
+        ...
+
+    @property
     def fused_norm(self) -> str:
         """Name of the norm that the block starts with and that can be fused with gathering rows, or empty."""
         ...
@@ -63,12 +68,12 @@ class BlockCall(Protocol):
     def attend_to_all(
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
         z_BKD: Tensor, routing: Routing,
-    ) -> Tensor:  # fmt: skip
-        """Return the kept tokens (B, K, D) after the block, in which they attended to all tokens.
+    ) -> Any:  # fmt: skip
+        """Return what the host's forward makes of the kept tokens (B, K, D), which attend to all tokens in it.
 
         Args:
             block: The block.
-            forward: Its host's forward.
+            forward: The host's forward of the block, or of its attention.
             arguments: The arguments of all tokens.
             x_BND: All tokens.
             z_BKD: The kept ones.
@@ -101,8 +106,9 @@ class DecoderCall(BlockCall, Protocol):
         ...
 
     def begin_update(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None
-    ) -> None:
+        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None,
+        whole: bool = False,
+    ) -> None:  # fmt: skip
         """Tell the layer's cache, if it has one, which tokens it is about to be given.
 
         Args:
@@ -110,6 +116,7 @@ class DecoderCall(BlockCall, Protocol):
             x_BND: All tokens.
             routing: The decision; None keeps all of them.
             packing: Where the rows come from, where they are given as one sequence.
+            whole: It is given all tokens, whatever was decided.
         """
         ...
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from mmod.blocks.branches import WeighedBranch
+from mmod.blocks.branches import Branch
 from mmod.blocks.call import DecoderCall
 from mmod.blocks.fused_norm import FusedNorm
 from mmod.blocks.routed import ImportanceBlock, RoutedBlock
@@ -69,9 +69,14 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
     block.router = router
     if state.call.fused_norm:
         convert(block.get_submodule(state.call.fused_norm), FusedNorm, state.tracker)
-    if router.config.language.gate_on != "update":
-        for branch in cast(DecoderCall, state.call).branches(block, router.config.language.gate_on):
-            convert(branch, WeighedBranch, state.tracker)
+    config = router.config
+    # That of one block is not several.
+    operator = str(config.operator)
+    if operator != "block":
+        convert(block.get_submodule(state.call.operators[operator]), Branch, state.tracker)
+    if config.language.gate_on != "update":
+        for branch in cast(DecoderCall, state.call).branches(block, config.language.gate_on):
+            convert(branch, Branch, state.tracker)
 
 
 def make_important(block: nn.Module, state: ImportanceState, mixin: type[ImportanceBlock] = ImportanceBlock) -> None:

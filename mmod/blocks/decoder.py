@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mmod.blocks.branches import weighed_branches
+from mmod.blocks.branches import BranchRows, branch_on_rows, weighed_branches
 from mmod.blocks.call import DecoderCall
 from mmod.blocks.forward_pass import ForwardPass
 from mmod.blocks.packed import reweigh_skipped, run_packed
@@ -62,9 +62,13 @@ class RoutedDecoderBlock(RoutedBlock):
 
     def run_routed(self, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Tensor:
         """Return all tokens after the layer, given the decision."""
-        call, alone = self._call, self._groups(arguments).alone
+        call, alone, config = self._call, self._groups(arguments).alone, self.router.config
+        if config.operator != "block":
+            return self._run_operator(x, arguments, routing)
         # With gate_on="mlp" or "branches" the gate was applied inside the layer.
-        written = routing if self.router.config.language.gate_on == "update" else routing._replace(gate_BK=None)
+        written = routing if config.language.gate_on == "update" else routing._replace(gate_BK=None)
+        if config.context == "all":
+            return self._run_among_all(x, arguments, routing, written)
         if routing.valid_BK is not None and routing.total and call.can_pack(self, arguments):
             return run_packed(x, written, partial(self.run_packed, x, arguments, routing))
         # One token per sample, all kept: nothing to gather.
@@ -77,6 +81,38 @@ class RoutedDecoderBlock(RoutedBlock):
             return leave_rows(x, z_BKD, z_BKD, routing)
         y_BKD = self._run_gated(z_BKD, selected, routing.gate_BK)
         return merge_alone(x, y_BKD, written) if alone else leave_rows(x, z_BKD, y_BKD, written)
+
+    def _run_among_all(self, x: Tensor, arguments: Mapping[str, Any], routing: Routing, written: Routing) -> Tensor:
+        """Return all tokens after the layer, in which the kept ones attended to all."""
+        call = self._call
+        if _in_place(x, routing):
+            selected = call.select_tokens(arguments, x, None)
+            call.begin_update(arguments, x, routing, whole=True)
+            y = self._run_gated(x, selected, routing.gate_BK)
+            return merge_alone(x, y, written) if routing.valid_BK is not None else leave_rows(x, x, y, written)
+        z = gather_rows(x, routing.index_BK)
+        with weighed_branches(self.mod_state.tracker, routing.gate_BK if written.gate_BK is None else None):
+            y = call.attend_to_all(self, self._forward_host, arguments, x, z, routing)
+        return leave_rows(x, z, y, written)
+
+    def _forward_host(self, z: Tensor, **arguments: Any) -> Tensor:
+        return self.run_host(z, arguments)
+
+    def _run_operator(self, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Tensor:
+        call, config = self._call, self.router.config
+        among_all, attends, in_tuple = _in_place(x, routing), None, config.operator == "attention"
+        if config.operator == "attention" and config.context == "kept":
+            arguments, given = call.select_tokens(arguments, x, routing), arguments
+            call.begin_update(given, x, routing)
+            if not routing.index_BK.shape[1]:
+                call.record_no_attention(x)
+        elif config.operator == "mlp" or among_all:
+            arguments, given = call.select_tokens(arguments, x, None), arguments
+            call.begin_update(given, x, routing, whole=True)
+        else:
+            attends = partial(call.attend_to_all, self, routing=routing)
+        with branch_on_rows(self.mod_state.tracker, BranchRows(routing, attends, in_tuple)):
+            return self.run_host(x, arguments)
 
     def run_packed(
         self, x: Tensor, arguments: Mapping[str, Any], routing: Routing, z_1TD: Tensor, packing: Packing
@@ -100,6 +136,11 @@ class RoutedDecoderBlock(RoutedBlock):
         groups = self._call.groups(arguments)
         assert groups is not None
         return groups
+
+
+def _in_place(x_BND: Tensor, routing: Routing) -> bool:
+    """Return whether the rows of a decision are all tokens in their own order, kept or not."""
+    return routing.index_BK.shape[1] == x_BND.shape[1] and (routing.valid_BK is None or x_BND.shape[1] == 1)
 
 
 def merge_alone(x_B1D: Tensor, y_B1D: Tensor, routing: Routing) -> Tensor:

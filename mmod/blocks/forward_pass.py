@@ -109,6 +109,7 @@ class _Running:
         task: The backward pass that it was last used in, -1 for none.
         normed: Kept rows of the running block, and what its first norm makes of them.
         gate_BK: Weights for the branches of the running block (B, K).
+        branch_rows: How its branch runs for kept rows alone, a `BranchRows`, or None.
         holds_rows: See `ForwardPass`; of the call of the model that runs.
     """
 
@@ -118,6 +119,7 @@ class _Running:
         self.task = -1
         self.normed: tuple[Tensor, Tensor] | None = None
         self.gate_BK: Tensor | None = None
+        self.branch_rows: Any = None
 
 
 class PassTracker:

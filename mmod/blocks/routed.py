@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmod.blocks.branches import BranchRows, branch_on_rows
 from mmod.blocks.forward_pass import ForwardPass, SharedScore
 from mmod.blocks.packed import run_packed
 from mmod.blocks.rows import enter_rows, leave_rows
@@ -104,6 +105,8 @@ class RoutedBlock(ConvertedBlock):
     def run_routed(self, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Tensor:
         """Return all tokens after the block, given the decision."""
         call, kept_alone = self.mod_state.call, self.router.config.context == "kept"
+        if self.router.config.operator != "block":
+            return self._run_operator(x, arguments, routing)
         if routing.valid_BK is not None and routing.total and kept_alone and call.can_pack(self, arguments):
             return run_packed(x, routing, partial(self.run_packed, x, arguments, routing))
         z = enter_rows(x, routing, getattr(self, call.fused_norm) if call.fused_norm else None)
@@ -114,6 +117,15 @@ class RoutedBlock(ConvertedBlock):
         else:
             y = call.attend_to_all(self, super().forward, arguments, x, z, routing)
         return leave_rows(x, z, y, routing)
+
+    def _run_operator(self, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Tensor:
+        """Return all tokens after the block, of which one branch runs on the kept ones alone."""
+        call, config = self.mod_state.call, self.router.config
+        attends = partial(call.attend_to_all, self, routing=routing) if config.context == "all" else None
+        if config.operator == "attention" and attends is None:
+            arguments = call.select_tokens(arguments, x, routing)
+        with branch_on_rows(self.mod_state.tracker, BranchRows(routing, attends)):
+            return self.run_host(x, arguments)
 
     def run_packed(
         self, x: Tensor, arguments: Mapping[str, Any], routing: Routing, z_1TD: Tensor, packing: Packing

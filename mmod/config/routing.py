@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mmod.config.flat import FLAT, regroup
 from mmod.config.parts import Gate, LanguageRouting, Threshold
-from mmod.config.plan import Plan
+from mmod.config.plan import CONTEXTS, OPERATORS, Plan
 from mmod.config.reading import read_parts, revised
 from mmod.config.registry import LOSSES
 from mmod.config.score import Score
@@ -38,13 +38,18 @@ class RoutingConfig:
         router: Where the score comes from: "attention" (importance in the preceding dense block, no parameters),
             "linear" (learned), the controls "random", "stride" and "norm", another registered score, or a function
             from tokens (B, N, D) to scores (B, N). `mmod.score("linear", bias=True)` sets options.
-        capacity: Share of tokens kept, in (0, 1], prefix tokens included; one number or one for each routed block.
+        capacity: Share of tokens kept, in [0, 1], prefix tokens included; one number or one for each routed block. At 0
+            only tokens that are always kept run: prefix tokens, or text where image tokens may be skipped.
         select: "topk" keeps `max(1, floor(capacity * N))` tokens of every image; "threshold" or a `Threshold` keeps
             those whose squashed score reaches it.
         gate: How the kept score weighs the block's update: "identity", "linear", "sigmoid", "tanh", or a `Gate`. None
             means "tanh" for scores that learn and "identity" for those that do not.
         context: What a kept token attends to: the "kept" tokens of its image, as in MoD, or "all" of them, whose keys
-            and values are then computed for every token.
+            and values are then computed for every token; a language model caches all of them.
+            One, or one for each routed block.
+        operator: What tokens that are not kept miss: the whole "block", or its "attention" or "mlp" alone; the other
+            branch then runs for all tokens, and the gate weighs the branch that is missed. One, or one for each
+            routed block.
         skipped: What becomes of tokens that are not kept: they "pass" by unchanged; or "follow" the kept token of their
             image that is most like them and get the update of that one; or "merge" with it, averaged as one row that
             attention counts as so many tokens, and then get its update. Consecutive blocks whose router shares its
@@ -78,7 +83,8 @@ class RoutingConfig:
     capacity: float | tuple[float, ...]
     select: Literal["topk"] | Threshold
     gate: Gate
-    context: str
+    context: str | tuple[str, ...]
+    operator: str | tuple[str, ...]
     skipped: str
     blocks: str | tuple[int, ...]
     protect_prefix: bool
@@ -93,7 +99,8 @@ class RoutingConfig:
         capacity: float | tuple[float, ...] = 0.5,
         select: str | Threshold | Mapping[str, Any] = "topk",
         gate: str | Gate | Mapping[str, Any] | None = None,
-        context: str = "kept",
+        context: str | tuple[str, ...] = "kept",
+        operator: str | tuple[str, ...] = "block",
         skipped: str = "pass",
         blocks: str | tuple[int, ...] = "every_other",
         protect_prefix: bool = True,
@@ -111,10 +118,11 @@ class RoutingConfig:
         check_value("losses", losses, Mapping[str, float], "(0, inf)")
         values = {
             **read_parts(regroup({**parts, **options})),
-            "capacity": tuple(capacity) if isinstance(capacity, list) else capacity,
-            "context": context,
+            "capacity": _frozen(capacity),
+            "context": _frozen(context),
+            "operator": _frozen(operator),
             "skipped": skipped,
-            "blocks": tuple(blocks) if isinstance(blocks, list) else blocks,
+            "blocks": _frozen(blocks),
             "protect_prefix": protect_prefix,
             "importance": importance,
             "losses": dict(losses),
@@ -122,6 +130,11 @@ class RoutingConfig:
         for name, value in values.items():
             object.__setattr__(self, name, value)
         self._check()
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether blocks that follow each other and keep the same tokens may hand them on in the place of all."""
+        return self.router.shared and self.context == "kept" and self.operator == "block"
 
     def reads_importance(self, training: bool) -> bool:
         """Return whether importance is computed, for the score or for a loss.
@@ -134,9 +147,10 @@ class RoutingConfig:
     def _check(self) -> None:
         check_fields(
             self,
-            capacity="(0, 1]",
+            capacity="[0, 1]",
             select=("topk",),
-            context=("kept", "all"),
+            context=CONTEXTS,
+            operator=OPERATORS,
             skipped=("pass", "follow", "merge"),
             blocks=LAYOUTS,
             importance=("per_viewer", "mean", "class_token"),
@@ -149,10 +163,21 @@ class RoutingConfig:
             raise ValueError(f"gate {gate.name!r} needs a score that learns; router {router.name!r} takes 'identity'")
         if not router.learns and self.losses:
             raise ValueError(f"router {router.name!r} learns nothing, so it takes no losses, got {dict(self.losses)}")
-        if self.skipped != "pass" and (self.select != "topk" or self.context == "all" or gate.reweight_skipped):
+        among_all, in_part = self.context != "kept", self.operator != "block"
+        if self.skipped != "pass" and (self.select != "topk" or among_all or in_part or gate.reweight_skipped):
             raise ValueError(
-                f"skipped={self.skipped!r} needs select='topk', context='kept' and a gate without reweight_skipped"
+                f"skipped={self.skipped!r} needs select='topk', context='kept', operator='block' and a gate without "
+                "reweight_skipped"
             )
+        if in_part and (gate.reweight_skipped or language.gate_on != "update"):
+            raise ValueError(
+                f"operator={self.operator!r} needs gate_on='update' and a gate without reweight_skipped: the gate "
+                "weighs what tokens miss"
+            )
+        if self.operator == "mlp" and self.context == "all":
+            raise ValueError("operator='mlp' needs context='kept': attention runs on all tokens anyway")
+        if among_all and language.positions == "compact":
+            raise ValueError("positions='compact' counts kept tokens alone, so it needs context='kept'")
         if language.frames is not None and self.select != "topk":
             raise ValueError("frames choose the top-k among image tokens: they need select='topk'")
         if language.shared and router.name != "linear":
@@ -178,8 +203,11 @@ class RoutingConfig:
             blocks = tuple(range(depth))
         else:
             blocks = tuple(sorted(int(block) for block in self.blocks))
-        capacities = self.capacity if isinstance(self.capacity, tuple) else (self.capacity,) * len(blocks)
-        return Plan(blocks=blocks, capacities=capacities, depth=depth)
+
+        def each(own: Any) -> tuple[Any, ...]:
+            return own if isinstance(own, tuple) else (own,) * len(blocks)
+
+        return Plan(blocks, each(self.capacity), depth, each(self.operator), each(self.context))
 
     def replace(self, **changes: Any) -> RoutingConfig:
         """Return a copy with some fields changed.
@@ -199,7 +227,7 @@ class RoutingConfig:
             ValueError: The router is a function, which JSON cannot hold.
         """
         plain = {name: getattr(self, name) for name in _NAMES}
-        for name in ("capacity", "blocks"):
+        for name in ("capacity", "context", "operator", "blocks"):
             if isinstance(plain[name], tuple):
                 plain[name] = list(plain[name])
         for name in ("select", "gate", "language"):
@@ -220,10 +248,14 @@ class RoutingConfig:
         return cls(**regroup(values))
 
 
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 _NAMES = tuple(item.name for item in dataclasses.fields(RoutingConfig))
 ROUTING_FIELDS = (*_NAMES, *FLAT)
 # What every saved config has.
-_FIRST_NAMES = set(_NAMES) - {"skipped"}
+_FIRST_NAMES = set(_NAMES) - {"operator", "skipped"}
 
 
 def regroup_saved(tree: Any) -> Any:

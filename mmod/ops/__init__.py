@@ -5,7 +5,7 @@ import pkgutil
 
 from mmod.ops.backend import Backend, choices, use
 from mmod.ops.capture import capture_importance
-from mmod.ops.context import Projection, attend_to_all, keys_and_values
+from mmod.ops.context import PartialProjections, Projection, attend_to_all, keys_and_values
 from mmod.ops.importance import (
     attention_importance,
     attention_with_importance,
@@ -26,6 +26,7 @@ for _module in pkgutil.iter_modules(__path__):
 __all__ = [
     "Backend",
     "Packing",
+    "PartialProjections",
     "Projection",
     "Selection",
     "add_updates",

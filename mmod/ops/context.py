@@ -64,12 +64,18 @@ class _Taken(Exception):
     """Ends a host's forward once its keys and values are known."""
 
 
-class _PartialProjections(AttentionIntercept):
-    """Computes one part of each projection and fills the other with zeros."""
+class PartialProjections(AttentionIntercept):
+    """Context manager that computes one part of each projection and fills the other with zeros.
 
-    def __init__(self, projections: Sequence[Projection]) -> None:
+    Args:
+        projections: The projections in front of attention.
+        own: Whether the part is what serves the token itself, or what serves as key and value.
+    """
+
+    def __init__(self, projections: Sequence[Projection], own: bool) -> None:
         super().__init__()
         self.projections = projections
+        self.own = own
 
     def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
         """Replace the projections as well."""
@@ -88,7 +94,11 @@ class _PartialProjections(AttentionIntercept):
 
     def part(self, projection: Projection) -> tuple[int, int]:
         """Return the range of features to compute."""
-        raise NotImplementedError
+        return (0, projection.own) if self.own else (projection.own, projection.weight.shape[0])
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend as the host does."""
+        return call.run()
 
 
 def _zeros(input: Tensor, weight: Tensor) -> Tensor:
@@ -96,14 +106,11 @@ def _zeros(input: Tensor, weight: Tensor) -> Tensor:
     return input.new_zeros(()).expand(*input.shape[:-1], weight.shape[0])
 
 
-class _KeysAndValues(_PartialProjections):
+class _KeysAndValues(PartialProjections):
     def __init__(self, projections: Sequence[Projection], calls: int) -> None:
-        super().__init__(projections)
+        super().__init__(projections, own=False)
         self.calls = calls
         self.taken: list[tuple[Tensor, Tensor]] = []
-
-    def part(self, projection: Projection) -> tuple[int, int]:
-        return projection.own, projection.weight.shape[0]
 
     def attend(self, call: AttentionCall) -> Tensor:
         self.taken.append((call.key, call.value))
@@ -120,7 +127,7 @@ class _KeysAndValues(_PartialProjections):
         return super()._linear(input, weight, bias)
 
 
-class attend_to_all(_PartialProjections):
+class attend_to_all(PartialProjections):
     """Context manager in which a host block on kept tokens attends to the keys and values of all tokens.
 
     Args:
@@ -142,12 +149,8 @@ class attend_to_all(_PartialProjections):
     """
 
     def __init__(self, projections: Sequence[Projection], taken: Sequence[tuple[Tensor, Tensor]]) -> None:
-        super().__init__(projections)
+        super().__init__(projections, own=True)
         self.remaining = list(taken)
-
-    def part(self, projection: Projection) -> tuple[int, int]:
-        """Compute what serves the kept tokens themselves."""
-        return 0, projection.own
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend to all tokens; the mask is one of kept queries over all keys."""

@@ -72,6 +72,11 @@ class DecoderRouter(Router):
         dim, device, dtype = options["dim"], options.get("device"), options.get("dtype")
         self.predictor = Predictor(dim, device, dtype) if config.language.predictor else None
 
+    @property
+    def always_keeps(self) -> bool:
+        """Whether some token runs at any capacity, as text does where image tokens may be skipped."""
+        return self.config.language.tokens != "all"
+
     def forward(
         self, x_BND: Tensor, importance_BN: Tensor | None = None, tokens: TokenMarks | TokenGroups | None = None
     ) -> Routing:

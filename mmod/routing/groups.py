@@ -112,7 +112,8 @@ def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> 
         valid in all.
 
     Raises:
-        ValueError: The capacity keeps none of a group's tokens, where the groups are strict about it.
+        ValueError: A capacity above 0 that keeps none of a group's tokens, where the groups are strict about it, or 0
+            where they are not.
 
     Example:
         >>> free = torch.tensor([[False, True, True, True, True]])
@@ -158,6 +159,10 @@ def _kept_of(size: int, capacity: Fraction, strict: bool) -> int:
     kept = size * capacity.numerator // capacity.denominator
     if kept or not size:
         return kept
+    if not capacity:
+        if strict:
+            return 0
+        raise ValueError("capacity 0 is for image tokens: where text may be skipped, too, it must be in (0, 1]")
     if strict:
         raise ValueError(
             f"capacity {float(capacity)} keeps none of {size} image tokens; give at least 1/{size} = {1 / size:.4f}"

@@ -57,6 +57,11 @@ class Router(nn.Module):
         place = Placement(dim, block, config.gate, prefix, device, dtype)
         self.score: nn.Module | None = config.router.make(place)
 
+    @property
+    def always_keeps(self) -> bool:
+        """Whether some token runs at any capacity."""
+        return self.prefix > 0
+
     def extra_repr(self) -> str:
         """Say in a printed model what this router does."""
         return f"router={self.config.router.name!r}, select={self.config.select!r}, capacity={float(self.capacity)}"

@@ -19,7 +19,12 @@ CONFIGS = {
         router=mmod.score("linear", init_std=0.2), blocks="all", language=mmod.LanguageRouting(shared=True)
     ),
     "random": mmod.RoutingConfig(router="random", capacity=0.5),
-}
+    "frozen": mmod.RoutingConfig(router="stride", capacity=0, blocks=(1, 2), context="all"),
+    "parts": mmod.RoutingConfig(
+        router="stride", capacity=(0.5, 0, 0.5, 0), blocks="all", operator=("attention", "attention", "mlp", "block"),
+        context=("kept", "all", "kept", "kept"),
+    ),
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -31,13 +36,14 @@ def test_counts_equal_those_of_torch(name: str, method: str) -> None:
     images, tokens = int((batch["input_ids"] == IMAGE).sum()), batch["input_ids"].shape[1]
     report = prefill_flops(model, tokens - images, [images // 2] * 2)
     with FlopCounterMode(display=False) as counter:
-        model(**batch, logits_to_keep=1)
+        cache = model(**batch, logits_to_keep=1).past_key_values
     counts = counter.get_flop_counts()
     for row, layer in zip(report.blocks, model.model.language_model.layers):
         counted = sum(counts[f"{type(model).__name__}.{row.name}"].values())
         # The product of tokens and one vector is no product of matrices to torch.
         assert row.routed - row.router == counted, row.name
         assert layer is model.get_submodule(row.name)
+    assert report.cache_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert str(report).splitlines()[-1].startswith(f"a prompt of {tokens} tokens, {images} of images")
 
 

@@ -136,7 +136,7 @@ def test_numbers_are_finite(kind: type, key: str, value: float) -> None:
         (TrainConfig, "data.augment.re_count", 0, "an integer of at least 1"),
         (TrainConfig, "routing", {"capcity": 1}, "valid ones are router, capacity"),
         (TrainConfig, "routing", {"preset": "amod"}, "a-mod"),
-        (TrainConfig, "routing", {"capacity": 2}, "a number in (0, 1]"),
+        (TrainConfig, "routing", {"capacity": 2}, "a number in [0, 1]"),
         (PairsConfig, "routing.image", {"threshold": NAN}, "a finite number"),
         (PairsConfig, "loss", "infonce", "one of 'clip', 'siglip', 'coca'"),
         (PairsConfig, "data.sampling", "resampled", "--dataset-resampled"),

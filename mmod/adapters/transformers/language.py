@@ -94,8 +94,18 @@ def _call_of(layer: nn.Module, config: RoutingConfig | None, rotary: CompactRota
     names = tuple(n for n, p in signature.items() if p.kind is p.POSITIONAL_OR_KEYWORD)[2:]
     attention: Any = layer.self_attn
     window = getattr(attention.config, "sliding_window", None)
+    if config is not None and config.operator != "block" and config.gate.name != "identity" and _is_sandwich(layer):
+        raise ValueError(
+            f"operator={config.operator!r} needs gate='identity' in a {host_class(layer).__name__}: a norm after the "
+            "branch takes its weight away"
+        )
     compact = rotary if config is not None and config.language.positions == "compact" else None
     return DecoderLayerCall(names, int(attention.layer_idx), attention.config, compact, window)
+
+
+def _is_sandwich(layer: nn.Module) -> bool:
+    """Return whether norms follow the branches, as in Gemma 2 and 3."""
+    return hasattr(layer, "pre_feedforward_layernorm")
 
 
 class GroupHook(DescribedRouting):
@@ -126,6 +136,9 @@ class GroupHook(DescribedRouting):
                 f"only image tokens may be skipped, but this {type(entry).__name__} says nothing of an image token: "
                 "set config.image_token_id, or route with tokens='all'"
             )
+        capacities = config.capacity if isinstance(config.capacity, tuple) else (config.capacity,)
+        if self.tokens == "all" and 0 in capacities:
+            raise ValueError("capacity 0 is for image tokens: where text may be skipped, too, it must be in (0, 1]")
         if self.language.frames is not None and self.tokens != "image":
             raise ValueError("frames need image tokens, which this model has none of")
         if self.language.positions == "compact" and not plain:

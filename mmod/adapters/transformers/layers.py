@@ -16,6 +16,7 @@ from transformers.utils.output_capturing import _active_collector
 from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
 from mmod.adapters.transformers.cache_base import KeptTokens
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
+from mmod.adapters.transformers.context import attend_to_all
 from mmod.adapters.transformers.masks import mask_of_kept
 from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.blocks import ForwardPass
@@ -23,6 +24,8 @@ from mmod.ops import Packing, gather_rows
 from mmod.routing import Routing, TokenGroups, TokenMarks
 from mmod.routing.decision import PADDING
 
+# Names of the residual branches of a decoder layer, and of a vision tower's.
+OPERATORS = {"attention": "self_attn", "mlp": "mlp"}
 # The keyword under which groups travel from a model's entry to its layers.
 GROUPS = "mmod_groups"
 _UNKNOWN = object()
@@ -63,8 +66,13 @@ class DecoderLayerCall:
 
     @property
     def contexts(self) -> tuple[str, ...]:
-        """Kept tokens attend to kept tokens: the keys of others are not cached."""
-        return ("kept",)
+        """What kept tokens can attend to; flash attention has no mask between some queries and all keys."""
+        return ("kept",) if self._is_flash else ("kept", "all")
+
+    @property
+    def operators(self) -> Mapping[str, str]:
+        """Names of the layer's residual branches."""
+        return OPERATORS
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by name; those the layer only hands on stay with them."""
@@ -113,9 +121,19 @@ class DecoderLayerCall:
     def attend_to_all(
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
         z_BKD: Tensor, routing: Routing,
-    ) -> Tensor:  # fmt: skip
-        """Refused when a model is routed, see `contexts`."""
-        raise NotImplementedError("kept tokens of a language model attend to kept tokens")
+    ) -> Any:  # fmt: skip
+        """Return what the host's forward makes of the kept tokens, which attend to all tokens in it.
+
+        Raises:
+            ValueError: Flash attention, which has no mask for that.
+        """
+        if self._is_flash:
+            raise ValueError(
+                "context='all' needs attention with a mask: load the model with attn_implementation='sdpa'"
+            )
+        narrowed = self._narrowed(arguments, x_BND, routing, self._cache(arguments), all_keys=True)
+        self.begin_update(arguments, x_BND, routing, whole=True)
+        return attend_to_all(block, forward, arguments, narrowed, x_BND, z_BKD)
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
         """Return the modules whose outputs are added to the residual stream."""
@@ -168,17 +186,18 @@ class DecoderLayerCall:
             )
 
     def begin_update(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None
-    ) -> None:
+        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None,
+        whole: bool = False,
+    ) -> None:  # fmt: skip
         """Tell the layer's cache which tokens it is about to be given, see `DecoderCall.begin_update`."""
         cache = self._cache(arguments)
         if cache is None:
             return
-        if routing is None:
+        if routing is not None:
+            cache.remember(routing.groups)
+        if routing is None or whole:
             cache.begin_update_all(x_BND)
-            return
-        cache.remember(routing.groups)
-        if packing is not None and isinstance(cache, RoutedLayer):
+        elif packing is not None and isinstance(cache, RoutedLayer):
             cache.begin_update(routing.index_BK, routing.valid_BK, x_BND.shape[1], packing.slot_T)
         else:
             cache.begin_update(cache.seen + routing.index_BK, routing.valid_BK, x_BND.shape[1])
@@ -196,8 +215,9 @@ class DecoderLayerCall:
         return arguments
 
     def _narrowed(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, cache: KeptTokens | None
-    ) -> dict[str, Any]:
+        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, cache: KeptTokens | None,
+        all_keys: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
         narrowed, attention = dict(arguments), self.config._attn_implementation
         flash = "flash" in attention
         if not flash and attention not in ("sdpa", "eager"):
@@ -207,7 +227,8 @@ class DecoderLayerCall:
             )
         if flash and arguments.get("cu_seq_lens_q") is not None:
             raise ValueError("packed samples with flash attention cannot be routed: use sdpa, or pad")
-        narrowed["attention_mask"] = mask_of_kept(arguments.get("attention_mask"), x_BND, routing, cache, flash)
+        mask = arguments.get("attention_mask")
+        narrowed["attention_mask"] = mask_of_kept(mask, x_BND, routing, cache, flash, all_keys)
         embeddings = arguments.get("position_embeddings")
         if self.compact is not None:
             slots = x_BND.shape[1] if routing is None else routing.index_BK.shape[1]

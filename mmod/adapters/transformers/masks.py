@@ -20,6 +20,7 @@ def mask_of_kept(
     routing: Routing | None,
     cache: KeptTokens | None,
     flash: bool,
+    all_keys: bool = False,
 ) -> Tensor | None:
     """Return the mask between the kept tokens and what the layer's cache will hold.
 
@@ -29,6 +30,7 @@ def mask_of_kept(
         routing: The decision; None keeps all tokens.
         cache: The layer's cache, before the kept tokens are in it.
         flash: Attention takes the validity of keys for a mask, as flash attention does.
+        all_keys: The cache will hold all tokens of this step, not the kept ones alone.
 
     Returns:
         A mask (B, H, K, L), or the keys' validity (B, L); None where causal attention is right as it is.
@@ -36,22 +38,21 @@ def mask_of_kept(
     seen = 0 if cache is None else cache.seen
     valid_BK = None if routing is None else routing.valid_BK
     ragged = valid_BK is not None or (cache is not None and cache.ragged)
-    if not ragged and (mask is None or flash):
+    if not ragged and not all_keys and (mask is None or flash):
         # Without a mask attention is causal, and that is right for kept tokens in their own order too.
         return None
     if routing is None and isinstance(cache, RoutedLayer) and not flash:
         written = _mask_of_all(mask, x_BND, cache)
         if written is not None:
             return written
-    if routing is None:
-        index_BK = torch.arange(x_BND.shape[1], device=x_BND.device).expand(len(x_BND), -1)
-    else:
-        index_BK = routing.index_BK
+    all_BN = torch.arange(x_BND.shape[1], device=x_BND.device).expand(len(x_BND), -1)
+    index_BK = all_BN if routing is None else routing.index_BK
     query_BK = seen + index_BK
+    new_BL, new_valid_BL = (seen + all_BN, None) if all_keys else (query_BK, valid_BK)
     if cache is None:
-        key_BL, valid_BL = query_BK, torch.ones_like(query_BK, dtype=torch.bool) if valid_BK is None else valid_BK
+        key_BL, valid_BL = new_BL, torch.ones_like(new_BL, dtype=torch.bool) if new_valid_BL is None else new_valid_BL
     else:
-        key_BL, valid_BL = cache.joined(query_BK, valid_BK)
+        key_BL, valid_BL = cache.joined(new_BL, new_valid_BL)
     if flash:
         return valid_BL
     if mask is None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack, NamedArguments, hide_empty_slots
+from mmod.adapters.transformers.layers import OPERATORS
 from mmod.adapters.transformers.saving import DescribedRouting
 from mmod.blocks import host_class
 from mmod.routing import Routing
@@ -65,6 +66,6 @@ def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStac
         blocks=tuple(layers),
         prefix=LAYERS[host_class(first).__name__],
         dim=int(first.self_attn.config.hidden_size),  # type: ignore[union-attr,arg-type]
-        call_of=lambda layer, config: EncoderLayerCall(names=("attention_mask",)),
+        call_of=lambda layer, config: EncoderLayerCall(names=("attention_mask",), operators=OPERATORS),
         hook=lambda routing: (layers, DescribedRouting(model)),
     )

@@ -109,12 +109,13 @@ def free_routing(model: nn.Module) -> nn.Module:
     for name, block in routed_blocks(model).items():
         if block.router.config.select != "topk":
             raise ValueError(f"{name} is routed by threshold: free routing needs a fixed number of tokens")
+        if block.router.config.operator != "block":
+            raise ValueError(f"{name} skips its {block.router.config.operator} alone: free routing skips whole blocks")
     free = sharing_copy(model)
     for module in list(free.modules()):
         if isinstance(module, RoutedBlock):
-            state = FreeState(
-                module.mod_state.call, module.router.capacity, module.router.prefix, module.router.config.context
-            )
+            context = str(module.router.config.context)
+            state = FreeState(module.mod_state.call, module.router.capacity, module.router.prefix, context)
             make_dense(module)
             convert(module, FreeBlock, state)
         elif isinstance(module, ImportanceBlock):

@@ -61,7 +61,7 @@ def test_plain_values_are_as_strict_as_a_file(path: Path) -> None:
         ("--ema.decai=1", r"unknown config key 'ema\.decai'; valid keys in group 'ema': decay, use_warmup"),
         ("--routing.capcity=0.5", r"unknown routing option capcity; valid ones are router, capacity"),
         ("--routing.losses.load=1", r"nested too deep; give the mapping --routing\.losses as a whole"),
-        ("--routing.capacity=1.5", r"capacity must be a number in \(0, 1\] or"),
+        ("--routing.capacity=1.5", r"capacity must be a number in \[0, 1\] or"),
         ("--epochs=0", "epochs must be an integer of at least 1, got 0"),
         ("--epochs=many", "epochs must be an integer, got many"),
         ("--precision=fp8", "precision must be one of 'fp32', 'bf16', 'fp16', got fp8"),

@@ -1,0 +1,160 @@
+"""What the conversion of a model needs, made and checked before anything in the model is changed."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from torch import nn
+
+from mmod.adapters import BlockStack
+from mmod.blocks import BlockCall, ImportanceState, RoutedState
+from mmod.config import Plan, RoutingConfig
+from mmod.routing import Router
+
+# A block, the router that it gets, and its state; blocks that compute importance get no router.
+Conversion = tuple[nn.Module, Router | None, RoutedState | ImportanceState]
+
+
+def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
+    """Return everything that the conversion of a stack needs, so that an error leaves the model as it was.
+
+    Args:
+        stack: The blocks.
+        config: How they are routed.
+
+    Raises:
+        ValueError: A config that does not suit them.
+    """
+    plan = config.plan(len(stack.blocks))
+    if config.language.given and not stack.language:
+        given = ", ".join(config.language.given)
+        raise ValueError(f"{stack.names[0]} is no layer of a language model, so it takes no {given}")
+    if not config.protect_prefix:
+        _check_free_prefix(stack, plan)
+    attends = config.reads_importance(training=True)
+    if attends:
+        stack.check_importance(config.importance)
+    training_only = attends and not config.router.reads_importance
+    shares, captioned = attends or config.router.draws, bool(stack.companions)
+    common = {"captioned": captioned, "training_only": training_only}
+    first = plan.blocks[0] - 1 if attends else plan.blocks[0]
+    readers: dict[int, list[Router]] = {}
+    conversions: list[Conversion] = []
+    configs = _configs_by_block(config, plan)
+    for index, capacity in zip(plan.blocks, plan.capacities):
+        block, own = stack.blocks[index], configs[index]
+        call = stack.call_of(block, own)
+        _check_call(own, call, stack.names[index])
+        stack.check_skipped(own.skipped, call, stack.names[index])
+        start = _span_start(index, plan)
+        if attends and start == 0:
+            raise ValueError(
+                f"block {index} needs the importance of a dense block before it, but none precedes it: keep block 0 "
+                f"dense (routed are {list(plan.blocks)})"
+            )
+        router = _make_router(stack, own, index, capacity)
+        check_zero(stack.names[index], router, router.capacity)
+        readers.setdefault(start, []).append(router)
+        state = RoutedState(
+            call,
+            stack.tracker,
+            start if shares else None,
+            writes=config.router.draws and index == start,
+            hands_on=configs.get(index + 1) is own and own.hands_on,
+            begins=index == first and not captioned,
+            ends=index == plan.blocks[-1],
+            **common,
+        )
+        conversions.append((block, router, state))
+    for start, routers in readers.items() if attends else ():
+        # The dense block before the span: only there has every token a fresh importance.
+        block = stack.blocks[start - 1]
+        begins = start - 1 == first and not captioned
+        call = stack.call_of(block, None)
+        important = ImportanceState(call, stack.tracker, start, routers, config.importance, begins=begins, **common)
+        conversions.append((block, None, important))
+    return conversions
+
+
+def _configs_by_block(config: RoutingConfig, plan: Plan) -> dict[int, RoutingConfig]:
+    """Return the config of every routed block; blocks that agree have one object, by which they are known to."""
+    made = {(config.operator, config.context): config}
+    configs = {}
+    for index, own in zip(plan.blocks, zip(plan.operators, plan.contexts)):
+        if own not in made:
+            made[own] = config.replace(operator=own[0], context=own[1])
+        configs[index] = made[own]
+    return configs
+
+
+def _check_call(config: RoutingConfig, call: BlockCall, name: str) -> None:
+    if config.context not in call.contexts:
+        raise ValueError(
+            f"context={config.context!r} is not possible in {name}, which supports {', '.join(call.contexts)}: 'all' "
+            "needs fused attention"
+        )
+    if config.operator != "block" and config.operator not in call.operators:
+        raise ValueError(
+            f"operator={config.operator!r} is not possible in {name}, which has no such residual branch; possible are "
+            f"{', '.join(('block', *call.operators))}"
+        )
+
+
+def check_zero(name: str, router: Router, capacity: Fraction) -> None:
+    """Refuse a capacity of 0 in a block where no token is always kept.
+
+    Args:
+        name: The block's name.
+        router: Its router.
+        capacity: The capacity that it is given.
+    """
+    if not capacity and not router.always_keeps:
+        raise ValueError(f"capacity 0 leaves {name} no token to run on: there it must be in (0, 1]")
+
+
+def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity: float) -> Router:
+    block = stack.blocks[index]
+    # The first weight that computes: those of a quantized block are integers.
+    parameter = next(weight for weight in block.parameters() if weight.is_floating_point())
+    router = stack.router(
+        config,
+        dim=stack.dim,
+        block=index,
+        capacity=capacity,
+        prefix=stack.prefix if config.protect_prefix else 0,
+        device=parameter.device,
+        dtype=parameter.dtype,
+    )
+    return router.train(block.training)
+
+
+def _span_start(index: int, plan: Plan) -> int:
+    """Return the first block of the run of consecutive routed blocks that one of them stands in."""
+    while index - 1 in plan.blocks:
+        index -= 1
+    return index
+
+
+def _check_free_prefix(stack: BlockStack, plan: Plan) -> None:
+    for index in plan.blocks:
+        if stack.prefix and stack.call_of(stack.blocks[index], None).needs_prefix:
+            raise ValueError("protect_prefix=False: rotary positions need the prefix tokens first in every block")
+
+
+def check_budget(name: str, router: Router, capacity: Fraction) -> None:
+    """Refuse a new capacity that has no effect, or leaves nothing.
+
+    Args:
+        name: The block's name.
+        router: Its router.
+        capacity: The new capacity.
+    """
+    check_zero(name, router, capacity)
+    config = router.config
+    if config.select != "topk":
+        raise ValueError(f"{name} is routed by threshold: its kept share follows from the scores, not a capacity")
+    if config.language.inference_threshold is not None and router.capacity != capacity:
+        raise ValueError(
+            f"in evaluation {name} keeps tokens by inference_threshold={config.language.inference_threshold}, whatever "
+            "the capacity: route with another capacity, or with inference_threshold=None"
+        )

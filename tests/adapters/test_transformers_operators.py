@@ -1,0 +1,232 @@
+"""What skipped tokens miss and what kept ones see: each option against a slow definition, and through a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmod
+from mmod.adapters.transformers.cache_base import KeptTokens
+from tests.adapters.test_transformers_generation import NO_IMAGES, check_cache_changes_nothing
+from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, make_joint, make_language, prompt, words
+
+WAYS = [("block", "all"), ("attention", "kept"), ("attention", "all"), ("mlp", "kept")]
+LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), blocks=(1, 3), capacity=0.5)
+FROZEN = mmod.RoutingConfig(router="stride", blocks=(1, 2, 3), capacity=0, context="all")
+# Of gates, Gemma's norms behind the branches leave the identity alone.
+NORMED = ("gemma2", "gemma3")
+
+
+class Layers:
+    """Record what routed layers were given and returned, and with which arguments."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen: dict[str, tuple[Tensor, dict[str, Any], Tensor]] = {}
+        for name, block in mmod.routed_blocks(model).items() if mmod.is_routed(model) else ():
+            block.register_forward_hook(self._of(name), with_kwargs=True)
+
+    def _of(self, name: str) -> Any:
+        def record(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Tensor) -> None:
+            self.seen[name] = args[0].detach(), kwargs, out.detach()
+
+        return record
+
+
+def defined(layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], given: dict[str, Any]) -> Tensor:
+    """Return a routed layer's output by the definition: dense branches for all tokens, masks, and a choice."""
+    operator, context = way
+    keep, tokens = routing.keep_BN, x.shape[1]
+    # Groups say which tokens are padding; positions, which a sliding window counts, are places in the row.
+    place = torch.arange(tokens)
+    pairs = (place <= place[:, None]) & (routing.groups.group_BN >= 0)[:, None, :]
+    attention = layer.self_attn
+    window = getattr(attention if hasattr(attention, "sliding_window") else attention.config, "sliding_window", None)
+    if window is not None:
+        pairs = pairs & (place > place[:, None] - window)
+    if context == "kept" and operator != "mlp":
+        pairs = pairs & keep[:, None, :]
+    bias = torch.zeros_like(pairs, dtype=x.dtype).masked_fill(~pairs, torch.finfo(x.dtype).min)[:, None]
+    sandwich = hasattr(layer, "pre_feedforward_layernorm")
+    update, _ = layer.self_attn(
+        hidden_states=layer.input_layernorm(x), attention_mask=bias, position_embeddings=given["position_embeddings"]
+    )
+    update = layer.post_attention_layernorm(update) if sandwich else update
+    chosen = keep.unsqueeze(-1)
+    gate = torch.ones_like(x[..., :1])
+    if routing.gate_BK is not None:
+        gate = gate.squeeze(-1).scatter(1, routing.index_BK, routing.gate_BK.to(x.dtype)).unsqueeze(-1)
+    middle = x + (torch.where(chosen, gate * update, 0) if operator == "attention" else update)
+    normed = (layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm)(middle)
+    update = layer.mlp(normed)
+    update = layer.post_feedforward_layernorm(update) if sandwich else update
+    if operator == "block":
+        return torch.where(chosen, x + gate * (middle + update - x), x)
+    return middle + (torch.where(chosen, gate * update, 0) if operator == "mlp" else update)
+
+
+def check_definition(model: Any, batch: dict[str, Any], way: tuple[str, str], error: float = 1e-9) -> None:
+    layers = Layers(model)
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        model(**batch, use_cache=False)
+    mmod.unroute_(model)
+    valid = batch["attention_mask"].bool()
+    for name, (x, given, out) in layers.seen.items():
+        with torch.no_grad():
+            expected = defined(model.get_submodule(name), x, decisions[name], way, given)
+        torch.testing.assert_close(out[valid], expected[valid], rtol=100 * error, atol=error)
+
+
+def doubled(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", JOINT)
+def test_image_tokens_by_the_definition_in_every_family(name: str, way: tuple[str, str]) -> None:
+    for capacity in (0.5, 0):
+        config = LINEAR.replace(operator=way[0], context=way[1], capacity=capacity)
+        model = mmod.route_(make_joint(name).double(), language=config)
+        for images in ((1, 0, 2), (2,)):
+            check_definition(model, doubled(prompt(name, images)), way)
+            mmod.route_(model, language=config)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_text_by_the_definition_in_every_family(name: str, way: tuple[str, str]) -> None:
+    config = LINEAR.replace(operator=way[0], context=way[1], gate="identity" if name in NORMED else None)
+    model = mmod.route_(make_language(name).double(), language=config)
+    # Eager attention, which Gemma 2 runs, takes its softmax in fp32, and gives NaN in fp64 where padding leads.
+    eager = name == "gemma2"
+    check_definition(model, words(1 if eager else 3), way, 1e-5 if eager else 1e-9)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_capacity_one_and_text_alone_are_the_dense_model(attention: str, way: tuple[str, str]) -> None:
+    for name in ("llava", "qwen2-vl", "llava-mistral-window"):
+        dense = make_joint(name, attention=attention)
+        config = LINEAR.replace(operator=way[0], context=way[1], capacity=1.0, gate="identity")
+        model = mmod.route_(make_joint(name, attention=attention), language=config)
+        with torch.no_grad():
+            for images in ((1, 0, 2), (1,)):
+                batch = prompt(name, images)
+                valid = batch["attention_mask"].bool()
+                torch.testing.assert_close(
+                    model(**batch).logits[valid], dense(**batch).logits[valid], rtol=1e-4, atol=1e-5
+                )
+            mmod.set_capacity(model, 0)
+            batch = prompt(name, (0,))
+            assert torch.equal(model(**batch).logits, dense(**batch).logits)
+            batch = prompt(name, (1,))
+            assert not torch.allclose(model(**batch).logits, dense(**batch).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", [FROZEN, *(LINEAR.replace(operator=o, context=c) for o, c in WAYS)])
+@pytest.mark.parametrize("name", JOINT)
+def test_prefill_and_decode_equal_one_pass(name: str, config: mmod.RoutingConfig) -> None:
+    model = mmod.route_(make_joint(name), language=config)
+    for images in ((1, 0, 2), (1,)):
+        check_cache_changes_nothing(model, prompt(name, images))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generation_by_beams_static_caches_and_without_a_cache(way: tuple[str, str]) -> None:
+    config = LINEAR.replace(operator=way[0], context=way[1], capacity=(0, 0.5))
+    model: Any = mmod.route_(make_joint("llava"), language=config)
+    batch, options = prompt("llava", (1, 2)), {"max_new_tokens": 6, "pad_token_id": 0, **NO_IMAGES}
+    for beams in (1, 3):
+        cached = model.generate(**batch, **options, num_beams=beams, do_sample=False)
+        plain = model.generate(**batch, **options, num_beams=beams, do_sample=False, use_cache=False)
+        assert torch.equal(cached, plain)
+    static = model.generate(**batch, **options, do_sample=False, cache_implementation="static")
+    assert torch.equal(static, model.generate(**batch, **options, do_sample=False))
+
+
+@pytest.mark.parametrize("way", [("block", "kept"), *WAYS])
+def test_a_cache_holds_what_later_tokens_may_read(way: tuple[str, str]) -> None:
+    config = FROZEN.replace(operator=way[0], context=way[1])
+    model, batch = mmod.route_(make_joint("llava"), language=config), prompt("llava", (1,))
+    text = int((batch["input_ids"] != IMAGE).sum())
+    with torch.no_grad():
+        cache = model(**batch, use_cache=True).past_key_values
+    for index in config.blocks:
+        layer = cache.layers[index]
+        assert isinstance(layer, KeptTokens)
+        assert layer.keys.shape[2] == (text if way[1] == "kept" and way[0] != "mlp" else batch["input_ids"].shape[1])
+        assert layer.get_seq_length() == batch["input_ids"].shape[1]
+
+
+def test_frozen_image_tokens_stay_as_they_are_and_are_read() -> None:
+    model, batch = mmod.route_(make_joint("llava"), language=FROZEN), prompt("llava", (2,))
+    image = batch["input_ids"] == IMAGE
+    with torch.no_grad():
+        states = model(**batch, output_hidden_states=True).hidden_states
+        blind = mmod.route_(mmod.unroute_(model), language=FROZEN.replace(context="kept"))(**batch).logits
+        seen = mmod.route_(mmod.unroute_(model), language=FROZEN)(**batch).logits
+    assert torch.equal(states[1][image], states[3][image])
+    assert not torch.allclose(blind[~image], seen[~image], atol=1e-3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_the_definition(way: tuple[str, str]) -> None:
+    config = LINEAR.replace(operator=way[0], context=way[1])
+    batch, grads = doubled(prompt("llava", (1, 2))), []
+    for checkpointing in (False, True):
+        model: Any = mmod.route_(make_joint("llava").double(), language=config).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(**batch, use_cache=False).logits.square().mean().backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if "language" in name})
+    assert all(grad is not None and bool(grad.abs().sum() > 0) for grad in grads[0].values())
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grad, grads[1][name])
+
+
+def test_blocks_of_one_model_may_differ() -> None:
+    config = mmod.RoutingConfig(
+        router="stride", blocks=(0, 1, 2, 3), capacity=(0, 0.5, 0.5, 0),
+        operator=("block", "attention", "mlp", "block"), context=("all", "all", "kept", "kept"),
+    )  # fmt: skip
+    assert mmod.RoutingConfig.from_dict(config.to_dict()) == config
+    model = mmod.route_(make_joint("llava").double(), language=config)
+    batch = doubled(prompt("llava", (1, 2)))
+    layers, valid, plan = Layers(model), batch["attention_mask"].bool(), config.plan(4)
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        model(**batch, use_cache=False)
+    mmod.unroute_(model)
+    for (name, (x, given, out)), *way in zip(layers.seen.items(), plan.operators, plan.contexts):
+        with torch.no_grad():
+            expected = defined(model.get_submodule(name), x, decisions[name], (way[0], way[1]), given)
+        torch.testing.assert_close(out[valid], expected[valid], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"operator": "head"}, "operator must be"),
+        ({"operator": "mlp", "context": "all"}, "context='kept'"),
+        ({"operator": "mlp", "gate": mmod.Gate("tanh", reweight_skipped=True)}, "reweight_skipped"),
+        ({"operator": "attention", "language": {"gate_on": "mlp"}}, "gate_on"),
+        ({"context": "all", "language": {"positions": "compact"}}, "compact"),
+        ({"capacity": -0.1}, "capacity must be"),
+    ],
+)
+def test_options_that_exclude_each_other(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LINEAR.replace(**wrong)
+
+
+def test_what_a_model_cannot_do_is_refused_before_it_is_changed() -> None:
+    for name, changes, message in (
+        ("gemma3", {"operator": "mlp"}, "norm after"),
+        ("llama", {"capacity": 0}, "leaves|image tokens"),
+        ("llama", {"operator": ("mlp", "block", "block")}, "as many operators"),
+    ):
+        model = make_language(name)
+        with pytest.raises(ValueError, match=message):
+            mmod.route_(model, LINEAR.replace(**changes))
+        assert not mmod.is_routed(model)

@@ -1,0 +1,145 @@
+"""What skipped tokens of an image or caption miss: a branch or the whole block, against slow definitions."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmod
+from tests.adapters import clip_zoo
+from tests.zoo import ZOO, make_images, make_model
+
+WAYS = [("attention", "kept"), ("attention", "all"), ("mlp", "kept")]
+# Two residual branches with nothing behind them.
+PLAIN = ["test_vit", "vit_tiny_patch16_224", "vit_little_patch16_reg4_gap_256", "eva02_tiny_patch14_224"]
+PLAIN += ["beit_base_patch16_224", "deit3_small_patch16_224", "vit_dlittle_patch16_reg1_gap_256"]
+OTHERS = ["vit_base_patch16_rpn_224", "vit_base_patch16_xp_224", "vit_small_patch16_18x2_224"]
+
+
+def defined(block: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], given: dict[str, Any]) -> Tensor:
+    """Return a routed block's output: both branches for all tokens, with masks, and a choice."""
+    operator = way[0]
+    keep, chosen = routing.keep_BN, routing.keep_BN.unsqueeze(-1)
+    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    if way == ("attention", "kept"):
+        name = "shared_rel_pos_bias" if "shared_rel_pos_bias" in given else "attn_mask"
+        bias = torch.zeros_like(x[:, None, :, 0]).masked_fill(~keep[:, None], torch.finfo(x.dtype).min)
+        given[name] = given.get(name, 0) + bias[:, :, None].expand(-1, 1, x.shape[1], -1)
+    gate = torch.ones_like(x[..., :1])
+    if routing.gate_BK is not None:
+        gate = gate.squeeze(-1).scatter(1, routing.index_BK, routing.gate_BK.to(x.dtype)).unsqueeze(-1)
+    scale = [getattr(block, f"gamma_{place}", None) for place in (1, 2)]
+    layer_scale = [getattr(block, f"ls{place}", nn.Identity()) for place in (1, 2)]
+    for place in (0, 1):
+        update = block.mlp(block.norm2(x)) if place else block.attn(block.norm1(x), **given)
+        update = layer_scale[place](update)
+        update = update if scale[place] is None else scale[place] * update
+        x = x + (torch.where(chosen, gate * update, 0) if place == (operator == "mlp") else update)
+    return x
+
+
+def record(seen: dict[str, Any], place: str, block: nn.Module, args: Any, given: dict[str, Any], out: Tensor) -> None:
+    seen[place] = args[0], given, out
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_block_by_its_definition(name: str, way: tuple[str, str]) -> None:
+    images = make_images(name, 3).double()
+    learned = mmod.score("linear", init_std=0.5)
+    least = 0 if make_model(name).num_prefix_tokens else 0.1
+    for options in ({"router": learned}, {"select": mmod.Threshold(0.5)}, {"capacity": least}):
+        fields: dict[str, Any] = {"router": "random", "blocks": (1, 2), **options}
+        config = mmod.RoutingConfig(**fields, operator=way[0], context=way[1])
+        model = mmod.route_(make_model(name).double(), config)
+        seen: dict[str, Any] = {}
+        for place, block in mmod.routed_blocks(model).items():
+            block.register_forward_hook(functools.partial(record, seen, place), with_kwargs=True)
+        with torch.no_grad(), mmod.trace(model) as decisions:
+            model(images)
+        mmod.unroute_(model)
+        for place, (x, given, out) in seen.items():
+            with torch.no_grad():
+                expected = defined(model.get_submodule(place), x, decisions[place], way, given)
+            torch.testing.assert_close(out, expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_capacity_one_is_dense_and_gradients_reach_everything(way: tuple[str, str]) -> None:
+    for name in PLAIN:
+        config = mmod.RoutingConfig(router="linear", blocks="all", capacity=1.0, operator=way[0], context=way[1])
+        model, dense, images = make_model(name), make_model(name), make_images(name, 2)
+        mmod.route_(model, config.replace(gate="identity"))
+        with torch.no_grad():
+            torch.testing.assert_close(model(images), dense(images), rtol=1e-4, atol=1e-5)
+        model = mmod.route_(mmod.unroute_(model), config.replace(capacity=0.5)).train()
+        model(images).square().mean().backward()
+        assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_image_does_not_depend_on_its_batch(way: tuple[str, str]) -> None:
+    config = mmod.RoutingConfig(router="norm", select=mmod.Threshold(1.0), operator=way[0], context=way[1])
+    model = mmod.route_(make_model("test_vit").double(), config)
+    images = make_images("test_vit", 4).double()
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), torch.cat([model(image[None]) for image in images]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["ViT-B-32", "ViT-L-14-CLIPA", "EVA02-B-16", "coca_ViT-B-32", "ViT-B-16-SigLIP"])
+def test_towers_of_clip_models(name: str, way: tuple[str, str]) -> None:
+    config = mmod.RoutingConfig(router="stride", blocks=(1,), capacity=1.0, operator=way[0], context=way[1])
+    images, captions = clip_zoo.make_images(name), clip_zoo.make_captions(name)
+    model = mmod.route_(clip_zoo.make_clip(name), config)
+    with torch.no_grad():
+        expected = clip_zoo.embed(clip_zoo.make_clip(name), images, captions)
+        for one, other in zip(clip_zoo.embed(model, images, captions), expected):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        mmod.set_capacity(model, 0.5)
+        halves = clip_zoo.embed(model, images, captions)
+        singles = [clip_zoo.embed(model, images[at : at + 1], captions[at : at + 1]) for at in range(3)]
+    for half, other, single in zip(halves, expected, zip(*singles)):
+        assert not torch.allclose(half, other)
+        torch.testing.assert_close(half, torch.cat(single), rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_behind_attention_keeps_it_for_all_tokens() -> None:
+    model = clip_zoo.make_clip("custom-blocks")
+    with pytest.raises(ValueError, match="possible are block, mlp"):
+        mmod.route_(model, mmod.RoutingConfig(router="stride", operator="attention"))
+    mmod.route_(model, mmod.RoutingConfig(router="stride", operator="mlp"))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_blocks_without_two_plain_branches_are_refused(name: str) -> None:
+    model = make_model(name)
+    with pytest.raises(ValueError, match="no such residual branch"):
+        mmod.route_(model, mmod.RoutingConfig(router="stride", operator="mlp"))
+    assert not mmod.is_routed(model)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_capacity_zero_leaves_protected_tokens(name: str) -> None:
+    model, images = make_model(name), make_images(name, 2)
+    prefix = model.num_prefix_tokens
+    config = mmod.RoutingConfig(router="stride", blocks=(2,), capacity=0)
+    if not prefix:
+        with pytest.raises(ValueError, match=r"must be in \(0, 1\]"):
+            mmod.route_(model, config)
+        mmod.route_(model, config.replace(capacity=0.5))
+        with pytest.raises(ValueError, match=r"must be in \(0, 1\]"):
+            mmod.set_capacity(model, 0)
+        return
+    mmod.route_(model, config)
+    seen: list[tuple[Tensor, Tensor]] = []
+    model.blocks[2].register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+    with torch.no_grad():
+        model(images)
+    ((before, after),) = seen
+    assert torch.equal(before[:, prefix:], after[:, prefix:])
+    assert not torch.equal(before[:, :prefix], after[:, :prefix])
