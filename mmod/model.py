@@ -21,14 +21,15 @@ from mmod.blocks import (
     make_routed,
     model_hooks,
 )
-from mmod.config import RoutingConfig, rational
+from mmod.config import Plan, RoutingConfig, rational
 from mmod.prepare import check_budget, prepare
 from mmod.routing import Router, share_score, unshare_score
 
 Model = TypeVar("Model", bound=nn.Module)
+HowToRoute = RoutingConfig | Plan | None
 
 
-def route_(model: Model, config: RoutingConfig | None = None, **parts: RoutingConfig | None) -> Model:
+def route_(model: Model, config: RoutingConfig | Plan | None = None, **parts: RoutingConfig | Plan | None) -> Model:
     """Route a model in place: its planned blocks run on the tokens their routers keep.
 
     Classes of single blocks change, nothing is wrapped: every key of the dense state dict keeps its name, and a dense
@@ -36,8 +37,8 @@ def route_(model: Model, config: RoutingConfig | None = None, **parts: RoutingCo
 
     Args:
         model: A model of a supported library, not yet wrapped or compiled; peft may wrap it before or afterwards.
-        config: How to route every part of the model. None means `RoutingConfig()`, attention routing at capacity 0.5
-            in every other block, unless parts are named.
+        config: How to route every part of the model, or a plan, which `RoutingConfig.from_plan` completes. None means
+            `RoutingConfig()`, attention routing at capacity 0.5 in every other block, unless parts are named.
         parts: How to route single parts, by name, instead of `config`: `image` and `text` of a CLIP model; None leaves
             a part dense. With no `config`, parts that are not named stay dense.
 
@@ -45,7 +46,7 @@ def route_(model: Model, config: RoutingConfig | None = None, **parts: RoutingCo
         The same model.
 
     Raises:
-        TypeError: Not a module, or not a `RoutingConfig`.
+        TypeError: Not a module, or neither a `RoutingConfig` nor a `Plan`.
         ValueError: Already routed, a part that does not exist or cannot be routed, or a plan that does not fit it. The
             model is then unchanged.
 
@@ -61,10 +62,11 @@ def route_(model: Model, config: RoutingConfig | None = None, **parts: RoutingCo
     return model
 
 
-def _route(model: nn.Module, config: RoutingConfig | None, parts: Mapping[str, RoutingConfig | None]) -> None:
+def _route(model: nn.Module, config: HowToRoute, parts: Mapping[str, HowToRoute]) -> None:
     available = find_parts(model)
-    configs = _configs_by_part(list(available), config, parts)
-    stacks = {name: available[name]() for name in configs}
+    given = _by_part(list(available), config, parts)
+    stacks = {name: available[name]() for name in given}
+    configs = {name: _completed(own, len(stacks[name].blocks)) for name, own in given.items()}
     for stack in stacks.values():
         if any(is_converted(block) for block in stack.blocks):
             raise ValueError(
@@ -100,22 +102,30 @@ def _describe(model: nn.Module) -> None:
             hook.describe(configs, capacities(model))
 
 
-def _configs_by_part(
-    names: Sequence[str], config: RoutingConfig | None, parts: Mapping[str, RoutingConfig | None]
-) -> dict[str, RoutingConfig]:
+def _completed(config: RoutingConfig | Plan, depth: int) -> RoutingConfig:
+    if isinstance(config, RoutingConfig):
+        return config
+    if config.depth != depth:
+        raise ValueError(f"the plan is for {config.depth} blocks, and there are {depth}")
+    return RoutingConfig.from_plan(config)
+
+
+def _by_part(
+    names: Sequence[str], config: HowToRoute, parts: Mapping[str, HowToRoute]
+) -> dict[str, RoutingConfig | Plan]:
     unknown = sorted(set(parts) - set(names))
     if unknown:
         raise ValueError(f"this model has no part {', '.join(unknown)}; it has {', '.join(names)}")
     for name, value in {"config": config, **parts}.items():
-        if value is not None and not isinstance(value, RoutingConfig):
-            raise TypeError(f"{name} must be a RoutingConfig, got {value!r}")
+        if value is not None and not isinstance(value, (RoutingConfig, Plan)):
+            raise TypeError(f"{name} must be a RoutingConfig or a Plan, got {value!r}")
     if config is None and not parts:
         config = RoutingConfig()
     wanted = {name: parts.get(name, config) for name in names}
-    configs = {name: value for name, value in wanted.items() if value is not None}
-    if not configs:
+    given = {name: value for name, value in wanted.items() if value is not None}
+    if not given:
         raise ValueError(f"nothing to route: give a config, or one for {' or '.join(names)}")
-    return configs
+    return given
 
 
 def unroute_(model: Model) -> Model:

@@ -129,7 +129,7 @@ class TestRoute:
             mmod.route_(torch.nn.Linear(2, 2))
         with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got str"):
             mmod.route_("deit_small_patch16_224")
-        with pytest.raises(TypeError, match="config must be a RoutingConfig, got 'a-mod'"):
+        with pytest.raises(TypeError, match="config must be a RoutingConfig or a Plan, got 'a-mod'"):
             mmod.route_(make_model(NAME), "a-mod")
 
     def test_a_wrong_sequence_length_is_an_error(self) -> None:

@@ -1,14 +1,21 @@
-"""Which blocks of a model are routed, each with its capacity."""
+"""Which blocks of a model are routed, each with its capacity, operator and context."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
-from mmod.values import check_fields
+from mmod.io.files import check_regular, parse_json, write_atomically
+from mmod.values import check_fields, refuse_unknown
 
 OPERATORS = ("block", "attention", "mlp")
 CONTEXTS = ("kept", "all")
+_ROW = "{:>5}  {:>8}  {:<9}  {}"
 
 
 def rational(capacity: float) -> Fraction:
@@ -52,8 +59,14 @@ class Plan:
             that does not exist.
 
     Example:
-        >>> Plan(blocks=(1, 3), capacities=(0.5, 0.25), depth=4).mean_capacity
-        0.6875
+        >>> plan = Plan(blocks=(1, 3), capacities=(0.5, 0.25), depth=4, operators=("block", "mlp"))
+        >>> print(plan)
+        block  capacity  operator   context
+            1       0.5  block      kept
+            3      0.25  mlp        kept
+        2 of 4 blocks are routed
+        >>> Plan.from_dict(plan.to_dict()) == plan, plan.mean_capacity
+        (True, 0.6875)
     """
 
     blocks: tuple[int, ...]
@@ -80,6 +93,71 @@ class Plan:
         for block, operator, context in zip(self.blocks, self.operators, self.contexts):
             if operator == "mlp" and context == "all":
                 raise ValueError(f"operator='mlp' needs context='kept', got 'all' for block {block}")
+
+    @property
+    def rows(self) -> tuple[tuple[int, float, str, str], ...]:
+        """Index, capacity, operator and context of every routed block."""
+        return tuple(zip(self.blocks, self.capacities, self.operators, self.contexts))
+
+    def __str__(self) -> str:
+        """Return the plan as a table; blocks that it leaves out are dense."""
+        lines = [_ROW.format("block", "capacity", "operator", "context")]
+        lines += [_ROW.format(block, f"{capacity:g}", *rest) for block, capacity, *rest in self.rows]
+        return "\n".join([*lines, f"{len(self.blocks)} of {self.depth} blocks are routed"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        """Build a plan from plain values.
+
+        Args:
+            values: What `to_dict` returned.
+
+        Raises:
+            TypeError: A value of the wrong type.
+            ValueError: A field that is not known or missing, or a value that is not valid.
+        """
+        names = [item.name for item in dataclasses.fields(cls)]
+        refuse_unknown("field of a plan", values, names)
+        missing = [name for name in names if name not in values]
+        if missing:
+            raise ValueError(f"a plan needs {', '.join(missing)}")
+        plain: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
+        return cls(**plain)
+
+    def save(self, path: str | Path, overwrite: bool = False) -> None:
+        """Write the plan as JSON.
+
+        Args:
+            path: The file.
+            overwrite: Replace it if it is there.
+
+        Raises:
+            FileExistsError: It is there and `overwrite` is not set.
+        """
+        if Path(path).exists() and not overwrite:
+            raise FileExistsError(f"{str(path)!r} is there already; pass overwrite=True to replace it")
+        write_atomically(path, json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Args:
+            path: The file.
+
+        Raises:
+            FileNotFoundError: It is not there.
+            ValueError: It holds no plan, see `from_dict`.
+        """
+        check_regular(path)
+        values = parse_json(Path(path).read_bytes(), repr(str(path)))
+        if not isinstance(values, dict):
+            raise ValueError(f"{str(path)!r} holds no plan")
+        return cls.from_dict(values)
 
     @property
     def mean_capacity(self) -> float:

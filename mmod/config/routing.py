@@ -209,6 +209,28 @@ class RoutingConfig:
 
         return Plan(blocks, each(self.capacity), depth, each(self.operator), each(self.context))
 
+    @classmethod
+    def from_plan(cls, plan: Plan, **fields: Any) -> RoutingConfig:
+        """Build the config that routes by a plan.
+
+        Args:
+            plan: The blocks, each with its capacity, operator and context.
+            fields: Other fields. The router is "stride" unless given where every capacity is 0 or 1, since nothing is
+                chosen there.
+
+        Raises:
+            TypeError: A field that the plan says.
+
+        Example:
+            >>> RoutingConfig.from_plan(Plan((2, 3), (0.0, 0.0), 4, contexts=("all", "all"))).router.name
+            'stride'
+        """
+        if set(plan.capacities) <= {0, 1}:
+            fields.setdefault("router", "stride")
+        # What all blocks have in common is said once: such blocks may hand on what they keep.
+        operator, context = (each[0] if len(set(each)) == 1 else each for each in (plan.operators, plan.contexts))
+        return cls(blocks=plan.blocks, capacity=plan.capacities, operator=operator, context=context, **fields)
+
     def replace(self, **changes: Any) -> RoutingConfig:
         """Return a copy with some fields changed.
 
