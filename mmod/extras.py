@@ -22,6 +22,7 @@ EXTRAS = {
     ),
     "clip": ("open_clip",),
     "vlm": ("accelerate", "peft", "transformers"),
+    "report": ("vl_convert",),
 }
 """Each extra to the packages that are imported of it."""
 

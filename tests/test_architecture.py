@@ -39,6 +39,7 @@ IMPORT_ORDER = [
     "registry",
     "data",
     "training",
+    "report",
     "benchmarks",
     "cli",
     "__main__",
@@ -185,6 +186,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         ("open_clip", ["tools/train_open_clip.py", "--image", "{}"]),
         ("transformers", ["tools/finetune_vlm.py", "configs/vlm/tiny-llava.yaml"]),
         ("transformers", ["tools/tradeoff.py", "configs/tradeoff/vlm.yaml"]),
+        ("vl_convert", ["tools/report.py", "runs"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else value,
 )

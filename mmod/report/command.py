@@ -1,0 +1,29 @@
+"""The command that writes a report: `python tools/report.py FOLDER... [--output FOLDER]`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the report that a command line asks for and say where it is.
+
+    Args:
+        arguments: The command line without the program's name.
+
+    Raises:
+        SystemExit: The command line asks for help or does not fit.
+    """
+    parser = argparse.ArgumentParser(
+        description="Show what studies and audits found on one page that opens in a browser without a network.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a study, an audited run, or what holds several")
+    parser.add_argument("--output", help="folder of the report; `report` in the first folder unless given")
+    options = parser.parse_args(arguments)
+    from mmod.report.page import write_report
+
+    print(f"Report: {write_report(options.folders, options.output)}")

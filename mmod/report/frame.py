@@ -1,0 +1,88 @@
+"""What is around the content of a report: style, the chart library, and the few lines that start it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+__all__ = ["frame"]
+
+# Nothing may be fetched; the chart library makes functions from text, which needs 'unsafe-eval'.
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'unsafe-eval'"
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c1e21; --faint: #5a6068; --paper: #ffffff; --line: #d5d9de;
+  --link: #0057a8; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e8eaed; --faint: #a3abb5; --paper: #16181b; --line: #3a3f45; --link: #7ab8ff; }
+}
+body { margin: 0 auto; padding: 1rem; max-width: 60rem; font: 1rem/1.5 system-ui, sans-serif; color: var(--ink);
+  background: var(--paper); }
+a { color: var(--link); }
+.skip { position: absolute; left: -99rem; }
+.skip:focus { left: 1rem; }
+:focus-visible { outline: 3px solid var(--link); outline-offset: 2px; }
+h1 { font-size: 1.6rem; }
+h2 { font-size: 1.25rem; margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: 1rem; }
+figure { margin: 1.5rem 0; } .chart { width: 100%; overflow-x: auto; }
+figcaption { color: var(--faint); font-size: .9rem; }
+code, pre { font: .8rem/1.4 ui-monospace, monospace; } figcaption code { display: block; overflow-wrap: anywhere;
+  white-space: pre-wrap; }
+pre { overflow-x: auto; border: 1px solid var(--line); padding: .5rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; }
+caption { text-align: left; color: var(--faint); } th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line);
+  text-align: right; white-space: nowrap; } th:first-child { text-align: left; }
+img { max-width: 100%; height: auto; }
+.vega-bind { margin: .4rem 0; } .vega-bind-name { font-weight: 600; } .vega-bind input[type=range] { width: 12rem; }
+"""
+
+# Draws every figure in the colours of the page, and again where those change.
+_START = """
+const dark = matchMedia("(prefers-color-scheme: dark)");
+async function draw() {
+  for (const figure of document.querySelectorAll("figure:has(> .chart)")) {
+    const spec = JSON.parse(figure.querySelector("script").textContent);
+    const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name);
+    const config = { background: null, autosize: { type: "fit-x", contains: "padding" },
+      text: { color: colour("--ink") }, axis: { gridColor: colour("--line") } };
+    await vegaEmbed(figure.querySelector(".chart"), spec,
+      { renderer: "svg", actions: false, theme: dark.matches ? "dark" : undefined, config });
+  }
+  document.documentElement.dataset.drawn = dark.matches ? "dark" : "light";
+}
+dark.addEventListener("change", draw);
+draw();
+"""
+
+
+def frame(sections: Sequence[tuple[str, str]], bundle: str) -> str:
+    """Return the page.
+
+    Args:
+        sections: The title of each section, and its content as HTML.
+        bundle: The chart library.
+
+    Example:
+        >>> page = frame([("Maps", "<p>found</p>")], "window.vegaEmbed = () => {}")
+        >>> page.startswith("<!doctype html>"), "<p>found</p>" in page
+        (True, True)
+    """
+    links, content = "", ""
+    for number, (title, own) in enumerate(sections, 1):
+        name = f"section-{number}"
+        links += f'<li><a href="#{name}">{escape(title)}</a></li>'
+        content += f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2>{own}</section>'
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Report of mmod</title>'
+        f'<style>{_STYLE}</style></head><body><a class="skip" href="#found">Skip to what was found</a>'
+        f'<header><h1>Report of mmod</h1></header><nav aria-label="Sections"><ul>{links}</ul></nav>'
+        f'<main id="found">{content}</main>'
+        f"<script>{_closed(bundle)}</script><script>{_START}</script></body></html>\n"
+    )
+
+
+def _closed(script: str) -> str:
+    """Return a script in which nothing ends the element that it stands in."""
+    return script.replace("</script", "<\\/script")

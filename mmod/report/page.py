@@ -1,0 +1,174 @@
+"""The page of a report: one HTML file that holds its own scripts and asks no network for anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmod.extras import name_missing_extra
+from mmod.io.claim import claim_folder
+from mmod.io.files import write_atomically
+from mmod.report.audit_charts import conditions_chart, flops_chart, kept_chart, matrix_chart
+from mmod.report.charts import Chart, tradeoff_charts
+from mmod.report.frame import frame
+from mmod.report.maps import maps_chart
+from mmod.report.sources import AuditRecord, StudyRecord, read_sources
+from mmod.training.engine.logging import write_csv
+
+__all__ = ["write_report"]
+
+# Pixels of a figure's width where nothing says how wide it is.
+_WIDTH = 640
+_STUDY_COMMAND = "mmod tradeoff study.yaml  # the config below, saved as study.yaml"
+
+
+@name_missing_extra()
+def write_report(folders: Sequence[str | Path], output: str | Path | None = None) -> Path:
+    """Write what studies and audits found as one HTML file, and each figure as PNG and CSV beside it.
+
+    Args:
+        folders: Folders of studies and audited runs, or folders that hold several of them.
+        output: Folder of the report; None for `report` in the first of the folders.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileNotFoundError: If a folder is not there.
+        FolderTakenError: If the folder of the report holds a report of other folders, or other files.
+        ModuleNotFoundError: If the extra `report` is not installed.
+        ValueError: If a folder holds neither a study nor an audit.
+    """
+    import vl_convert
+
+    sources = [Path(folder) for folder in folders]
+    studies, audits = read_sources(sources)
+    target = Path(output) if output is not None else sources[0] / "report"
+    claim_folder(target, {"folders": [str(path.resolve()) for path in sources]}, file="report.json", kind="a report")
+    version = vl_convert.get_vegalite_versions()[-1]
+    parts = [*map(_study_part, studies), *_common_parts(audits), *map(_audit_part, audits)]
+    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
+    for chart in (chart for part in parts for chart in part.charts):
+        still = {**chart.spec, "width": _WIDTH} if chart.spec.get("width") == "container" else dict(chart.spec)
+        write_atomically(target / f"{chart.name}.png", vl_convert.vegalite_to_png(still, vl_version=version, scale=2))
+        write_csv(target / f"{chart.name}.csv", chart.rows)
+    write_atomically(target / "report.html", frame([(part.title, part.content) for part in parts], bundle))
+    return target / "report.html"
+
+
+class _Part(NamedTuple):
+    """A part of the page."""
+
+    title: str
+    content: str
+    charts: Sequence[Chart]
+
+
+def _study_part(study: StudyRecord) -> _Part:
+    charts = tradeoff_charts(study, _STUDY_COMMAND)
+    told = "".join(f"<p>{escape(part)}</p>" for part in study.told.split("\n\n") if part)
+    columns = [name for name in study.rows[0] if any(row[name] is not None for row in study.rows)]
+    rows = [[_shown(row[name]) for name in columns] for row in study.rows]
+    pictures = "".join(_picture(path) for path in sorted(study.folder.glob("maps-*.png")))
+    drawn = f"<details><summary>Routing maps of single models</summary>{pictures}</details>" if pictures else ""
+    return _Part(
+        f"Study {study.name}",
+        told + "".join(map(_figure, charts)) + _table(columns, rows, f"Models of {study.name}") + drawn
+        + _details("Config", json.dumps(study.config, indent=2)) + _details("Environment", _lines(study.environment)),
+        charts,
+    )  # fmt: skip
+
+
+def _audit_part(record: AuditRecord) -> _Part:
+    drawn = [conditions_chart(record), matrix_chart(record), kept_chart(record), flops_chart(record)]
+    charts = [chart for chart in drawn if chart is not None]
+    audit, across = record.audit, record.audit["across"]
+    header = ["tokens kept", "accuracy %", "loss", "accuracy change", "p, corrected", "loss change", "p, corrected"]
+    rows = [
+        [
+            own["name"], _interval(own["accuracy"], ".1f"), _interval(own["loss"], ".3f"),
+            _interval(own["accuracy_change"], "+.1f"), _shown(own["accuracy_p"]),
+            _interval(own["loss_change"], "+.3f"), _shown(own["loss_p"]),
+        ]
+        for own in audit["conditions"]
+    ]  # fmt: skip
+    never = ", ".join(f"{_interval(own, '.3f')} (from {name} on)" for name, own in across["never"].items())
+    return _Part(
+        f"Audit of {record.name}",
+        f"<p><strong>{escape(audit['verdict'])}</strong></p>{_figure(charts[0])}"
+        + _table(header, rows, f"Choices of tokens, {audit['images']} images, {audit['draws']} random draws")
+        + f"<p>{escape(across['verdict'])} Share of the tokens never kept: {escape(never)}.</p>"
+        + "".join(map(_figure, charts[1:])) + _details("Environment", _lines(record.environment)),
+        charts,
+    )  # fmt: skip
+
+
+def _common_parts(audits: Sequence[AuditRecord]) -> list[_Part]:
+    """Return what is shown of all audits together."""
+    if not audits:
+        return []
+    header = [
+        "model",
+        "points over random tokens",
+        "explained by the best fixed position",
+        "what was learned",
+        "blocks",
+    ]
+    rows = []
+    for record in audits:
+        audit, explained = record.audit, record.audit["explained"]
+        share = "" if explained is None else f"{_interval(explained, '.2f')}, {audit['position']}"
+        rows.append([record.name, _interval(audit["gap"], "+.1f"), share, audit["kind"], audit["across"]["kind"]])
+    maps = maps_chart(audits)
+    drawn = [] if maps is None else [_Part("Routing maps", _figure(maps), [maps])]
+    return [_Part("Audits", _table(header, rows, "Verdicts, with 95 % intervals over images"), []), *drawn]
+
+
+def _figure(chart: Chart) -> str:
+    spec = json.dumps(chart.spec).replace("<", "\\u003c")
+    files = f'<a href="{escape(chart.name)}.png">PNG</a> <a href="{escape(chart.name)}.csv">CSV</a>'
+    return (
+        f'<figure id="{escape(chart.name)}"><div class="chart"></div><script type="application/json">{spec}</script>'
+        f"<figcaption>{escape(chart.title)}. {files}<code>{escape(chart.command)}</code></figcaption>"
+        f"<noscript><p>{escape(chart.text)}</p></noscript></figure>"
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
+    body = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for first, *cells in rows
+    )
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table><caption>{escape(caption)}'
+        f"</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _picture(path: Path) -> str:
+    import base64
+
+    text = f"Patches that routed blocks of {path.stem.removeprefix('maps-')} keep"
+    data = base64.b64encode(path.read_bytes()).decode()
+    image = f'<img alt="{escape(text)}" src="data:image/png;base64,{data}">'
+    return f"<figure>{image}<figcaption>{escape(text)}</figcaption></figure>"
+
+
+def _details(title: str, text: str) -> str:
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
+
+
+def _lines(values: Mapping[str, Any]) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in values.items())
+
+
+def _interval(own: Mapping[str, float] | None, form: str) -> str:
+    return "" if own is None else f"{own['value']:{form}} [{own['low']:{form}}, {own['high']:{form}}]"
+
+
+def _shown(value: str | float | None) -> str:
+    return "" if value is None else value if isinstance(value, str) else f"{value:.4g}"

@@ -1,0 +1,161 @@
+"""What a report is made from: the folders that studies and audits have written."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmod.io.files import parse_json
+from mmod.values import check_value
+
+__all__ = ["AuditRecord", "StudyRecord", "read_sources"]
+
+_STUDY, _AUDIT = "tradeoff.json", "audit/audit.json"
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """A study.
+
+    Args:
+        name: Name of its folder.
+        folder: The folder.
+        config: Its config as plain values.
+        rows: Its points, one mapping for each model: texts and numbers by column.
+        score: The column by which models are compared; `SCORE_std` is its standard deviation over seeds.
+        told: What the study says of its models.
+        environment: What it ran on.
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    rows: Sequence[Mapping[str, str | float | None]]
+    score: str
+    told: str
+    environment: Mapping[str, Any]
+
+    def costs(self) -> list[str]:
+        """Return the columns that say what a model costs in operations or in time."""
+        names = [name for name in self.rows[0] if name.endswith("gflops") or name.split("_b")[0].endswith("_ms")]
+        return [name for name in names if all(isinstance(row[name], float) for row in self.rows)]
+
+
+@dataclass(frozen=True)
+class AuditRecord:
+    """An audit.
+
+    Args:
+        name: Where its run lies.
+        folder: Folder of the audit.
+        command: The command that made it.
+        environment: What it ran on.
+        audit: What it found, see `mmod.analysis.Audit.to_dict`.
+        flops: FLOPs of an image, see `mmod.analysis.FlopReport.to_dict`.
+        maps: Sample images and what blocks keep of them; None where none were drawn.
+    """
+
+    name: str
+    folder: Path
+    command: str
+    environment: Mapping[str, Any]
+    audit: Mapping[str, Any]
+    flops: Mapping[str, Any]
+    maps: Mapping[str, Any] | None
+
+
+def read_sources(folders: Sequence[Path]) -> tuple[list[StudyRecord], list[AuditRecord]]:
+    """Read the studies and audits in some folders, at any depth.
+
+    Args:
+        folders: Folders of studies, of runs, or of several of them.
+
+    Raises:
+        FileNotFoundError: If a folder is not there.
+        ValueError: If one holds neither a study nor an audit, or a file holds something else.
+    """
+    studies, audits = [], []
+    for folder in folders:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"no folder {str(folder)!r}")
+        found = sorted(folder.rglob(_STUDY))
+        runs = sorted(path for path in folder.rglob("audit.json") if path.parent.name == "audit")
+        if not found and not runs:
+            raise ValueError(
+                f"{str(folder)!r} holds neither a study ({_STUDY}) nor an audit ({_AUDIT}): run `mmod tradeoff` or "
+                "`mmod audit` first"
+            )
+        studies += [_read_study(path) for path in found]
+        audits += [_read_audit(path, folder) for path in runs]
+    studies = [dataclasses.replace(own, name=name) for own, name in zip(studies, _numbered([s.name for s in studies]))]
+    audits = [dataclasses.replace(own, name=name) for own, name in zip(audits, _numbered([a.name for a in audits]))]
+    return studies, audits
+
+
+def _read_study(path: Path) -> StudyRecord:
+    record = parse_json(path.read_bytes(), str(path))
+    try:
+        with path.with_suffix(".csv").open(newline="") as file:
+            rows = [{name: _value(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+        scores = [name.removesuffix("_std") for name in rows[0] if name.endswith("_std")]
+        score = next(name for name in ("accuracy_mean", *scores) if name in rows[0])
+        if score == "accuracy_mean":
+            # As the first version wrote it.
+            rows = [{"accuracy" if name == score else name: value for name, value in row.items()} for row in rows]
+            score = "accuracy"
+        rows = [{"series" if name == "router" else name: value for name, value in row.items()} for row in rows]
+        config = record["config"]
+        told = path.with_suffix(".md").read_text().rpartition("|\n\n")[2].strip()
+    except (KeyError, IndexError, StopIteration, TypeError, OSError) as error:
+        raise ValueError(
+            f"{str(path)!r} is no study with its table beside it ({type(error).__name__}: {error})"
+        ) from error
+    environment = {
+        name: value for name, value in record.items() if name in ("torch", "threads", "cores", "cpu_seconds")
+    }
+    return StudyRecord(path.parent.name, path.parent, config, rows, score, told, environment)
+
+
+def _read_audit(path: Path, root: Path) -> AuditRecord:
+    record = parse_json(path.read_bytes(), str(path))
+    run = path.parent.parent
+    try:
+        name = run.name if run == root else f"{root.name}/{run.relative_to(root).as_posix()}"
+        names = ("command", "environment", "audit", "flops", "maps")
+        found = AuditRecord(name, path.parent, **{field: record[field] for field in names})
+        if found.maps is not None:
+            _check_maps(found.maps)
+        return found
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{str(path)!r} is no audit of `mmod audit` ({type(error).__name__}: {error})") from error
+
+
+def _check_maps(maps: Mapping[str, Any]) -> None:
+    """Raise where images are not held in the file itself, or a number is none."""
+    if not all(isinstance(url, str) and url.startswith("data:image/png;base64,") for url in maps["images"]):
+        raise ValueError("images must be PNGs that the file itself holds")
+    check_value("grid", maps["grid"], list[int], "[1, inf)")
+    for blocks in maps["blocks"].values():
+        check_value("kept patches", blocks, list[list[int]], "[0, inf)")
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Return names of which those that were there before are numbered.
+
+    Example:
+        >>> _numbered(["a", "b", "a"])
+        ['a', 'b', 'a (2)']
+    """
+    counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    return [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts)]
+
+
+def _value(cell: str) -> str | float | None:
+    try:
+        return float(cell) if cell else None
+    except ValueError:
+        return cell

@@ -1,0 +1,69 @@
+"""Folders as studies and audits write them, of a model that is made in a moment."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+import mmod
+from tests.analysis.audit.planted import SIDE, batches_of, plant
+
+TABLE = """| model | top-1 % |
+|:--|--:|
+| dense | 90.0 |
+
+Paired over 2 seeds, 95 % intervals do not tell apart: dense and a <b>&amp; b</b>.
+"""
+COLUMNS = "name,series,capacity,seeds,top1,top1_std,gflops,latency_ms,latency_ms_b8"
+ROWS = f"""{COLUMNS},to_dense/mean,to_dense/low,to_dense/high
+dense,dense,1.0,2,90.0,0.5,0.045,2.0,3.0,,,
+a <b>& b</b>-0.5,a <b>& b</b>,0.5,2,89.0,0.7,0.03,1.5,2.5,-1.0,-2.0,0.1
+a <b>& b</b>-0.25,a <b>& b</b>,0.25,2,85.0,,0.02,1.0,2.0,-5.0,,
+"""
+
+
+def write_study(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    config = {"routers": {"a <b>& b</b>": {"router": "norm"}}, "seeds": 2}
+    (folder / "tradeoff.json").write_text(json.dumps({"config": config, "torch": "2", "points": []}))
+    (folder / "tradeoff.csv").write_text(ROWS)
+    (folder / "tradeoff.md").write_text(TABLE)
+    (folder / "maps-a.png").write_bytes(_png(torch.rand(8, 8)))
+    return folder
+
+
+def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), capacity: object = 0.25) -> Path:
+    model, batches = plant(router, blocks, capacity), batches_of(40, seed=0)
+    found = mmod.audit(model, batches, draws=1, resamples=100, conditions=["random", "centre", "mean mask"])
+    images = batches[0][0][:4]
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        model(images)
+    kept = decisions.maps(1, (SIDE, SIDE)).flatten(2)
+    pictures = [f"data:image/png;base64,{base64.b64encode(_png(image[0])).decode()}" for image in images]
+    record = {
+        "name": run.name,
+        "command": f"mmod audit {run}",
+        "environment": {"torch": torch.__version__},
+        "audit": found.to_dict(),
+        "flops": mmod.flops(model, images.shape[1:]).to_dict(),
+        "maps": {
+            "grid": [SIDE, SIDE],
+            "blocks": {name: [row.nonzero().flatten().tolist() for row in own] for name, own in zip(decisions, kept)},
+            "images": pictures,
+        },
+    }
+    (run / "audit").mkdir(parents=True)
+    (run / "audit/audit.json").write_text(json.dumps(record))
+    return run
+
+
+def _png(image: torch.Tensor) -> bytes:
+    low, high = image.min(), image.max()
+    file = io.BytesIO()
+    Image.fromarray(((image - low) / (high - low) * 255).byte().numpy()).save(file, "png")
+    return file.getvalue()

@@ -1,0 +1,109 @@
+"""Reports in a real browser: they are drawn, the slider works, and nothing is asked of a network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mmod.report import write_report
+from tests.report.records import write_audit, write_study
+
+pytest.importorskip("vl_convert", reason="needs the extra report (vl-convert-python)")
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
+Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
+DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium")
+pytestmark = pytest.mark.skipif(not (DRIVER and BROWSER), reason="needs chromium and chromedriver")
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("found")
+    write_audit(root / "norm", "norm", capacity=(0.5, 0.25))
+    write_audit(root / "random", "random")
+    write_study(root / "study")
+    return write_report([root], root / "report").as_uri()
+
+
+@pytest.fixture
+def browser(address: str) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        driver.set_window_size(1000, 900)
+        driver.get(address)
+        wait(driver, "return document.documentElement.dataset.drawn !== undefined")
+        yield driver
+        # What went wrong anywhere on the page, and what left it.
+        assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
+        assert asked(driver) <= {address, "data:"}
+    finally:
+        driver.quit()
+
+
+def wait(driver: Any, condition: str) -> None:
+    WebDriverWait(driver, 60).until(lambda driver: driver.execute_script(condition))
+
+
+def asked(driver: Any) -> set[str]:
+    """Return the addresses that were asked for; of data that the page holds "data:" alone."""
+    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    urls = [own["params"]["request"]["url"] for own in messages if own["method"] == "Network.requestWillBeSent"]
+    return {"data:" if url.startswith("data:") else url for url in urls}
+
+
+def test_every_figure_is_drawn_and_says_what_it_shows(browser: Any) -> None:
+    figures = browser.find_elements("css selector", "figure:has(> .chart)")
+    assert len(figures) == 3 + 1 + 4 + 3
+    for figure in figures:
+        drawn = figure.find_element("css selector", "svg")
+        assert drawn.rect["width"] > 100
+        described = figure.find_elements("css selector", ".chart [aria-label], .chart[aria-label]")
+        assert max(len(own.get_attribute("aria-label")) for own in described) > 40
+
+
+def test_the_slider_and_the_switch_change_the_map_by_keyboard(browser: Any) -> None:
+    def shown() -> tuple[int, str]:
+        veils = browser.execute_script("return document.querySelectorAll('#maps .mark-rect path').length")
+        return veils, browser.execute_script("return document.querySelector('#maps .mark-text text').textContent")
+
+    first = shown()
+    slider = browser.find_element("css selector", "#maps input[type=range]")
+    slider.send_keys(Keys.ARROW_RIGHT)
+    second = shown()
+    # Half of 16 patches are kept at first, a quarter then, prefix token included, of four images.
+    assert first[0] < second[0]
+    assert [own[1].partition(":")[0] for own in (first, second)] == ["blocks.0", "blocks.1"]
+    slider.send_keys(Keys.ARROW_LEFT)
+    assert shown() == first
+    switch = browser.find_element("css selector", "#maps select")
+    switch.send_keys(Keys.ARROW_DOWN)
+    wait(browser, f"return document.querySelectorAll('#maps .mark-rect path').length != {first[0]}")
+    for control in (slider, switch):
+        assert browser.execute_script("return arguments[0].labels.length || arguments[0].ariaLabel", control)
+
+
+def test_a_phone_scrolls_one_way_and_dark_is_dark(browser: Any) -> None:
+    size = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.refresh()
+    wait(browser, "return document.documentElement.dataset.drawn === 'light'")
+    assert browser.execute_script("return document.scrollingElement.scrollWidth") <= 360
+    paper = "return getComputedStyle(document.body).backgroundColor"
+    ink = "return getComputedStyle(document.querySelector('figure text')).fill"
+    light = browser.execute_script(paper), browser.execute_script(ink)
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    wait(browser, "return document.documentElement.dataset.drawn === 'dark'")
+    dark = browser.execute_script(paper), browser.execute_script(ink)
+    assert light[0] == "rgb(255, 255, 255)"
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]

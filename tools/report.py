@@ -1,0 +1,14 @@
+"""Show what studies and audits found on one page: `python tools/report.py FOLDER... [--output FOLDER]`.
+
+The page is one HTML file that opens in a browser without a network, with every figure as PNG and CSV beside it. It
+needs the extra `report`.
+"""
+
+import sys
+
+from mmod.report.command import main
+from mmod.training.engine.command import one_line_errors
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])
