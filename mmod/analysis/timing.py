@@ -49,6 +49,24 @@ def ratios(numerator: list[float], denominator: list[float]) -> Spread:
     return Spread.of([top / bottom for top, bottom in zip(numerator, denominator)])
 
 
+def relative_times(times: Mapping[Name, list[float]], base: Name) -> dict[Name, tuple[float, float]]:
+    """Return milliseconds and speed-up over one of several functions that were timed in rounds, by name.
+
+    The speed-up is the median over the rounds, in each of which the machine's load was nearly the same for all.
+    Milliseconds are the median of the base over it, so that the two never disagree.
+
+    Args:
+        times: Milliseconds of each function, by round.
+        base: Name of the function that speed-ups refer to.
+
+    Example:
+        >>> relative_times({"dense": [4.0, 8.0, 4.0], "a": [2.0, 4.0, 9.0]}, "dense")
+        {'dense': (4.0, 1.0), 'a': (2.0, 2.0)}
+    """
+    speedups = {name: ratios(times[base], own).median for name, own in times.items()}
+    return {name: (statistics.median(times[base]) / speedup, speedup) for name, speedup in speedups.items()}
+
+
 def interleave(
     functions: Mapping[Name, Callable[[], Any]],
     *,
@@ -71,7 +89,8 @@ def interleave(
         prepare: Called before each timed call, outside the time, for example to empty caches.
 
     Returns:
-        Milliseconds of every counted call by name; entry i of each list comes from round i.
+        Milliseconds of every counted call by name; entry i of each list comes from round i. On a CPU with one thread
+        they are that thread's CPU time, otherwise time that has passed.
 
     Raises:
         ValueError: No rounds.
@@ -99,11 +118,13 @@ def interleave(
 
 
 def _time_on_cpu(function: Callable[[], Any], prepare: Callable[[], object] | None) -> float:
+    # A single thread's own time, which other processes on the machine take no part of.
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     if prepare is not None:
         prepare()
-    started = time.perf_counter()
+    started = clock()
     function()
-    return (time.perf_counter() - started) * 1e3
+    return (clock() - started) * 1e3
 
 
 def _time_on_gpu(function: Callable[[], Any], prepare: Callable[[], object] | None) -> float:

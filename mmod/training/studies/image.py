@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from mmod.adapters import find_stack
 from mmod.analysis import flops, trace
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_routing_maps
-from mmod.analysis.timing import interleave, ratios
+from mmod.analysis.timing import interleave, relative_times
 from mmod.data.loader import create_eval_stream
 from mmod.model import is_routed
 from mmod.rivals.exit import exit_blocks
@@ -140,10 +140,10 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         with torch.inference_mode():
             times = interleave(reads, seconds=0, rounds=self.config.latency_rounds, device=device)
         found: dict[str, dict[str, float]] = {name: {} for name in jobs}
-        for (name, size), own in times.items():
-            ms, speedup = self._time_columns(size)
-            read = count // size * size
-            found[name] |= {ms: median(own) / read, speedup: ratios(times[DENSE, size], own).median}
+        for size in self._batches:
+            own, (ms, speedup) = {name: times[name, size] for name in jobs}, self._time_columns(size)
+            for name, (total, ratio) in relative_times(own, DENSE).items():
+                found[name] |= {ms: total / (count // size * size), speedup: ratio}
         return found
 
     @property

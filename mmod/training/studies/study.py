@@ -9,14 +9,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from mmod.analysis.plots import draw_tradeoff
-from mmod.analysis.timing import interleave, ratios
+from mmod.analysis.timing import interleave, relative_times
 from mmod.config import regroup_saved
 from mmod.io.claim import differences
 from mmod.io.files import write_atomically
@@ -348,7 +347,7 @@ class Study(ABC, Generic[Config, Found]):
 def latencies(
     calls: Mapping[str, Callable[[], object]], count: int, rounds: int, device: torch.device
 ) -> dict[str, tuple[float, float]]:
-    """Time calls in interleaved rounds; return median milliseconds and median speed-up over "dense" by name.
+    """Time calls in interleaved rounds; return milliseconds and speed-up over "dense" by name.
 
     Args:
         calls: What to time, "dense" among it.
@@ -358,7 +357,7 @@ def latencies(
     """
     with torch.inference_mode():
         times = interleave(calls, seconds=0, rounds=rounds, device=device)
-    return {name: (median(own) / count, ratios(times[DENSE], own).median) for name, own in times.items()}
+    return {name: (ms / count, speedup) for name, (ms, speedup) in relative_times(times, DENSE).items()}
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
