@@ -8,7 +8,10 @@ from mmod.lazy import lazy_names
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from mmod.planning.arank import LayerRanks, attention_ranks
+    from mmod.planning.costs import Option
+    from mmod.planning.found import PlanSearch
     from mmod.planning.presets import preset
     from mmod.planning.schedules import ratio_decay
+    from mmod.planning.search import plan_divergence, search_plan
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,0 +1,135 @@
+"""What each choice for each block costs: FLOPs, or tokens in the cache of a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from mmod.adapters import BlockStack
+from mmod.analysis.flop_report import BlockFlops
+from mmod.analysis.flops import flops
+from mmod.analysis.prefill import prefill_flops
+from mmod.config import RoutingConfig, Score
+from mmod.model import route_, unroute_
+
+COSTS = ("flops", "cache")
+
+
+class Option(NamedTuple):
+    """What may be done to a block.
+
+    Args:
+        capacity: Share of tokens kept.
+        operator: What the others miss, see `RoutingConfig.operator`.
+        context: What kept tokens attend to, see `RoutingConfig.context`.
+    """
+
+    capacity: float
+    operator: str = "block"
+    context: str = "kept"
+
+    def __str__(self) -> str:
+        """Return a short name."""
+        return f"{self.operator}@{self.capacity:g}" + (" all" if self.context == "all" else "")
+
+    def config(self, blocks: Iterable[int], router: str | Score) -> RoutingConfig:
+        """Return the config that does it to some blocks.
+
+        Args:
+            blocks: Their indices.
+            router: Scores tokens.
+        """
+        own = {"capacity": self.capacity, "operator": self.operator, "context": self.context}
+        return RoutingConfig(router=router, blocks=tuple(blocks), **own)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What blocks cost.
+
+    Args:
+        options: Cost of each option for each block.
+        dense: Cost of each block as it is.
+        total: Cost of the model as it is, what is outside the blocks included.
+    """
+
+    options: tuple[tuple[float, ...], ...]
+    dense: tuple[float, ...]
+    total: float
+
+
+class PromptLengths:
+    """Mean text and image tokens of a prompt, over the batches that are added.
+
+    Args:
+        image_token: The id of image tokens, or None where there are none.
+    """
+
+    def __init__(self, image_token: int | None) -> None:
+        self.image_token = image_token
+        self.samples = self.tokens = self.images = 0
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Count the prompts of a batch, without padding."""
+        ids_BN: Tensor = batch["input_ids"]
+        mask_BN = batch.get("attention_mask")
+        self.samples += len(ids_BN)
+        self.tokens += int(mask_BN.sum()) if isinstance(mask_BN, Tensor) and mask_BN.ndim == 2 else ids_BN.numel()
+        self.images += 0 if self.image_token is None else int((ids_BN == self.image_token).sum())
+
+    @property
+    def means(self) -> tuple[int, int]:
+        """Text and image tokens of a prompt, rounded."""
+        images = round(self.images / self.samples)
+        return round(self.tokens / self.samples) - images, images
+
+
+def block_costs(
+    model: nn.Module, stack: BlockStack, part: str, options: Sequence[Option], router: str | Score, cost: str,
+    lengths: PromptLengths, batch: Any,
+) -> Costs:  # fmt: skip
+    """Count what every option costs in every block: a count of the whole model for each option.
+
+    Args:
+        model: The dense model; dense again at the end.
+        stack: The blocks of the part.
+        part: Name of the part.
+        options: What may be done to a block.
+        router: Scores tokens.
+        cost: "flops" or "cache".
+        lengths: Lengths of prompts, for a language model.
+        batch: A batch, for other models.
+    """
+    read = _read_prefill if stack.language else _read_flops
+    columns: list[list[float]] = []
+    dense: tuple[float, ...] = ()
+    total = 0.0
+    for option in options:
+        route_(model, **{part: option.config(range(len(stack.blocks)), router)})
+        try:
+            rows, rest = read(model, lengths, batch)
+        finally:
+            unroute_(model)
+        own = [row for row in rows if row.name in stack.names]
+        columns.append([float(row.cached if cost == "cache" else row.routed) for row in own])
+        dense = tuple(float(row.tokens if cost == "cache" else row.dense) for row in own)
+        total = sum(dense) if cost == "cache" else float(rest.dense + sum(row.dense for row in rows))
+    return Costs(tuple(zip(*columns)), dense, total)
+
+
+def _read_prefill(model: nn.Module, lengths: PromptLengths, batch: Any) -> tuple[Sequence[BlockFlops], BlockFlops]:
+    text, images = lengths.means
+    report = prefill_flops(model, text, images)
+    return report.blocks, report.rest
+
+
+def _read_flops(model: nn.Module, lengths: PromptLengths, batch: Any) -> tuple[Sequence[BlockFlops], BlockFlops]:
+    if isinstance(batch, Mapping):
+        report = flops(model, {name: value[:1] for name, value in batch.items() if isinstance(value, Tensor)})
+    else:
+        channels, height, width = batch.shape[1:]
+        report = flops(model, (channels, height, width))
+    return report.blocks, report.rest

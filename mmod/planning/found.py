@@ -1,0 +1,148 @@
+"""What a search for a plan found: scores and costs of all choices, the plan under any budget, and the frontier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmod.config import Plan, RoutingConfig, Score
+from mmod.extras import name_missing_extra
+from mmod.planning.costs import Costs, Option
+from mmod.planning.knapsack import best_choices
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """Scores and costs of all choices, and the best set of them; `print(found)` shows a table.
+
+    Args:
+        names: Module names of the blocks, in order.
+        options: What may be done to a block.
+        scores: Divergence of each option in each block, alone.
+        costs: What they cost.
+        budget: Share of the dense model's cost that was asked for.
+        cost: What is counted: "flops" or "cache".
+        rows: Rows of output that scores are means of: images, or tokens of text.
+        router: Which tokens a capacity above 0 keeps.
+    """
+
+    names: tuple[str, ...]
+    options: tuple[Option, ...]
+    scores: tuple[tuple[float, ...], ...]
+    costs: Costs
+    budget: float
+    cost: str
+    rows: int
+    router: str | Score
+
+    @property
+    def plan(self) -> Plan:
+        """The plan under the budget that was asked for."""
+        return self.plan_for(self.budget)
+
+    @property
+    def config(self) -> RoutingConfig:
+        """The config that routes by the plan."""
+        return RoutingConfig.from_plan(self.plan, router=self.router)
+
+    def plan_for(self, budget: float) -> Plan:
+        """Return the plan with the least sum of scores under another budget; nothing is tried again.
+
+        Args:
+            budget: Share of the dense model's cost, in (0, 1).
+
+        Raises:
+            ValueError: A budget that no plan reaches.
+        """
+        least = self.least_share
+        if not least <= budget < 1:
+            raise ValueError(f"budget must lie in [{least:.4f}, 1), what these options reach, got {budget!r}")
+        fixed = self.costs.total - sum(self.costs.dense)
+        losses = [(0.0, *row) for row in self.scores]
+        costs = [(dense, *row) for dense, row in zip(self.costs.dense, self.costs.options)]
+        chosen = best_choices(losses, costs, budget * self.costs.total - fixed)
+        rows = [(block, *self.options[item - 1]) for block, item in enumerate(chosen) if item]
+        blocks, capacities, operators, contexts = zip(*rows)
+        return Plan(blocks, capacities, len(self.names), operators, contexts)
+
+    @property
+    def least_share(self) -> float:
+        """The least share of the dense model's cost that a plan can have."""
+        saved = (dense - min(dense, *row) for dense, row in zip(self.costs.dense, self.costs.options))
+        return 1 - sum(saved) / self.costs.total
+
+    def share(self, plan: Plan) -> float:
+        """Return the share of the dense model's cost that a plan of these options has.
+
+        Args:
+            plan: The plan.
+
+        Raises:
+            ValueError: A plan of other options or of another model.
+        """
+        chosen = self._chosen(plan).items()
+        return 1 - sum(self.costs.dense[at] - self.costs.options[at][item] for at, item in chosen) / self.costs.total
+
+    def score(self, plan: Plan) -> float:
+        """Return the sum of the scores of a plan's choices.
+
+        Args:
+            plan: The plan.
+        """
+        return sum(self.scores[block][item] for block, item in self._chosen(plan).items())
+
+    def _chosen(self, plan: Plan) -> dict[int, int]:
+        """Return which option a plan takes in each of its blocks."""
+        found = {block: Option(capacity, operator, context) for block, capacity, operator, context in plan.rows}
+        unknown = [f"{option} in block {block}" for block, option in found.items() if option not in self.options]
+        if unknown or plan.depth != len(self.names):
+            raise ValueError(f"this search knows no {', '.join(unknown) or f'plan of {plan.depth} blocks'}")
+        return {block: self.options.index(option) for block, option in found.items()}
+
+    def frontier(self, steps: int = 20) -> list[tuple[float, float]]:
+        """Return share of the cost and sum of scores of the plans for evenly spread budgets, the dearest first.
+
+        Args:
+            steps: Number of budgets.
+        """
+        least = self.least_share
+        plans = [self.plan_for(1 - (1 - least) * step / steps) for step in range(1, steps + 1)]
+        return [(self.share(plan), self.score(plan)) for plan in plans]
+
+    def __str__(self) -> str:
+        """Return the scores of all choices as a table, and the plan."""
+        width, columns = max(map(len, self.names)), [max(10, len(str(option))) for option in self.options]
+        lines = ["  ".join([f"{'block':<{width}}", *(f"{option!s:>{w}}" for option, w in zip(self.options, columns))])]
+        for name, row in zip(self.names, self.scores):
+            lines.append("  ".join([f"{name:<{width}}", *(f"{score:>{w}.3e}" for score, w in zip(row, columns))]))
+        plan = self.plan
+        return "\n".join([
+            *lines,
+            f"divergence of each choice alone, a mean over {self.rows} rows",
+            "",
+            str(plan),
+            f"{self.share(plan):.4f} of the dense model's {self.cost}, sum of divergences {self.score(plan):.4g}",
+        ])  # fmt: skip
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the scores of all choices, with those of the plan marked, and the frontier.
+
+        Args:
+            path: The picture file; its ending says the format.
+        """
+        with name_missing_extra():
+            import matplotlib.pyplot as plt
+        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+        taken = self._chosen(self.plan)
+        for item, option in enumerate(self.options):
+            (line,) = left.plot([row[item] for row in self.scores], label=str(option), linewidth=1)
+            marked = [block for block, chosen in taken.items() if chosen == item]
+            left.plot(marked, [self.scores[block][item] for block in marked], "o", color=line.get_color())
+        left.set(xlabel="block", ylabel="divergence of one choice alone", yscale="log")
+        left.legend(title="chosen: dots", fontsize="small")
+        shares, scores = zip(*self.frontier())
+        right.plot(shares, scores, ".-")
+        right.axvline(self.budget, color="grey", linewidth=1)
+        right.set(xlabel=f"share of the dense model's {self.cost}", ylabel="sum of divergences")
+        figure.savefig(path)
+        plt.close(figure)

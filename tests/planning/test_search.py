@@ -1,0 +1,189 @@
+"""The search for a plan: its costs are those of the routed model, its set the best, and it goes on where it stopped."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import mmod
+from mmod.planning.divergence import outputs
+from mmod.planning.knapsack import best_choices
+from tests.adapters import clip_zoo
+from tests.adapters.vlm_zoo import IMAGE, make_joint, make_language, prompt
+from tests.zoo import make_images, make_model
+
+NAME = "vit_tiny_patch16_224"
+# Counting FLOPs takes longest: once for every option.
+FEW = (mmod.Option(0.5), mmod.Option(0.25, "mlp"))
+
+
+@given(
+    table=st.lists(
+        st.lists(st.tuples(st.integers(0, 30), st.integers(0, 20)), min_size=1, max_size=4), min_size=1, max_size=5
+    ),
+    room=st.integers(0, 40),
+)
+def test_the_best_set_is_that_of_trying_all(table: list[list[tuple[int, int]]], room: int) -> None:
+    losses = [[float(loss) for loss, _ in row] for row in table]
+    costs = [[float(cost) for _, cost in row] for row in table]
+    budget = sum(min(row) for row in costs) + room
+    chosen = best_choices(losses, costs, budget)
+    assert sum(row[item] for row, item in zip(costs, chosen)) <= budget
+    sets = itertools.product(*(range(len(row)) for row in losses))
+    fitting = [one for one in sets if sum(row[item] for row, item in zip(costs, one)) <= budget]
+    best = min(sum(row[item] for row, item in zip(losses, one)) for one in fitting)
+    assert sum(row[item] for row, item in zip(losses, chosen)) == best
+    if min(sum(min(row) for row in costs), 1):
+        with pytest.raises(ValueError, match="out of reach"):
+            best_choices(losses, costs, sum(min(row) for row in costs) - 1)
+
+
+def prompts(name: str = "llava") -> list[dict[str, Any]]:
+    return [prompt(name, (1, 2), seed=seed) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2-vl"])
+def test_language_models_cost_and_say_what_the_search_says(name: str) -> None:
+    model, batches = make_joint(name), prompts(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = mmod.search_plan(model.train(), batches, 0.7, part="language")
+    assert model.training
+    assert not mmod.is_routed(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert len(found.scores) == 4
+    model.eval()
+    for block, option in ((0, 1), (2, 3)):
+        alone = found.options[option].config([block], "stride")
+        score = mmod.plan_divergence(model, batches, alone, part="language")
+        assert found.scores[block][option] == pytest.approx(score)
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    images = sum(int((batch["input_ids"] == IMAGE).sum()) for batch in batches)
+    text, images = round(tokens / 4) - round(images / 4), round(images / 4)
+    for budget in (0.9, 0.7, found.least_share):
+        plan = found.plan_for(budget)
+        report = mmod.prefill_flops(mmod.route_(model, language=plan), text, images)
+        mmod.unroute_(model)
+        assert report.share == pytest.approx(found.share(plan))
+        assert report.share <= budget + 1e-9
+    # Nothing reads the image tokens that leave the last layer.
+    assert found.scores[3][1] == 0
+
+
+def test_a_budget_of_the_cache() -> None:
+    model, batches = make_joint("llava"), prompts()
+    found = mmod.search_plan(model, batches, 0.6, part="language", cost="cache")
+    assert set(found.plan.contexts) == {"kept"}
+    assert mmod.prefill_flops(mmod.route_(model, language=found.config), *(found_lengths(batches))).cache_share <= 0.6
+
+
+def found_lengths(batches: list[dict[str, Any]]) -> tuple[int, int]:
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in batches) / 4
+    images = sum(int((batch["input_ids"] == IMAGE).sum()) for batch in batches) / 4
+    return round(tokens) - round(images), round(images)
+
+
+def test_labels_say_which_tokens_count() -> None:
+    model, batch = make_joint("llava"), prompt("llava", (1,))
+    labels = torch.full_like(batch["input_ids"], -100)
+    labels[:, -2:] = batch["input_ids"][:, -2:]
+    with torch.no_grad():
+        logits = model(**batch).logits
+    assert torch.equal(outputs(model, {**batch, "labels": labels}, "language", IMAGE), logits[0, -3:-1])
+    text = batch["attention_mask"].bool() & (batch["input_ids"] != IMAGE)
+    assert torch.equal(outputs(model, batch, "language", IMAGE), logits[text])
+
+
+@pytest.mark.parametrize("name", [NAME, "vit_base_patch16_siglip_gap_224"])
+def test_image_models(name: str) -> None:
+    model, images = make_model(name), make_images(name, 4)
+    for kwargs in ({}, {"divergence": "cosine", "options": FEW}, {"router": "norm", "options": FEW}):
+        found = mmod.search_plan(model, [images[:2], images[2:]], 0.8, **kwargs)
+        report = mmod.flops(mmod.route_(model, found.config), 64)
+        mmod.unroute_(model)
+        assert report.share == pytest.approx(found.share(found.plan), abs=1e-3)
+        assert found.share(found.plan) <= 0.8
+        shares, scores = zip(*found.frontier(6))
+        assert list(shares) == sorted(shares, reverse=True)
+        assert list(scores) == sorted(scores)
+
+
+def test_towers_of_clip_models() -> None:
+    model = clip_zoo.make_clip("ViT-B-32")
+    batch = {"image": clip_zoo.make_images("ViT-B-32"), "text": clip_zoo.make_captions("ViT-B-32")}
+    for part in ("image", "text"):
+        found = mmod.search_plan(model, [batch], 0.95, part=part, options=FEW)
+        assert all(name in str(found) for name in found.names)
+        assert found.plan.depth == len(found.names)
+    with pytest.raises(ValueError, match="name one"):
+        mmod.search_plan(model, [batch], 0.9)
+
+
+def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
+    model, images, path = make_model(NAME), make_images(NAME, 6), tmp_path / "scores.json"
+    batches = [images[:2], images[2:4], images[4:]]
+    whole = mmod.search_plan(model, batches, 0.8, options=FEW)
+
+    def interrupted() -> Iterator[Tensor]:
+        yield batches[0]
+        yield batches[1]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mmod.search_plan(model, interrupted(), 0.8, options=FEW, progress_file=path)
+    assert json.loads(path.read_text())["batches"] == 2
+    assert not mmod.is_routed(model)
+    again = mmod.search_plan(model, batches, 0.8, options=FEW, progress_file=path)
+    assert again == whole
+    for other, given_batches in ((make_model(NAME, seed=1), batches), (model, [images[3:], images[:3]])):
+        with pytest.raises(ValueError, match="belongs to another search"):
+            mmod.search_plan(other, given_batches, 0.8, options=FEW, progress_file=path)
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    found = mmod.search_plan(make_model(NAME), [make_images(NAME, 2)], 0.8, options=FEW)
+    found.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+    for other in (mmod.Plan((1,), (0.125,), 4), mmod.Plan((1,), (0.5,), 9)):
+        with pytest.raises(ValueError, match="this search knows no"):
+            found.score(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budget": 1.0}, r"budget must be in \(0, 1\)"),
+        ({"budget": 0.01}, "what these options reach"),
+        ({"batches": []}, "no calibration samples"),
+        ({"cost": "bytes"}, "cost must be one of"),
+        ({"cost": "cache"}, "for language models"),
+        ({"divergence": "l2"}, "divergence must be one of"),
+        ({"router": "linear"}, "learns or reads importance"),
+        ({"options": []}, "no options"),
+        ({"options": [mmod.Option(0.5, "head")]}, "operator must be"),
+        ({"part": "text"}, "no part 'text'"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(changes: dict[str, Any], message: str) -> None:
+    model, images = make_model(NAME), make_images(NAME, 1)
+    with pytest.raises(ValueError, match=message):
+        mmod.search_plan(**{"model": model, "batches": [images], "budget": 0.8, "options": FEW, **changes})
+    assert not mmod.is_routed(model)
+    with pytest.raises(ValueError, match="routed already"):
+        mmod.search_plan(mmod.route_(model, mmod.RoutingConfig(router="stride")), [images], 0.8)
+
+
+def test_text_alone_takes_capacities_above_0() -> None:
+    model, batch = make_language("llama"), {"input_ids": torch.randint(3, 90, (2, 12))}
+    found = mmod.search_plan(model, [batch], 0.8, options=[mmod.Option(0.5, "mlp"), mmod.Option(0.5, "block", "all")])
+    assert found.share(found.plan) <= 0.8
+    with pytest.raises(ValueError, match="capacity 0 is for image tokens"):
+        mmod.search_plan(model, [batch], 0.8)
