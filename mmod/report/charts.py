@@ -50,14 +50,16 @@ def _tradeoff(study: StudyRecord, cost: str, command: str) -> Chart:
     score, rows = study.score, [_point(study, row, cost) for row in study.rows]
     columns = list(dict.fromkeys(name for row in rows for name in row if name not in ("low", "high", "x", "y")))
     y = {"type": "quantitative", "scale": {"zero": False}, "title": f"{score} in %"}
-    legend = {"orient": "bottom", "columns": 3}
-    points = {"y": {"field": "y", **y}, "tooltip": [{"field": name} for name in columns]}
+    points = {
+        "y": {"field": "y", **y},
+        "shape": {"field": "series", "legend": None},
+        "tooltip": [{"field": name} for name in columns],
+    }
     spec = {
         "height": 320,
         "encoding": {
             "x": {"field": "x", "type": "quantitative", "title": _title(cost), "scale": {"zero": False, "padding": 16}},
-            "color": {"field": "series", "scale": {"range": COLOURS}, "legend": legend},
-            "shape": {"field": "series", "legend": legend},
+            "color": {"field": "series", "scale": {"range": COLOURS}, "legend": {"orient": "bottom", "columns": 3}},
             "opacity": {"condition": {"param": "chosen", "value": 1}, "value": 0.12},
         },
         "layer": [

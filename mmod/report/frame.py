@@ -32,6 +32,7 @@ pre { overflow-x: auto; border: 1px solid var(--line); padding: .5rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; }
 caption { text-align: left; color: var(--faint); } th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line);
   text-align: right; white-space: nowrap; } th:first-child { text-align: left; }
+nav ul { columns: 18rem; margin: 0; padding-left: 1.2rem; }
 img { max-width: 100%; height: auto; }
 .vega-bind { margin: .4rem 0; } .vega-bind-name { font-weight: 600; } .vega-bind input[type=range] { width: 12rem; }
 """

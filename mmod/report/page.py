@@ -17,6 +17,7 @@ from mmod.report.frame import frame
 from mmod.report.maps import maps_chart
 from mmod.report.sources import AuditRecord, StudyRecord, read_sources
 from mmod.training.engine.logging import write_csv
+from mmod.training.studies.paired import difference
 
 __all__ = ["write_report"]
 
@@ -122,9 +123,28 @@ def _common_parts(audits: Sequence[AuditRecord]) -> list[_Part]:
         audit, explained = record.audit, record.audit["explained"]
         share = "" if explained is None else f"{_interval(explained, '.2f')}, {audit['position']}"
         rows.append([record.name, _interval(audit["gap"], "+.1f"), share, audit["kind"], audit["across"]["kind"]])
+    tables = _table(header, rows, "Verdicts, with 95 % intervals over images") + _over_seeds(audits)
     maps = maps_chart(audits)
     drawn = [] if maps is None else [_Part("Routing maps", _figure(maps), [maps])]
-    return [_Part("Audits", _table(header, rows, "Verdicts, with 95 % intervals over images"), []), *drawn]
+    return [_Part("Audits", tables, []), *drawn]
+
+
+def _over_seeds(audits: Sequence[AuditRecord]) -> str:
+    """Return a table of the audits whose runs have one name, as those of a study's seeds have; nothing without any."""
+    groups: dict[str, dict[int, dict[str, float]]] = {}
+    for record in audits:
+        own = groups.setdefault(record.name.rpartition("/")[2], {})
+        own[len(own)] = {one["name"]: one["accuracy"]["value"] for one in record.audit["conditions"]}
+    rows = []
+    for name, figures in groups.items():
+        common = set.intersection(*map(set, figures.values())) - {"as learned"}
+        for other in sorted(common) if len(figures) > 1 else []:
+            learned, chosen = ({run: own[one] for run, own in figures.items()} for one in ("as learned", other))
+            gap = difference(learned, chosen)
+            rows.append([name, other, str(gap.seeds), str(gap)])
+    header = ["model", "tokens kept", "runs", "points that the learned choice is above it"]
+    caption = "Runs of one name, with 95 % intervals over runs, not corrected for their number"
+    return _table(header, rows, caption) if rows else ""
 
 
 def _figure(chart: Chart) -> str:

@@ -17,9 +17,12 @@ from mmod.analysis.tables import markdown_table
 __all__ = ["LEARNED", "Audit", "Condition", "Kind", "compare", "read_audit"]
 
 LEARNED = "as learned"
-Kind = Literal["content", "position", "no better than random", "cannot be told"]
-# Up to this share of what a router gains over chance, and from it on, position is not or is what it found.
+Kind = Literal["content", "position", "both", "no better than random", "cannot be told"]
+# Up to this share of what a router gains over chance, and from it on, position is not or is most of what it found.
 _HALF = 0.5
+# Shares between which both matter, where the interval lies between them.
+_BOTH = (0.25, 0.75)
+_LEVEL = 0.05
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Audit:
         gap: Accuracy of the learned choice above the random one.
         position: Name of the fixed position that scores highest.
         explained: Share of the gap that this position reaches; None without a clear gap or a position.
-        kind: "content", "position", "no better than random" or "cannot be told".
+        kind: "content" or "position" for what most of the gap is due to, "both", "no better than random", or "cannot be
+            told".
         verdict: The same in a sentence.
         across: How the decisions of the blocks hang together.
     """
@@ -157,7 +161,8 @@ def compare(
     base_C = np.repeat([0, count], count)
     gap_IC, gap_drawn = value_IC - value_IC[:, base_C], drawn - drawn[:, base_C]
     tested = [column for column in range(2 * count) if column % count]
-    p = dict(zip(tested, adjusted(sign_test(gap_IC[:, tested], resamples, seed=1).tolist())))
+    alone = sign_test(gap_IC[:, tested], resamples, seed=1).tolist()
+    p = dict(zip(tested, adjusted(alone)))
 
     def condition(name: str, a: int) -> Condition:
         b = a + count
@@ -173,28 +178,34 @@ def compare(
     best = max(positions, key=lambda name: mean_C[names.index(name)], default=None)
     random = next(place for place, name in enumerate(names) if place and made[name].family == "random")
     gap = estimate_of(mean_C[0] - mean_C[random], drawn[:, 0] - drawn[:, random])
+    # What the verdict rests on: by interval and by test, since intervals of few images are too short.
+    is_clear = gap.low > 0 and alone[tested.index(random)] < _LEVEL
     explained = None
-    if best is not None and gap.low > 0:
+    if best is not None and is_clear:
         at, reached = names.index(best), drawn[:, 0] - drawn[:, random]
         share = (drawn[:, at] - drawn[:, random])[reached > 0] / reached[reached > 0]
         explained = estimate_of((mean_C[at] - mean_C[random]) / gap.value, share)
-    kind, verdict = _judge(gap, best, explained, margin)
+    kind, verdict = _judge(gap, explained, best, margin, is_clear=is_clear)
     conditions = [condition(name, place) for place, name in enumerate(names)]
     return Audit(len(value_IC), draws, conditions, gap, best, explained, kind, verdict, across)
 
 
-def _judge(gap: Estimate, best: str | None, explained: Estimate | None, margin: float) -> tuple[Kind, str]:
+def _judge(
+    gap: Estimate, explained: Estimate | None, best: str | None, margin: float, *, is_clear: bool
+) -> tuple[Kind, str]:
     """Return what a router has learned, and the sentence that says so."""
     told = f"{gap:+.1f} points of accuracy over random tokens (95 % interval)"
-    if gap.low <= 0 and gap.high < margin:
+    if not is_clear and gap.high < margin:
         return "no better than random", f"No better than random: the learned choice is worth {told}."
     if explained is None:
-        why = "so few images do not say whether it is worth any" if gap.low <= 0 else "no fixed position was tried"
+        why = "no fixed position was tried" if is_clear else "so few images do not say whether it is worth any"
         return "cannot be told", f"Cannot be told: the learned choice is worth {told}, and {why}."
     share = Estimate(100 * explained.value, 100 * explained.low, 100 * explained.high)
     of = f"the learned choice is worth {told}, of which the best fixed position, {best!r}, explains {share:.0f} %"
     if explained.high < _HALF:
-        return "content", f"Content: {of}."
+        return "content", f"Mostly content: {of}."
     if explained.low > _HALF:
-        return "position", f"Position: {of}."
+        return "position", f"Mostly position: {of}."
+    if _BOTH[0] < explained.low and explained.high < _BOTH[1]:
+        return "both", f"Content and position: {of}."
     return "cannot be told", f"Whether content or position cannot be told: {of}."

@@ -86,8 +86,8 @@ def audit(
         draws: Random choices for each image, which are averaged.
         grid: Rows and columns of the tokens that may be skipped; None asks the model, and takes a square where it does
             not say.
-        margin: Points of accuracy: where the interval of what the router gains over chance includes 0 and ends below
-            the margin, it is no better than random.
+        margin: Points of accuracy: a router without a clear gain over chance, the interval of which ends below the
+            margin, is no better than random.
         resamples: How often images are resampled, and signs drawn.
         progress: Show a bar.
 
