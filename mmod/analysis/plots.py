@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 INK, FAINT = "#222222", "#8a8f98"
 # A veil that is neither black nor white, so that dark and bright patches alike show whether they were kept.
 VEIL_COLOUR, VEIL_OPACITY = (0.60, 0.68, 0.80), 0.82
-# Okabe and Ito's palette, which stays apart for all common kinds of colour vision.
+# Okabe and Ito's palette, which stays apart for all common kinds of colour vision, and of Tol's muted one what it lacks.
 COLOURS = {"attention": "#0072B2", "linear": "#D55E00"}
-MORE_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MORE_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933", "#332288")
 MARKERS = {"attention": "o", "linear": "s"}
-# One more than colours, so that no two of many series look alike.
-MORE_MARKERS = ("D", "v", "P", "X", "p")
+# One fewer than colours, so that no two of many series look alike.
+MORE_MARKERS = ("D", "v", "P", "X", "p", "h")
+# More series than these are named in a legend: beside the points, names would hide them.
+NAMED_IN_PLACE = 7
 CONTROLS = {"random": "^", "stride": "<", "norm": ">", "shallow": "d"}
 ROW_KEYS = ("name", "router", "capacity", "gflops", "latency_ms", "accuracy_mean", "accuracy_std", "seeds")
 
@@ -138,8 +140,8 @@ def _short(names: Sequence[str]) -> str:
 def draw_tradeoff(rows: Sequence[Mapping[str, Any]], measure: str = "top-1 accuracy") -> Figure:
     """Draw accuracy against FLOPs and, where it was measured, against latency.
 
-    Rows of one router are joined into a series over its capacities and labelled where it ends. Controls are grey;
-    the dense model is a star with a dotted line, so that what is lost against it can be read off.
+    Rows of one router are joined into a series over its capacities, named where it ends or, of many, in a legend.
+    Controls are grey; the dense model is a star with a dotted line, so that what is lost against it can be read off.
 
     Args:
         rows: One mapping for each model with "name", "router" ("dense", "shallow" for a dense model of fewer blocks,
@@ -176,6 +178,9 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]], measure: str = "top-1 accur
         _draw_panel(axis, rows, key)
         axis.set_xlabel(title, color=INK)
     axes[0, 0].set_ylabel(f"{measure} in %", color=INK)
+    if len({row["router"] for row in rows}) > NAMED_IN_PLACE:
+        lines, names = axes[0, 0].get_legend_handles_labels()
+        figure.legend(lines, names, loc="outside upper center", ncols=5, fontsize=9, frameon=False, labelcolor=INK)
     seeds = max(row["seeds"] for row in rows)
     note = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
     figure.supxlabel(f"numbers at points: capacity · {note}", fontsize=8, color=FAINT, x=0.99, ha="right")
@@ -195,7 +200,7 @@ def _draw_panel(axis: Axes, rows: Sequence[Mapping[str, Any]], key: str) -> None
         x, y = [row[key] for row in points], [row["accuracy_mean"] for row in points]
         error = [row["accuracy_std"] for row in points] if max(row["seeds"] for row in points) > 1 else None
         style = styles[name]
-        axis.errorbar(x, y, yerr=error, capsize=2.5, elinewidth=1, linewidth=1.6, **style)
+        axis.errorbar(x, y, yerr=error, capsize=2.5, elinewidth=1, linewidth=1.6, label=name, **style)
         if name == "dense":
             axis.axhline(y[-1], color=INK, linewidth=0.8, linestyle=":", zorder=0)
         labels.append((x[0], y[0], name, style["color"]))
@@ -211,9 +216,10 @@ def _draw_panel(axis: Axes, rows: Sequence[Mapping[str, Any]], key: str) -> None
                     color=FAINT,
                 )
     axis.margins(x=0.08, y=0.12)
-    low, high = axis.get_xlim()
-    axis.set_xlim(low - 0.22 * (high - low), high + 0.03 * (high - low))
-    _label(axis, labels)
+    if len(series) <= NAMED_IN_PLACE:
+        low, high = axis.get_xlim()
+        axis.set_xlim(low - 0.22 * (high - low), high + 0.03 * (high - low))
+        _label(axis, labels)
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color(FAINT)
     axis.tick_params(colors=INK, labelcolor=INK, length=3)

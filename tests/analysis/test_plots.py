@@ -126,6 +126,17 @@ def test_tradeoff_names_on_the_left_do_not_touch() -> None:
     assert all(b - a >= 0.05 * (high - low) for a, b in itertools.pairwise(places))
 
 
+def test_many_series_are_named_in_a_legend_and_no_two_look_alike() -> None:
+    own = rows(latency=True, seeds=3)
+    many = own + [{**own[-1], "router": f"series {number}"} for number in range(20)]
+    figure = draw_tradeoff(many)
+    (legend,) = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == {row["router"] for row in many}
+    assert not [text for text in figure.axes[0].texts if text.get_ha() == "right"]
+    lines = [container[0] for container in figure.axes[0].containers]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(lines)
+
+
 def test_tradeoff_names_what_is_missing() -> None:
     with pytest.raises(ValueError, match="at least one row"):
         draw_tradeoff([])
