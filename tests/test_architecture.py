@@ -198,7 +198,7 @@ def test_tools_say_which_extra_to_install(package: str, command: list[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "tool", ["tools/train.py", "tools/evaluate.py", "tools/audit.py", "tools/train_clip.py", "tools/finetune_vlm.py"]
+    "tool", [f"tools/{name}.py" for name in ("train", "evaluate", "audit", "plan", "train_clip", "finetune_vlm")]
 )
 def test_help_needs_no_torch(tool: str) -> None:
     command = [sys.executable, "-c", MISSING, "torch", tool, "--help"]

@@ -60,6 +60,22 @@ class Costs:
     dense: tuple[float, ...]
     total: float
 
+    @property
+    def least_share(self) -> float:
+        """The least share of the dense model's cost that choices can have."""
+        return 1 - sum(own - min(own, *row) for own, row in zip(self.dense, self.options)) / self.total
+
+    def check(self, budget: float) -> None:
+        """Raise a ValueError unless choices can have a share of the dense model's cost.
+
+        Args:
+            budget: The share.
+        """
+        if not self.least_share <= budget < 1:
+            raise ValueError(
+                f"budget must lie in [{self.least_share:.4f}, 1), what these options reach, got {budget!r}"
+            )
+
 
 class PromptLengths:
     """Mean text and image tokens of a prompt, over the batches that are added.

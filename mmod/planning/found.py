@@ -54,9 +54,7 @@ class PlanSearch:
         Raises:
             ValueError: A budget that no plan reaches.
         """
-        least = self.least_share
-        if not least <= budget < 1:
-            raise ValueError(f"budget must lie in [{least:.4f}, 1), what these options reach, got {budget!r}")
+        self.costs.check(budget)
         fixed = self.costs.total - sum(self.costs.dense)
         losses = [(0.0, *row) for row in self.scores]
         costs = [(dense, *row) for dense, row in zip(self.costs.dense, self.costs.options)]
@@ -64,12 +62,6 @@ class PlanSearch:
         rows = [(block, *self.options[item - 1]) for block, item in enumerate(chosen) if item]
         blocks, capacities, operators, contexts = zip(*rows)
         return Plan(blocks, capacities, len(self.names), operators, contexts)
-
-    @property
-    def least_share(self) -> float:
-        """The least share of the dense model's cost that a plan can have."""
-        saved = (dense - min(dense, *row) for dense, row in zip(self.costs.dense, self.costs.options))
-        return 1 - sum(saved) / self.costs.total
 
     def share(self, plan: Plan) -> float:
         """Return the share of the dense model's cost that a plan of these options has.
@@ -105,7 +97,7 @@ class PlanSearch:
         Args:
             steps: Number of budgets.
         """
-        least = self.least_share
+        least = self.costs.least_share
         plans = [self.plan_for(1 - (1 - least) * step / steps) for step in range(1, steps + 1)]
         return [(self.share(plan), self.score(plan)) for plan in plans]
 

@@ -15,7 +15,7 @@ from mmod.adapters import BlockStack, find_stacks
 from mmod.config import Plan, RoutingConfig, Score
 from mmod.io.files import check_regular, parse_json, write_atomically
 from mmod.model import is_routed, route_, unroute_
-from mmod.planning.costs import COSTS, Option, PromptLengths, block_costs
+from mmod.planning.costs import COSTS, Costs, Option, PromptLengths, block_costs
 from mmod.planning.divergence import divergence_of, outputs
 from mmod.planning.found import PlanSearch
 from mmod.values import one_of
@@ -84,11 +84,17 @@ def search_plan(
         # An option that a block cannot do is refused before anything is tried.
         for option in chosen:
             unroute_(route_(model, **{part: option.config(range(len(stack.blocks)), router)}))
-        scores = scoring.run(batches, progress_file)
-        costs = block_costs(model, stack, part, chosen, router, cost, scoring.lengths, scoring.example)
-    found = PlanSearch(stack.names, chosen, scores, costs, budget, cost, scoring.rows, router)
-    found.plan_for(budget)
-    return found
+
+        def count() -> Costs:
+            found = block_costs(model, stack, part, chosen, router, cost, scoring.lengths, scoring.example)
+            found.check(budget)
+            return found
+
+        scores = scoring.run(batches, progress_file, count)
+        # Prompts of later batches may be longer.
+        costs = count() if stack.language else scoring.costs
+    assert costs is not None
+    return PlanSearch(stack.names, chosen, scores, costs, budget, cost, scoring.rows, router)
 
 
 def plan_divergence(
@@ -144,18 +150,20 @@ class _Scoring:
         self.totals = [0.0] * len(self.choices)
         self.rows, self.done = 0, 0
         self.example: Any = None
+        self.costs: Costs | None = None
         self.identity: dict[str, Any] = {
             "blocks": list(stack.names), "options": [list(option) for option in options], "part": part,
             "router": str(router), "divergence": self.compare.__name__,
         }  # fmt: skip
 
-    def run(self, batches: Iterable[Any], progress_file: str | Path | None) -> tuple[tuple[float, ...], ...]:
-        """Return the score of each option in each block."""
+    def run(
+        self, batches: Iterable[Any], progress_file: str | Path | None, count: Callable[[], Costs]
+    ) -> tuple[tuple[float, ...], ...]:
+        """Return the score of each option in each block; refuse a budget that is out of reach before any is tried."""
         from tqdm import tqdm
 
         finished = self.done
-        count = len(batches) if isinstance(batches, Sized) else None
-        total = None if count is None else count * len(self.choices)
+        total = len(batches) * len(self.choices) if isinstance(batches, Sized) else None
         with tqdm(desc="search plan", total=total, leave=False, disable=None) as bar:
             for place, batch in enumerate(batches):
                 self.example = batch if self.example is None else self.example
@@ -165,6 +173,7 @@ class _Scoring:
                 if not place:
                     self.identity["first"] = f"{float(own_RF.double().abs().mean()):.6e}"
                     finished = self._read(progress_file)
+                    self.costs = count()
                 if place >= finished:
                     self._try_all(batch, own_RF, bar.update)
                     self._write(progress_file, place + 1)

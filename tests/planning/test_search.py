@@ -68,7 +68,7 @@ def test_language_models_cost_and_say_what_the_search_says(name: str) -> None:
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
     images = sum(int((batch["input_ids"] == IMAGE).sum()) for batch in batches)
     text, images = round(tokens / 4) - round(images / 4), round(images / 4)
-    for budget in (0.9, 0.7, found.least_share):
+    for budget in (0.9, 0.7, found.costs.least_share):
         plan = found.plan_for(budget)
         report = mmod.prefill_flops(mmod.route_(model, language=plan), text, images)
         mmod.unroute_(model)

@@ -1,0 +1,16 @@
+"""Search which tokens may miss which operator in which block: `python tools/plan.py CONFIG [--key value]`.
+
+CONFIG is that of a training, of an image classifier or, with `--kind conversations`, of a vision-language model, and
+nothing is trained. `--model.checkpoint FOLDER` names the dense model, `--plan.budget 0.5` the share of its FLOPs, and
+`--help` lists every key. Scores, the plan and a picture go to the folder `plan` in the run's; started again, the same
+command goes on where it was interrupted, and another budget needs no further passes.
+"""
+
+import sys
+
+from mmod.training.engine.command import one_line_errors
+from mmod.training.studies.plan import main
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])
