@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 INK, FAINT = "#222222", "#8a8f98"
 # A veil that is neither black nor white, so that dark and bright patches alike show whether they were kept.
 VEIL_COLOUR, VEIL_OPACITY = (0.60, 0.68, 0.80), 0.82
-# Okabe and Ito's palette, which stays apart for all common kinds of colour vision, and of Tol's muted one what it lacks.
+# Okabe and Ito's palette, which stays apart for all common kinds of colour vision, and a part of Tol's muted one.
 COLOURS = {"attention": "#0072B2", "linear": "#D55E00"}
 MORE_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933", "#332288")
 MARKERS = {"attention": "o", "linear": "s"}

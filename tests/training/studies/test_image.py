@@ -165,7 +165,8 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
     # No method stands without choices at random and evenly spread ones beside it.
     assert {"random", "stride"} <= {fields.get("router") for fields in config.routers.values()}
     routed = [job for job in planned if job.config.routing is not None]
-    assert len(routed) == config.seeds * len(config.routers) * len(config.capacities)
+    per_series = [1 if "capacity" in fields else len(config.capacities) for fields in config.routers.values()]
+    assert len(routed) == config.seeds * sum(per_series)
     assert all(job.config.model.has_weights and job.config.routing_config() for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
     assert f"tools/tradeoff.py {path}" in path.read_text()
