@@ -1,6 +1,6 @@
 """FLOPs, memory, traces, audits, timing and plots of routed models."""
 
-from mmod.analysis.audit import Audit, Place, audit
+from mmod.analysis.audit import Audit, Place, audit, judge_answers, judge_classes
 from mmod.analysis.flop_report import BlockFlops, FlopReport, PrefillFlops
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import prefill_flops
@@ -15,6 +15,8 @@ __all__ = [
     "Trace",
     "audit",
     "flops",
+    "judge_answers",
+    "judge_classes",
     "prefill_flops",
     "trace",
 ]

@@ -48,6 +48,8 @@ async function draw() {
       text: { color: colour("--ink") }, axis: { gridColor: colour("--line") } };
     await vegaEmbed(figure.querySelector(".chart"), spec,
       { renderer: "svg", actions: false, theme: dark.matches ? "dark" : undefined, config });
+    // The page is shown and answers before all figures are there.
+    await new Promise(resolve => setTimeout(resolve));
   }
   document.documentElement.dataset.drawn = dark.matches ? "dark" : "light";
 }

@@ -2,8 +2,9 @@
 
 from mmod.analysis.audit.across import Across
 from mmod.analysis.audit.choices import Place
+from mmod.analysis.audit.judges import judge_answers, judge_classes
 from mmod.analysis.audit.result import Audit, Condition
 from mmod.analysis.audit.run import audit
 from mmod.analysis.audit.statistics import Estimate
 
-__all__ = ["Across", "Audit", "Condition", "Estimate", "Place", "audit"]
+__all__ = ["Across", "Audit", "Condition", "Estimate", "Place", "audit", "judge_answers", "judge_classes"]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmod.analysis.audit.replace import only_free
 from mmod.analysis.audit.statistics import Estimate, from_images
 
 __all__ = ["Across", "Counter"]
@@ -80,7 +81,8 @@ class Counter:
         self._pairs: dict[tuple[str, str], _Sums] = {}
         self._never: dict[str, _Sums] = {}
         self._returning = _Sums()
-        # Of each decision, for each position how often a token there is kept, and how often one may be skipped.
+        # Of each decision, for each place in the order of tokens that may be skipped, how many are kept, and how many
+        # there are.
         self._positions: dict[str, Tensor] = {}
 
     def add(self, kept: Mapping[str, Tensor], free: Mapping[str, Tensor]) -> None:
@@ -92,7 +94,8 @@ class Counter:
         """
         self.decisions = self.decisions or list(kept)
         for name, keep_BN in kept.items():
-            counts = torch.stack([(keep_BN & free[name]).sum(0), free[name].sum(0)]).double().cpu()
+            both = (keep_BN & free[name], free[name])
+            counts = torch.stack([only_free(own, free[name]).sum(0) for own in both]).double().cpu()
             self._positions[name] = _longer(self._positions.get(name), counts)
         for part in self._parts():
             self._add_part(part, [kept[name] & free[name] for name in part], free[part[0]])
@@ -115,14 +118,14 @@ class Counter:
         self._never.setdefault(names[0], _Sums()).add((free_BN & ~ever_BN).sum(1) / free_B)
 
     def frequency(self, name: str, tokens: int) -> Tensor:
-        """Return how often a decision keeps the token at each position, in [0, 1] (N,).
+        """Return how often a decision keeps each of the tokens that may be skipped, by their order, in [0, 1] (F,).
 
         Args:
             name: The decision.
-            tokens: Number of positions N.
+            tokens: Number of such tokens F.
         """
-        kept_N, free_N = _longer(self._positions[name], torch.zeros(2, tokens, dtype=torch.float64))[:, :tokens]
-        return kept_N / free_N.clamp(min=1)
+        kept_F, free_F = _longer(self._positions[name], torch.zeros(2, tokens, dtype=torch.float64))[:, :tokens]
+        return kept_F / free_F.clamp(min=1)
 
     def result(self) -> Across:
         """Return what was counted."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmod.analysis.audit.across import Counter
 from mmod.analysis.audit.choices import Choice, Kept, Place
-from mmod.analysis.audit.replace import free_tokens, keep_best, replaced_decisions
+from mmod.analysis.audit.replace import free_tokens, keep_best, only_free, replaced_decisions
 from mmod.analysis.audit.result import LEARNED
 from mmod.analysis.audit.statistics import Values
 from mmod.blocks import RoutedBlock
@@ -79,7 +79,7 @@ class Auditor:
         free = self._free(learned)
         self.across.add({name: routing.keep_BN for name, routing in learned.items()}, free)
         self._note(LEARNED, loss_B, accuracy_B)
-        partners = self._partners(learned)
+        partners = self._partners(learned, free)
         images = range(self._images, self._images + len(loss_B))
         for name, choice in self.made.items():
             draws = range(self.draws if choice.family == "random" else 1)
@@ -135,9 +135,9 @@ class Auditor:
         """Judge a batch with another choice of tokens."""
 
         def replace(name: str, x_BND: Tensor, routing: Routing) -> Routing:
-            frequency_N = self.positions.frequency(name, x_BND.shape[1]).to(x_BND.device)
+            frequency_F = self.positions.frequency(name, x_BND.shape[1]).to(x_BND.device)
             place = Place(
-                name, self._number[name], x_BND, learned[name], free[name], partners[name], images, frequency_N,
+                name, self._number[name], x_BND, learned[name], free[name], partners[name], images, frequency_F,
                 self._grid(free[name]), draw,
             )  # fmt: skip
             return keep_best(choice.rank(place), learned[name], routing, self.blocks[name].router)
@@ -153,14 +153,14 @@ class Auditor:
         side = round(tokens**0.5)
         return (side, side) if side * side == tokens else (1, tokens)
 
-    def _partners(self, learned: Mapping[str, Routing]) -> dict[str, Kept]:
+    def _partners(self, learned: Mapping[str, Routing], free: Mapping[str, Tensor]) -> dict[str, Kept]:
         """Return what was decided on the image before each; the first image takes the one after it."""
         partners: dict[str, Kept] = {}
         for name, routing in learned.items():
-            kept = Kept(routing.keep_BN, routing.score_BN)
+            kept = Kept(only_free(routing.keep_BN, free[name]), only_free(routing.score_BN, free[name]))
             before = self._last.get(name, Kept(*(own[1:2] if len(own) > 1 else own for own in kept)))
             self._last[name] = Kept(*(own[-1:].clone() for own in kept))
-            fits = before.keep_BN.shape[1] == kept.keep_BN.shape[1]
+            fits = before.keep_BF.shape[1] == kept.keep_BF.shape[1]
             partners[name] = Kept(*(torch.cat([b, k[:-1]]) for b, k in zip(before, kept))) if fits else before
         return partners
 

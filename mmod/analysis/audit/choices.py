@@ -1,6 +1,6 @@
 """Counterfactual choices of tokens: each ranks the tokens of a batch, and the best of them are kept.
 
-Axes: B images, N tokens, D channels.
+Axes: B images, N tokens, F tokens of an image that may be skipped, D channels.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Place:
         x_BND: What the router scores in this forward pass (B, N, D).
         learned: What it decides on these images as it was learned.
         free_BN: True where a token may be skipped (B, N).
-        partner: What it decides on other images, one for each.
+        partner: What it decides on other images, one for each, in the order of the tokens that may be skipped.
         images: Numbers of the images, in the order in which they come.
-        frequency_N: How often the router keeps the token at each position, in [0, 1].
+        frequency_F: How often the router keeps each of the tokens that may be skipped, by their order, in [0, 1].
         grid: Rows and columns of the tokens that may be skipped.
         draw: Number of the draw, for what is drawn at random.
     """
@@ -46,7 +46,7 @@ class Place:
     free_BN: Tensor
     partner: Kept
     images: range
-    frequency_N: Tensor
+    frequency_F: Tensor
     grid: tuple[int, int]
     draw: int = 0
 
@@ -57,10 +57,10 @@ class Place:
 
 
 class Kept(NamedTuple):
-    """What is remembered of decisions: the kept tokens and the scores, (B, N) each."""
+    """What is remembered of the tokens that may be skipped: which were kept, and their scores, (B, F) each."""
 
-    keep_BN: Tensor
-    score_BN: Tensor
+    keep_BF: Tensor
+    score_BF: Tensor
 
 
 class Choice(NamedTuple):
@@ -98,7 +98,7 @@ def _border(place: Place) -> Tensor:
 
 
 def _mean_mask(place: Place) -> Tensor:
-    return place.frequency_N.expand(place.x_BND.shape[:2])
+    return place.frequency_F[place.order_BN]
 
 
 def _inverted(place: Place) -> Tensor:
@@ -108,12 +108,13 @@ def _inverted(place: Place) -> Tensor:
 
 def _shuffled(place: Place) -> Tensor:
     """Rank what the router kept of another image before the rest."""
-    if place.partner.keep_BN.shape != place.x_BND.shape[:2]:
+    tokens, partner = int(place.free_BN.sum(1).max()), place.partner
+    if partner.keep_BF.shape[1] != tokens:
         raise ValueError(
-            f"'shuffled' gives an image the decision of another one, which has {place.partner.keep_BN.shape[1]} tokens "
-            f"and not {place.x_BND.shape[1]}: take images of one size, or leave it out of `conditions`"
+            f"'shuffled' gives an image the decision of another one, in which {partner.keep_BF.shape[1]} tokens may be "
+            f"skipped and not {tokens}: take images of one size, or leave it out of `conditions`"
         )
-    return _first(place.partner.keep_BN, place.partner.score_BN)
+    return _first(partner.keep_BF, partner.score_BF).gather(1, place.order_BN)
 
 
 def _norm(place: Place) -> Tensor:

@@ -17,7 +17,7 @@ from mmod.model import routed_blocks
 from mmod.ops.gate import apply_gate
 from mmod.routing import Router, Routing
 
-__all__ = ["Replace", "free_tokens", "keep_best", "replaced_decisions"]
+__all__ = ["Replace", "free_tokens", "keep_best", "only_free", "replaced_decisions"]
 
 Replace = Callable[[str, Tensor, Routing], "Routing | None"]
 """From the name of a block, what its router scored (B, N, D) and what it decided to another decision, or None."""
@@ -70,6 +70,22 @@ def free_tokens(routing: Routing, prefix: int) -> Tensor:
         places = torch.arange(routing.score_BN.shape[1], device=routing.score_BN.device)
         free_BN = (places >= prefix).expand(routing.score_BN.shape)
     return free_BN if routing.real_BN is None else free_BN & routing.real_BN
+
+
+def only_free(value_BN: Tensor, free_BN: Tensor) -> Tensor:
+    """Return values of the tokens that may be skipped, in order, and 0 after the last one of a sample (B, F).
+
+    Args:
+        value_BN: A value for each token (B, N).
+        free_BN: True where a token may be skipped (B, N).
+
+    Example:
+        >>> only_free(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[True, False, True], [False, False, True]]))
+        tensor([[1, 3],
+                [6, 0]])
+    """
+    first_BN = (~free_BN).to(torch.uint8).sort(dim=1, stable=True).indices[:, : int(free_BN.sum(1).max())]
+    return value_BN.gather(1, first_BN).masked_fill(~free_BN.gather(1, first_BN), 0)
 
 
 def keep_best(rank_BN: Tensor, learned: Routing, own: Routing, router: Router) -> Routing:

@@ -10,42 +10,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from mmod.analysis.audit.auditor import Auditor, Judge
 from mmod.analysis.audit.choices import Place, choices
+from mmod.analysis.audit.judges import judge_classes
 from mmod.analysis.audit.result import Audit, compare
 from mmod.values import check_value
 
-__all__ = ["audit", "judge_classes"]
-
-
-def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cross entropy and correctness of each image of a batch.
-
-    Args:
-        model: A classifier.
-        batch: Images (B, C, height, width) and their classes (B,), or those of their patches (B, N); then the mean over
-            patches is returned.
-
-    Raises:
-        ValueError: Classes of another shape than the model's answers.
-    """
-    device = next(model.parameters()).device
-    images, targets = (value.to(device) for value in batch)
-    logits = model(images).float()
-    if targets.ndim == 2 and logits.ndim == 3:
-        logits = logits[:, -targets.shape[1] :]
-    if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"the model answers {tuple(logits.shape)} and the classes are {targets.dtype} {tuple(targets.shape)}: give "
-            "`judge`, which returns loss and accuracy of each image of such a batch"
-        )
-    loss = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
-    right = (logits.argmax(-1) == targets).float()
-    return loss.flatten(1).mean(1) if loss.ndim > 1 else loss, right.flatten(1).mean(1) if right.ndim > 1 else right
+__all__ = ["audit"]
 
 
 @torch.no_grad()
@@ -78,7 +52,7 @@ def audit(
         batches: The evaluation set, in an order that does not follow the classes. It is passed twice, so it must be no
             generator.
         judge: Runs the model on a batch and returns the loss and the accuracy in [0, 1] of each sample, (B,) each; the
-            default takes images and classes.
+            default takes images and classes, and `mmod.analysis.judge_answers` batches of a language model.
         positions_from: Batches of a training set, from which positions are counted; None for the evaluation set.
         conditions: Names of the conditions, None for all.
         own: Further conditions, as functions from an `mmod.analysis.Place` to ranks (B, N), of which the highest are

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import mmod
+from mmod.analysis import judge_answers
 from mmod.analysis.audit.choices import CHOICES
 from tests.adapters.clip_zoo import make_captions, make_clip
 from tests.adapters.clip_zoo import make_images as make_clip_images
-from tests.adapters.vlm_zoo import LINEAR, make_joint, prompt
+from tests.adapters.vlm_zoo import IMAGE, LINEAR, make_joint, prompt
 from tests.analysis.audit.planted import PLANTED, batches_of, content, plant
 from tests.zoo import make_images, make_model
 
@@ -132,12 +133,6 @@ def judge_pairs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor,
     return nn.functional.cross_entropy(logits, own, reduction="none"), (logits.argmax(1) == own).float()
 
 
-def judge_words(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    logits, words = model(**batch).logits[:, -4:-1], batch["input_ids"][:, -3:]
-    loss = nn.functional.cross_entropy(logits.movedim(-1, 1), words, reduction="none")
-    return loss.mean(1), (logits.argmax(-1) == words).float().mean(1)
-
-
 def test_a_judge_of_ones_own_audits_both_towers_of_a_clip_model() -> None:
     model = mmod.route_(make_clip("ViT-B-32"), image=mmod.RoutingConfig(), text=mmod.RoutingConfig())
     batch = (make_clip_images("ViT-B-32", 3), make_captions("ViT-B-32"))
@@ -149,10 +144,19 @@ def test_a_judge_of_ones_own_audits_both_towers_of_a_clip_model() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_judge_of_ones_own_audits_a_vision_language_model(side: str) -> None:
+def test_answers_of_a_vision_language_model_are_judged(side: str) -> None:
     model = mmod.route_(make_joint("llava"), language=LINEAR)
     batches = [prompt("llava", (1, 2), seed=seed, side=side) for seed in range(3)]
-    found = mmod.audit(model, batches, judge=judge_words, draws=2, resamples=100)
+    for batch in batches:
+        batch["labels"] = batch["input_ids"].where(batch["attention_mask"].bool() & (batch["input_ids"] < IMAGE), -100)
+    found = mmod.audit(model, batches, judge=judge_answers, draws=2, resamples=100)
+    losses = []
+    for batch in batches:
+        for row, images in enumerate((slice(0, 1), slice(1, 3))):
+            own = {name: value[images if name == "pixel_values" else [row]] for name, value in batch.items()}
+            with torch.no_grad():
+                losses.append(float(model(**own).loss))
+    assert found.conditions[0].loss.value == pytest.approx(sum(losses) / 6, rel=1e-4)
     assert found.images == 6
     # Text is always kept, and of the image tokens four of nine or nine of eighteen.
     assert all(0.4 < share.value < 0.5 for share in found.across.kept.values())
@@ -182,5 +186,7 @@ def test_what_cannot_be_audited_is_refused() -> None:
         mmod.audit(plant("random"), [])
     with pytest.raises(ValueError, match="nothing in this VisionTransformer is routed"):
         mmod.audit(make_model(SMALL), [])
+    with pytest.raises(ValueError, match="each sample needs an answer"):
+        judge_answers(make_model(SMALL), {"labels": torch.full((2, 3), -100)})
     with pytest.raises(ValueError, match="give `judge`"):
         mmod.audit(plant("random"), [(make_images(SMALL, 2)[:, :1, :16, :16], torch.rand(2, 4))])

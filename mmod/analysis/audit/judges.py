@@ -1,0 +1,68 @@
+"""Judges: what a model makes of a batch, as the loss and the accuracy of each image or sample.
+
+Axes: B images or samples, N patches or tokens, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["judge_answers", "judge_classes"]
+
+_IGNORED = -100
+# What serves training alone.
+_NO_INPUTS = ("labels", "protected_mask")
+
+
+def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return cross entropy and correctness of each image of a batch.
+
+    Args:
+        model: A classifier.
+        batch: Images (B, C, height, width) and their classes (B,), or those of their patches (B, N); then the mean over
+            patches is returned.
+
+    Raises:
+        ValueError: Classes of another shape than the model's answers.
+    """
+    device = next(model.parameters()).device
+    images, targets = (value.to(device) for value in batch)
+    logits = model(images).float()
+    if targets.ndim == 2 and logits.ndim == 3:
+        logits = logits[:, -targets.shape[1] :]
+    if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"the model answers {tuple(logits.shape)} and the classes are {targets.dtype} {tuple(targets.shape)}: give "
+            "`judge`, which returns loss and accuracy of each image of such a batch"
+        )
+    loss = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
+    right = (logits.argmax(-1) == targets).float()
+    return loss.flatten(1).mean(1) if loss.ndim > 1 else loss, right.flatten(1).mean(1) if right.ndim > 1 else right
+
+
+def judge_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return cross entropy and correctness of each sample's answers, each token given all that stands before it.
+
+    Args:
+        model: A causal language or vision-language model of transformers.
+        batch: Its inputs, and `labels`, -100 where nothing is asked (B, N), as collators for training make them.
+
+    Returns:
+        The mean over a sample's labels, and whether the most likely token is the label at each of them.
+
+    Raises:
+        ValueError: A sample without labels.
+    """
+    device = next(model.parameters()).device
+    inputs = {name: value.to(device) for name, value in batch.items() if name not in _NO_INPUTS}
+    label_BN = batch["labels"].to(device)[:, 1:]
+    asked_BN = label_BN != _IGNORED
+    if not asked_BN.any(dim=1).all():
+        raise ValueError("each sample needs an answer to be judged by: labels are -100 throughout one of them")
+    logits = model(**inputs).logits[:, :-1].float()
+    loss_BN = F.cross_entropy(logits.movedim(-1, 1), label_BN, ignore_index=_IGNORED, reduction="none")
+    right_BN = (logits.argmax(-1) == label_BN) | ~asked_BN
+    return loss_BN.sum(1) / asked_BN.sum(1), right_BN.all(dim=1).float()
