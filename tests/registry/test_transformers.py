@@ -66,6 +66,22 @@ def test_the_model_without_its_head_is_routed(tmp_path: Path) -> None:
         assert torch.equal(again(**batch)[0], model.model(**batch)[0])
 
 
+def test_pipelines_run_the_routed_model(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    model = mmod.route_(make_language("llama"), language=TEXT.replace(select=mmod.Threshold(0.5)))
+    model.save_pretrained(tmp_path)
+    own = Tokenizer(models.WordLevel({f"w{index}": index for index in range(model.config.vocab_size)}, unk_token="w0"))
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokens = transformers.PreTrainedTokenizerFast(tokenizer_object=own, unk_token="w0", pad_token="w1")
+    tokens.save_pretrained(tmp_path)
+    options, text = {"max_new_tokens": 8, "do_sample": False}, "w5 w9 w11 w5 w7 w3"
+    written = transformers.pipeline("text-generation", model=str(tmp_path))(text, return_tensors=True, **options)
+    with torch.no_grad():
+        wanted = model.generate(**tokens(text, return_tensors="pt"), **options)
+    assert written[0]["generated_token_ids"] == wanted[0].tolist()
+
+
 def test_weights_without_routers_are_refused(tmp_path: Path) -> None:
     model = save("llama", tmp_path)
     state = {name: value for name, value in model.state_dict().items() if ".router." not in name}
