@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis import judge_answers
+from mmod.analysis import judge_answers, judge_classes
 from mmod.analysis.audit.choices import CHOICES
 from tests.adapters.clip_zoo import make_captions, make_clip
 from tests.adapters.clip_zoo import make_images as make_clip_images
@@ -160,6 +160,17 @@ def test_answers_of_a_vision_language_model_are_judged(side: str) -> None:
     assert found.images == 6
     # Text is always kept, and of the image tokens four of nine or nine of eighteen.
     assert all(0.4 < share.value < 0.5 for share in found.across.kept.values())
+
+
+def test_answers_of_patches_are_averaged_over_each_image() -> None:
+    model, images = make_model(SMALL, global_pool=""), make_images(SMALL, 5)
+    targets = torch.randint(7, (5, 16))
+    logits = model(images)[:, 1:]
+    loss_B, accuracy_B = judge_classes(model, (images, targets))
+    for image in range(5):
+        expected = nn.functional.cross_entropy(logits[image], targets[image])
+        assert float(loss_B[image]) == pytest.approx(float(expected), rel=1e-5)
+        assert float(accuracy_B[image]) == float((logits[image].argmax(1) == targets[image]).float().mean())
 
 
 @pytest.mark.parametrize(
