@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -143,11 +144,8 @@ class ReducedBlock(ConvertedBlock):
         reduction, prefix = self.mod_state.reduction, self.mod_state.prefix
         assert reduction is not None
         captured = capture_importance() if reduction.reads_importance else None
-        if captured is None:
+        with captured or nullcontext():
             x = attend(self, x, arguments)
-        else:
-            with captured:
-                x = attend(self, x, arguments)
         place_BN = passage.place_BN
         if place_BN is None and "rope" in arguments:
             place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
