@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from mmod.values import one_of, refuse_unknown
 
-__all__ = ["DENSE", "Dense", "Entrant", "Reduced", "Resized", "Routed", "Smaller", "create_rivals"]
+__all__ = ["DENSE", "Dense", "Entrant", "Reduced", "Routed", "Smaller", "create_rivals"]
 
 DENSE = "dense"
 """Name of the entrant that all others are compared with."""
@@ -27,6 +27,8 @@ class Entrant(ABC):
         control: Name of the entrant that it is compared with besides the dense one.
         share: Its time in training as a share of the dense model's.
         is_trained: It is trained; otherwise it is evaluated as it is made.
+        image_size: Side of its images in pixels, where it is not the dense model's; weights are the same, position
+            embeddings resampled.
 
     Attributes:
         is_tuned: It starts from the trained dense model; otherwise from scratch.
@@ -38,9 +40,9 @@ class Entrant(ABC):
     control: str | None = None
     share: float = 1.0
     is_trained: bool = True
+    image_size: int | None = None
     is_tuned: ClassVar[bool] = True
 
-    @abstractmethod
     def configure(self, dense: Any, tuned: Any) -> Any:
         """Return the config of its run; the study sets the folder.
 
@@ -48,16 +50,26 @@ class Entrant(ABC):
             dense: Config that trains the dense model.
             tuned: Config that fine-tunes the trained dense model.
         """
+        config = self.change(dense, tuned)
+        if self.image_size is None:
+            return config
+        model = dataclasses.replace(config.model, args={**config.model.args, "img_size": self.image_size})
+        data = dataclasses.replace(config.data, image_size=self.image_size)
+        return dataclasses.replace(config, model=model, data=data)
+
+    @abstractmethod
+    def change(self, dense: Any, tuned: Any) -> Any:
+        """Return the config of its run at the dense model's size of images; see `configure`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Entrant):
-    """The dense model, fine-tuned like the others."""
+    """The dense model, fine-tuned like the others, perhaps on smaller images."""
 
     name: str = DENSE
     series: str = DENSE
 
-    def configure(self, dense: Any, tuned: Any) -> Any:
+    def change(self, dense: Any, tuned: Any) -> Any:
         """Return the config that fine-tunes the dense model."""
         return tuned
 
@@ -72,7 +84,7 @@ class Routed(Entrant):
 
     routing: Any
 
-    def configure(self, dense: Any, tuned: Any) -> Any:
+    def change(self, dense: Any, tuned: Any) -> Any:
         """Return the config that fine-tunes the routed model."""
         return dataclasses.replace(tuned, routing=self.routing)
 
@@ -87,25 +99,9 @@ class Reduced(Entrant):
 
     rival: dict[str, Any]
 
-    def configure(self, dense: Any, tuned: Any) -> Any:
+    def change(self, dense: Any, tuned: Any) -> Any:
         """Return the config that fine-tunes the model with its rival."""
         return dataclasses.replace(tuned, rival=self.rival)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resized(Entrant):
-    """The dense model on smaller images, from the same weights.
-
-    Args:
-        image_size: Side of an image, in pixels.
-    """
-
-    image_size: int
-
-    def configure(self, dense: Any, tuned: Any) -> Any:
-        """Return the config that fine-tunes the dense model on smaller images."""
-        model = dataclasses.replace(tuned.model, args={**tuned.model.args, "img_size": self.image_size})
-        return dataclasses.replace(tuned, model=model, data=dataclasses.replace(tuned.data, image_size=self.image_size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +117,10 @@ class Smaller(Entrant):
     args: dict[str, Any]
     epochs: int
 
-    def configure(self, dense: Any, tuned: Any) -> Any:
+    def change(self, dense: Any, tuned: Any) -> Any:
         """Return the config that trains it."""
         model = type(dense.model)(dense.model.name, {**dense.model.args, **self.args})
         return dataclasses.replace(dense, model=model, epochs=self.epochs)
-
-
-_OWN_KINDS: dict[str, tuple[type[Entrant], str]] = {
-    "resolution": (Resized, "image_size"),
-    "smaller": (Smaller, "args"),
-}
 
 
 def create_rivals(
@@ -140,7 +130,8 @@ def create_rivals(
 
     Args:
         rivals: Name of each series to its budgets: the capacity of the routed models that one is matched to, and what
-            it is. `kind: resolution` with `image_size`, `kind: smaller` with `args`, or a training config's `rival`.
+            it is: `kind: resolution`, `kind: smaller` with `args`, or a training config's `rival`; each may have an
+            `image_size`, and a resolution must.
         epochs: Epochs of training and fine-tuning together, for those that start from scratch.
         is_trained: The others are fine-tuned.
 
@@ -154,17 +145,20 @@ def create_rivals(
     """
     entrants: list[Entrant] = []
     for series, budgets in rivals.items():
-        for capacity, fields in budgets.items():
-            name, kind = f"{series}-{capacity:g}", fields.get("kind")
-            common: dict[str, Any] = {"name": name, "series": series, "capacity": capacity, "is_trained": is_trained}
-            if kind not in _OWN_KINDS:
-                one_of(f"rivals.{name}.kind", kind, ["prune", "merge", "exit", *_OWN_KINDS])
-                entrants.append(Reduced(rival=dict(fields), **common))
-                continue
-            entrant, field = _OWN_KINDS[str(kind)]
-            refuse_unknown(f"field of rivals.{name}", fields, ["kind", field])
-            if field not in fields:
-                raise ValueError(f"rivals.{name} needs {field}")
-            scratch = {} if entrant.is_tuned else {"epochs": epochs, "is_trained": True}
-            entrants.append(entrant(**{field: fields[field]}, **{**common, **scratch}))
+        for capacity, given in budgets.items():
+            name, fields = f"{series}-{capacity:g}", dict(given)
+            kind, size = fields.get("kind"), fields.pop("image_size", None)
+            one_of(f"rivals.{name}.kind", kind, ["prune", "merge", "exit", "resolution", "smaller"])
+            needed = {"resolution": ("image_size", size), "smaller": ("args", fields.get("args"))}.get(str(kind))
+            if needed is not None:
+                refuse_unknown(f"field of rivals.{name}", fields, ["kind", needed[0]])
+                if needed[1] is None:
+                    raise ValueError(f"rivals.{name} needs {needed[0]}")
+            common: dict[str, Any] = {"name": name, "series": series, "capacity": capacity, "image_size": size}
+            if kind == "smaller":
+                entrants.append(Smaller(args=fields["args"], epochs=epochs, **common))
+            elif kind == "resolution":
+                entrants.append(Dense(is_trained=is_trained, **common))
+            else:
+                entrants.append(Reduced(rival=fields, is_trained=is_trained, **common))
     return entrants

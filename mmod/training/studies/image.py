@@ -49,7 +49,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
     def __init__(self, config: ImageStudyConfig) -> None:
         super().__init__(config)
         self.rates: dict[str, float] = {}
-        self.routed: set[str] = set()
+        self.routed_names: set[str] = set()
 
     def prepare(self, runner: Runner) -> None:
         """Find the learning rate of each model, if the config asks for it."""
@@ -79,7 +79,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
     def plan(self) -> tuple[list[Entrant], list[Job[TrainConfig]]]:
         """Return what is compared, and the runs with the learning rates that were found."""
         entrants, jobs = super().plan()
-        self.routed = {entrant.name for entrant in entrants if isinstance(entrant, Routed)}
+        self.routed_names = {entrant.name for entrant in entrants if isinstance(entrant, Routed)}
         rated = [dataclasses.replace(job, config=with_rate(job.config, self.rates.get(job.name, 1.0))) for job in jobs]
         return entrants, rated
 
@@ -94,6 +94,11 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         shallow = [] if self.config.isoflop == "none" else self._shallow(entrants, dense, epochs)
         return [*entrants, *shallow, *create_rivals(self.config.rivals, epochs=epochs, is_trained=self.config.tune)]
 
+    def routed(self, fields: dict[str, Any], capacity: float | None, **common: Any) -> Routed:
+        """Return a routed entrant, perhaps on smaller images."""
+        routing = {name: value for name, value in fields.items() if name != "image_size"}
+        return super().routed(routing, capacity, image_size=fields.get("image_size"), **common)
+
     def _shallow(self, entrants: Sequence[Entrant], dense: TrainConfig, epochs: int) -> list[Entrant]:
         """Return dense models of fewer blocks, as near in FLOPs to the routed ones as can be."""
         plain = dataclasses.replace(dense, model=ModelConfig(dense.model.name, dense.model.args))
@@ -102,10 +107,11 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
         depths = set()
         for entrant in entrants:
-            routed = self.create(entrant.configure(plain, plain))
+            config = entrant.configure(plain, plain)
+            routed = self.create(config)
             # What thresholds cost follows from the data.
             if not by_data(routed):
-                cost = flops(routed, _size(plain)).routed
+                cost = flops(routed, _size(config)).routed
                 depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - cost)))
         return [
             Smaller(
@@ -166,7 +172,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         """Return each model's difference to the best model without a router that is as fast, and that one's name."""
         found: dict[str, dict[str, Any]] = {name: {} for name in scores}
         for size, ms in self._times(costs, scores).items():
-            fast = {name: [other for other in as_fast(ms, name) if other not in self.routed] for name in scores}
+            fast = {name: [other for other in as_fast(ms, name) if other not in self.routed_names] for name in scores}
             best = {
                 name: max(others, key=lambda other: mean(scores[other].values())) if others else None
                 for name, others in fast.items()

@@ -130,11 +130,14 @@ class Study(ABC, Generic[Config, Found]):
 
         for series, fields, capacity in runs:
             control = config.controls.get(series, _CONTROL)
-            routing = self.routing(fields, capacity)
             name, against = name_of(series, capacity), None if control is None else name_of(control, capacity)
-            common: dict[str, Any] = {"series": series, "capacity": capacity, "is_trained": config.tune}
-            entrants.append(Routed(name=name, control=against, routing=routing, **common))
+            common: dict[str, Any] = {"series": series, "is_trained": config.tune}
+            entrants.append(self.routed(fields, capacity, name=name, control=against, **common))
         return entrants
+
+    def routed(self, fields: dict[str, Any], capacity: float | None, **common: Any) -> Routed:
+        """Return a routed entrant from the fields of its series and its capacity."""
+        return Routed(routing=self.routing(fields, capacity), capacity=capacity, **common)
 
     def drawn(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return a point's place in the picture: `gflops`, `latency_ms` (None until it is measured), `capacity`."""

@@ -62,13 +62,18 @@ def config(files: Path, output: Path, **changes: Any) -> FeaturesStudyConfig:
         "dense": str(files / "dense.yaml"),
         "images": str(files / "photos"),
         "checkpoint": str(files / "weights.safetensors"),
-        "routers": {"attention": {"router": "attention"}, "random": {"router": "random"}},
+        "routers": {
+            "attention": {"router": "attention"},
+            "random": {"router": "random"},
+            "small": {"router": "random", "image_size": 12},
+        },
         "rivals": {
             "resolution": {
                 1.0: {"kind": "resolution", "image_size": 16},
                 0.6: {"kind": "resolution", "image_size": 12},
             },
             "merging": {0.5: {"kind": "merge", "r": 2}},
+            "both": {0.5: {"kind": "merge", "r": 2, "image_size": 12}},
         },
         "neighbours": 3,
         "folds": 3,
@@ -95,7 +100,11 @@ def run(study: FeaturesStudyConfig) -> tuple[StudyResult, list[dict[str, Any]]]:
 def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -> None:
     result, rows = run(config(given_files, tmp_path / "study"))
     by_name = {row["name"]: row for row in rows}
-    assert list(by_name) == ["dense", "attention-0.5", "random-0.5", "resolution-1", "resolution-0.6", "merging-0.5"]
+    routed, rivals = ["attention-0.5", "random-0.5", "small-0.5"], ["resolution-1", "resolution-0.6"]
+    assert list(by_name) == ["dense", *routed, *rivals, "merging-0.5", "both-0.5"]
+    # Fewer pixels and fewer tokens add up.
+    for both, more in (("small-0.5", "random-0.5"), ("both-0.5", "merging-0.5")):
+        assert by_name[both]["gflops"] < min(by_name["resolution-0.6"]["gflops"], by_name[more]["gflops"])
     dense, same = by_name["dense"], by_name["resolution-1"]
     assert dense["cosine"] == pytest.approx(1)
     assert dense["to_dense"] is None
@@ -115,7 +124,7 @@ def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -
     assert dense["knn"] > 60, "classes differ in colour"
     for row in rows:
         rival = by_name.get(row["rival_b2"] or "")
-        assert rival is None or rival["series"] not in ("attention", "random")
+        assert rival is None or rival["series"] not in ("attention", "random", "small")
         for column, probe in (("linear_to_rival_b2", "linear"), ("knn_to_rival_b2", "knn")):
             assert rival is None or row[column].mean == pytest.approx(row[probe] - rival[probe], abs=1e-4)
     assert "36 images; 95 % intervals" in result.table
