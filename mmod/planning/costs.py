@@ -1,4 +1,4 @@
-"""What each choice for each block costs: FLOPs, or tokens in the cache of a language model."""
+"""What each choice for each block costs: FLOPs, or tokens in the cache of a language model, and what time follows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmod.analysis.prefill import prefill_flops
 from mmod.config import RoutingConfig, Score
 from mmod.model import route_, unroute_
 
-COSTS = ("flops", "cache")
+COSTS = ("flops", "cache", "milliseconds")
 
 
 class Option(NamedTuple):
@@ -73,8 +73,24 @@ class Costs:
         """
         if not self.least_share <= budget < 1:
             raise ValueError(
-                f"budget must lie in [{self.least_share:.4f}, 1), what these options reach, got {budget!r}"
+                f"budget must lie in [{self.least_share:.4f}, 1) of the dense model's {self.total:.4g}, what these "
+                f"options reach, got {budget!r}"
             )
+
+    def timed(self, dense: float, routed: Sequence[float]) -> Costs:
+        """Return these FLOPs as milliseconds: what an option saves is dealt out to blocks by the FLOPs that it saves.
+
+        Args:
+            dense: Milliseconds of the dense model.
+            routed: Those with each option in every block.
+        """
+        own = [dense * flops / sum(self.dense) for flops in self.dense]
+        columns = []
+        for item, time in enumerate(routed):
+            saved = [flops - row[item] for flops, row in zip(self.dense, self.options)]
+            shares = [each / sum(saved) for each in saved] if sum(saved) else [1 / len(saved)] * len(saved)
+            columns.append([each - (dense - time) * share for each, share in zip(own, shares)])
+        return Costs(tuple(zip(*columns)), tuple(own), dense)
 
 
 class PromptLengths:
@@ -115,7 +131,7 @@ def block_costs(
         part: Name of the part.
         options: What may be done to a block.
         router: Scores tokens.
-        cost: "flops" or "cache".
+        cost: "cache", or what FLOPs are counted for.
         lengths: Lengths of prompts, for a language model.
         batch: A batch, for other models.
     """

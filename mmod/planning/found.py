@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from mmod.config import Plan, RoutingConfig, Score
 from mmod.extras import name_missing_extra
 from mmod.planning.costs import Costs, Option
 from mmod.planning.knapsack import best_choices
+from mmod.planning.scoring import plan_of
 
 
 @dataclass(frozen=True)
@@ -18,12 +20,16 @@ class PlanSearch:
     Args:
         names: Module names of the blocks, in order.
         options: What may be done to a block.
-        scores: Divergence of each option in each block, alone.
+        scores: Divergence that each option in each block adds: to that of a dense model, or to that of the plan of the
+            round before.
         costs: What they cost.
         budget: Share of the dense model's cost that was asked for.
-        cost: What is counted: "flops" or "cache".
+        cost: What is counted: "flops", "cache" or "milliseconds".
         rows: Rows of output that scores are means of: images, or tokens of text.
         router: Which tokens a capacity above 0 keeps.
+        plan: The plan under the budget.
+        divergence: That of the plan as a whole, where a round of scoring began with it; None where nothing measured it.
+        time: Milliseconds of one pass with the plan, where the budget is one of time.
     """
 
     names: tuple[str, ...]
@@ -34,11 +40,9 @@ class PlanSearch:
     cost: str
     rows: int
     router: str | Score
-
-    @property
-    def plan(self) -> Plan:
-        """The plan under the budget that was asked for."""
-        return self.plan_for(self.budget)
+    plan: Plan
+    divergence: float | None = None
+    time: float | None = None
 
     @property
     def config(self) -> RoutingConfig:
@@ -46,22 +50,15 @@ class PlanSearch:
         return RoutingConfig.from_plan(self.plan, router=self.router)
 
     def plan_for(self, budget: float) -> Plan:
-        """Return the plan with the least sum of scores under another budget; nothing is tried again.
+        """Return the plan with the least sum of scores under another budget; nothing is tried or timed again.
 
         Args:
-            budget: Share of the dense model's cost, in (0, 1).
+            budget: Share of the dense model's cost, in (0, 1); of its time it is an estimate.
 
         Raises:
             ValueError: A budget that no plan reaches.
         """
-        self.costs.check(budget)
-        fixed = self.costs.total - sum(self.costs.dense)
-        losses = [(0.0, *row) for row in self.scores]
-        costs = [(dense, *row) for dense, row in zip(self.costs.dense, self.costs.options)]
-        chosen = best_choices(losses, costs, budget * self.costs.total - fixed)
-        rows = [(block, *self.options[item - 1]) for block, item in enumerate(chosen) if item]
-        blocks, capacities, operators, contexts = zip(*rows)
-        return Plan(blocks, capacities, len(self.names), operators, contexts)
+        return best_plan(self.scores, self.costs, self.options, budget)
 
     def share(self, plan: Plan) -> float:
         """Return the share of the dense model's cost that a plan of these options has.
@@ -108,12 +105,16 @@ class PlanSearch:
         for name, row in zip(self.names, self.scores):
             lines.append("  ".join([f"{name:<{width}}", *(f"{score:>{w}.3e}" for score, w in zip(row, columns))]))
         plan = self.plan
+        share = f"{self.share(plan):.4f} of the dense model's {self.cost}"
+        if self.time is not None:
+            share = f"{self.time:.4g} of the dense model's {self.costs.total:.4g} milliseconds"
+        whole = "" if self.divergence is None else f", {self.divergence:.4g} as a whole"
         return "\n".join([
             *lines,
-            f"divergence of each choice alone, a mean over {self.rows} rows",
+            f"divergence that each choice adds, a mean over {self.rows} rows",
             "",
             str(plan),
-            f"{self.share(plan):.4f} of the dense model's {self.cost}, sum of divergences {self.score(plan):.4g}",
+            f"{share}, sum of divergences {self.score(plan):.4g}{whole}",
         ])  # fmt: skip
 
     def plot(self, path: str | Path) -> None:
@@ -126,11 +127,12 @@ class PlanSearch:
             import matplotlib.pyplot as plt
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
         taken = self._chosen(self.plan)
+        negative = min(map(min, self.scores)) < 0
         for item, option in enumerate(self.options):
             (line,) = left.plot([row[item] for row in self.scores], label=str(option), linewidth=1)
             marked = [block for block, chosen in taken.items() if chosen == item]
             left.plot(marked, [self.scores[block][item] for block in marked], "o", color=line.get_color())
-        left.set(xlabel="block", ylabel="divergence of one choice alone", yscale="log")
+        left.set(xlabel="block", ylabel="divergence that one choice adds", yscale="symlog" if negative else "log")
         left.legend(title="chosen: dots", fontsize="small")
         shares, scores = zip(*self.frontier())
         right.plot(shares, scores, ".-")
@@ -138,3 +140,23 @@ class PlanSearch:
         right.set(xlabel=f"share of the dense model's {self.cost}", ylabel="sum of divergences")
         figure.savefig(path)
         plt.close(figure)
+
+
+def best_plan(scores: Sequence[Sequence[float]], costs: Costs, options: Sequence[Option], budget: float) -> Plan:
+    """Return the plan with the least sum of scores under a budget.
+
+    Args:
+        scores: Score of each option in each block; a dense block has 0.
+        costs: What they cost.
+        options: What may be done to a block.
+        budget: Share of the dense model's cost, in (0, 1).
+
+    Raises:
+        ValueError: A budget that no plan reaches.
+    """
+    costs.check(budget)
+    fixed = costs.total - sum(costs.dense)
+    losses = [(0.0, *row) for row in scores]
+    sizes = [(dense, *row) for dense, row in zip(costs.dense, costs.options)]
+    chosen = best_choices(losses, sizes, budget * costs.total - fixed)
+    return plan_of({block: options[item - 1] for block, item in enumerate(chosen) if item}, len(scores))

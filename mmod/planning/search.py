@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmod.adapters import BlockStack, find_stacks
 from mmod.config import Plan, RoutingConfig, Score
-from mmod.io.files import check_regular, parse_json, write_atomically
 from mmod.model import is_routed, route_, unroute_
-from mmod.planning.costs import COSTS, Costs, Option, PromptLengths, block_costs
-from mmod.planning.divergence import divergence_of, outputs
-from mmod.planning.found import PlanSearch
+from mmod.planning.costs import COSTS, Costs, Option, block_costs
+from mmod.planning.divergence import divergence_of
+from mmod.planning.found import PlanSearch, best_plan
+from mmod.planning.scoring import Choices, Scoring
+from mmod.planning.stopwatch import in_time, stopwatch
 from mmod.values import one_of
 
 
@@ -31,6 +32,7 @@ def search_plan(
     router: str | Score = "stride",
     cost: str = "flops",
     divergence: str | None = None,
+    rounds: int = 0,
     progress_file: str | Path | None = None,
 ) -> PlanSearch:
     """Search which tokens miss which operator in which block, so that the model says what it says at a lower cost.
@@ -39,27 +41,35 @@ def search_plan(
     output and the one with that choice. Scores are taken to add up, and the set of choices with the least sum under the
     budget is the plan. Nothing is trained. The dense output of one batch is held at a time.
 
+    Divergences do not quite add up: each of `rounds` scores every choice again where the other blocks are as in the
+    plan so far, and chooses again. Of the plans of all rounds the one is taken that as a whole diverges least.
+
     Args:
         model: A dense model of a supported library; in evaluation mode while it is searched, and unchanged afterwards.
         batches: Calibration batches: the model's arguments by name, or its only argument. `labels` beside a language
             model's arguments say which tokens its answers are: only what it says of them counts then.
-        budget: Share of the dense model's cost that the plan may have, in (0, 1).
+        budget: Share of the dense model's cost that the plan may have, in (0, 1), or milliseconds, see `cost`.
         part: The part that is planned, where the model has several: "language" of a vision-language model, "image" or
             "text" of a CLIP model.
         options: What may be done to a block; None tries all that the blocks can do: capacity 0, and 0.5 in image
             models, where those without a class token take 0.25 in the place of 0.
         router: Which tokens a capacity above 0 keeps: a score that neither learns nor reads importance.
-        cost: What the budget is of: "flops", in language models those of the prefill without vision tower, or "cache",
-            the tokens in a language model's cache.
+        cost: What the budget is of: "flops", in language models those of the prefill without vision tower; "cache",
+            the tokens in a language model's cache; or "milliseconds", measured here, of one pass over the first batch,
+            in language models the prefill with vision tower. The plan that is chosen is measured too, and corrected:
+            its time is within a tenth of the budget, or less where no plan lies between.
         divergence: "kl" between logits or "cosine" between features; None chooses by the model.
-        progress_file: Keeps the scores after every batch; the same search, started again, goes on from there.
+        rounds: How often choices are scored again beside those of the plan so far, each as dear as the first scoring.
+        progress_file: Keeps the scores after every batch; the same search, started again, goes on from there. Time is
+            measured again.
 
     Returns:
         The scores, costs and plan; `print` shows them.
 
     Raises:
         ValueError: A model that is routed or has several parts and none is named, an option that its blocks cannot do,
-            a budget that no plan reaches, no batches, or a progress file of another search.
+            a budget that no plan reaches, no batches, rounds over batches that can be read only once, or a progress
+            file of another search.
 
     Source: the additive score and its few calibration samples are those of DOP, arXiv 2507.02909, which prunes
         operators of token groups.
@@ -71,30 +81,59 @@ def search_plan(
         >>> found.share(found.plan) <= 0.7
         True
     """
-    if not 0 < budget < 1:
-        raise ValueError(f"budget must be in (0, 1), got {budget!r}")
     one_of("cost", cost, COSTS)
+    if not budget > 0 or (cost != "milliseconds" and budget >= 1):
+        raise ValueError(f"budget must be in (0, {'inf' if cost == 'milliseconds' else 1}), got {budget!r}")
+    if rounds < 0 or (rounds and iter(batches) is batches):
+        raise ValueError(f"rounds must be 0 or more, and batches a list or alike to be read again, got {rounds!r}")
     part, stack = _part(model, part)
     if cost == "cache" and not stack.language:
         raise ValueError(f"cost='cache' is for language models: {stack.names[0]} is no layer of one")
     chosen = default_options(stack) if options is None else tuple(options)
     _check_options(chosen, stack, router)
-    scoring = _Scoring(model, part, stack, chosen, router, divergence)
+    scoring = Scoring(model, part, stack.names, chosen, router, divergence_of(divergence, model), progress_file)
     with _evaluating(model):
+        every = [option.config(range(len(stack.blocks)), router) for option in chosen]
         # An option that a block cannot do is refused before anything is tried.
-        for option in chosen:
-            unroute_(route_(model, **{part: option.config(range(len(stack.blocks)), router)}))
+        for config in every:
+            unroute_(route_(model, **{part: config}))
+        counted: list[tuple[Costs, float]] = []
 
-        def count() -> Costs:
-            found = block_costs(model, stack, part, chosen, router, cost, scoring.lengths, scoring.example)
-            found.check(budget)
-            return found
+        def count() -> None:
+            costs = block_costs(model, stack, part, chosen, router, cost, scoring.lengths, scoring.example)
+            if cost == "milliseconds":
+                total, shares = stopwatch(model, part, scoring.example)(every)
+                costs = costs.timed(total, [total * share for share in shares])
+            share = budget / costs.total if cost == "milliseconds" else budget
+            costs.check(share)
+            counted.append((costs, share))
 
-        scores = scoring.run(batches, progress_file, count)
-        # Prompts of later batches may be longer.
-        costs = count() if stack.language else scoring.costs
-    assert costs is not None
-    return PlanSearch(stack.names, chosen, scores, costs, budget, cost, scoring.rows, router)
+        scores, _ = scoring.run(batches, {}, count)
+        if stack.language and cost != "milliseconds":
+            # Prompts of later batches may be longer.
+            count()
+        costs, share = counted[-1]
+        plan = best_plan(scores, costs, chosen, share)
+        found = PlanSearch(stack.names, chosen, scores, costs, share, cost, scoring.rows, router, plan)
+        found = _refine(found, scoring, batches, rounds)
+        return in_time(found, stopwatch(model, part, scoring.example)) if cost == "milliseconds" else found
+
+
+def _refine(found: PlanSearch, scoring: Scoring, batches: Iterable[Any], rounds: int) -> PlanSearch:
+    """Score choices again beside those of the plan, and choose again; return the plan of the round that is best."""
+    tried: list[PlanSearch] = []
+    for _ in range(rounds):
+        base: Choices = {block: Option(kept, operator, context) for block, kept, operator, context in found.plan.rows}
+        scores, whole = scoring.run(batches, base)
+        tried.append(dataclasses.replace(found, divergence=whole))
+        plan = best_plan(scores, found.costs, found.options, found.budget)
+        if plan in [one.plan for one in tried]:
+            break
+        found = dataclasses.replace(found, scores=scores, plan=plan)
+    else:
+        if rounds:
+            tried.append(dataclasses.replace(found, divergence=scoring.whole(batches, found.config)))
+    return min(tried, key=lambda one: one.divergence or 0.0, default=found)
 
 
 def plan_divergence(
@@ -110,16 +149,10 @@ def plan_divergence(
         part: The part that is routed.
         divergence: As for `search_plan`.
     """
-    part, _ = _part(model, part)
-    compare, token = divergence_of(divergence, model), _image_token(model)
-    total, rows = 0.0, 0
+    part, stack = _part(model, part)
+    scoring = Scoring(model, part, stack.names, (), "stride", divergence_of(divergence, model), None)
     with _evaluating(model):
-        for batch in batches:
-            own_RF = outputs(model, batch, part, token)
-            with _routed(model, part, config):
-                total += float(compare(own_RF, outputs(model, batch, part, token)).double().sum())
-            rows += len(own_RF)
-    return total / rows
+        return scoring.whole(batches, config)
 
 
 def default_options(stack: BlockStack) -> tuple[Option, ...]:
@@ -133,81 +166,6 @@ def default_options(stack: BlockStack) -> tuple[Option, ...]:
     ways = [("block", "kept"), ("block", "all"), ("attention", "all" if "all" in call.contexts else "kept")]
     ways = [way for way in [*ways, ("mlp", "kept")] if way[0] in ("block", *call.operators) and way[1] in call.contexts]
     return tuple(Option(capacity, *way) for way in ways for capacity in capacities)
-
-
-class _Scoring:
-    """Tries every option in every block, batch by batch."""
-
-    def __init__(
-        self, model: nn.Module, part: str, stack: BlockStack, options: Sequence[Option], router: str | Score,
-        divergence: str | None,
-    ) -> None:  # fmt: skip
-        self.model, self.part, self.options, self.router = model, part, options, router
-        self.choices = [(block, option) for block in range(len(stack.blocks)) for option in options]
-        self.compare: Callable[[Tensor, Tensor], Tensor] = divergence_of(divergence, model)
-        self.token = _image_token(model)
-        self.lengths = PromptLengths(self.token)
-        self.totals = [0.0] * len(self.choices)
-        self.rows, self.done = 0, 0
-        self.example: Any = None
-        self.costs: Costs | None = None
-        self.identity: dict[str, Any] = {
-            "blocks": list(stack.names), "options": [list(option) for option in options], "part": part,
-            "router": str(router), "divergence": self.compare.__name__,
-        }  # fmt: skip
-
-    def run(
-        self, batches: Iterable[Any], progress_file: str | Path | None, count: Callable[[], Costs]
-    ) -> tuple[tuple[float, ...], ...]:
-        """Return the score of each option in each block; refuse a budget that is out of reach before any is tried."""
-        from tqdm import tqdm
-
-        finished = self.done
-        total = len(batches) * len(self.choices) if isinstance(batches, Sized) else None
-        with tqdm(desc="search plan", total=total, leave=False, disable=None) as bar:
-            for place, batch in enumerate(batches):
-                self.example = batch if self.example is None else self.example
-                if isinstance(batch, Mapping) and "input_ids" in batch:
-                    self.lengths.add(batch)
-                own_RF = outputs(self.model, batch, self.part, self.token)
-                if not place:
-                    self.identity["first"] = f"{float(own_RF.double().abs().mean()):.6e}"
-                    finished = self._read(progress_file)
-                    self.costs = count()
-                if place >= finished:
-                    self._try_all(batch, own_RF, bar.update)
-                    self._write(progress_file, place + 1)
-                else:
-                    bar.update(len(self.choices))
-        if not self.rows:
-            raise ValueError("no calibration samples: batches is empty, or holds nothing to compare")
-        width = len(self.options)
-        means = [total / self.rows for total in self.totals]
-        return tuple(tuple(means[at : at + width]) for at in range(0, len(means), width))
-
-    def _try_all(self, batch: Any, own_RF: Tensor, tick: Callable[[], Any]) -> None:
-        for place, (block, option) in enumerate(self.choices):
-            with _routed(self.model, self.part, option.config([block], self.router)):
-                changed_RF = outputs(self.model, batch, self.part, self.token)
-            self.totals[place] += float(self.compare(own_RF, changed_RF).double().sum())
-            tick()
-        self.rows += len(own_RF)
-
-    def _read(self, path: str | Path | None) -> int:
-        """Return how many batches were finished before, and take over their scores."""
-        if path is None or not Path(path).exists():
-            return 0
-        check_regular(path)
-        saved = parse_json(Path(path).read_bytes(), repr(str(path)))
-        if not isinstance(saved, dict) or saved.get("search") != self.identity:
-            raise ValueError(f"{str(path)!r} belongs to another search: of other blocks, options, weights or batches")
-        self.totals, self.rows = [float(total) for total in saved["totals"]], int(saved["rows"])
-        return int(saved["batches"])
-
-    def _write(self, path: str | Path | None, finished: int) -> None:
-        if path is not None:
-            state = {"search": self.identity, "batches": finished, "rows": self.rows, "totals": self.totals}
-            write_atomically(path, json.dumps(state))
 
 
 def _part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
@@ -230,21 +188,6 @@ def _check_options(options: Sequence[Option], stack: BlockStack, router: str | S
     score = RoutingConfig(router=router).router
     if score.learns or score.reads_importance:
         raise ValueError(f"router {score.name!r} learns or reads importance, which a block that is tried alone has not")
-
-
-def _image_token(model: nn.Module) -> int | None:
-    config: Any = getattr(model, "config", None)
-    token = getattr(config, "image_token_id", None)
-    return None if token is None else int(token)
-
-
-@contextmanager
-def _routed(model: nn.Module, part: str, config: Plan | RoutingConfig) -> Iterator[None]:
-    route_(model, **{part: config})
-    try:
-        yield
-    finally:
-        unroute_(model)
 
 
 @contextmanager

@@ -27,13 +27,14 @@ class PlanOptions:
     """How a plan is searched, see `mmod.search_plan`.
 
     Args:
-        budget: Share of the dense model's cost that the plan may have.
+        budget: Share of the dense model's cost that the plan may have, or milliseconds.
         batches: Calibration batches, spread evenly over the training data.
         batch_size: Images or conversations in each.
-        cost: What the budget is of: "flops", or "cache" in a language model.
+        cost: What the budget is of: "flops", "milliseconds" of a pass over a batch, or "cache" in a language model.
         router: Which tokens a capacity above 0 keeps.
         options: Capacity, operator and context of each option; null for all that the blocks can do.
         divergence: "kl" or "cosine"; null chooses by the model.
+        rounds: How often choices are scored again beside those of the plan so far.
     """
 
     budget: float = 0.5
@@ -43,11 +44,13 @@ class PlanOptions:
     router: str = "stride"
     options: list[tuple[float, str, str]] | None = None
     divergence: str | None = None
+    rounds: int = 0
 
     def __post_init__(self) -> None:
         check_fields(
-            self, "plan", budget="(0, 1)", batches="[1, inf)", batch_size="[1, inf)", cost=("flops", "cache"),
-            divergence=("kl", "cosine"), options="[0, 1]",
+            self, "plan", budget="(0, inf)" if self.cost == "milliseconds" else "(0, 1)", batches="[1, inf)",
+            batch_size="[1, inf)", cost=("flops", "cache", "milliseconds"), divergence=("kl", "cosine"),
+            options="[0, 1]", rounds="[0, inf)",
         )  # fmt: skip
 
 
@@ -112,9 +115,10 @@ def search_run(config: ImagePlanConfig | ChatPlanConfig) -> PlanSearch:
         router=options.router,
         cost=options.cost,
         divergence=options.divergence,
+        rounds=options.rounds,
         progress_file=folder / "scores.json",
     )
-    name = f"{options.cost}-{options.budget:g}"
+    name = f"{options.cost}-{options.budget:g}" + (f"-rounds-{options.rounds}" if options.rounds else "")
     path = folder / f"{name}.json"
     if not path.exists() or Plan.load(path) != found.plan:
         found.plan.save(path)

@@ -37,13 +37,16 @@ def test_an_image_classifier_is_searched_once(config: Path, capsys: pytest.Captu
     quick = ["--plan.options", FEW, "--plan.batches", "2", "--plan.batch_size", "4"]
     main([str(config), *quick, "--plan.budget", "0.8"])
     folder = config.parent / "searched/plan"
-    assert "divergence of each choice alone, a mean over 8 rows" in capsys.readouterr().out
+    assert "divergence that each choice adds, a mean over 8 rows" in capsys.readouterr().out
     scores = (folder / "scores.json").read_text()
     main([str(config), *quick, "--plan.budget", "0.9"])
     assert (folder / "scores.json").read_text() == scores
     names = {f"flops-{budget}.{ending}" for budget in (0.8, 0.9) for ending in ("json", "png")}
     assert {path.name for path in folder.iterdir()} == {"scores.json", *names}
     assert mmod.Plan.load(folder / "flops-0.8.json").depth == 4
+    main([str(config), *quick, "--plan.budget", "0.8", "--plan.rounds", "1"])
+    assert json.loads((folder / "scores.json").read_text())["bases"]
+    assert mmod.Plan.load(folder / "flops-0.8-rounds-1.json").depth == 4
     with pytest.raises(ValueError, match="belongs to another search"):
         main([str(config), "--plan.options", "[[0.5, mlp, kept]]", "--plan.batches", "2", "--plan.batch_size", "4"])
     mmod.Plan((0,), (0.125,), 4).save(folder / "flops-0.8.json", overwrite=True)

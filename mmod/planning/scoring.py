@@ -1,0 +1,209 @@
+"""What each choice does to a model's own output, batch by batch, with what was finished kept in a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmod.config import Plan, RoutingConfig, Score
+from mmod.io.files import check_regular, parse_json, write_atomically
+from mmod.model import route_, unroute_
+from mmod.planning.costs import Option, PromptLengths
+from mmod.planning.divergence import outputs
+
+Choices = dict[int, Option]
+"""The option of each block that has one, by the block's index."""
+
+
+@contextmanager
+def routed(model: nn.Module, part: str, config: Plan | RoutingConfig) -> Iterator[None]:
+    """Route a part of a dense model inside.
+
+    Args:
+        model: The model.
+        part: The part.
+        config: How.
+    """
+    route_(model, **{part: config})
+    try:
+        yield
+    finally:
+        unroute_(model)
+
+
+def image_token(model: nn.Module) -> int | None:
+    """Return the id of a model's image tokens, or None where it has none.
+
+    Args:
+        model: The model.
+    """
+    config: Any = getattr(model, "config", None)
+    token = getattr(config, "image_token_id", None)
+    return None if token is None else int(token)
+
+
+@dataclass
+class Sums:
+    """Sums of divergences over the batches that are finished.
+
+    Args:
+        totals: Sum for every trial.
+        rows: Rows of output in the sums.
+        batches: Batches in the sums.
+    """
+
+    totals: list[float]
+    rows: int = 0
+    batches: int = 0
+
+
+class Scoring:
+    """Tries every option in every block, alone or beside choices that are made in the other blocks.
+
+    Args:
+        model: The dense model.
+        part: The part that is planned.
+        names: Names of its blocks.
+        options: What may be done to a block.
+        router: Which tokens a capacity above 0 keeps.
+        compare: Divergence of a changed model's rows of output from its own.
+        progress_file: Keeps sums after every batch; None keeps them nowhere.
+    """
+
+    def __init__(
+        self, model: nn.Module, part: str, names: Sequence[str], options: Sequence[Option], router: str | Score,
+        compare: Callable[[Tensor, Tensor], Tensor], progress_file: str | Path | None,
+    ) -> None:  # fmt: skip
+        self.model, self.part, self.options, self.router, self.compare = model, part, options, router, compare
+        self.blocks = range(len(names))
+        self.token = image_token(model)
+        self.lengths = PromptLengths(self.token)
+        self.rows = 0
+        self.example: Any = None
+        self.path = progress_file
+        # Sums of each base, by its choices as text: those without choices stand beside the identity in the file.
+        self.saved: dict[str, Sums] = {}
+        self.identity: dict[str, Any] = {
+            "blocks": list(names), "options": [list(option) for option in options], "part": part,
+            "router": str(router), "divergence": compare.__name__,
+        }  # fmt: skip
+
+    def run(
+        self, batches: Iterable[Any], base: Choices, begin: Callable[[], object] = lambda: None
+    ) -> tuple[tuple[tuple[float, ...], ...], float]:
+        """Return the score of each option in each block, and the divergence of the base.
+
+        The score is how much further from its own output the model is with that option in that block than with the
+        block dense, where the other blocks are as in the base.
+
+        Args:
+            batches: Calibration batches.
+            base: Choices that are made; empty for a dense model, from which every option is tried alone.
+            begin: Called when the first batch is known, before anything is tried.
+
+        Raises:
+            ValueError: No batches, or a progress file of another search.
+        """
+        from tqdm import tqdm
+
+        trials = [{**base, block: option} for block in self.blocks for option in self.options]
+        # With the block dense, and as the base has it: each is tried once.
+        trials += [{at: option for at, option in base.items() if at != block} for block in base]
+        trials.append(base)
+        configs = {_text(trial): self._config(trial) for trial in trials if trial}
+        distinct = list(configs)
+        total = len(batches) * len(distinct) if isinstance(batches, Sized) else None
+        sums = Sums([0.0] * len(distinct))
+        with tqdm(desc="search plan", total=total, leave=False, disable=None) as bar:
+            for place, batch in enumerate(batches):
+                self.example = batch if self.example is None else self.example
+                if not base and isinstance(batch, Mapping) and "input_ids" in batch:
+                    self.lengths.add(batch)
+                own_RF = outputs(self.model, batch, self.part, self.token)
+                if not place:
+                    self.identity["first"] = f"{float(own_RF.double().abs().mean()):.6e}"
+                    self._read()
+                    sums = self.saved.setdefault(_text(base), sums)
+                    begin()
+                if place < sums.batches:
+                    bar.update(len(distinct))
+                    continue
+                for at, text in enumerate(distinct):
+                    sums.totals[at] += self._divergence(own_RF, configs[text], batch)
+                    bar.update()
+                sums.rows, sums.batches = sums.rows + len(own_RF), place + 1
+                self._write()
+        if not sums.rows:
+            raise ValueError("no calibration samples: batches is empty, or holds nothing to compare")
+        self.rows = sums.rows
+        means = {text: total / sums.rows for text, total in zip(distinct, sums.totals)} | {_text({}): 0.0}
+        dense = [means[_text({at: option for at, option in base.items() if at != block})] for block in self.blocks]
+        scores = tuple(
+            tuple(means[_text({**base, block: option})] - dense[block] for option in self.options)
+            for block in self.blocks
+        )
+        return scores, means[_text(base)]
+
+    def whole(self, batches: Iterable[Any], config: Plan | RoutingConfig) -> float:
+        """Return the mean divergence of the model's rows of output when it is routed.
+
+        Args:
+            batches: Batches.
+            config: How to route it.
+        """
+        total, rows = 0.0, 0
+        for batch in batches:
+            own_RF = outputs(self.model, batch, self.part, self.token)
+            total += self._divergence(own_RF, config, batch)
+            rows += len(own_RF)
+        return total / rows
+
+    def _divergence(self, own_RF: Tensor, config: Plan | RoutingConfig, batch: Any) -> float:
+        with routed(self.model, self.part, config):
+            changed_RF = outputs(self.model, batch, self.part, self.token)
+        return float(self.compare(own_RF, changed_RF).double().sum())
+
+    def _config(self, trial: Choices) -> RoutingConfig:
+        return RoutingConfig.from_plan(plan_of(trial, len(self.blocks)), router=self.router)
+
+    def _read(self) -> None:
+        """Take over what was finished before."""
+        if self.saved or self.path is None or not Path(self.path).exists():
+            return
+        check_regular(self.path)
+        found = parse_json(Path(self.path).read_bytes(), repr(str(self.path)))
+        if not isinstance(found, dict) or found.get("search") != self.identity:
+            raise ValueError(
+                f"{str(self.path)!r} belongs to another search: of other blocks, options, weights or batches"
+            )
+        for text, own in {_text({}): found, **found.get("bases", {})}.items():
+            self.saved[text] = Sums([float(total) for total in own["totals"]], int(own["rows"]), int(own["batches"]))
+
+    def _write(self) -> None:
+        if self.path is not None:
+            alone, *others = (vars(sums) for sums in self.saved.values())
+            bases = dict(zip(list(self.saved)[1:], others))
+            state = {"search": self.identity, **alone, **({"bases": bases} if bases else {})}
+            write_atomically(self.path, json.dumps(state))
+
+
+def plan_of(choices: Choices, depth: int) -> Plan:
+    """Return choices as a plan.
+
+    Args:
+        choices: The option of each block that has one.
+        depth: Number of blocks of the model.
+    """
+    rows = [(block, *choices[block]) for block in sorted(choices)]
+    blocks, capacities, operators, contexts = zip(*rows)
+    return Plan(blocks, capacities, depth, operators, contexts)
+
+
+def _text(choices: Choices) -> str:
+    return json.dumps({str(block): list(choices[block]) for block in sorted(choices)})

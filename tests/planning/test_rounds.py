@@ -1,0 +1,147 @@
+"""Searches under a budget of measured time, and rounds that score choices again beside those of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import mmod
+from mmod.planning import search
+from mmod.planning.costs import Costs
+from mmod.planning.found import PlanSearch, best_plan
+from mmod.planning.scoring import plan_of
+from mmod.planning.stopwatch import in_time, stopwatch
+from tests.adapters.vlm_zoo import make_joint, prompt
+from tests.zoo import make_images, make_model
+
+NAME = "vit_tiny_patch16_224"
+FEW = (mmod.Option(0.5), mmod.Option(0.25, "mlp"))
+DEPTH = 12
+
+
+def pretend(overhead: float, exponent: float) -> Callable[[Sequence[mmod.RoutingConfig]], tuple[float, list[float]]]:
+    """Return a stopwatch of assumed times that do not add up over blocks and have an overhead for each."""
+
+    def share(config: mmod.RoutingConfig) -> float:
+        plan = config.plan(DEPTH)
+        saved = sum((1 - capacity) * (1.0 if operator == "block" else 0.6) for _, capacity, operator, _ in plan.rows)
+        return 1 - 0.9 * (saved / DEPTH) ** exponent + overhead * len(plan.blocks)
+
+    return lambda configs: (20.0, [share(config) for config in configs])
+
+
+@given(
+    overhead=st.floats(0, 0.01),
+    exponent=st.floats(0.8, 1.3),
+    budget=st.floats(0.75, 0.95),
+    scores=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=DEPTH, max_size=DEPTH),
+)
+def test_the_time_is_that_of_the_budget(
+    overhead: float, exponent: float, budget: float, scores: list[tuple[float, float]]
+) -> None:
+    clock = pretend(overhead, exponent)
+    flops = Costs(((0.5, 0.55),) * DEPTH, (1.0,) * DEPTH, DEPTH * 1.1)
+    every = [option.config(range(DEPTH), "stride") for option in FEW]
+    total, shares = clock(every)
+    costs = flops.timed(total, [total * share for share in shares])
+    # What every option takes in all blocks is what was measured.
+    assert [sum(column) for column in zip(*costs.options)] == pytest.approx([total * share for share in shares])
+    plan = best_plan(scores, costs, FEW, budget)
+    names = tuple(map(str, range(DEPTH)))
+    found = in_time(PlanSearch(names, FEW, tuple(scores), costs, budget, "milliseconds", 1, "stride", plan), clock)
+    assert found.time == pytest.approx(total * clock([found.config])[1][0])
+    assert found.time == pytest.approx(budget * total, rel=0.1)
+    assert f"{found.time:.4g} of the dense model's 20 milliseconds" in str(found)
+
+
+def test_budgets_of_time_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = make_model(NAME), [make_images(NAME, 2)]
+
+    def slow_when_measured(configs: Sequence[mmod.RoutingConfig]) -> tuple[float, list[float]]:
+        return 20.0, [0.5, 0.5] if len(configs) > 1 else [1.2]
+
+    monkeypatch.setattr(search, "stopwatch", lambda *_: slow_when_measured)
+    for budget, message in ((14.0, "a budget of 14 ms is out of reach: plans took at least 24"),
+                            (9.0, "what these options reach"), (21.0, "what these options reach")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            mmod.search_plan(model, images, budget, options=FEW, cost="milliseconds")
+    assert not mmod.is_routed(model)
+
+
+@pytest.mark.parametrize("make", [lambda: (make_model(NAME), "image", make_images(NAME, 1)),
+                                  lambda: (make_joint("llava"), "language", prompt("llava", (1, 2)))])  # fmt: skip
+def test_a_measurement_leaves_the_model_dense(make: Callable[[], tuple[nn.Module, str, Any]]) -> None:
+    model, part, batch = make()
+    configs = [mmod.RoutingConfig(router="stride", capacity=0.5, blocks=(1,))]
+    with torch.no_grad():
+        total, shares = stopwatch(model, part, batch)(configs)
+    assert total > 0
+    assert len(shares) == 1
+    assert not mmod.is_routed(model)
+
+
+def test_rounds_score_choices_beside_those_of_the_plan() -> None:
+    model, batches = make_joint("llava"), [prompt("llava", (1, 2), seed=seed) for seed in (1, 2)]
+    options = (mmod.Option(0.0, "block", "all"), mmod.Option(0.0, "mlp"))
+    first = mmod.search_plan(model, batches, 0.7, part="language", options=options)
+    found = mmod.search_plan(model, batches, 0.7, part="language", options=options, rounds=2)
+
+    def whole(plan: mmod.Plan) -> float:
+        return mmod.plan_divergence(model, batches, plan, part="language")
+
+    assert found.divergence == pytest.approx(whole(found.plan))
+    assert found.divergence <= whole(first.plan) + 1e-9
+    assert found.share(found.plan) <= 0.7
+    # What one round scores: the whole divergence with a choice, less that with the block dense.
+    base = {block: mmod.Option(*own) for block, *own in first.plan.rows}
+    scoring = search.Scoring(
+        model, "language", first.names, options, "stride", search.divergence_of(None, model), progress_file=None
+    )
+    with torch.no_grad():
+        scores, of_base = scoring.run(batches, base)
+    assert of_base == pytest.approx(whole(first.plan))
+    for block, item in ((0, 0), (3, 1), (first.plan.blocks[0], 1)):
+        without = {at: option for at, option in base.items() if at != block}
+        dense = whole(plan_of(without, 4)) if without else 0.0
+        changed = whole(plan_of({**base, block: options[item]}, 4))
+        assert scores[block][item] == pytest.approx(changed - dense, abs=1e-6)
+
+
+def test_an_interrupted_round_goes_on(tmp_path: Path) -> None:
+    model, images, path = make_model(NAME), make_images(NAME, 4), tmp_path / "scores.json"
+    batches = [images[:2], images[2:]]
+    whole = mmod.search_plan(model, batches, 0.8, options=FEW, rounds=2)
+
+    class Stopping(list[Tensor]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[Tensor]:
+            self.passes += 1
+            for place, batch in enumerate(list.__iter__(self)):
+                if self.passes == 2 and place == 1:
+                    raise KeyboardInterrupt
+                yield batch
+
+    with pytest.raises(KeyboardInterrupt):
+        mmod.search_plan(model, Stopping(batches), 0.8, options=FEW, rounds=2, progress_file=path)
+    state = path.read_text()
+    assert '"bases"' in state
+    assert mmod.search_plan(model, batches, 0.8, options=FEW, rounds=2, progress_file=path) == whole
+    # The dense model's scores serve a search without rounds too.
+    assert mmod.search_plan(model, batches, 0.8, options=FEW, progress_file=path).divergence is None
+
+
+def test_rounds_that_cannot_be_are_refused() -> None:
+    model, images = make_model(NAME), make_images(NAME, 2)
+    for rounds, batches in ((-1, [images]), (1, iter([images]))):
+        with pytest.raises(ValueError, match="to be read again"):
+            mmod.search_plan(model, batches, 0.8, options=FEW, rounds=rounds)
+    with pytest.raises(ValueError, match=r"budget must be in \(0, inf\)"):
+        mmod.search_plan(model, [images], -1.0, cost="milliseconds")
