@@ -17,6 +17,7 @@ COMMANDS = {
     "train image CONFIG": ("mmod.training.image.command", "train an image classifier"),
     "train pairs CONFIG": ("mmod.training.pairs.command", "train a CLIP model on image-text pairs"),
     "train chat CONFIG": ("mmod.training.chat.command", "fine-tune a vision-language model on conversations"),
+    "train text CONFIG": ("mmod.training.text.command", "train a causal language model on text, byte by byte"),
     "train open-clip [ROUTING] -- ARGUMENTS": (
         "mmod.training.pairs.open_clip_program",
         "run open_clip's own training program on a routed model",

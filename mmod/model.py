@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import TypeVar
 
@@ -248,6 +249,39 @@ def capacities(model: nn.Module) -> dict[str, float]:
         ValueError: Nothing in it is routed.
     """
     return {name: float(block.router.capacity) for name, block in routed_blocks(model).items()}
+
+
+@contextmanager
+def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfig]) -> Iterator[None]:
+    """Let the routers of a model decide by another config as long as the context lasts; weights are the same.
+
+    Args:
+        model: A routed model. Passes in the context take no cache.
+        change: From a router's config to another one that the same router can follow.
+
+    Raises:
+        ValueError: Nothing in it is routed.
+
+    Example:
+        >>> import timm
+        >>> model = route_(timm.create_model("test_vit"), RoutingConfig(router="linear"))
+        >>> with deciding_by(model, lambda config: config.replace(select={"threshold": 0.0})):
+        ...     next(iter(routed_blocks(model).values())).router.config.select
+        Threshold(threshold=0.0, min_tokens=0, max_tokens=None)
+    """
+    blocks = routed_blocks(model).values()
+    # A router may be wrapped, as by peft, around copies that are trained.
+    routers = [router for block in blocks for router in block.router.modules() if isinstance(router, Router)]
+    own = [router.config for router in routers]
+    # Blocks that agree share one object.
+    others = {id(config): change(config) for config in own}
+    try:
+        for router, config in zip(routers, own):
+            router.config = others[id(config)]
+        yield
+    finally:
+        for router, config in zip(routers, own):
+            router.config = config
 
 
 def is_routed(model: nn.Module) -> bool:

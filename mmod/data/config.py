@@ -1,4 +1,4 @@
-"""Configs of images and of image-text pairs: `DataConfig` and `PairsConfig`.
+"""Configs of images, image-text pairs and text: `DataConfig`, `PairsConfig` and `TextConfig`.
 
 They stand apart from what reads the data, so that a command line knows its options without importing torch.
 """
@@ -241,3 +241,48 @@ class PairsConfig:
                 "shards with replacement; run tools/train_open_clip.py with its option --dataset-resampled, or set "
                 "data.sampling to 'exact'"
             )
+
+
+@dataclass
+class TextConfig:
+    """Config of a text that is read byte by byte, in windows of one length that do not overlap.
+
+    Files are dealt to the splits by a checksum of what they hold, nine in ten to "train", so that no file and no copy
+    of one is in two splits.
+
+    Args:
+        source: "python", the modules of the standard library and the licence of the Python that runs, which differ
+            from one version of Python to the next; or a pattern of files, such as "books/**/*.txt".
+        train_split: Split to train on: "train", "val" or "test".
+        val_split: Split to evaluate on.
+        val_limit: Windows of that split that are used, spread evenly over it; None uses all.
+        length: Bytes of a window.
+        batch_size: Windows in a batch of one process.
+        workers: Worker processes; 0 reads in the training process.
+        pin_memory: Return batches in pinned memory (for a GPU).
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    source: str = "python"
+    train_split: str = "train"
+    val_split: str = "val"
+    val_limit: int | None = None
+    length: int = 256
+    batch_size: int = 32
+    workers: int = 0
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        splits = ("train", "val", "test")
+        check_fields(
+            self,
+            "data",
+            train_split=splits,
+            val_split=splits,
+            val_limit="[1, inf)",
+            length="[1, inf)",
+            batch_size="[1, inf)",
+            workers="[0, inf)",
+        )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from mmod.data.config import DataConfig, PairsConfig
+from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
 from mmod.data.readers.source import ImageSource, UnreadableSampleError
 
@@ -21,8 +21,9 @@ class Batch(NamedTuple):
     """One batch and the faults met while it was read.
 
     Attributes:
-        images: Normalised images, float32, (B, C, H, W).
-        labels: Classes, int64, (B,) or (B, N) of N patches each, or the captions' tokens, int64, (B, L).
+        images: Normalised images, float32, (B, C, H, W), or the tokens of a text, int64, (B, L).
+        labels: Classes, int64, (B,) or (B, N) of N patches each, or the captions' tokens or those that follow each
+            token of a text, int64, (B, L).
         faults: The samples that could not be read.
     """
 
@@ -189,7 +190,7 @@ class BatchStream:
         self,
         reader: BatchReader,
         report: CorruptReport,
-        config: DataConfig | PairsConfig,
+        config: DataConfig | PairsConfig | TextConfig,
         place: tuple[int, int] = (0, 1),
         seed: int | None = None,
         name: str = "the source",
@@ -220,7 +221,8 @@ class BatchStream:
             start: First batch.
 
         Yields:
-            Normalised images, float32, (B, C, H, W), and classes, int64, (B,) or (B, N), or tokens, int64, (B, L).
+            Normalised images, float32, (B, C, H, W), and classes, int64, (B,) or (B, N), or tokens, int64, (B, L); of
+            a text, tokens and what follows each of them.
 
         Raises:
             ValueError: If the epoch is negative or has no batch `start`.

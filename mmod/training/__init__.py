@@ -1,7 +1,7 @@
-"""Training: image classifiers, image-text pairs and conversations, and the studies that compare runs.
+"""Training: image classifiers, image-text pairs, conversations and text, and the studies that compare runs.
 
 `engine` holds what the kinds share: the run folder, checkpoints, logs, processes, command lines, and a training loop.
-Image classifiers and image-text pairs run in that loop; conversations run in transformers' Trainer and share the rest.
+Conversations run in transformers' Trainer and share the rest; the other kinds run in that loop.
 
 Each kind is a folder of the same files, of which the engine imports none:
 

@@ -26,12 +26,14 @@ from mmod.training.engine.parse import config_from, parse_config
 from mmod.training.engine.run_folder import read_fit
 from mmod.training.image.evaluate import EvalResult
 from mmod.training.pairs.config import TrainConfig as PairsConfig
+from mmod.training.text.config import TrainConfig as TextConfig
 from tests.trap import Trap
 
 KINDS: dict[type, dict[str, Any]] = {
     TrainConfig: {"output": "run", "model": {"name": "vit_tiny_patch16_224"}, "data": {}},
     PairsConfig: {"output": "run", "model": {"name": "ViT-B-32"}, "data": {}},
     ChatConfig: {"output": "run", "model": {"checkpoint": "folder"}, "data": {}},
+    TextConfig: {"output": "run", "model": {"checkpoint": "folder"}, "data": {}},
 }
 NAN, INF = float("nan"), float("inf")
 # A value that no field of the type takes.

@@ -10,7 +10,7 @@ import pytest
 import mmod.training
 
 ROOT = Path(mmod.training.__file__).parent
-KINDS = ("image", "pairs", "chat")
+KINDS = ("image", "pairs", "chat", "text")
 
 
 @pytest.mark.parametrize("folder", ["engine", *KINDS])

@@ -1,0 +1,140 @@
+"""Text, byte by byte: the embedded corpus, files of one's own, and windows of them as a stream."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mmod.data.config import TextConfig
+from mmod.data.corrupt import CorruptReport
+from mmod.data.stream import Batch, BatchStream
+
+__all__ = ["END", "TextReader", "create_eval_text", "create_train_text", "read_text"]
+
+END = 0
+"""The byte that ends a file."""
+# Of 20 files, how many go where.
+_SHARES = {"val": 1, "test": 1, "train": 18}
+# Folders of the standard library that hold data, tests, or packages of others.
+_NOT_READ = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages"}
+
+
+def create_train_text(config: TextConfig, seed: int, rank: int = 0, world: int = 1) -> BatchStream:
+    """Make the stream of shuffled training batches of one process.
+
+    Args:
+        config: What to read.
+        seed: Seed of the order, the same in all processes.
+        rank: Number of this process.
+        world: Number of processes.
+
+    Returns:
+        The stream, of bytes (B, L) and of those that follow each of them (B, L), int64.
+
+    Raises:
+        ValueError: If the pattern matches no file, or there are too few windows for one batch.
+
+    Example:
+        >>> stream = create_train_text(TextConfig(length=16, batch_size=4), seed=0)
+        >>> tokens, following = next(stream.batches(epoch=0))
+        >>> tokens.shape, bool((tokens[:, 1:] == following[:, :-1]).all())
+        (torch.Size([4, 16]), True)
+    """
+    reader = TextReader(read_text(config.source, config.train_split), config.length)
+    return _stream(reader, config, (rank, world), seed)
+
+
+def create_eval_text(config: TextConfig, rank: int = 0, world: int = 1) -> BatchStream:
+    """Make the stream of evaluation batches of one process: every window once, in order.
+
+    Args:
+        config: What to read.
+        rank: Number of this process.
+        world: Number of processes.
+
+    Returns:
+        The stream, as that of training.
+
+    Raises:
+        ValueError: If the pattern matches no file, or there are fewer windows than processes.
+    """
+    reader = TextReader(read_text(config.source, config.val_split), config.length, config.val_limit)
+    return _stream(reader, config, (rank, world), None)
+
+
+@functools.lru_cache(maxsize=4)
+def read_text(source: str, split: str) -> np.ndarray:
+    """Return the bytes of a split, one file after another, each with `END` behind it.
+
+    Args:
+        source: "python" or a pattern of files; see `TextConfig`.
+        split: "train", "val" or "test".
+
+    Raises:
+        ValueError: If there is no file, or none in the split.
+    """
+    files = [path.read_bytes() for path in _paths(source)]
+    if not files:
+        raise ValueError(f"data.source={source!r} matches no file")
+    own = [content for content in files if _split_of(content) == split]
+    if not own:
+        raise ValueError(f"of {len(files)} files of data.source={source!r} none is in the split {split!r}")
+    text = np.frombuffer(b"".join(content + bytes([END]) for content in own), dtype=np.uint8)
+    text.setflags(write=False)
+    return text
+
+
+class TextReader:
+    """Windows of a text by number.
+
+    Args:
+        text: Bytes, uint8, (T,).
+        length: Bytes of a window.
+        limit: Windows that are used, spread evenly over the text; None uses all.
+    """
+
+    def __init__(self, text: np.ndarray, length: int, limit: int | None = None) -> None:
+        self.text = text
+        self.length = length
+        # The byte that follows the last one of a window is needed, too.
+        windows = (len(text) - 1) // length
+        used = windows if limit is None else min(limit, windows)
+        self.starts = np.arange(used, dtype=np.int64) * windows // max(used, 1) * length
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> Batch:
+        """Read one batch; see `mmod.data.stream.BatchReader.read`."""
+        places = self.starts[indices][:, None] + np.arange(self.length + 1)
+        window = torch.from_numpy(self.text[places].astype(np.int64))
+        return Batch(window[:, :-1], window[:, 1:], [])
+
+
+def _paths(source: str) -> Iterator[Path]:
+    if source != "python":
+        yield from (path for path in map(Path, sorted(glob.glob(source, recursive=True))) if path.is_file())
+        return
+    root = Path(sysconfig.get_path("stdlib"))
+    modules = (path for path in root.rglob("*.py") if not _NOT_READ & set(path.relative_to(root).parts))
+    yield from sorted([*modules, *root.glob("LICENSE*")])
+
+
+def _split_of(content: bytes) -> str:
+    place = zlib.crc32(content) % sum(_SHARES.values())
+    for split, share in _SHARES.items():
+        if place < share:
+            return split
+        place -= share
+    raise AssertionError("shares cover all places")
+
+
+def _stream(reader: TextReader, config: TextConfig, place: tuple[int, int], seed: int | None) -> BatchStream:
+    return BatchStream(reader, CorruptReport("raise"), config, place, seed, name=f"data.source={config.source!r}")

@@ -1,0 +1,1 @@
+"""Training of causal language models on text, byte by byte."""

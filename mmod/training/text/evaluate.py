@@ -1,0 +1,198 @@
+"""How well a causal language model predicts a text: by the top-k of whole windows, and token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from mmod import Routing, is_routed, routed_blocks, trace
+from mmod.data.stream import BatchStream
+from mmod.model import routing_config
+from mmod.training.engine.distributed import sum_over_processes
+from mmod.training.engine.evaluate import RoutedResult, evaluating
+from mmod.training.engine.task import autocast
+from mmod.training.text.model import logits_of
+from mmod.training.text.ways import decides_both_ways, every_token, together
+
+__all__ = ["EvalResult", "evaluate"]
+
+_PARTS = 8
+
+
+@dataclass(frozen=True)
+class EvalResult(RoutedResult):
+    """The outcome of an evaluation on text; losses in nats a byte, each byte predicted from those before it.
+
+    Args:
+        loss: Loss with the decisions of training: the top-k of each window, which sees tokens to come, where the model
+            is routed so.
+        samples: Windows seen.
+        kept: Name of each routed block to its mean kept share of tokens with these decisions.
+        causal_loss: Loss where each token is decided from the tokens before it alone, as in generation: that of a dense
+            model, or of one that is routed by threshold, is `loss`. None where a token cannot be decided alone.
+        causal_kept: Name of each routed block to its mean kept share then.
+        agreement: Name of each routed block to the share of tokens that both ways decide alike, given the states that
+            follow from the top-k; empty where there are not two ways.
+        agreement_by_position: The same in each eighth of the window, mean over blocks.
+        full_loss: Loss where all tokens run through all layers, of models that were trained for it.
+    """
+
+    loss: float
+    samples: int
+    kept: dict[str, float]
+    causal_loss: float | None
+    causal_kept: dict[str, float] = field(default_factory=dict)
+    agreement: dict[str, float] = field(default_factory=dict)
+    agreement_by_position: list[float] = field(default_factory=list)
+    full_loss: float | None = None
+
+    @property
+    def mean_agreement(self) -> float | None:
+        """Mean agreement over the routed blocks; None where there are not two ways."""
+        return sum(self.agreement.values()) / len(self.agreement) if self.agreement else None
+
+    def columns(self) -> dict[str, float]:
+        """Return the figures as columns of the run's history."""
+        single = {
+            "loss": self.loss,
+            "causal_loss": self.causal_loss,
+            "full_loss": self.full_loss,
+            "agreement": self.mean_agreement,
+        }
+        return {name: value for name, value in single.items() if value is not None} | self.kept_columns()
+
+    def __str__(self) -> str:
+        lines = [f"{self.loss:.4f} nats ({self.loss / math.log(2):.4f} bits) a byte, kept {self.mean_kept:.3f}"]
+        if self.agreement and self.causal_loss is not None:
+            gap = self.causal_loss - self.loss
+            kept = sum(self.causal_kept.values()) / len(self.causal_kept)
+            lines[0] += " by top-k"
+            lines.append(f"token by token {self.causal_loss:.4f} nats ({gap:+.4f}), kept {kept:.3f}")
+            parts = " ".join(f"{share:.3f}" for share in self.agreement_by_position)
+            lines.append(f"both decide alike {self.mean_agreement:.4f} of tokens, by eighths of the window {parts}")
+        if self.full_loss is not None:
+            lines.append(f"all tokens in all layers {self.full_loss:.4f} nats")
+        return f"{'; '.join(lines)} ({self.samples} windows)"
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    stream: BatchStream,
+    device: torch.device | str = "cpu",
+    precision: str = "fp32",
+    *,
+    elastic: bool = False,
+    progress: bool = False,
+) -> EvalResult:
+    """Measure the loss of a model over one pass of a stream, in every way in which it can decide.
+
+    With several processes each passes its own part of the data and all get the result of the whole.
+
+    Args:
+        model: A causal language model, on `device`; its mode is restored at the end.
+        stream: The batches of tokens and of those that follow them.
+        device: Where the model is.
+        precision: "fp32", "bf16" or "fp16".
+        elastic: Also measure the loss where all tokens run through all layers.
+        progress: Show a bar.
+
+    Returns:
+        The figures.
+    """
+    device = torch.device(device)
+    config = routing_config(model) if is_routed(model) else None
+    both = config is not None and decides_both_ways(config)
+    trained, alone, full = (_Sums(model, device) for _ in range(3))
+    agreement = _Agreement(model, device) if both else None
+    bar = tqdm(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False)
+    with evaluating(model), autocast(device, precision):
+        for batch in bar:
+            tokens, following = (part.to(device, non_blocking=True) for part in batch)
+            with together(model) if both else nullcontext():
+                routings = trained.add(tokens, following)
+            if agreement is not None:
+                agreement.add(routings)
+                alone.add(tokens, following)
+            if elastic:
+                with every_token(model):
+                    full.add(tokens, following)
+    loss, kept, samples = trained.means()
+    causal_loss, causal_kept, _ = alone.means() if both else (loss, {}, samples)
+    is_causal = config is None or both or (config.select != "topk" and config.router.learns)
+    shares = {} if agreement is None else agreement.means()
+    return EvalResult(
+        loss=loss,
+        samples=samples,
+        kept=kept,
+        causal_loss=causal_loss if is_causal else None,
+        causal_kept=causal_kept,
+        agreement={name: sum(parts) / len(parts) for name, parts in shares.items()},
+        agreement_by_position=[sum(parts) / len(parts) for parts in zip(*shares.values())],
+        full_loss=full.means()[0] if elastic else None,
+    )
+
+
+class _Sums:
+    """Loss and kept shares of one way to decide, summed over batches."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
+        self._names = list(routed_blocks(model)) if is_routed(model) else []
+        # Samples, tokens and loss, then the sum of shares of each block.
+        self._sums = torch.zeros(3 + len(self._names), dtype=torch.float64, device=device)
+
+    def add(self, tokens: Tensor, following: Tensor) -> Mapping[str, Routing]:
+        """Pass a batch through the model; return what its blocks decided."""
+        routings: Mapping[str, Routing] = {}
+        with ExitStack() as stack:
+            if self._names:
+                routings = stack.enter_context(trace(self._model))
+            logits = logits_of(self._model, tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum")
+        kept = [routings[name].keep_BN.double().mean(1).sum() for name in self._names]
+        self._sums += torch.stack([loss.new_tensor(len(tokens)), loss.new_tensor(tokens.numel()), loss, *kept]).double()
+        return routings
+
+    def means(self) -> tuple[float, dict[str, float], int]:
+        """Return loss a token, kept share of each block, and samples; all processes must ask."""
+        samples, tokens, loss, *kept = sum_over_processes(self._sums).tolist()
+        return loss / tokens, {name: share / samples for name, share in zip(self._names, kept)}, int(samples)
+
+
+class _Agreement:
+    """How many tokens are decided alike by the top-k and one by one, by block and place in the window."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._routers = {name: block.router for name, block in routed_blocks(model).items()}
+        # Samples, then those decided alike.
+        self._sums = torch.zeros(1, dtype=torch.float64, device=device)
+
+    def add(self, routings: Mapping[str, Routing]) -> None:
+        """Count the decisions on a batch, taken by top-k."""
+        alike = []
+        for name, router in self._routers.items():
+            routing, threshold = routings[name], router.config.language.inference_threshold
+            assert threshold is not None
+            score_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
+            alone_BN = router.config.router.squashed(score_BN) >= threshold
+            alike.append((alone_BN == routing.keep_BN).double().sum(0))
+        counts = torch.stack(alike)
+        found = torch.cat([counts.new_tensor([len(alone_BN)]), counts.flatten()])
+        self._sums = found + (self._sums if len(self._sums) > 1 else 0)
+
+    def means(self) -> dict[str, list[float]]:
+        """Return the shares of each block by eighths of the window; all processes must ask."""
+        samples, *_ = sums = sum_over_processes(self._sums)
+        shares = (sums[1:] / samples).unflatten(0, (len(self._routers), -1))
+        return {
+            name: [float(part.mean()) for part in own.tensor_split(_PARTS) if len(part)]
+            for name, own in zip(self._routers, shares)
+        }

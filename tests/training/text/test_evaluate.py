@@ -1,0 +1,128 @@
+"""Losses of both ways to decide are what a plain loop says, and the causal one is that of decoding byte by byte."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmod
+from mmod.data.config import TextConfig
+from mmod.data.readers.text import create_eval_text
+from mmod.model import deciding_by
+from mmod.training.text.evaluate import evaluate
+from mmod.training.text.ways import every_token, together
+from tests.adapters.vlm_zoo import make_language
+
+LANGUAGE: dict[str, Any] = {"inference_threshold": 0.5}
+MEMBERSHIP = {"membership": 0.1}
+ROUTINGS = {
+    "score": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.25, language=LANGUAGE),
+    "predictor": mmod.RoutingConfig(
+        router=mmod.score("linear", init_std=0.3),
+        capacity=0.5,
+        gate="sigmoid",
+        losses=MEMBERSHIP,
+        language={**LANGUAGE, "predictor": True},
+    ),
+}
+WINDOWS = TextConfig(length=24, batch_size=4, val_limit=7)
+
+
+def make(name: str, routing: mmod.RoutingConfig | None) -> Any:
+    model = make_language(name, vocab_size=256).eval()
+    return model if routing is None else mmod.route_(model, routing)
+
+
+def windows() -> tuple[Tensor, Tensor]:
+    tokens, following = zip(*create_eval_text(WINDOWS).batches(0))
+    return torch.cat(tokens), torch.cat(following)
+
+
+def mean_loss(logits: Tensor, following: Tensor) -> float:
+    log_p = logits.double().log_softmax(-1)
+    chosen = [-log_p[b, n, following[b, n]] for b in range(len(following)) for n in range(following.shape[1])]
+    return float(sum(chosen)) / len(chosen)
+
+
+@torch.no_grad()
+def decoded(model: Any, tokens: Tensor) -> Tensor:
+    """Return the logits (B, L, 256) of reading one byte after the other into a cache."""
+    cache, logits = None, []
+    for token_B1 in tokens.split(1, dim=1):
+        found = model(input_ids=token_B1, past_key_values=cache, use_cache=True)
+        cache = found.past_key_values
+        logits.append(found.logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_both_losses_and_their_agreement(name: str, routing: str) -> None:
+    config, (tokens, following) = ROUTINGS[routing], windows()
+    model = make(name, config).train()
+    found = evaluate(model, create_eval_text(WINDOWS))
+    assert model.training
+    model.eval()
+    assert found.samples == 7
+    with torch.no_grad(), mmod.trace(model) as decisions, together(model):
+        best = model(input_ids=tokens, use_cache=False).logits
+    assert found.loss == pytest.approx(mean_loss(best, following), rel=1e-5)
+    assert found.causal_loss == pytest.approx(mean_loss(decoded(model, tokens), following), rel=1e-5)
+    for block, routing_ in decisions.items():
+        kept = int(config.capacity * 24)  # type: ignore[operator]
+        assert found.kept[block] == pytest.approx(kept / 24)
+        told = routing_.score_BN if routing_.predicted_BN is None else routing_.predicted_BN
+        alike = [
+            float((told[b, n] >= 0) == (n in routing_.index_BK[b].tolist()))
+            for n in range(24)
+            for b in range(len(told))
+        ]
+        assert found.agreement[block] == pytest.approx(sum(alike) / len(alike))
+    assert len(found.agreement_by_position) == 8
+    assert math.isclose(sum(found.agreement_by_position) / 8, found.mean_agreement or 0, rel_tol=1e-9)
+    assert {"loss", "causal_loss", "agreement", "kept"} <= set(found.columns())
+
+
+def test_what_decides_in_one_way_has_one_loss() -> None:
+    threshold = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), select="threshold")
+    dense, one, none = (
+        evaluate(make("llama", routing), create_eval_text(WINDOWS))
+        for routing in (None, threshold, mmod.RoutingConfig(router="random"))
+    )
+    assert dense.causal_loss == dense.loss
+    assert one.causal_loss == one.loss
+    assert 0 < one.mean_kept < 1
+    assert none.causal_loss is None
+    assert not dense.agreement | one.agreement | none.agreement
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_token_is_the_routed_model_at_capacity_one(routing: str) -> None:
+    tokens, _ = windows()
+    model = make("llama", ROUTINGS[routing])
+    whole = make(
+        "llama", ROUTINGS[routing].replace(capacity=1.0, language={"inference_threshold": None, "predictor": False})
+    )
+    whole.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        with every_token(model):
+            found = model(input_ids=tokens).logits
+        assert torch.equal(found, whole(input_ids=tokens).logits)
+        assert not torch.equal(found, model(input_ids=tokens).logits)
+
+
+def test_routers_decide_as_before_when_the_context_ends() -> None:
+    model = make("llama", ROUTINGS["score"])
+    before = [block.router.config for block in mmod.routed_blocks(model).values()]
+    with deciding_by(model, lambda config: config.replace(capacity=0.1)):
+        inside = [block.router.config for block in mmod.routed_blocks(model).values()]
+        with pytest.raises(KeyError), deciding_by(model, lambda config: {}["nothing"]):
+            pass
+    assert len({id(config) for config in inside}) == 1
+    assert inside[0].capacity == 0.1
+    after = [block.router.config for block in mmod.routed_blocks(model).values()]
+    assert all(own is other for own, other in zip(before, after))

@@ -1,0 +1,116 @@
+"""Training on text: continued runs, starting weights, teachers, elastic steps and what is left in the folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import mmod
+from mmod.training.engine.loop import run
+from mmod.training.text.model import create_models
+from mmod.training.text.recipe import TextRecipe, fit
+from mmod.training.text.task import TextTask
+from tests.training.engine.worker import weights
+from tests.training.text.configs import LLAMA, PREDICTOR, SCORE, text_config
+
+
+def quiet(output: Path, **changes: Any) -> Any:
+    return fit(text_config(output, **changes), progress=False)
+
+
+@pytest.mark.parametrize("changes", [{}, {"routing": PREDICTOR}, {"routing": SCORE, "elastic": True}], ids=str)
+def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path, changes: dict[str, Any]) -> None:
+    whole = quiet(tmp_path / "whole", **changes)
+    config = text_config(tmp_path / "parts", checkpoint_every=1, **changes)
+    recipe = TextRecipe(config)
+    create = recipe.create_streams
+
+    def create_streams(*given: Any) -> Any:
+        train, test = create(*given)
+        batches = train.batches
+        train.batches = lambda epoch, start=0: stopped(batches(epoch, start), epoch)  # type: ignore[method-assign]
+        return train, test
+
+    def stopped(batches: Any, epoch: int) -> Any:
+        for number, batch in enumerate(batches):
+            if (epoch, number) == (1, 1):
+                raise KeyboardInterrupt
+            yield batch
+
+    recipe.create_streams = create_streams  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, progress=False)
+    parts = fit(config, progress=False)
+    assert parts.evaluation == whole.evaluation
+    own, other = (weights(tmp_path / name / "model") for name in ("whole", "parts"))
+    assert all(torch.equal(own[name], other[name]) for name in own)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_dense_run_is_where_a_routed_one_starts(tmp_path: Path, tied: bool) -> None:
+    dense = quiet(tmp_path / "dense", model={"config": {"tie_word_embeddings": tied}})
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "dense" / "model")
+    start = {"config": None, "checkpoint": str(tmp_path / "dense")}
+    config = text_config(tmp_path / "routed", model=start, routing={**SCORE, "gate": "identity", "capacity": 1.0})
+    model, teacher = create_models(config)
+    assert teacher is not None
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    tokens = torch.arange(40)[None]
+    with torch.no_grad(), mmod.trace(model):
+        found, taught = (each(input_ids=tokens).logits for each in (model.train(), teacher))
+    assert torch.equal(found, taught)
+    assert torch.equal(found, plain(input_ids=tokens).logits)
+    assert fit(config, progress=False).evaluation.kept == dict.fromkeys(mmod.routed_blocks(model), 1.0)
+    again = mmod.load_pretrained(tmp_path / "routed" / "model")
+    assert mmod.is_routed(again)
+    continued = text_config(tmp_path / "on", model={**start, "checkpoint": str(tmp_path / "routed")}, routing=SCORE)
+    assert set(create_models(continued)[0].state_dict()) == set(again.state_dict())
+    assert dense.evaluation.causal_loss == dense.evaluation.loss
+
+
+def test_the_parts_of_the_loss_are_what_they_are_said_to_be(tmp_path: Path) -> None:
+    model, _ = create_models(text_config(tmp_path, routing=SCORE))
+    tokens, following = torch.randint(0, 256, (2, 3, 20)).unbind()
+    twin = {"teacher": create_models(text_config(tmp_path))[0].eval(), "distill_weight": 0.5}
+    plain = TextTask(model, auxiliary=True, **twin)(tokens, following)
+    assert set(plain) == {"loss", "task", "auxiliary", "distillation"}
+    both = TextTask(model, auxiliary=True, elastic=True)(tokens, following)
+    assert set(both) == {"loss", "task", "auxiliary", "elastic"}
+    assert both["elastic"].item() > 0
+    for parts in (plain, both):
+        assert parts["loss"].item() == pytest.approx(sum(parts[name].item() for name in set(parts) - {"loss"}))
+    assert plain["task"].item() != both["task"].item()
+
+
+def test_an_elastic_run_tells_the_loss_of_all_tokens_in_all_layers(tmp_path: Path) -> None:
+    result = quiet(tmp_path / "run", routing=PREDICTOR, elastic=True)
+    kept = json.loads((tmp_path / "run" / "result.json").read_text())["evaluation"]
+    assert kept["full_loss"] == result.evaluation.full_loss is not None
+    assert "all tokens in all layers" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"elastic": True}, "elastic trains a routed model"),
+        ({"model": {"pretrained": True}}, "no published weights read bytes"),
+        ({"model": {"config": {"vocab_size": 300}}}, "vocab_size must be 256"),
+        ({"model": {"config": None}}, "give model.config"),
+        ({"routing": {"router": "nope"}}, "nope"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        text_config(tmp_path, **changes)
+
+
+def test_weights_of_another_form_are_refused(tmp_path: Path) -> None:
+    quiet(tmp_path / "dense", epochs=1, epoch_steps=1)
+    model = {"config": {**LLAMA, "hidden_size": 16}, "checkpoint": str(tmp_path / "dense")}
+    with pytest.raises(ValueError, match="does not fit the model"):
+        create_models(text_config(tmp_path / "other", model=model))
