@@ -22,6 +22,10 @@ COMMANDS = {
         "mmod.training.pairs.open_clip_program",
         "run open_clip's own training program on a routed model",
     ),
+    "isoflop CONFIG": (
+        "mmod.training.isoflop.command",
+        "language models of several sizes, dense and routed, at equal FLOPs of training",
+    ),
     "evaluate CONFIG": ("mmod.training.studies.assess", "accuracy and cost of an image classifier as it is"),
     "audit CONFIG_OR_RUN": (
         "mmod.training.studies.audit",

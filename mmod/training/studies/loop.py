@@ -17,7 +17,7 @@ from mmod.training.engine.recipe import Recipe, Streams
 from mmod.training.studies.jobs import Tick
 from mmod.training.studies.study import Study
 
-__all__ = ["LoopStudy", "by_data", "kept_shares"]
+__all__ = ["LoopStudy", "by_data", "kept_shares", "with_progress"]
 
 Config = TypeVar("Config", bound=LoopConfig)
 Found = TypeVar("Found", bound=RoutedResult)
@@ -42,7 +42,7 @@ class LoopStudy(Study[Config, Found]):
 
     def train(self, config: Config, tick: Tick) -> Found:
         """Do a run, or read the result of one that is finished."""
-        found: Found = run(_with_progress(self.recipe(config), tick), progress=False).best
+        found: Found = run(with_progress(self.recipe(config), tick), progress=False).best
         return found
 
     def work(self, config: Config) -> float:
@@ -69,8 +69,13 @@ def kept_shares(model: nn.Module, found: RoutedResult) -> dict[str, Any]:
     return {"kept": found.kept} if by_data(model) else {}
 
 
-def _with_progress(recipe: Recipe[Any, Any], tick: Tick) -> Recipe[Any, Any]:
-    """Let a recipe's training batches report the share of the run that is done; return the recipe."""
+def with_progress(recipe: Recipe[Any, Any], tick: Tick) -> Recipe[Any, Any]:
+    """Let a recipe's training batches report the share of the run that is done; return the recipe.
+
+    Args:
+        recipe: The kind of training, changed in place.
+        tick: Told the share, from 0 to 1.
+    """
     create = recipe.create_streams
 
     def create_streams(process: Process, model: nn.Module) -> Streams:

@@ -12,11 +12,14 @@ from transformers import AutoModelForCausalLM
 
 import mmod
 from mmod.training.engine.loop import run
+from mmod.training.text.config import TrainConfig
 from mmod.training.text.model import create_models
 from mmod.training.text.recipe import TextRecipe, fit
 from mmod.training.text.task import TextTask
 from tests.training.engine.worker import weights
 from tests.training.text.configs import LLAMA, PREDICTOR, SCORE, text_config
+
+ROOT = Path(__file__).parents[3]
 
 
 def quiet(output: Path, **changes: Any) -> Any:
@@ -114,3 +117,12 @@ def test_weights_of_another_form_are_refused(tmp_path: Path) -> None:
     model = {"config": {**LLAMA, "hidden_size": 16}, "checkpoint": str(tmp_path / "dense")}
     with pytest.raises(ValueError, match="does not fit the model"):
         create_models(text_config(tmp_path / "other", model=model))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "text").glob("*.yaml")), ids=lambda path: path.stem)
+def test_configs_that_come_with_mmod_build_their_model(path: Path) -> None:
+    config = TrainConfig.load(path)
+    with torch.device("meta"):
+        model, _ = create_models(config)
+    assert mmod.is_routed(model) == (config.routing is not None)
+    assert config.output == f"runs/text/{path.stem}"

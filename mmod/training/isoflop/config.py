@@ -1,0 +1,60 @@
+"""The configuration of an isoFLOP study."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mmod.values import check_fields
+
+__all__ = ["IsoflopConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsoflopConfig:
+    """A grid of sizes, budgets and routings of a causal language model, each with its own learning rate.
+
+    Every model is trained for as many steps as its budget pays for, so that a cheaper model sees more text. Its rate is
+    the best of `rates` with a seed of its own, with which nothing is reported.
+
+    Args:
+        output: The study's folder; its runs, table and picture go there. A study goes on where it stopped.
+        base: Training config, a YAML file; the study sets `output`, `seed`, `routing`, `optim.lr` and `epoch_steps`.
+            A run is divided into as many parts as it has `epochs`, or up to twice as many where its steps then come
+            nearer to the budget; warm-up takes some of them.
+        sizes: Name of each size to the fields of `model.config` that differ.
+        budgets: FLOPs of a training run: three times those of its forward passes, see `mmod.prefill_flops`.
+        routings: Name of each series to its routing, as in a training config; null is the dense model. The first series
+            is what others are compared with.
+        rates: Learning rates that are tried for each size, budget and routing; one needs no trial.
+        changes: Fields of the training config to set differently in all runs, nested as in the file.
+        seeds: Number of seeds.
+        processes: Runs done side by side, each in a process of one thread.
+        score: What the curves show: "loss", with the decisions of training, or "causal_loss", each token decided alone.
+
+    Source: Hoffmann et al., arXiv 2203.15556, approach 2; Raposo et al., arXiv 2404.02258, section 4.
+    """
+
+    output: str
+    base: str
+    sizes: dict[str, dict[str, Any]]
+    budgets: list[float]
+    routings: dict[str, dict[str, Any] | None]
+    rates: list[float]
+    changes: dict[str, Any] = field(default_factory=dict)
+    seeds: int = 3
+    processes: int = 1
+    score: Literal["loss", "causal_loss"] = "loss"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "", budgets="(0, inf)", rates="(0, inf)", seeds="[1, inf)", processes="[1, inf)")
+        for name in ("sizes", "budgets", "routings", "rates"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} needs at least one entry")
+        for name in ("budgets", "rates"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise ValueError(f"{name} must differ from each other, got {values}")
+        taken = sorted({"output", "seed", "routing", "epoch_steps"} & set(self.changes))
+        if taken:
+            raise ValueError(f"changes must not set {', '.join(taken)}: the study sets them")

@@ -1,0 +1,15 @@
+"""Compare sizes of dense and routed language models at equal training FLOPs: `python tools/isoflop.py CONFIG`.
+
+`python tools/isoflop.py configs/isoflop/text.yaml --processes 2` does two runs side by side, each in a process of one
+thread; `--dry-run` says what the study would do, and `--help` lists every key. Started again, the same command goes on
+where it was interrupted.
+"""
+
+import sys
+
+from mmod.training.engine.command import one_line_errors
+from mmod.training.isoflop.command import main
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])
