@@ -32,6 +32,7 @@ IMPORT_ORDER = [
     "model",
     "pretrained",
     "losses",
+    "speculation",
     "rivals",
     "analysis",
     "planning",

@@ -15,11 +15,12 @@ from tqdm import tqdm
 from mmod import Routing, is_routed, routed_blocks, trace
 from mmod.data.stream import BatchStream
 from mmod.model import routing_config
+from mmod.speculation import every_token
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import RoutedResult, evaluating
 from mmod.training.engine.task import autocast
 from mmod.training.text.model import logits_of
-from mmod.training.text.ways import decides_both_ways, every_token, together
+from mmod.training.text.ways import decides_both_ways, together
 
 __all__ = ["EvalResult", "evaluate"]
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod import auxiliary_loss
+from mmod.speculation import every_token
 from mmod.training.engine.task import Batch, Pass, Task, autocast
 from mmod.training.text.model import logits_of
-from mmod.training.text.ways import every_token
 
 __all__ = ["TextTask", "divergence"]
 

@@ -13,8 +13,9 @@ import mmod
 from mmod.data.config import TextConfig
 from mmod.data.readers.text import create_eval_text
 from mmod.model import deciding_by
+from mmod.speculation import every_token
 from mmod.training.text.evaluate import evaluate
-from mmod.training.text.ways import every_token, together
+from mmod.training.text.ways import together
 from tests.adapters.vlm_zoo import make_language
 
 LANGUAGE: dict[str, Any] = {"inference_threshold": 0.5}
