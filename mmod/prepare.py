@@ -45,7 +45,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
         block, own = stack.blocks[index], configs[index]
         call = stack.call_of(block, own)
         _check_call(own, call, stack.names[index])
-        stack.check_skipped(own.skipped, call, stack.names[index])
+        stack.check_skipped(own, call, stack.names[index])
         start = _span_start(index, plan)
         if attends and start == 0:
             raise ValueError(

@@ -58,19 +58,25 @@ class BlockStack:
     mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
     hook: Callable[[RoutingConfig], tuple[nn.Module, ModelHook] | None] | None = None
 
-    def check_skipped(self, skipped: str, call: BlockCall, name: str) -> None:
+    def check_skipped(self, config: RoutingConfig, call: BlockCall, name: str) -> None:
         """Raise a ValueError where skipped tokens cannot take part in a block as a config has it.
 
         Args:
-            skipped: See `RoutingConfig.skipped`.
+            config: The block's config.
             call: How the library calls the block.
             name: Name of the block.
         """
+        skipped = config.skipped
         if skipped != "pass" and (self.language or self.sequence is not None):
             raise ValueError(f"skipped={skipped!r} is for images: {name} reads text, where a token stands for itself")
         if skipped == "merge" and not call.weighs_keys:
             raise ValueError(
                 f"skipped='merge' is not possible in {name}: attention there takes no bias for larger groups"
+            )
+        if config.enter_at == "mlp" and (self.library != "timm" or not call.operators):
+            raise ValueError(
+                f"enter_at='mlp' is not possible in {name}: only timm's blocks whose attention and MLP are residual "
+                "branches one after the other can be run in two halves"
             )
 
     def check_importance(self, importance: str) -> None:

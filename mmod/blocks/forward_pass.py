@@ -50,6 +50,23 @@ class SharedScore:
                     return routing
         return None
 
+    def before(self, router: Router, device: torch.device) -> Routing | None:
+        """Return the decision on whose rows the attention of a block runs that decides after it, None for all tokens.
+
+        Args:
+            router: The block's router.
+            device: Where the block is.
+        """
+        earlier = None
+        for other, _, routing in self._decided:
+            # A part of the pass that runs again finds what it has decided, and what was decided after it.
+            if other is router:
+                break
+            earlier = routing
+            if other.capacity == router.capacity:
+                break
+        return None if earlier is None or earlier.join_BN is None else earlier.to(device)
+
     def remember(self, router: Router, tokens: tuple[object, ...], routing: Routing) -> None:
         """Keep a decision for the blocks that follow."""
         if self.latest is not routing:
@@ -109,6 +126,7 @@ class _Running:
         task: The backward pass that it was last used in, -1 for none.
         normed: Kept rows of the running block, and what its first norm makes of them.
         gate_BK: Weights for the branches of the running block (B, K).
+        half: The branch of the running block that runs alone, or None for both.
         branch_rows: How its branch runs for kept rows alone, a `BranchRows`, or None.
         holds_rows: See `ForwardPass`; of the call of the model that runs.
     """
@@ -119,6 +137,7 @@ class _Running:
         self.task = -1
         self.normed: tuple[Tensor, Tensor] | None = None
         self.gate_BK: Tensor | None = None
+        self.half: str | None = None
         self.branch_rows: Any = None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmod.blocks.branches import BranchRows, branch_on_rows
+from mmod.blocks.branches import BranchRows, branch_on_rows, one_half
 from mmod.blocks.forward_pass import ForwardPass, SharedScore
 from mmod.blocks.packed import run_packed
 from mmod.blocks.rows import enter_rows, leave_rows
@@ -68,6 +68,10 @@ class RoutedBlock(ConvertedBlock):
         held: HeldRows | None = None if forward_pass is None else forward_pass.held
         if forward_pass is not None and held is not None and not held.serves(self.router):
             x, held, forward_pass.held = held.leave(x), None, None
+        if self.router.config.enter_at == "mlp":
+            y = self._run_halves(x, arguments, forward_pass, held)
+            self.mod_state.leave(forward_pass)
+            return y
         routing = self.decide(x, arguments, forward_pass)
         if held is None and not self._hands_on(forward_pass, routing):
             y = self.run_routed(x, arguments, routing)
@@ -92,6 +96,31 @@ class RoutedBlock(ConvertedBlock):
         y = self.run_host(z, call.select_tokens(arguments, held.x_BND, routing))
         forward_pass.held = held if self._hands_on(forward_pass, routing) else None
         return y if forward_pass.held is held else held.leave(y)
+
+    def _run_halves(
+        self, x: Tensor, arguments: Mapping[str, Any], forward_pass: ForwardPass | None, held: HeldRows | None
+    ) -> Tensor:
+        """Run attention on the rows of the decision before, and the MLP on those of the block's own."""
+        call, tracker = self.mod_state.call, self.mod_state.tracker
+        earlier = self.mod_state.before(self.router, x, forward_pass) if held is None else held.routing
+        z = x if held is not None or earlier is None else enter_rows(x, earlier)
+        if earlier is not None:
+            arguments = call.select_tokens(arguments, x if held is None else held.x_BND, earlier)
+        with one_half(tracker, "attention"):
+            y = self.run_host(z, arguments)
+        x = y if earlier is None or held is not None else leave_rows(x, z, y, earlier)
+        routing = self.decide(x, arguments, forward_pass)
+        hands_on = self._hands_on(forward_pass, routing)
+        if held is None and hands_on:
+            held = HeldRows(x, self.router)
+        z = enter_rows(x, routing) if held is None else held.enter(x, routing)
+        with one_half(tracker, "mlp"):
+            y = self.run_host(z, {})
+        if forward_pass is not None:
+            forward_pass.held = held if hands_on else None
+        if held is None:
+            return leave_rows(x, z, y, routing)
+        return y if hands_on else held.leave(y)
 
     def enter(self, x: Tensor, arguments: Mapping[str, Any]) -> ForwardPass | None:
         """Return the forward pass that the block runs in, or None where it shares nothing."""

@@ -169,6 +169,17 @@ class RoutedState(BlockState):
             return None
         return forward_pass.scores.get(self.span)
 
+    def before(self, router: Router, x_BND: Tensor, forward_pass: ForwardPass | None) -> Routing | None:
+        """Return the decision that a block begins with which makes its own after attention.
+
+        Args:
+            router: The block's router.
+            x_BND: The block's input, on whose device the decision is given.
+            forward_pass: The pass that the block runs in, None where it shares nothing.
+        """
+        shared = self.shared(forward_pass, training=True)
+        return None if shared is None else shared.before(router, x_BND.device)
+
     def decide(
         self,
         router: Router,

@@ -54,6 +54,9 @@ class RoutingConfig:
             image that is most like them and get the update of that one; or "merge" with it, averaged as one row that
             attention counts as so many tokens, and then get its update. Consecutive blocks whose router shares its
             score choose among the kept tokens of the blocks before, wherever capacity falls.
+        enter_at: Where tokens that merge become one row: at the input of the "block", or before its "mlp", so that they
+            attend apart once more, as in ToMe. The latter is for blocks of timm, and for routers that share a score of
+            the tokens alone ("redundancy", "random", "stride").
         blocks: "every_other" (1, 3, 5, ...), "late" (all after the first third; attention routing then keeps the same
             tokens in all of them, those that the last dense block attends to, and the random control draws once for
             all of them), "all", or the indices of the blocks.
@@ -86,6 +89,7 @@ class RoutingConfig:
     context: str | tuple[str, ...]
     operator: str | tuple[str, ...]
     skipped: str
+    enter_at: str
     blocks: str | tuple[int, ...]
     protect_prefix: bool
     importance: str
@@ -102,6 +106,7 @@ class RoutingConfig:
         context: str | tuple[str, ...] = "kept",
         operator: str | tuple[str, ...] = "block",
         skipped: str = "pass",
+        enter_at: str = "block",
         blocks: str | tuple[int, ...] = "every_other",
         protect_prefix: bool = True,
         importance: str = "per_viewer",
@@ -122,6 +127,7 @@ class RoutingConfig:
             "context": _frozen(context),
             "operator": _frozen(operator),
             "skipped": skipped,
+            "enter_at": enter_at,
             "blocks": _frozen(blocks),
             "protect_prefix": protect_prefix,
             "importance": importance,
@@ -152,6 +158,7 @@ class RoutingConfig:
             context=CONTEXTS,
             operator=OPERATORS,
             skipped=("pass", "follow", "merge"),
+            enter_at=("block", "mlp"),
             blocks=LAYOUTS,
             importance=("per_viewer", "mean", "class_token"),
             losses="(0, inf)",
@@ -168,6 +175,11 @@ class RoutingConfig:
             raise ValueError(
                 f"skipped={self.skipped!r} needs select='topk', context='kept', operator='block' and a gate without "
                 "reweight_skipped"
+            )
+        if self.enter_at == "mlp" and (self.skipped != "merge" or not router.draws):
+            raise ValueError(
+                "enter_at='mlp' needs skipped='merge' and a router that shares a score of tokens alone, such as "
+                f"'redundancy'; got skipped={self.skipped!r} and router {router.name!r}"
             )
         if in_part and (gate.reweight_skipped or language.gate_on != "update"):
             raise ValueError(
@@ -277,7 +289,7 @@ def _frozen(value: Any) -> Any:
 _NAMES = tuple(item.name for item in dataclasses.fields(RoutingConfig))
 ROUTING_FIELDS = (*_NAMES, *FLAT)
 # What every saved config has.
-_FIRST_NAMES = set(_NAMES) - {"operator", "skipped"}
+_FIRST_NAMES = set(_NAMES) - {"operator", "skipped", "enter_at"}
 
 
 def regroup_saved(tree: Any) -> Any:

@@ -1,0 +1,163 @@
+"""Blocks in which tokens merge between attention and MLP (`enter_at="mlp"`)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmod
+from mmod.routing.score.redundancy import RedundancyScore
+from tests.zoo import ZOO, make_images, make_model
+
+FALLING = {1: 0.8, 2: 0.8, 3: 0.4}
+SIZE = make_images("vit_tiny_patch16_224", 1).shape[-1]
+FIELDS = {"skipped": "merge", "enter_at": "mlp", "blocks": tuple(FALLING), "capacity": tuple(FALLING.values())}
+
+
+def routed(name: str, **changes: object) -> nn.Module:
+    model = make_model(name).double().eval()
+    return mmod.route_(model, mmod.RoutingConfig(**{"router": "redundancy", **FIELDS, **changes}))
+
+
+def refusal(name: str) -> str:
+    try:
+        routed(name)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+REFUSED = {name: refusal(name) for name in ZOO}
+SPLIT = [name for name, reason in REFUSED.items() if not reason]
+
+
+def test_most_models_can_be_run_in_halves() -> None:
+    assert {"vit_tiny_patch16_224", "eva02_tiny_patch14_224", "beit_base_patch16_224"} <= set(SPLIT)
+    assert len(SPLIT) >= len(ZOO) // 2
+    assert all("in two halves" in reason or "takes no bias" in reason for reason in REFUSED.values() if reason)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_rows_handed_on_batches_and_training_change_nothing(name: str) -> None:
+    images = make_images(name, 2).double()
+    for router in ("redundancy", "random", "stride"):
+        model = routed(name, router=router)
+        with torch.no_grad():
+            out, single = model(images), torch.cat([model(image[None]) for image in images])
+        torch.testing.assert_close(model(images), out, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(single, out, rtol=1e-9, atol=1e-9)
+        # Whoever looks between the blocks finds all tokens.
+        seen: list[int] = []
+        handle = model.blocks[2].register_forward_hook(lambda _, args, y, seen=seen: seen.append(y.shape[1]))
+        with torch.no_grad():
+            torch.testing.assert_close(model(images), out, rtol=1e-9, atol=1e-9)
+        handle.remove()
+        with mmod.trace(model) as decisions, torch.no_grad():
+            model(images)
+        tokens = next(iter(decisions.values())).score_BN.shape[1]
+        assert seen == [tokens]
+        kept = [routing.index_BK.shape[1] for routing in decisions.values()]
+        assert kept == [max(1, int(round(tokens * share, 9))) for share in FALLING.values()]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_capacity_one_is_the_dense_model_and_unrouting_too(name: str) -> None:
+    dense, images = make_model(name).double().eval(), make_images(name, 2).double()
+    model = mmod.route_(copy.deepcopy(dense), mmod.RoutingConfig(**{"router": "stride", **FIELDS, "capacity": 1.0}))
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), dense(images), rtol=1e-9, atol=1e-9)
+        assert torch.equal(mmod.unroute_(model)(images), dense(images))
+    assert [type(module) for module in model.modules()] == [type(module) for module in dense.modules()]
+
+
+def merged(x: Tensor, slot_of: list[int], size: list[float]) -> tuple[Tensor, list[float]]:
+    """Average the rows of each slot, each counted as often as it stands for a token."""
+    slots = max(slot_of) + 1
+    groups = [[row for row in range(len(slot_of)) if slot_of[row] == slot] for slot in range(slots)]
+    sizes = [sum(size[row] for row in group) for group in groups]
+    means = [sum(size[row] * x[row] for row in group) / total for group, total in zip(groups, sizes)]
+    return torch.stack(means), sizes
+
+
+def joins(x: Tensor, keep: int) -> list[int]:
+    """Return the slot of each row: redundant ones go to the kept row that is most like them, none to the prefix."""
+    score = RedundancyScore(1)(x[None])[0]
+    kept = sorted(sorted(range(len(x)), key=lambda row: (-float(score[row]), row))[:keep])
+    unit = torch.nn.functional.normalize(x, dim=-1)
+    nearest = [
+        max(range(1, keep), key=lambda slot, row=row: float(unit[row] @ unit[kept[slot]])) for row in range(len(x))
+    ]
+    return [kept.index(row) if row in kept else nearest[row] for row in range(len(x))]
+
+
+def by_loop(model: nn.Module, image: Tensor) -> Tensor:
+    """Return the tokens of one image after the blocks, in plain loops over images and groups."""
+    seen: list[Tensor] = []
+    handle = model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(image[None])
+    handle.remove()
+    x, size, undone = seen[0][0], None, []
+    tokens = len(x)
+    for index, block in enumerate(model.blocks):
+        mask = None if size is None else torch.tensor(size).log().to(x)[None, None, None]
+        x = x + block.ls1(block.attn(block.norm1(x[None]), attn_mask=mask))[0]
+        keep = int(tokens * FALLING.get(index, 2))
+        if keep < len(x):
+            slot_of = joins(x, keep)
+            rows, size = merged(x, slot_of, size or [1.0] * len(x))
+            undone.append((x, rows, slot_of))
+            x = rows
+        x = x + block.ls2(block.mlp(block.norm2(x)))
+        if index + 1 not in FALLING and undone:
+            for before, rows, slot_of in reversed(undone):
+                x = before + (x - rows)[slot_of]
+            size, undone = None, []
+    return model.norm(x)
+
+
+def test_it_is_what_a_loop_over_tokens_makes() -> None:
+    dense, images = make_model("vit_tiny_patch16_224").double().eval(), make_images("vit_tiny_patch16_224", 2).double()
+    with torch.no_grad():
+        expected = torch.stack([by_loop(dense, image) for image in images])
+        model = mmod.route_(dense, mmod.RoutingConfig(router="redundancy", **FIELDS))
+        torch.testing.assert_close(model.forward_features(images), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_checkpointing_gives_the_same_gradients() -> None:
+    model, gradients = routed("vit_tiny_patch16_224").train(), []
+    for checkpointed in (False, True):
+        model.set_grad_checkpointing(checkpointed)
+        images = make_images("vit_tiny_patch16_224", 2).double().requires_grad_()
+        model(images).square().sum().backward()
+        gradients.append(images.grad)
+    assert gradients[0].abs().max() > 0
+    assert torch.equal(*gradients)
+
+
+def test_compiled_it_is_the_same() -> None:
+    model, images = routed("vit_tiny_patch16_224"), make_images("vit_tiny_patch16_224", 2).double()
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(images)
+        torch.testing.assert_close(compiled, model(images), rtol=1e-9, atol=1e-9)
+
+
+def test_the_attention_costs_more_and_the_mlp_as_much() -> None:
+    cost = {at: mmod.flops(routed("vit_tiny_patch16_224", enter_at=at), SIZE) for at in ("block", "mlp")}
+    assert cost["block"].routed < cost["mlp"].routed < cost["mlp"].dense
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"skipped": "follow"}, "enter_at='mlp' needs skipped='merge'"),
+        ({"router": "attention"}, "router 'attention'"),
+        ({"router": "linear"}, "router 'linear'"),
+        ({"enter_at": "norm"}, "enter_at must be one of 'block', 'mlp', got 'norm'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mmod.RoutingConfig(**{"router": "redundancy", **FIELDS, **changes})
