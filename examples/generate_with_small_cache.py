@@ -13,7 +13,6 @@ import torch
 import transformers
 
 import mmod
-import mmod.registry.transformers  # the Auto classes load routed folders, too
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mmod.lazy import lazy_names
-from mmod.registry.dense_loads import watch_dense_loads
+from mmod.registry.transformers import watch_loads
 
 # The one list of this package's names, see lazy_names.
 # ruff: noqa: F401
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from mmod.model import capacities, is_routed, route_, routed_blocks, routing_config, set_capacity, unroute_
     from mmod.planning import Option, PlanSearch, attention_ranks, plan_divergence, preset, search_plan
     from mmod.pretrained import load_pretrained, save_pretrained
+    from mmod.registry.hub import push_to_hub
     from mmod.routing import Routing
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)
 
-watch_dense_loads()
+watch_loads()

@@ -23,6 +23,7 @@ FORMAT_VERSION = 3
 _READ = (2, FORMAT_VERSION)
 WEIGHTS = "model.safetensors"
 CONFIG = "mmod.json"
+HUB = "hf-hub:"
 _PASSING = ("training", "grad_checkpointing")
 _KEYS = ("format_version", "versions", "library", "model", "routing", "capacities")
 
@@ -75,7 +76,8 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
     """Build, route and load a model that `save_pretrained` saved, or a transformers model that saved itself.
 
     Args:
-        folder: The folder.
+        folder: The folder, or "hf-hub:owner/name" of the Hugging Face hub, with "@revision" behind it for another one
+            than the latest.
         device: Where the model goes; None means the CPU.
         options: For a transformers model, what its `from_pretrained` takes: `dtype`, `device_map`,
             `quantization_config` ... With `device_map`, leave `device` alone.
@@ -89,7 +91,7 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
             to another one, or whose content does not fit: an unknown routing option, a weight that is missing, not
             known or of another shape.
     """
-    folder = Path(folder)
+    folder = _local(folder)
     if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
         model: nn.Module = load_adapter("transformers").load(folder, route_again, **options)
         return model.eval() if device is None else model.to(device).eval()
@@ -117,6 +119,16 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
             value.data = value.data.to(state[name].dtype)
     model.load_state_dict(state)
     return model.to(device or "cpu").eval()
+
+
+def _local(folder: str | Path) -> Path:
+    """Return a folder on this machine; one of the hub is fetched."""
+    if not str(folder).startswith(HUB):
+        return Path(folder)
+    from huggingface_hub import snapshot_download
+
+    repo, _, revision = str(folder).removeprefix(HUB).partition("@")
+    return Path(snapshot_download(repo, revision=revision or None, allow_patterns=["*.json", "*.safetensors"]))
 
 
 def route_again(model: nn.Module, configs: dict[str, RoutingConfig], kept: list[float]) -> None:

@@ -1,84 +1,78 @@
-"""Routed models from transformers' Auto classes: importing this module registers a loader for each supported model.
+"""Routed folders in transformers: once mmod is imported, every `from_pretrained` gives the model that was saved.
 
-`AutoModelForCausalLM.from_pretrained(folder)` and its like then give the routed model where the folder's config.json
-describes routing, and a dense model of the plain class everywhere else. Arguments (`dtype`, `device_map`,
-`quantization_config`, ...) mean what they always do.
+`AutoModelForCausalLM.from_pretrained(folder)` and `LlamaForCausalLM.from_pretrained(folder)` alike give the routed
+model where the folder's config.json describes routing, and go on as ever everywhere else. Arguments (`dtype`,
+`device_map`, `quantization_config`, ...) mean what they always do.
+
+Transformers lets other packages change how a folder is loaded by `quantization_config` alone. That place is taken where
+weights are quantized, and is empty in folders that were saved before; so the method itself is wrapped, as soon as
+transformers is imported and not before.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
-import transformers
-from transformers import CONFIG_MAPPING
+__all__ = ["watch_loads"]
 
-from mmod.adapters.transformers.saving import KEY, load
-from mmod.pretrained import route_again
-
-__all__ = ["MODEL_TYPES"]
-
-MODEL_TYPES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "phi3",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "qwen2_vl",
-    "qwen2_vl_text",
-    "qwen2_5_vl",
-    "qwen2_5_vl_text",
-    "clip",
-    "clip_vision_model",
-    "siglip",
-    "siglip_vision_model",
-)
-"""Types of model, as in config.json, whose routed folders the Auto classes load."""
-
-# Auto class -> its table of model classes.
-_AUTO_CLASSES = {
-    "AutoModel": "MODEL_MAPPING",
-    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
-    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING",
-    "AutoModelForPreTraining": "MODEL_FOR_PRETRAINING_MAPPING",
-    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
-    "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
-    "AutoModelForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-    "AutoModelForZeroShotImageClassification": "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING",
-}
+_MODULE = "transformers.modeling_utils"
+# Where a config is looked for.
+_PLACE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
-def _register_all() -> None:
-    for auto_name, mapping_name in _AUTO_CLASSES.items():
-        auto, mapping = getattr(transformers, auto_name), getattr(transformers, mapping_name)
-        for model_type in MODEL_TYPES:
-            config_class = CONFIG_MAPPING[model_type]
-            dense = mapping.get(config_class, None)
-            if dense is not None:
-                auto.register(config_class, _loader(dense), exist_ok=True)
+def watch_loads() -> None:
+    """Wrap transformers' `from_pretrained` once it is imported, without importing it."""
+    if _MODULE in sys.modules:
+        _watch(sys.modules[_MODULE])
+    else:
+        sys.meta_path.insert(0, _Finder())
 
 
-def _loader(dense: Any) -> Any:
-    """Return a stand-in for a model class: it is never instantiated, and loads the routed or the dense model."""
+class _Finder(MetaPathFinder):
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: _watch(module, execute)  # type: ignore[method-assign]
+        return spec
 
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return dense(*args, **kwargs)
 
+def _watch(module: Any, execute: Any = None) -> None:
+    if execute is not None:
+        execute(module)
+    plain: Any = module.PreTrainedModel.from_pretrained.__func__
+
+    @functools.wraps(plain)
     def from_pretrained(cls: Any, folder: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(getattr(options.get("config"), KEY, None), dict):
-            return load(folder, route_again, *args, model_class=dense, **options)
-        return dense.from_pretrained(folder, *args, **options)
+        if not _holds_routing(module, cls, folder, options):
+            return plain(cls, folder, *args, **options)
+        from mmod.adapters.transformers.saving import load
+        from mmod.pretrained import route_again
 
-    members = {"__new__": new, "from_pretrained": classmethod(from_pretrained), "__module__": dense.__module__}
-    return type(dense.__name__, (dense,), members)
+        return load(folder, route_again, *args, model_class=cls, **options)
+
+    module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
-_register_all()
+def _holds_routing(module: Any, cls: Any, folder: Any, options: dict[str, Any]) -> bool:
+    """Return whether a folder's config describes routing that the class to be made does not bring itself."""
+    if "routes_itself" in vars(cls):
+        return False
+    config = options.get("config")
+    if not isinstance(config, module.PreTrainedConfig):
+        try:
+            place = {name: options[name] for name in _PLACE if name in options}
+            values, _ = module.PreTrainedConfig.get_config_dict(folder if config is None else config, **place)
+        except (OSError, TypeError):
+            # No config: loading itself says so, or reads a format that has none.
+            return False
+        return isinstance(values.get("mmod"), dict)
+    return isinstance(getattr(config, "mmod", None), dict)

@@ -1,10 +1,11 @@
-"""Folders of routed models, loaded by transformers' Auto classes."""
+"""Folders of routed models, loaded by transformers' own calls."""
 
 from __future__ import annotations
 
-import warnings
+import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ import transformers
 from torch import nn
 
 import mmod
-import mmod.registry.transformers
 from mmod.model import routing_configs
 from tests.adapters.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
 
+ROOT = Path(__file__).parents[2]
 NAMES = sorted({name.removesuffix("-window") for name in (*LANGUAGE, *JOINT)} - {"llava-mistral"})
 TEXT = LINEAR.replace(tokens="all")
 
@@ -26,23 +27,17 @@ def save(name: str, folder: Path) -> nn.Module:
     return model
 
 
-@pytest.fixture(autouse=True)
-def _no_dense_load() -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*routed model")
-        yield
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_routed_folders_give_routed_models(name: str, tmp_path: Path) -> None:
     model = save(name, tmp_path)
     auto = transformers.AutoModelForImageTextToText if name in JOINT else transformers.AutoModelForCausalLM
-    again = auto.from_pretrained(tmp_path)
-    assert type(again) is type(model)
-    assert routing_configs(again) == routing_configs(model)
     batch = prompt(name, (1, 2)) if name in JOINT else words()
-    with torch.no_grad():
-        assert torch.equal(again(**batch).logits, model(**batch).logits)
+    for made_by in (auto, type(model)):
+        again = made_by.from_pretrained(tmp_path)
+        assert type(again) is type(model)
+        assert routing_configs(again) == routing_configs(model)
+        with torch.no_grad():
+            assert torch.equal(again(**batch).logits, model(**batch).logits)
 
 
 def test_arguments_mean_what_they_always_do(tmp_path: Path) -> None:
@@ -104,8 +99,34 @@ def test_dense_models_are_what_they_were(name: str, tmp_path: Path) -> None:
     assert again.dtype == torch.float16
 
 
-def test_every_supported_type_of_model_is_registered() -> None:
-    for model_type in mmod.registry.transformers.MODEL_TYPES:
-        loader = transformers.MODEL_MAPPING[transformers.CONFIG_MAPPING[model_type]]
-        assert issubclass(loader, getattr(transformers, loader.__name__))
-        assert loader is not getattr(transformers, loader.__name__)
+@pytest.mark.parametrize("imports", ["mmod, transformers", "transformers, mmod"])
+def test_either_may_be_imported_first(imports: str, tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    code = f"import {imports}; print(mmod.is_routed(transformers.LlamaForCausalLM.from_pretrained({str(tmp_path)!r})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "True"
+
+
+def test_a_config_that_is_given_decides(tmp_path: Path) -> None:
+    model = save("llama", tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    batch = words()
+    for given in (config, str(tmp_path)):
+        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=given)
+        with torch.no_grad():
+            assert torch.equal(again(**batch).logits, model(**batch).logits)
+    # An argument that is an option of the config changes it, as ever.
+    assert transformers.LlamaForCausalLM.from_pretrained(tmp_path, rms_norm_eps=0.5).config.rms_norm_eps == 0.5
+    del config.mmod
+    assert not mmod.is_routed(transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=config))
+
+
+def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    with pytest.raises(OSError, match="elsewhere"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "elsewhere")
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["mmod"]["version"] = 99
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match="saved as version 99"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)

@@ -117,7 +117,7 @@ def load(folder: str | Path, route: Route, *args: Any, model_class: Any = None, 
         folder: The folder, with one or several files of weights.
         route: Routes the model while it has no weights yet.
         args: Further arguments of the model's `__init__`.
-        model_class: The class to make; None means the one that the folder names.
+        model_class: The class to make; None means the one that the local folder names.
         options: What the model's `from_pretrained` takes: `dtype`, `device_map`, `quantization_config` ...
 
     Returns:
@@ -126,24 +126,17 @@ def load(folder: str | Path, route: Route, *args: Any, model_class: Any = None, 
     Raises:
         ValueError: Not saved from a routed model, by a version this one does not know, or without some of its weights.
     """
-    import transformers
-
-    config = options.get("config")
-    if config is None:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    parts, kept = read_routing(config, folder)
-    name = next(iter(config.architectures or ()), None)
-    dense: Any = model_class or getattr(transformers, str(name), None)
-    if not isinstance(dense, type) or not issubclass(dense, transformers.PreTrainedModel):
-        raise ValueError(f"{str(folder)!r} names {name!r} in its config.json, which is no model of transformers")
+    dense: Any = _class_of(folder) if model_class is None else model_class
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        parts, kept = read_routing(config, folder)
         dense.__init__(self, config, *args, **kwargs)
         # Routed while it has no weights yet: those of the routers are then loaded like all others.
         route(self, parts, kept)
 
     # Named like the dense class, by which checkpoints, devices and recorded outputs know it.
-    routed = type(dense.__name__, (dense,), {"__init__": build, "__module__": dense.__module__})
+    members = {"__init__": build, "__module__": dense.__module__, "routes_itself": True}
+    routed = type(dense.__name__, (dense,), members)
     mapping = {**KEY_MAPPING, **options.pop("key_mapping", {})}
     with_report = options.pop("output_loading_info", False)
     model, found = routed.from_pretrained(  # type: ignore[attr-defined]
@@ -152,8 +145,21 @@ def load(folder: str | Path, route: Route, *args: Any, model_class: Any = None, 
     missing = sorted(found["missing_keys"])
     if missing:
         raise ValueError(
-            f"the weights in {str(folder)!r} do not fit: missing {missing}. A routed model that was loaded without "
-            "mmod.load_pretrained and saved again has lost its routers"
+            f"the weights in {str(folder)!r} do not fit: missing {missing}. A routed model that was loaded where mmod "
+            "had not been imported, and saved again, has lost its routers"
         )
     model.__class__ = dense
     return (model, found) if with_report else model
+
+
+def _class_of(folder: str | Path) -> Any:
+    """Return the class that a routed folder names."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    read_routing(config, folder)
+    name = next(iter(config.architectures or ()), None)
+    dense = getattr(transformers, str(name), None)
+    if not isinstance(dense, type) or not issubclass(dense, transformers.PreTrainedModel):
+        raise ValueError(f"{str(folder)!r} names {name!r} in its config.json, which is no model of transformers")
+    return dense

@@ -151,10 +151,6 @@ def _create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     source = config.model
     if source.config is None and not on_meta:
         assert source.checkpoint is not None
-        if _was_routed(source.checkpoint):
-            from mmod import load_pretrained
-
-            return load_pretrained(source.checkpoint, **source.args)
         return AutoModelForImageTextToText.from_pretrained(source.checkpoint, **source.args)
     if source.config is None:
         described = AutoConfig.from_pretrained(str(source.checkpoint))

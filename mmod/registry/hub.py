@@ -1,0 +1,143 @@
+"""Routed models on the Hugging Face hub, each with a card that says how it is routed and what it costs.
+
+`mmod.load_pretrained("hf-hub:owner/name")` gets them back, and those of transformers by `from_pretrained`, too.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from mmod.adapters import find_library, find_stacks
+from mmod.analysis.flop_report import FlopCounts
+from mmod.model import capacities, routing_configs
+from mmod.pretrained import save_pretrained
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
+
+__all__ = ["model_card", "push_to_hub", "write_hub_folder"]
+
+_LOADING = {
+    "transformers": 'import mmod\nfrom transformers import {auto}\n\nmodel = {auto}.from_pretrained("{repo}")',
+    "timm": 'import mmod\n\nmodel = mmod.load_pretrained("hf-hub:{repo}")',
+}
+_LOADING["open_clip"] = _LOADING["timm"]
+
+
+def push_to_hub(
+    model: nn.Module,
+    repo: str,
+    flops: FlopCounts,
+    *,
+    about: str = "",
+    architecture: str | Mapping[str, Any] | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    message: str = "Upload routed model",
+) -> str:
+    """Upload a routed model with its card.
+
+    Args:
+        model: A routed model of timm, open_clip or transformers.
+        repo: Where to: "owner/name". Made if it is not there.
+        flops: What the model costs, as `mmod.flops` or `mmod.prefill_flops` counts it for an input of your choice.
+        about: What else the card says, in Markdown: data, training, results with the command that makes them.
+        architecture: For open_clip, see `mmod.save_pretrained`.
+        private: Whether the repository is private, if it is made.
+        token: Of the hub; None takes the one you have logged in with.
+        revision: Branch.
+        message: Of the commit.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        ValueError: A model that is not routed or cannot be saved.
+    """
+    from huggingface_hub import HfApi
+
+    with tempfile.TemporaryDirectory() as folder:
+        # Written whole before anything is made on the hub.
+        write_hub_folder(model, folder, repo, flops, about=about, architecture=architecture)
+        hub = HfApi(token=token)
+        made = hub.create_repo(repo, private=private, exist_ok=True).repo_id
+        commit = hub.upload_folder(repo_id=made, folder_path=folder, revision=revision, commit_message=message)
+    return str(commit.commit_url)
+
+
+def write_hub_folder(
+    model: nn.Module, folder: str | Path, repo: str, flops: FlopCounts, *, about: str = "",
+    architecture: str | Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Write what `push_to_hub` uploads: the saved model and its card, README.md.
+
+    Args:
+        model: A routed model.
+        folder: Where to; it must hold no saved model.
+        repo: What the card calls it.
+        flops: What the model costs.
+        about: What else the card says.
+        architecture: For open_clip.
+    """
+    card = model_card(model, repo, flops, about=about)
+    if find_library(model) == "transformers":
+        transformer: Any = model
+        transformer.save_pretrained(folder)
+    else:
+        save_pretrained(model, folder, architecture=architecture)
+    card.save(Path(folder) / "README.md")
+
+
+def model_card(model: nn.Module, repo: str, flops: FlopCounts, *, about: str = "") -> ModelCard:
+    """Return a routed model's card: routing, plan, FLOPs and how they were counted.
+
+    Args:
+        model: The routed model.
+        repo: What it is called.
+        flops: What it costs.
+        about: What else the card says.
+
+    Raises:
+        ValueError: Nothing is routed, the model is of no supported library, or the count is not of this routing.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    configs, kept, library = routing_configs(model), capacities(model), find_library(model)
+    if library is None:
+        raise ValueError(f"this {type(model).__name__} is no model of a supported library: upload the model itself")
+    counted = {row.name for row in flops.blocks}
+    if not set(kept) & counted:
+        raise ValueError(
+            f"the FLOPs are of other blocks: {', '.join(sorted(counted))}, and routed are {', '.join(kept)}"
+        )
+    data = ModelCardData(library_name="mmod", tags=["mmod", "mixture-of-depths", library])
+    auto = "AutoModelForCausalLM" if "vision" not in find_stacks(model) else "AutoModelForImageTextToText"
+    sections = [
+        f"# {repo.rpartition('/')[2]}",
+        f"A {type(model).__name__} of {library}, routed by Mixture-of-Depths: blocks compute only what they keep.",
+        about.strip(),
+        f"## Use\n\n```python\n{_LOADING[library].format(repo=repo, auto=auto)}\n```",
+        "## Routing",
+        *(_part(name, config.to_dict(), str(config.plan(_depth(model, name)))) for name, config in configs.items()),
+        f"Share of tokens that each routed block keeps: {', '.join(f'{n} {value:g}' for n, value in kept.items())}.",
+        f"## Cost\n\n```\n{flops}\n```",
+        "Counted, not timed: 2 FLOPs per multiplication and addition, by `mmod.flops` or `mmod.prefill_flops`, for the "
+        "input named above. Time depends on the machine; `mmod benchmark` measures it.",
+    ]
+    text = "\n\n".join(section for section in sections if section)
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
+
+
+def _depth(model: nn.Module, part: str) -> int:
+    return len(find_stacks(model)[part].blocks)
+
+
+def _part(name: str, config: Mapping[str, Any], plan: str) -> str:
+    return f"`{name}`:\n\n```\n{plan}\n```\n\n```json\n{json.dumps(config, indent=2)}\n```"

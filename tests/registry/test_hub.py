@@ -1,0 +1,118 @@
+"""Models on the hub, with a folder of this machine in its place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import mmod
+from mmod.registry.hub import model_card, write_hub_folder
+from tests.adapters.vlm_zoo import LINEAR, make_joint, make_language, words
+
+
+class Hub:
+    """What is called of `huggingface_hub`, on folders of this machine."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, token: Any = None) -> Hub:
+        self.calls.append({"token": token})
+        return self
+
+    def create_repo(self, repo_id: str, **options: Any) -> Any:
+        self.calls.append(options)
+        return SimpleNamespace(repo_id=repo_id)
+
+    def upload_folder(self, repo_id: str, folder_path: str, **options: Any) -> Any:
+        self.calls.append(options)
+        shutil.copytree(folder_path, self.root / repo_id)
+        return SimpleNamespace(commit_url=f"hub/{repo_id}")
+
+    def snapshot(self, repo_id: str, revision: str | None = None, allow_patterns: Any = None) -> str:
+        self.calls.append({"revision": revision})
+        return str(self.root / repo_id)
+
+
+def timm_model() -> tuple[nn.Module, Any, dict[str, Any]]:
+    import timm
+
+    model = timm.create_model("test_vit", num_classes=7)
+    mmod.route_(model, mmod.RoutingConfig(router="norm", capacity=0.5))
+    return model, mmod.flops(model, 160), {"x": torch.randn(2, 3, 160, 160)}
+
+
+def clip_model() -> tuple[nn.Module, Any, dict[str, Any]]:
+    from tests.adapters import clip_zoo
+
+    model = clip_zoo.make_clip("ViT-B-32")
+    mmod.route_(model, image=mmod.RoutingConfig(router="norm", capacity=0.5))
+    images = clip_zoo.make_images("ViT-B-32")
+    return model, mmod.flops(model, {"image": images[:1]}), {"image": images}
+
+
+def causal_model() -> tuple[nn.Module, Any, dict[str, Any]]:
+    model = mmod.route_(make_language("llama"), LINEAR.replace(tokens="all"))
+    return model, mmod.prefill_flops(model, 20), dict(words())
+
+
+def answers(model: nn.Module, batch: dict[str, Any]) -> Any:
+    with torch.no_grad():
+        found = model.eval()(**batch)
+    return found.logits if hasattr(found, "logits") else found[0] if isinstance(found, tuple) else found
+
+
+@pytest.mark.parametrize("make", [timm_model, causal_model])
+def test_what_was_uploaded_comes_back(make: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot)
+    model, flops, batch = make()
+    assert mmod.push_to_hub(model, "me/small", flops, about="Trained on nothing.", private=True) == "hub/me/small"
+    assert {"private": True, "exist_ok": True} in hub.calls
+    card = huggingface_hub.ModelCard.load(tmp_path / "me/small/README.md")
+    assert {"mmod", "mixture-of-depths"} <= set(card.data.tags)
+    config = mmod.routing_config(model)
+    plan = config.plan(len(flops.blocks))
+    described = json.dumps(config.to_dict(), indent=2)
+    for said in ("Trained on nothing.", str(flops), str(plan), described, "Counted, not timed"):
+        assert said in card.text
+    again = mmod.load_pretrained("hf-hub:me/small@main")
+    assert hub.calls[-1] == {"revision": "main"}
+    assert torch.equal(answers(again, batch), answers(model, batch))
+
+
+def test_models_of_open_clip_name_their_architecture(tmp_path: Path) -> None:
+    from tests.adapters import clip_zoo
+
+    model, flops, batch = clip_model()
+    write_hub_folder(model, tmp_path, "me/clip", flops, architecture=clip_zoo.small_config("ViT-B-32"))
+    assert torch.equal(answers(mmod.load_pretrained(tmp_path), batch), answers(model, batch))
+    assert 'mmod.load_pretrained("hf-hub:me/clip")' in (tmp_path / "README.md").read_text()
+
+
+def test_the_card_loads_the_kind_of_model_that_it_is_of(tmp_path: Path) -> None:
+    model = mmod.route_(make_joint("llava"), language=LINEAR)
+    write_hub_folder(model, tmp_path, "me/llava", mmod.prefill_flops(model, 5, 9))
+    assert 'AutoModelForImageTextToText.from_pretrained("me/llava")' in (tmp_path / "README.md").read_text()
+    assert mmod.is_routed(transformers.AutoModelForImageTextToText.from_pretrained(tmp_path))
+
+
+def test_what_a_card_cannot_state_is_refused(tmp_path: Path) -> None:
+    model, flops, _ = timm_model()
+    with pytest.raises(ValueError, match="FLOPs are of other blocks"):
+        model_card(model, "me/small", causal_model()[1])
+    with pytest.raises(ValueError, match="nothing in this"):
+        write_hub_folder(mmod.unroute_(model), tmp_path, "me/small", flops)
+    assert not list(tmp_path.iterdir())
