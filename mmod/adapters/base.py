@@ -87,6 +87,8 @@ class BlockStack:
         """
         if importance == "class_token" and not self.class_token:
             raise ValueError(f"importance='class_token': {self.names[0]} and those after it have no class token first")
+        if importance == "last_token" and not self.language:
+            raise ValueError(f"importance='last_token' is for language models: {self.names[0]} is no layer of one")
 
 
 # Finds the blocks of one part, or raises a ValueError that says why that part cannot be routed.

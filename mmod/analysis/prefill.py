@@ -87,7 +87,7 @@ def _row(name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> Block
         if block.router.config.language.shared:
             router += 2 * tokens * dim
     elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
-        importance = 2 * tokens * tokens * width
+        importance = 2 * (1 if block.mod_state.average == "last_token" else tokens) * tokens * width
     sizes = {
         place: module.in_features * module.out_features
         for place, module in block.named_modules()

@@ -64,7 +64,8 @@ class RoutingConfig:
         importance: How attention received is averaged. "per_viewer" counts the queries that can see a token, each
             weighed by the number of keys it sees, so that causal attention does not rank tokens by position; "mean"
             counts all queries alike, as A-MoD does. They differ only where queries see different keys. "class_token"
-            counts the query of the class token alone, as EViT does.
+            counts the query of the class token alone, as EViT does; "last_token", in language models, that of the
+            last token of each prompt, as FastV does (arXiv 2403.06764).
         losses: Weight of each auxiliary objective in every routed block: "membership" (binary cross-entropy between
             score and selection, MoD), "load" (kept share times mean gate, MoDification), "capacity" (distance of the
             kept share from `capacity`), "importance" (binary cross-entropy between a learned score and the selection
@@ -160,7 +161,7 @@ class RoutingConfig:
             skipped=("pass", "follow", "merge"),
             enter_at=("block", "mlp"),
             blocks=LAYOUTS,
-            importance=("per_viewer", "mean", "class_token"),
+            importance=("per_viewer", "mean", "class_token", "last_token"),
             losses="(0, inf)",
         )
         for name in self.losses:

@@ -51,9 +51,12 @@ class capture_importance(AttentionIntercept):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend, and take importance on the way."""
-        if self.average == "class_token":
+        if self.average in ("class_token", "last_token"):
             q, k, v = cast_alike(call.query, call.key, call.value)
-            self._add(class_token_importance(q, k, call.attn_mask, scale=call.scale))
+            query, mask = q, call.attn_mask
+            if self.average == "last_token":
+                query, mask = self._last_query(q, mask)
+            self._add(class_token_importance(query, k, mask, scale=call.scale))
             return call._replace(query=q, key=k, value=v).run()
         out, importance_BN = attention_with_importance(
             call.query, call.key, call.value, call.attn_mask, dropout=call.dropout_p, is_causal=call.is_causal,
@@ -65,8 +68,30 @@ class capture_importance(AttentionIntercept):
     def _of_map(self, score: Tensor, attention: Tensor) -> Tensor:
         if self.average == "class_token":
             return importance_of_map(attention[:, :, :1])
+        if self.average == "last_token":
+            return importance_of_map(_row(attention, self._last_place(attention)))
         views = views_of_scores(score, self.valid_BN) if self.average == "per_viewer" else None
         return importance_of_map(attention, self.valid_BN, views)
+
+    def _last_place(self, rows: Tensor) -> Tensor:
+        """Return which token of each sample is the last real one (B), given rows (B, H, N, E)."""
+        tokens_N = torch.arange(rows.shape[-2], device=rows.device)
+        if self.valid_BN is None:
+            return tokens_N[-1:].expand(len(rows))
+        return (tokens_N * self.valid_BN).amax(dim=1)
+
+    def _last_query(self, q_BHNE: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the query of each sample's last real token, and what it sees (B, 1 or H, 1, N)."""
+        tokens = q_BHNE.shape[2]
+        place_B = self._last_place(q_BHNE)
+        seen_BN = torch.arange(tokens, device=q_BHNE.device) <= place_B.unsqueeze(1)
+        if self.valid_BN is not None:
+            seen_BN = seen_BN & self.valid_BN
+        seen = seen_BN[:, None, None]
+        if mask is not None:
+            row = _row(mask.expand(len(q_BHNE), -1, tokens, -1), place_B)
+            seen = seen & row if row.dtype == torch.bool else row.masked_fill(~seen, -torch.inf)
+        return _row(q_BHNE, place_B), seen
 
     def _add(self, importance_BN: Tensor) -> None:
         self.calls += 1
@@ -74,3 +99,9 @@ class capture_importance(AttentionIntercept):
             self.importance_BN = importance_BN
         else:
             self.importance_BN = self.importance_BN + (importance_BN - self.importance_BN) / self.calls
+
+
+def _row(values: Tensor, place_B: Tensor) -> Tensor:
+    """Return one row of each sample (B, H, 1, E) of values (B, H, N, E)."""
+    index = place_B.view(-1, 1, 1, 1).expand(-1, values.shape[1], 1, values.shape[3])
+    return values.gather(2, index)

@@ -1,4 +1,4 @@
-"""Capacity as a function of depth."""
+"""Capacity as a function of depth, and plans that methods without training use."""
 
 from __future__ import annotations
 
@@ -48,3 +48,62 @@ def ratio_decay(
             blocks.append(block)
             capacities.append(round(min(1.0, max(floor, ratio)), 6))
     return Plan(blocks=tuple(blocks), capacities=tuple(capacities), depth=depth)
+
+
+def stage_drop(depth: int, *, stages: int = 4, keep: float = 0.5) -> Plan:
+    """Return the plan of PyramidDrop: at the end of each of several equal stages a share of the tokens goes.
+
+    Blocks of stage s of S, counted from 0, keep `keep ** s`; the first stage is dense. With a router that blocks share,
+    such as "attention" or "diversity", a token that is skipped once is skipped in every later block. There, tokens
+    that go are gone and ranked anew at each stage; here they are still among the model's rows at the end, and the ranks
+    are those at the end of the first stage.
+
+    Args:
+        depth: Number of blocks, at least as many as stages.
+        stages: Number of stages S, at least 2.
+        keep: Share of tokens that goes on from each stage, in (0, 1).
+
+    Raises:
+        ValueError: Fewer blocks than stages, fewer than 2 stages, or a share outside (0, 1).
+
+    Source: PyramidDrop, Xing et al., arXiv 2410.17247, section 3.2 (four stages, of which each keeps half).
+
+    Example:
+        >>> plan = stage_drop(8)
+        >>> plan.blocks, plan.capacities
+        ((2, 3, 4, 5, 6, 7), (0.5, 0.5, 0.25, 0.25, 0.125, 0.125))
+    """
+    if not 2 <= stages <= depth:
+        raise ValueError(f"stages must lie between 2 and depth={depth}, got {stages}")
+    if not 0 < keep < 1:
+        raise ValueError(f"keep must lie in (0, 1), got {keep!r}")
+    stage_of = [block * stages // depth for block in range(depth)]
+    blocks = tuple(block for block in range(depth) if stage_of[block])
+    return Plan(blocks, tuple(round(keep ** stage_of[block], 6) for block in blocks), depth)
+
+
+def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> Plan:
+    """Return the plan of FastV: from one block on, all keep the same share of the tokens.
+
+    With the router "attention" all of them keep the tokens that the last dense block attends to, since they share its
+    importance; `importance="last_token"` counts the query of the last token alone, as the source does.
+
+    Args:
+        depth: Number of blocks.
+        after: Number of dense blocks at the start, at least 1.
+        keep: Share of tokens that goes on, in (0, 1).
+
+    Raises:
+        ValueError: No block left to route, no dense one, or a share outside (0, 1).
+
+    Source: FastV, Chen et al., arXiv 2403.06764, section 4 (after=2, keep=0.5).
+
+    Example:
+        >>> drop_once(6).blocks
+        (2, 3, 4, 5)
+    """
+    if not 0 < after < depth:
+        raise ValueError(f"after must lie between 1 and {depth - 1}, got {after}")
+    if not 0 < keep < 1:
+        raise ValueError(f"keep must lie in (0, 1), got {keep!r}")
+    return Plan(tuple(range(after, depth)), (keep,) * (depth - after), depth)

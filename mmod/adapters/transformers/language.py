@@ -203,6 +203,10 @@ class GroupHook(DescribedRouting):
                 )
             free_BN = free_BN & ~protected_BN.bool()
         segment_BN = self._segments(given, cache)
+        if segment_BN is not None and self.config.importance == "last_token":
+            raise ValueError(
+                "importance='last_token' reads the last token of a row, and rows hold several samples each"
+            )
         groups = assign_groups(
             free_BN, gated_BN, valid_BN, None if frames is None else self.language.frames, self.tokens == "image",
             segment_BN, None if frames is None else frames.first_BN,
