@@ -174,15 +174,6 @@ def test_routed_layers_stay_whole_when_a_model_is_split() -> None:
     assert not layers & set(model._no_split_modules)
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
-def test_routers_lost_by_a_plain_load_are_missed(name: str, tmp_path: Path) -> None:
-    model = mmod.route_(make_joint(name), language=LINEAR)
-    model.save_pretrained(tmp_path / "routed")
-    type(model).from_pretrained(tmp_path / "routed").save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match=r"do not fit: missing \['.*router.*has lost its routers"):
-        mmod.load_pretrained(tmp_path / "plain")
-
-
 @pytest.mark.parametrize("architecture", ["pipeline", "Trainer", "os", None])
 def test_a_config_names_a_model_of_transformers_alone(architecture: str | None, tmp_path: Path) -> None:
     mmod.route_(make_joint("llava"), language=LINEAR).save_pretrained(tmp_path)

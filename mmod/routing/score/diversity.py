@@ -55,7 +55,7 @@ class DiversityScore(nn.Module):
     Example:
         >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [-1.0, 0.0]]])
         >>> DiversityScore()(x).topk(2).indices.sort().values
-        tensor([[1, 3]])
+        tensor([[0, 3]])
     """
 
     def __init__(self, prefix: int = 0) -> None:
