@@ -22,7 +22,16 @@ if TYPE_CHECKING:
         score,
     )
     from mmod.losses import auxiliary_loss
-    from mmod.model import capacities, is_routed, route_, routed_blocks, routing_config, set_capacity, unroute_
+    from mmod.model import (
+        capacities,
+        freeze_dense,
+        is_routed,
+        route_,
+        routed_blocks,
+        routing_config,
+        set_capacity,
+        unroute_,
+    )
     from mmod.planning import Option, PlanSearch, attention_ranks, plan_divergence, preset, search_plan
     from mmod.pretrained import load_pretrained, save_pretrained
     from mmod.registry.hub import push_to_hub

@@ -159,6 +159,36 @@ def unroute_(model: Model) -> Model:
     return model
 
 
+def freeze_dense(model: Model) -> Model:
+    """Leave the routers of a routed model alone to learn; its other parameters take no gradient.
+
+    Args:
+        model: A routed model, possibly wrapped. `model.requires_grad_(True)` lets all of it learn again.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: Nothing in it is routed, or its routers have no parameters.
+
+    Source: Router-Tuning, He et al., arXiv 2410.13184.
+
+    Example:
+        >>> import timm
+        >>> model = freeze_dense(route_(timm.create_model("test_vit"), RoutingConfig(router="linear")))
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad][:2]
+        ['blocks.1.router.score.weight', 'blocks.3.router.score.weight']
+    """
+    routers = [block.router for block in routed_blocks(model).values()]
+    learning = [parameter for router in routers for parameter in router.parameters()]
+    if not learning:
+        raise ValueError(f"router {routers[0].config.router.name!r} has no parameters that could learn")
+    model.requires_grad_(False)
+    for parameter in learning:
+        parameter.requires_grad_()
+    return model
+
+
 def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
     """Return the routed blocks of a model by their module names, in order.
 

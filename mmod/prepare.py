@@ -29,7 +29,12 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     if config.language.given and not stack.language:
         given = ", ".join(config.language.given)
         raise ValueError(f"{stack.names[0]} is no layer of a language model, so it takes no {given}")
-    if not config.protect_prefix:
+    if config.router.whole and stack.language:
+        raise ValueError(
+            f"a score for the whole sequence is for images and captions: {stack.names[0]} reads text that goes on, so "
+            "its router decides by token"
+        )
+    if not config.protect_prefix and not config.router.whole:
         _check_free_prefix(stack, plan)
     attends = config.reads_importance(training=True)
     if attends:
@@ -121,7 +126,7 @@ def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity:
         dim=stack.dim,
         block=index,
         capacity=capacity,
-        prefix=stack.prefix if config.protect_prefix else 0,
+        prefix=stack.prefix if config.protect_prefix and not config.router.whole else 0,
         device=parameter.device,
         dtype=parameter.dtype,
     )

@@ -41,7 +41,7 @@ class TestConfig:
                 "blocks must be one of 'every_other', 'late', 'all' or several values",
             ),
             ({"select": "top-k"}, "select must be one of 'topk', 'threshold', got 'top-k'"),
-            ({"gate": "relu"}, "gate must be one of 'identity', 'linear', 'sigmoid', 'tanh', got 'relu'"),
+            ({"gate": "relu"}, "gate must be one of 'identity', 'linear', 'sigmoid', 'tanh', 'step', got 'relu'"),
             ({"gate": "tanh"}, "gate 'tanh' needs a score that learns"),
             ({"losses": {"membership": 1.0}}, "router 'attention' learns nothing, so it takes no losses"),
             ({"router": "linear", "losses": {"bce": 1.0}}, "a loss must be one of 'membership', 'load'"),

@@ -168,7 +168,9 @@ class NamedArguments:
         return packed
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
-        """Return the arguments for the kept tokens alone."""
+        """Return the arguments for the kept tokens alone, or for all tokens of the images that are kept."""
+        if routing.image_S is not None:
+            return {name: _of_images(value, routing.image_S) for name, value in arguments.items()}
         narrowed = dict(arguments)
         index_BK = routing.index_BK
         if "rope" in narrowed:
@@ -224,6 +226,12 @@ class NamedArguments:
             position = torch.arange(tokens, device=index_BK.device)
             narrowed["attn_mask"] = (position <= index_BK.unsqueeze(-1)).unsqueeze(1)
         return narrowed
+
+
+def _of_images(value: Any, image_S: Tensor) -> Any:
+    """Return what an argument is for some images of a batch; one without a row for each is that of all."""
+    own = isinstance(value, Tensor) and value.ndim == 4 and len(value) > 1
+    return value.index_select(0, image_S) if own else value
 
 
 def span_hook(

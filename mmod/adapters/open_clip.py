@@ -196,6 +196,7 @@ class ClipBlock(NamedArguments):
         if mask is None or not self.flat_masks:
             return dict(arguments)
         batch, slots = routing.index_BK.shape
+        batch = batch if routing.image_S is None else len(routing.image_S)
         return {**arguments, "attn_mask": mask.expand(batch, self.heads, slots, -1).flatten(0, 1)}
 
 

@@ -44,6 +44,8 @@ def flops(
     GPU, in training and compiled. Inference in fp32 on a CPU takes it from attention's own probabilities: there,
     `report.importance` of the FLOPs are not spent.
 
+    Where whole images are kept or skipped, counts are means over images, and memory is that of an image that is kept.
+
     Memory is that of activations in the parameters' dtype, without weights and input, with attention that stores no
     map, in an allocator without gaps.
 
@@ -53,7 +55,7 @@ def flops(
             the model's arguments by name, to count that call: `{"text": ids}` is the text tower of a CLIP model.
         kept: For threshold routing, whose cost follows from the data: the share of tokens kept in (0, 1], one for
             all routed blocks, by module name, or a trace of a pass over representative images. Counts are rounded
-            down to whole tokens.
+            down to whole tokens. Of blocks that keep whole images it is the share of images, which may be 0.
 
     Returns:
         Counts per block and in all.
@@ -70,13 +72,13 @@ def flops(
     """
     inputs = _inputs(model, input_size)
     routed = _meta_copy(model)
-    _fix_thresholds(routed, kept)
+    whole = _fix_thresholds(routed, kept)
     dense = _meta_copy(routed)
     if is_routed(dense):
         unroute_(dense)
     dense_count, routed_count = _follow(dense, inputs), _follow(routed, inputs)
     rows = [
-        _row(name, block, dense_count, routed_count)
+        _row(name, block, dense_count, routed_count, whole.get(name))
         for stack in find_stacks(routed).values()
         for name, block in zip(stack.names, stack.blocks)
         if name in dense_count.tokens
@@ -96,11 +98,18 @@ def flops(
     )
 
 
-def _row(name: str, block: nn.Module, dense: _Count, routed: _Count) -> BlockFlops:
+def _row(name: str, block: nn.Module, dense: _Count, routed: _Count, images: float | None) -> BlockFlops:
     total, router = routed.flops[name], routed.flops[f"{name}.router"]
     importance = 0 if isinstance(block, RoutedBlock) else total - dense.flops[name]
     tokens = dense.tokens[name]
-    return BlockFlops(name, tokens, routed.kept.get(name, tokens), dense.flops[name], total, router, importance)
+    kept = routed.kept.get(name, tokens)
+    if images is not None:
+        assert isinstance(block, RoutedBlock)
+        # All images ran, and what the others miss was counted.
+        branch = block.mod_state.call.operators.get(str(block.router.config.operator))
+        missed = total - router if branch is None else routed.flops[f"{name}.{branch}"]
+        total, kept = total - round((1 - images) * missed), int(images * kept)
+    return BlockFlops(name, tokens, kept, dense.flops[name], total, router, importance)
 
 
 class _ToMeta(TorchFunctionMode):
@@ -128,8 +137,12 @@ def _meta_copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, parameters).eval()
 
 
-def _fix_thresholds(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> None:
-    """Turn threshold routing into top-k of the share of tokens it is said to keep."""
+def _fix_thresholds(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> dict[str, float]:
+    """Turn threshold routing into top-k of the share of tokens it is said to keep.
+
+    Blocks that keep whole images run all of them instead, and the shares that are kept are returned.
+    """
+    whole: dict[str, float] = {}
     by_threshold = {
         name: block
         for name, block in model.named_modules()
@@ -138,7 +151,7 @@ def _fix_thresholds(model: nn.Module, kept: float | Mapping[str, float] | Trace 
     if not by_threshold:
         if kept is not None:
             raise ValueError("kept belongs to threshold routing; what this model keeps follows from its capacities")
-        return
+        return whole
     if kept is None:
         raise ValueError(
             f"{', '.join(by_threshold)} route by threshold, so their cost follows from the data: give kept, the share "
@@ -149,13 +162,19 @@ def _fix_thresholds(model: nn.Module, kept: float | Mapping[str, float] | Trace 
     if missing:
         raise ValueError(f"kept names no share for {', '.join(missing)}; it names {', '.join(shares)}")
     for name, block in by_threshold.items():
-        share = float(shares[name])
+        share, router = float(shares[name]), block.router
+        if router.config.router.whole and 0 <= share <= 1:
+            whole[name] = share
+            # Training runs all tokens at such a gate.
+            router.config = router.config.replace(gate="step")
+            router.train()
+            continue
         if not 0 < share <= 1:
             raise ValueError(f"the kept share of {name} must be in (0, 1], got {share}")
-        router = block.router
         router.config = router.config.replace(select="topk")
         # A share is a count over N in most traces; the nearest simple fraction gives that count back exactly.
         router.capacity = Fraction(share).limit_denominator(10_000)
+    return whole
 
 
 def _shares(kept: float | Mapping[str, float] | Trace, names: Iterable[str]) -> Mapping[str, float]:

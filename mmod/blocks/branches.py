@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.blocks.forward_pass import PassTracker
-from mmod.ops import gather_rows, merge_rows
+from mmod.blocks.rows import enter_rows, leave_rows
 from mmod.routing import Routing
 
 # Runs a host's forward, given it, its arguments after the tokens by name, all tokens and the kept ones.
@@ -43,7 +43,7 @@ class BranchRows(NamedTuple):
         """
         routing, rest = self.routing, dict(kwargs)
         x_BND: Tensor = args[0] if args else rest.pop("hidden_states")
-        z_BKD = gather_rows(x_BND, routing.index_BK, routing.inverse_BN)
+        z_BKD = enter_rows(x_BND, routing)
 
         def run_on(rows: Tensor, **arguments: Any) -> Any:
             return forward(*[rows] * len(args), **arguments) if args else forward(hidden_states=rows, **arguments)
@@ -51,13 +51,12 @@ class BranchRows(NamedTuple):
         if self.attend_to_all is not None:
             output = self.attend_to_all(run_on, rest, x_BND, z_BKD)
         else:
-            output = run_on(z_BKD, **rest) if z_BKD.shape[1] else z_BKD
+            output = run_on(z_BKD, **rest) if routing.index_BK.shape[1] else z_BKD
         if self.in_tuple and not isinstance(output, tuple):
             output = output, None
         y_BKD = output[0] if isinstance(output, tuple) else output
         nothing_BND, nothing_BKD = y_BKD.new_zeros(x_BND.shape), y_BKD.new_zeros(y_BKD.shape)
-        places = (routing.gate_BK, routing.valid_BK, routing.inverse_BN)
-        out_BND = merge_rows(nothing_BND, routing.index_BK, nothing_BKD, y_BKD, *places)
+        out_BND = leave_rows(nothing_BND, nothing_BKD, y_BKD, routing)
         return (out_BND, *output[1:]) if isinstance(output, tuple) else out_BND
 
 

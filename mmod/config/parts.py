@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mmod.values import check_fields, one_of
 
-GATES = ("identity", "linear", "sigmoid", "tanh")
+GATES = ("identity", "linear", "sigmoid", "tanh", "step")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Gate:
 
     Args:
         name: "identity" (1), "linear" (the score, Eq. 1 of the MoD paper), "sigmoid" (`scale * sigmoid`), "tanh"
-            (`1 + scale * tanh`).
+            (`1 + scale * tanh`), "step" (1 where a token is kept and 0 where it is not, with the gradient of the
+            squashed score, as in Router-Tuning). With "step" training runs all tokens, so that skipped ones teach the
+            router too; evaluation runs those that are kept.
         scale: Factor of the gate; None means 0.2 for "tanh" (p-MoD) and 1 otherwise.
         reweight_skipped: Multiply the state of skipped tokens by the gate too (p-MoD). They are then no longer bitwise
             copies.

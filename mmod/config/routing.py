@@ -42,8 +42,8 @@ class RoutingConfig:
             only tokens that are always kept run: prefix tokens, or text where image tokens may be skipped.
         select: "topk" keeps `max(1, floor(capacity * N))` tokens of every image; "threshold" or a `Threshold` keeps
             those whose squashed score reaches it.
-        gate: How the kept score weighs the block's update: "identity", "linear", "sigmoid", "tanh", or a `Gate`. None
-            means "tanh" for scores that learn and "identity" for those that do not.
+        gate: How the kept score weighs the block's update: "identity", "linear", "sigmoid", "tanh", "step", or a
+            `Gate`. None means "tanh" for scores that learn and "identity" for those that do not.
         context: What a kept token attends to: the "kept" tokens of its image, as in MoD, or "all" of them, whose keys
             and values are then computed for every token; a language model caches all of them.
             One, or one for each routed block.
@@ -186,6 +186,17 @@ class RoutingConfig:
             raise ValueError(
                 f"operator={self.operator!r} needs gate_on='update' and a gate without reweight_skipped: the gate "
                 "weighs what tokens miss"
+            )
+        whole_update = self.context == "all" or self.operator == "mlp" or router.whole
+        if gate.name == "step" and not (isinstance(self.select, Threshold) and router.learns and whole_update):
+            raise ValueError(
+                "gate='step' needs a threshold and a score that learns, and context='all', operator='mlp' or a score "
+                "for the whole sequence: all tokens run in training"
+            )
+        if router.whole and (self.select == "topk" or self.select != Threshold(self.select.threshold) or among_all):
+            raise ValueError(
+                "a score for the whole sequence needs select=Threshold(...) without min_tokens or max_tokens and "
+                "context='kept': all tokens of an image are kept or none"
             )
         if self.operator == "mlp" and self.context == "all":
             raise ValueError("operator='mlp' needs context='kept': attention runs on all tokens anyway")

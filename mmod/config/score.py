@@ -59,6 +59,11 @@ class Score:
     positional: ClassVar[bool] = False
 
     @property
+    def whole(self) -> bool:
+        """Whether all tokens of an image have one score, so that the image is kept or skipped as a whole."""
+        return False
+
+    @property
     def draws(self) -> bool:
         """Whether the first of consecutive routed blocks computes the score that they share."""
         return self.shared and not self.reads_importance

@@ -14,9 +14,9 @@ def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:
 
     Args:
         score: Raw scores.
-        gate: "identity" (A-MoD: no weight), "linear" (`scale * score`; MoD, Eq. 1 at scale 1), "sigmoid"
-            (`scale * sigmoid(score)`; MoR at scale 0.1, MoDification at 1), "tanh" (`1 + scale * tanh(score)`;
-            p-MoD at scale 0.2).
+        gate: "identity" (A-MoD: no weight), "step" (the same outside training, see `step_gate`), "linear"
+            (`scale * score`; MoD, Eq. 1 at scale 1), "sigmoid" (`scale * sigmoid(score)`; MoR at scale 0.1,
+            MoDification at 1), "tanh" (`1 + scale * tanh(score)`; p-MoD at scale 0.2).
         scale: Factor of the gate.
 
     Raises:
@@ -26,7 +26,7 @@ def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:
         >>> apply_gate(torch.zeros(2), "tanh", 0.2)
         tensor([1., 1.])
     """
-    if gate == "identity":
+    if gate in ("identity", "step"):
         return None
     if gate == "linear":
         return score if scale == 1 else scale * score
@@ -38,3 +38,19 @@ def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:
         return torch.rsub(torch.tanh(score), 1, alpha=-scale)
     one_of("gate", gate, GATES)
     raise AssertionError(gate)
+
+
+def step_gate(level: Tensor, threshold: float) -> Tensor:
+    """Return 1 where a squashed score reaches a threshold and 0 elsewhere, with the gradient of that score.
+
+    Args:
+        level: Squashed scores of any shape.
+        threshold: The threshold.
+
+    Source: the straight-through estimator, Bengio et al., arXiv 1308.3432, as Router-Tuning has it, arXiv 2410.13184.
+
+    Example:
+        >>> step_gate(torch.tensor([0.4, 0.6]), 0.5)
+        tensor([0., 1.])
+    """
+    return (level >= threshold).to(level.dtype) + (level - level.detach())

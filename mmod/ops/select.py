@@ -177,6 +177,35 @@ def select_threshold(
     return index_BK, None if total == valid_BK.numel() else valid_BK, total
 
 
+def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep whole images whose squashed score reaches a threshold; finding them takes one synchronisation with the host.
+
+    Args:
+        level_B: Squashed scores (B); NaN is never kept.
+        threshold: An image is kept when its level is at least this.
+        tokens: Tokens N of an image.
+
+    Returns:
+        The kept images, ascending (S); and the same as tokens: indices (B, K), and which of those slots are valid
+        (B, K). K is N, or 0 where no image is kept and no gradient is recorded.
+
+    Raises:
+        ValueError: Under `torch.export`.
+
+    Example:
+        >>> image_S, index_BK, valid_BK = select_images(torch.tensor([0.2, 0.7]), 0.5, 2)
+        >>> image_S.tolist(), valid_BK.tolist()
+        ([1], [[False, False], [True, True]])
+    """
+    if exporting():
+        raise ValueError("routing of whole images cannot be exported: how many run depends on the data")
+    keep_B = level_B >= threshold
+    image_S = keep_B.nonzero().squeeze(1)
+    slots = tokens if image_S.shape[0] or torch.is_grad_enabled() else 0
+    index_K = torch.arange(slots, device=level_B.device)
+    return image_S, index_K.expand(len(keep_B), -1), keep_B.unsqueeze(1).expand(-1, slots)
+
+
 def slots_for(counts: Sequence[int]) -> int:
     """Return the slots K that hold what the images of a batch keep.
 

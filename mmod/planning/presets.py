@@ -15,13 +15,13 @@ from mmod.planning.schedules import ratio_decay
 def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig:
     """Return the routing config of a published method, or this library's recommended learned router.
 
-    Presets are "mod", "a-mod", "p-mod", "modification" and "distilled", for language models also "gamma-mod" and
-    "videollm-mod", and those of `mmod.register_preset`. What they are, and where they differ from their papers, stands
-    in `mmod.planning.presets`.
+    Presets are "mod", "a-mod", "p-mod", "modification", "mindskip" and "distilled", for language models also
+    "gamma-mod" and "videollm-mod", and those of `mmod.register_preset`. What they are, and where they differ from their
+    papers, stands in `mmod.planning.presets`.
 
     Args:
         name: One of these names.
-        depth: Number of blocks of the model; "p-mod" and "gamma-mod" choose blocks by it.
+        depth: Number of blocks of the model; "p-mod", "mindskip" and "gamma-mod" choose blocks by it.
         changes: Fields of `RoutingConfig` to set differently; a mapping for a part changes some of its options.
 
     Raises:
@@ -91,6 +91,26 @@ def modification() -> dict[str, Any]:
     weighs their sum.
     """
     return {"router": "linear", "gate": "sigmoid", "select": Threshold(0.5), "losses": {"load": 0.01}}
+
+
+@register_preset("mindskip")
+def mindskip(depth: int | None) -> dict[str, Any]:
+    """He et al., arXiv 2410.13184: whole images skip the attention of blocks in the deeper half, by a hard threshold.
+
+    Routers alone are trained in the source (`mmod.freeze_dense`): a linear score, its mean over the image's tokens, a
+    gate of 0 or 1 with a straight-through gradient. The score reads the tokens over their root mean square; the source,
+    what the layer's first norm returns. The source penalises a kept share above the target; here the distance to it
+    counts on both sides, and its weight, 0 in the released script, is 1, without which nothing need be skipped.
+    `router={"per": "token"}` with `context="all"` decides by token, which language models need.
+    """
+    fields: dict[str, Any] = {
+        "router": score("linear", per="sequence"),
+        "gate": "step",
+        "select": Threshold(0.5),
+        "operator": "attention",
+        "losses": {"capacity": 1.0},
+    }
+    return fields if depth is None else {**fields, "blocks": tuple(range(depth // 2, depth))}
 
 
 @register_preset("distilled")

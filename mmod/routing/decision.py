@@ -90,6 +90,9 @@ class Routing(NamedTuple):
         join_BN: Slot of the kept token whose update a token is given, its own where it is kept, -1 where it passes by
             (B, N); None where all skipped tokens pass by.
         size_BK: Number of tokens that were averaged into each slot (B, K), or None where each slot holds its own token.
+        idle_BK: True where a token counts as skipped and fills a slot only so that the router learns from it, at a gate
+            of 0 (B, K); None where there is none.
+        image_S: Images that run, where images are kept or skipped as a whole, else None.
     """
 
     score_BN: Tensor
@@ -106,6 +109,8 @@ class Routing(NamedTuple):
     protect_BN: Tensor | None = None
     join_BN: Tensor | None = None
     size_BK: Tensor | None = None
+    idle_BK: Tensor | None = None
+    image_S: Tensor | None = None
 
     @property
     def all_join(self) -> bool:
@@ -116,6 +121,8 @@ class Routing(NamedTuple):
     def keep_BN(self) -> Tensor:
         """True where a token is kept (B, N)."""
         valid_BK = torch.ones_like(self.index_BK, dtype=torch.bool) if self.valid_BK is None else self.valid_BK
+        if self.idle_BK is not None:
+            valid_BK = valid_BK & ~self.idle_BK
         empty_BN = torch.zeros(self.score_BN.shape, dtype=torch.bool, device=self.score_BN.device)
         return empty_BN.scatter(1, self.index_BK, valid_BK)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import RoutingConfig, Threshold
-from mmod.ops.gate import apply_gate
+from mmod.ops.gate import apply_gate, step_gate
 from mmod.routing.decision import KEPT, Routing, TokenGroups, TokenMarks
 from mmod.routing.groups import select_within, slots_of
 from mmod.routing.router import Router
@@ -97,8 +97,10 @@ class DecoderRouter(Router):
 
     def _select(self, x_BND: Tensor, score_BN: Tensor, importance_BN: Tensor | None, tokens: TokenGroups) -> Routing:
         predicted_BN = None if self.predictor is None else self.predictor(x_BND)
+        gate, select = self.config.gate, self.config.select
+        if gate.name == "step" and isinstance(select, Threshold) and self.training:
+            return self._run_all_of(score_BN, select.threshold, tokens)
         index_BK, valid_BK, total = self._slots(score_BN, predicted_BN, tokens)
-        gate = self.config.gate
         gate_BK, skip_weight_BN = None, None
         weight_BN = apply_gate(score_BN, gate.name, gate.scale)
         if weight_BN is not None:
@@ -116,6 +118,14 @@ class DecoderRouter(Router):
             tokens,
             predicted_BN,
         )
+
+    def _run_all_of(self, score_BN: Tensor, threshold: float, tokens: TokenGroups) -> Routing:
+        """Let all tokens run, those that are skipped at a weight of 0, so that the score learns from them too."""
+        free_BN, there_BN = tokens.free_BN, tokens.group_BN >= KEPT
+        gate_BN = torch.where(free_BN, step_gate(self.config.router.squashed(score_BN, free_BN), threshold), 1.0)
+        index_BK, valid_BK, total = slots_of(there_BN, there_BN.sum(1).tolist())
+        gate_BK = gate_BN.gather(1, index_BK)
+        return Routing(score_BN, index_BK, gate_BK, valid_BK, total=total, groups=tokens, idle_BK=gate_BK == 0)
 
     def _slots(
         self, score_BN: Tensor, predicted_BN: Tensor | None, tokens: TokenGroups

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import Placement, RoutingConfig, Threshold, rational
-from mmod.ops.gate import apply_gate
+from mmod.ops.gate import apply_gate, step_gate
 from mmod.ops.merging import group_sizes, nearest_rows
-from mmod.ops.select import kept_count, select_threshold, select_topk
+from mmod.ops.select import kept_count, select_images, select_threshold, select_topk
 from mmod.routing.decision import Routing, TokenGroups, TokenMarks
 
 
@@ -144,12 +144,21 @@ class Router(nn.Module):
     def _select(self, x_BND: Tensor, score_BN: Tensor, importance_BN: Tensor | None, tokens: Any) -> Routing:
         """Select and gate, given the scores (B, N)."""
         select, gate = self.config.select, self.config.gate
-        gate_BK, skip_weight_BN, inverse_BN, total = None, None, None, None
+        gate_BK, skip_weight_BN, inverse_BN, total, image_S = None, None, None, None, None
         valid_BN, protect_BN = tokens.valid_BN, tokens.protect_BN if self.prefix else None
         if not isinstance(select, Threshold):
             index_BK, valid_BK, gate_BK, inverse_BN = select_topk(
                 score_BN, self.capacity, self.prefix, valid_BN, protect_BN, gate=gate.name, scale=gate.scale
             )
+        elif gate.name == "step" and self.training:
+            return self._run_all(score_BN, select.threshold, tokens)
+        elif self.config.router.whole:
+            level_B = self.config.router.squashed(score_BN.detach(), valid_BN)[:, 0]
+            image_S, index_BK, valid_BK = select_images(level_B, select.threshold, score_BN.shape[1])
+            gate_BK = apply_gate(score_BN[:, : index_BK.shape[1]], gate.name, gate.scale)
+            if index_BK.shape[1] and not image_S.shape[0]:
+                # One runs at a weight of 0, which gives each parameter a gradient: hosts take no batch of none.
+                image_S, gate_BK = image_S.new_zeros(1), torch.zeros_like(score_BN)
         else:
             index_BK, valid_BK, total = select_threshold(
                 self.config.router.squashed(score_BN.detach(), valid_BN),
@@ -175,6 +184,25 @@ class Router(nn.Module):
             inverse_BN=inverse_BN,
             real_BN=valid_BN,
             protect_BN=protect_BN,
+            image_S=image_S,
+        )
+
+    def _run_all(self, score_BN: Tensor, threshold: float, tokens: TokenMarks) -> Routing:
+        """Let all tokens run, those that are skipped at a weight of 0, so that the score learns from them too."""
+        gate_BN = step_gate(self.config.router.squashed(score_BN, tokens.valid_BN), threshold)
+        protect_BN = tokens.protect_BN if self.prefix else None
+        if protect_BN is not None:
+            gate_BN = torch.where(protect_BN, 1.0, gate_BN)
+        elif self.prefix:
+            gate_BN = torch.cat([torch.ones_like(gate_BN[:, : self.prefix]), gate_BN[:, self.prefix :]], dim=1)
+        return Routing(
+            score_BN,
+            torch.arange(score_BN.shape[1], device=score_BN.device).expand(score_BN.shape[0], -1),
+            gate_BN,
+            tokens.valid_BN,
+            real_BN=tokens.valid_BN,
+            protect_BN=protect_BN,
+            idle_BK=gate_BN == 0,
         )
 
     def _score(self, x_BND: Tensor, importance_BN: Tensor | None, tokens: Any) -> Tensor:

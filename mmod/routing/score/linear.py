@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,23 @@ class Linear(Score):
         bias: Give the score a bias; a linear gate has one anyway.
         init_std: Standard deviation of the initial weight. None chooses one at which every gate starts within a percent
             of the dense model's.
+        per: What is decided about: each "token", or the whole "sequence" by the mean score of its tokens, which needs
+            a threshold. No token is protected then.
     """
 
     learns: ClassVar[bool] = True
     normalize: bool = True
     bias: bool = False
     init_std: float | None = None
+    per: Literal["token", "sequence"] = "token"
 
     def __post_init__(self) -> None:
         check_fields(self, "router", init_std="[0, inf)")
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens of an image have one score."""
+        return self.per == "sequence"
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
@@ -42,6 +50,7 @@ class Linear(Score):
             initial=1.0 if place.gate.name == "linear" else 0.0,
             normalize=self.normalize,
             init_std=near_dense_std(place.dim, place.gate.scale) if self.init_std is None else self.init_std,
+            whole=self.whole,
             device=place.device,
             dtype=place.dtype,
         )
@@ -56,6 +65,7 @@ class LinearScore(nn.Module):
         normalize: Divide the input by its root mean square first.
         init_std: Standard deviation of the initial weight.
         initial: Value around which the scores start; other than 0 it needs the bias.
+        whole: Give each token the mean score of its image.
         device: Where the weight is created.
         dtype: Type of the weight; the score is fp32 whatever it is.
 
@@ -75,6 +85,7 @@ class LinearScore(nn.Module):
         normalize: bool = True,
         init_std: float = 0.0,
         initial: float = 0.0,
+        whole: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -82,6 +93,7 @@ class LinearScore(nn.Module):
         self.normalize = normalize
         self.init_std = init_std
         self.initial = initial
+        self.whole = whole
         self.weight = nn.Parameter(torch.empty(1, dim, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(1, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
@@ -98,8 +110,10 @@ class LinearScore(nn.Module):
         # Torch has no answer for meta, where shapes are followed and nothing is rounded.
         if device != "meta" and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                return self._score(x_BND)
-        return self._score(x_BND)
+                score_BN = self._score(x_BND)
+        else:
+            score_BN = self._score(x_BND)
+        return mean_score(score_BN, valid_BN) if self.whole else score_BN
 
     def _score(self, x_BND: Tensor) -> Tensor:
         x_BND = x_BND.float()
@@ -111,6 +125,19 @@ class LinearScore(nn.Module):
         else:
             score_BN = x_BND @ weight
         return score_BN if self.bias is None else score_BN + self.bias.float()
+
+
+def mean_score(score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+    """Return the mean score of each image, for each of its tokens (B, N).
+
+    Args:
+        score_BN: Scores of tokens (B, N).
+        valid_BN: False where a token does not count (B, N), or None.
+    """
+    if valid_BN is None:
+        return score_BN.mean(dim=1, keepdim=True).expand_as(score_BN)
+    total_B1 = torch.where(valid_BN, score_BN, 0.0).sum(dim=1, keepdim=True)
+    return (total_B1 / valid_BN.sum(dim=1, keepdim=True).clamp(min=1)).expand_as(score_BN)
 
 
 def near_dense_std(dim: int, gate_scale: float) -> float:

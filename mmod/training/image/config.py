@@ -29,7 +29,7 @@ __all__ = [
 
 
 # Fields that configs once lacked, left out of what run folders keep where they are None.
-_UNNAMED = ("rival", "elastic", "train_routing")
+_UNNAMED = ("rival", "elastic", "train_routing", "trained")
 
 
 @dataclass(frozen=True)
@@ -218,6 +218,7 @@ class TrainConfig(engine.LoopConfig):
         capacity_schedule: Approach the capacity over some epochs; None starts at it.
         elastic: Train one checkpoint for several capacities; None for that of `routing` alone.
         train_routing: Routing in training alone, of a model that is dense otherwise; None for none.
+        trained: "routers" trains routers alone (Router-Tuning); None trains the whole model.
     """
 
     model: ModelConfig
@@ -230,6 +231,7 @@ class TrainConfig(engine.LoopConfig):
     capacity_schedule: CapacityScheduleConfig | None = None
     elastic: ElasticConfig | None = None
     train_routing: TrainRoutingConfig | None = None
+    trained: Literal["routers"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -240,6 +242,8 @@ class TrainConfig(engine.LoopConfig):
             taken = [name for name in ("routing", "rival", "compile") if getattr(self, name)]
             if taken:
                 raise ValueError(f"train_routing cannot be combined with {', '.join(taken)}")
+        if self.trained is not None and (self.routing is None or not self.model.has_weights):
+            raise ValueError("trained='routers' needs routing, and trained weights to be frozen: set model.checkpoint")
         if self.mixup is not None and self.data.batch_size % 2:
             raise ValueError(f"mixup needs an even data.batch_size, got {self.data.batch_size}")
         if self.mixup is not None and self.data.label_patch is not None:

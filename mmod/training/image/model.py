@@ -12,6 +12,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 
+from mmod import freeze_dense
 from mmod.data.config import DataConfig
 from mmod.io.names import near_names
 from mmod.training.engine.checkpoint import read_weights
@@ -37,7 +38,9 @@ def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
     model = create_dense_model(config.model)
     check_input(model, config.data, config.model.pretrained)
     classes = getattr(model, "num_classes", None)
-    return prepare_models(config, model, partial(_load, config.model), partial(_create_teacher, config, classes))
+    load, create_teacher = partial(_load, config.model), partial(_create_teacher, config, classes)
+    model, teacher = prepare_models(config, model, load, create_teacher)
+    return (model if config.trained is None else freeze_dense(model)), teacher
 
 
 def create_dense_model(config: ModelConfig) -> nn.Module:
