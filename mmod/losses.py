@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.blocks import RoutedBlock
+from mmod.blocks import RoutedBlock, StandingModule
 from mmod.config import LOSSES, register_loss
-from mmod.model import routed_blocks
+from mmod.model import is_routed, routed_blocks
 from mmod.routing import Router, Routing, apply_gate, select_topk, select_within
 
 
@@ -138,10 +138,12 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         >>> mmod.auxiliary_loss(model).requires_grad
         True
     """
-    blocks = routed_blocks(model)
-    if not any(block.router.config.losses for block in blocks.values()):
+    own = [module.auxiliary_loss() for module in model.modules() if isinstance(module, StandingModule)]
+    terms = [term for term in own if term is not None]
+    blocks = {} if terms and not is_routed(model) else routed_blocks(model)
+    if not terms and not any(block.router.config.losses for block in blocks.values()):
         raise ValueError("no auxiliary loss is configured: set RoutingConfig(losses={'membership': 0.01}) or the like")
-    terms = [_block_loss(name, block) for name, block in blocks.items() if block.router.config.losses]
+    terms += [_block_loss(name, block) for name, block in blocks.items() if block.router.config.losses]
     # Blocks may stand on several devices.
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 

@@ -13,6 +13,7 @@ from mmod.adapters import adapted_model, find_parts
 from mmod.blocks import (
     RoutedBlock,
     RoutedState,
+    StandingModule,
     attach,
     convert,
     detach_hooks,
@@ -150,7 +151,7 @@ def unroute_(model: Model) -> Model:
     routed_blocks(model)
     detach_hooks(model)
     for module in list(model.modules()):
-        if is_converted(module):
+        if is_converted(module) and not isinstance(module, StandingModule):
             make_dense(module)
     for module in model.modules():
         if "routing_configs" in vars(module):

@@ -7,7 +7,7 @@ from fractions import Fraction
 from torch import nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import BlockCall, ImportanceState, RoutedState
+from mmod.blocks import BlockCall, ImportanceState, RoutedState, StandingModule
 from mmod.config import Plan, RoutingConfig
 from mmod.routing import Router
 
@@ -51,6 +51,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
         call = stack.call_of(block, own)
         _check_call(own, call, stack.names[index])
         stack.check_skipped(own, call, stack.names[index])
+        _check_standing(own, block, call, stack.names[index])
         start = _span_start(index, plan)
         if attends and start == 0:
             raise ValueError(
@@ -102,6 +103,24 @@ def _check_call(config: RoutingConfig, call: BlockCall, name: str) -> None:
         raise ValueError(
             f"operator={config.operator!r} is not possible in {name}, which has no such residual branch; possible are "
             f"{', '.join(('block', *call.operators))}"
+        )
+
+
+def _check_standing(config: RoutingConfig, block: nn.Module, call: BlockCall, name: str) -> None:
+    """Refuse what gives a module that chooses among an image's tokens others than those that it is to choose among."""
+    if not any(isinstance(module, StandingModule) for module in block.modules()):
+        return
+    if "mlp" in (config.operator, config.enter_at) and isinstance(
+        block.get_submodule(call.operators["mlp"]), StandingModule
+    ):
+        raise ValueError(
+            f"operator='mlp' and enter_at='mlp' are not possible in {name}, whose MLP is a mixture of experts: "
+            "route its block, or give it experts that do nothing"
+        )
+    if config.select != "topk" and not config.router.whole:
+        raise ValueError(
+            f"select=Threshold is not possible in {name}, where experts share the kept tokens of an image: it keeps "
+            "another number of each"
         )
 
 

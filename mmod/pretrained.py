@@ -16,7 +16,8 @@ from mmod.adapters.described import Saving
 from mmod.config import RoutingConfig
 from mmod.io.files import parse_json, replacing
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.model import capacities, restore_capacities, route_, routing_configs
+from mmod.model import capacities, is_routed, restore_capacities, route_, routing_configs
+from mmod.rivals import read_rival, rival_of
 
 FORMAT_VERSION = 3
 # Version 2 has the options of all parts of a routing config side by side.
@@ -34,7 +35,7 @@ def save_pretrained(
     overwrite: bool = False,
     architecture: str | Mapping[str, Any] | None = None,
 ) -> None:
-    """Save a routed model's weights and everything needed to build and route it again.
+    """Save the weights of a model that is routed, or has experts, and everything needed to build it again.
 
     The folder gets `model.safetensors` and `mmod.json`; the JSON also stands in the header of the weights. Each file
     is written under another name and renamed when it is whole.
@@ -145,7 +146,9 @@ def route_again(model: nn.Module, configs: dict[str, RoutingConfig], kept: list[
 
 def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """Return as JSON values what it takes to build the model again."""
-    routing = {part: config.to_dict() for part, config in routing_configs(model).items()}
+    rival = rival_of(model)
+    configs = {} if rival is not None and rival.routable and not is_routed(model) else routing_configs(model)
+    routing = {part: config.to_dict() for part, config in configs.items()}
     library = find_library(model)
     if library is None:
         raise ValueError(
@@ -159,8 +162,10 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
         "library": library,
         "model": saving.describe(model, architecture),
         "routing": routing,
-        "capacities": capacities(model),
+        "capacities": capacities(model) if routing else {},
     }
+    if rival is not None:
+        described["rival"] = rival.to_dict()
     try:
         plain: dict[str, Any] = json.loads(json.dumps(described))
     except TypeError as error:
@@ -186,8 +191,11 @@ def _build(config: dict[str, Any]) -> nn.Module:
         model = saving.build(config["model"])
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{error}; saved with {config['versions']}") from error
-    route_(model, **{part: RoutingConfig.from_dict(values) for part, values in config["routing"].items()})
-    restore_capacities(model, config["capacities"])
+    if "rival" in config:
+        read_rival(config["rival"]).apply_(model)
+    if config["routing"]:
+        route_(model, **{part: RoutingConfig.from_dict(values) for part, values in config["routing"].items()})
+        restore_capacities(model, config["capacities"])
     return model
 
 
@@ -235,7 +243,11 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{str(path)!r} has format version {found!r}; this mmod ({_version('mmod')}) reads one of {_READ}"
         )
-    if set(config) != set(_KEYS) or config["library"] not in ADAPTERS or not isinstance(config["routing"], dict):
+    if (
+        set(config) - {"rival"} != set(_KEYS)
+        or config["library"] not in ADAPTERS
+        or not isinstance(config["routing"], dict)
+    ):
         raise ValueError(
             f"{str(path)!r} must hold {', '.join(_KEYS)} with library {' or '.join(ADAPTERS)}, got {sorted(config)}"
         )

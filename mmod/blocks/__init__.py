@@ -1,7 +1,15 @@
 """Routed blocks: a host's block on the tokens that are kept; no host library is known here."""
 
 from mmod.blocks.call import BlockCall
-from mmod.blocks.conversion import convert, host_class, is_converted, make_dense, make_important, make_routed
+from mmod.blocks.conversion import (
+    StandingModule,
+    convert,
+    host_class,
+    is_converted,
+    make_dense,
+    make_important,
+    make_routed,
+)
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
 from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
@@ -22,6 +30,7 @@ __all__ = [
     "RoutedState",
     "SharedScore",
     "SpanHook",
+    "StandingModule",
     "attach",
     "convert",
     "detach_hooks",

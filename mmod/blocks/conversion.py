@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.blocks.branches import Branch, Half, HalfBranch
 from mmod.blocks.call import DecoderCall
@@ -12,6 +12,18 @@ from mmod.blocks.fused_norm import FusedNorm
 from mmod.blocks.routed import ImportanceBlock, RoutedBlock
 from mmod.blocks.state import ImportanceState, RoutedState
 from mmod.routing import Router
+
+
+class StandingModule(nn.Module):
+    """Base of mixins that are no part of routing: routing a model, and undoing that, leaves them in place.
+
+    What such a module makes of a token may depend on the image's other tokens that it is given.
+    """
+
+    def auxiliary_loss(self) -> Tensor | None:
+        """Return the module's own weighed loss of the last pass in training mode, once; None where there is none."""
+        return None
+
 
 _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 

@@ -12,6 +12,7 @@ from mmod.lazy import lazy_names
 if TYPE_CHECKING:
     from mmod.rivals.base import Rival, rival_of, undo_
     from mmod.rivals.exit import Exit, exit_
+    from mmod.rivals.experts import Experts, experts_
     from mmod.rivals.merge import Merge, merge_
     from mmod.rivals.prune import Prune, prune_
     from mmod.rivals.read import read_rival

@@ -14,6 +14,7 @@ from torch import nn
 
 from mmod.adapters import BlockStack, find_stack
 from mmod.blocks import is_converted, make_dense
+from mmod.model import is_routed
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -24,9 +25,12 @@ class Rival(ABC):
 
     Attributes:
         kind: Its name in configs.
+        routable: The changed model can be routed as well, by `mmod.route_` afterwards, and is saved by
+            `mmod.save_pretrained`.
     """
 
     kind: ClassVar[str]
+    routable: ClassVar[bool] = False
 
     def apply_(self, model: Model) -> Model:
         """Change a timm model in place; `mmod.rivals.undo_` takes it back.
@@ -92,11 +96,13 @@ def undo_(model: Model) -> Model:
         The same model.
 
     Raises:
-        ValueError: No rival changed it.
+        ValueError: No rival changed it, or it was routed afterwards.
     """
     rival = rival_of(model)
     if rival is None:
         raise ValueError(f"no rival changed this {type(model).__name__}")
+    if is_routed(model):
+        raise ValueError(f"this {type(model).__name__} was routed afterwards: call mmod.unroute_ first")
     for module in list(model.modules()):
         if is_converted(module):
             make_dense(module)

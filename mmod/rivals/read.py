@@ -8,11 +8,12 @@ from typing import Any
 
 from mmod.rivals.base import Rival
 from mmod.rivals.exit import Exit
+from mmod.rivals.experts import Experts
 from mmod.rivals.merge import Merge
 from mmod.rivals.prune import Prune
 from mmod.values import one_of, refuse_unknown
 
-_KINDS: dict[str, type[Rival]] = {rival.kind: rival for rival in (Prune, Merge, Exit)}
+_KINDS: dict[str, type[Rival]] = {rival.kind: rival for rival in (Prune, Merge, Exit, Experts)}
 
 
 def read_rival(values: Mapping[str, Any]) -> Rival:

@@ -44,12 +44,11 @@ def prepare_models(
     teacher = copy.deepcopy(model) if name == "dense" else None if name is None else create_teacher(name)
     if teacher is not None:
         teacher.eval().requires_grad_(False)
-    routing = config.routing_configs()
-    if routing:
-        route_(model, **routing)
-    rival = config.rival_config()
+    routing, rival = config.routing_configs(), config.rival_config()
     if rival is not None:
         rival.apply_(model)
+    if routing:
+        route_(model, **routing)
     if routers:
         own = set(model.state_dict()) - dense
         if own != set(routers):

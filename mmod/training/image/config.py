@@ -210,8 +210,8 @@ class TrainConfig(engine.LoopConfig):
             and must not pool: `model.args.global_pool: ''`.
         routing: None trains the dense model. Otherwise the fields of `mmod.RoutingConfig`, or
             `preset: NAME` with the fields to change.
-        rival: Another way to spend less, in the place of routing: `kind: prune`, `merge` or `exit` with the fields of
-            that class in `mmod.rivals`. None for none.
+        rival: Another way to spend less, in the place of routing: `kind: prune`, `merge`, `exit` or `experts` with the
+            fields of that class in `mmod.rivals`. None for none. A model with experts may be routed, too.
         loss: The task's criterion.
         mixup: Mixup and cutmix; None for neither.
         distill: The teacher, if any.
@@ -250,8 +250,9 @@ class TrainConfig(engine.LoopConfig):
             raise ValueError(
                 "mixup mixes labels of images: data.label_patch, which gives each patch one, needs mixup: null"
             )
-        if self.rival_config() is not None:
-            if self.routing is not None:
+        rival = self.rival_config()
+        if rival is not None:
+            if self.routing is not None and not rival.routable:
                 raise ValueError("a model is routed or has a rival: set routing or rival to null")
             if self.grad_checkpointing:
                 raise ValueError("a model with a rival cannot be trained with grad_checkpointing")

@@ -19,6 +19,8 @@ from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.model import classifier_names, converted, load_weights, prepare_models
 from mmod.training.image.config import LossConfig, MixupConfig, ModelConfig, TrainConfig
 
+# Names of what routing and rivals add to a model.
+_ADDED = (".router.", ".exit.", ".others.")
 __all__ = ["create_criterion", "create_dense_model", "create_mixup", "create_models"]
 
 
@@ -142,7 +144,7 @@ def create_mixup(mixup: MixupConfig | None, smoothing: float, num_classes: int) 
 def _load(config: ModelConfig, model: nn.Module, checkpoint: str) -> dict[str, Tensor]:
     """Load the dense part of a checkpoint and return the weights of its routers or early exits."""
     state, own = read_weights(checkpoint), model.state_dict()
-    added = {name: value for name, value in state.items() if ".router." in name or ".exit." in name}
+    added = {name: value for name, value in state.items() if any(part in name for part in _ADDED)}
     dense = {name: value for name, value in state.items() if name not in added}
     dense = converted(dense, model)
     head = classifier_names(model)

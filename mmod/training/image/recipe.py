@@ -12,7 +12,7 @@ from torch import nn
 from mmod import is_routed, route_, set_capacity, unroute_
 from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream, normalisation
 from mmod.pretrained import save_pretrained
-from mmod.rivals import rival_of
+from mmod.rivals import Experts, Rival, rival_of
 from mmod.training.engine.config import resolve_routing
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import run
@@ -84,7 +84,7 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
             distill_weight=config.distill.weight,
             temperature=config.distill.temperature,
             feature_weight=config.distill.features,
-            auxiliary=routing is not None and bool(routing.losses),
+            auxiliary=(routing is not None and bool(routing.losses)) or _balances(config.rival_config()),
             precision=config.precision,
             mixup=create_mixup(config.mixup, config.loss.smoothing, getattr(model, "num_classes", 0)),
         )
@@ -104,11 +104,11 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
 
         Of a model with a rival, timm loads the dense part; `config.json` names the rival.
         """
-        if is_routed(model):
+        rival = rival_of(model)
+        if is_routed(model) or (rival is not None and rival.routable):
             save_pretrained(model, folder)
         else:
             mean, std = (values.tolist() for values in normalisation(self.config.data))
-            rival = rival_of(model)
             own = None if rival is None else {"rival": rival.to_dict()}
             save_for_hf(model, str(folder), own, safe_serialization=True, data_config={"mean": mean, "std": std})
 
@@ -134,3 +134,8 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
             return
         if not is_routed(model):
             route_(model, resolve_routing(config.routing))
+
+
+def _balances(rival: Rival | None) -> bool:
+    """Return whether a model's experts have a loss of their own."""
+    return isinstance(rival, Experts) and rival.choice == "tokens" and rival.balance > 0

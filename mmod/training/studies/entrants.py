@@ -91,17 +91,19 @@ class Routed(Entrant):
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced(Entrant):
-    """The dense model with pruned or merged tokens, or with early exits.
+    """The dense model with pruned or merged tokens, with early exits, or with experts.
 
     Args:
         rival: The training config's `rival`.
+        routing: Its `routing`, where a model with experts is routed too.
     """
 
     rival: dict[str, Any]
+    routing: Any = None
 
     def change(self, dense: Any, tuned: Any) -> Any:
         """Return the config that fine-tunes the model with its rival."""
-        return dataclasses.replace(tuned, rival=self.rival)
+        return dataclasses.replace(tuned, rival=self.rival, routing=self.routing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,7 @@ def create_rivals(
     Args:
         rivals: Name of each series to its budgets: the capacity of the routed models that one is matched to, and what
             it is: `kind: resolution`, `kind: smaller` with `args`, or a training config's `rival`; each may have an
-            `image_size`, and a resolution must.
+            `image_size`, and a resolution must. Experts take a training config's `routing` too.
         epochs: Epochs of training and fine-tuning together, for those that start from scratch.
         is_trained: The others are fine-tuned.
 
@@ -148,7 +150,7 @@ def create_rivals(
         for capacity, given in budgets.items():
             name, fields = f"{series}-{capacity:g}", dict(given)
             kind, size = fields.get("kind"), fields.pop("image_size", None)
-            one_of(f"rivals.{name}.kind", kind, ["prune", "merge", "exit", "resolution", "smaller"])
+            one_of(f"rivals.{name}.kind", kind, ["prune", "merge", "exit", "experts", "resolution", "smaller"])
             needed = {"resolution": ("image_size", size), "smaller": ("args", fields.get("args"))}.get(str(kind))
             if needed is not None:
                 refuse_unknown(f"field of rivals.{name}", fields, ["kind", needed[0]])
@@ -160,5 +162,6 @@ def create_rivals(
             elif kind == "resolution":
                 entrants.append(Dense(is_trained=is_trained, **common))
             else:
-                entrants.append(Reduced(rival=fields, is_trained=is_trained, **common))
+                routing = fields.pop("routing", None)
+                entrants.append(Reduced(rival=fields, routing=routing, is_trained=is_trained, **common))
     return entrants

@@ -79,7 +79,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
     def plan(self) -> tuple[list[Entrant], list[Job[TrainConfig]]]:
         """Return what is compared, and the runs with the learning rates that were found."""
         entrants, jobs = super().plan()
-        self.routed_names = {entrant.name for entrant in entrants if isinstance(entrant, Routed)}
+        self.routed_names = {entrant.name for entrant in entrants if getattr(entrant, "routing", None)}
         rated = [dataclasses.replace(job, config=with_rate(job.config, self.rates.get(job.name, 1.0))) for job in jobs]
         return entrants, rated
 

@@ -1,0 +1,212 @@
+"""Mixtures of experts in the place of MLPs, and MoDE: against loops, by hand, saved, counted, trained."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmod
+from mmod.analysis import flops
+from mmod.blocks import host_class
+from mmod.rivals import Experts, experts_, read_rival, rival_of, undo_
+from mmod.rivals.experts import ExpertMlp, balance_loss, choose_tokens
+from mmod.training import ModelConfig, TrainConfig
+from tests.zoo import make_images, make_model
+
+MODELS = ["test_vit", "deit3_small_patch16_224", "eva02_tiny_patch14_224", "vit_base_patch16_rpn_224"]
+WAYS: list[dict[str, Any]] = [
+    {"choice": "experts"},
+    {"choice": "tokens"},
+    {"choice": "experts", "idle": 2, "capacity": 0.6},
+    {"choice": "tokens", "idle": 1, "capacity": 0.5, "normalize": True},
+    {"choice": "experts", "capacity": 2.5, "normalize": True},
+]
+
+
+def lively(model: Any) -> Any:
+    """Make experts and routers differ."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if ".others." in name or ".router." in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return model
+
+
+def defined(mlp: Any, config: Experts, x_BND: Tensor) -> Tensor:
+    """Return the mixture token by token, in a loop over images and experts."""
+    first = copy.deepcopy(mlp)
+    first.__class__ = host_class(mlp)
+    experts, out = [first, *mlp.others], torch.zeros_like(x_BND)
+    slots = max(1, math.floor(config.capacity * x_BND.shape[1] / config.experts + 1e-9))
+    for image, x_ND in enumerate(x_BND):
+        prob = [(mlp.router.weight @ token).softmax(0) for token in x_ND]
+        weights: dict[tuple[int, int], Tensor] = {}
+        for expert in range(config.experts):
+            wanted = range(len(x_ND))
+            if config.choice == "tokens":
+                wanted = [n for n in wanted if int(prob[n].argmax()) == expert]
+            for n in sorted(wanted, key=lambda n: -float(prob[n][expert]))[:slots]:
+                weights[n, expert] = prob[n][expert]
+        for (n, expert), weight in weights.items():
+            total = sum(other for (m, _), other in weights.items() if m == n)
+            weight = weight / total if config.normalize else weight
+            out[image, n] += weight * experts[expert](x_ND[n][None, None])[0, 0]
+    return out
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_mixture_by_its_definition(way: dict[str, Any]) -> None:
+    model = lively(experts_(make_model("test_vit").double(), experts=3, blocks=(1, 2), **way))
+    mlp: Any = model.blocks[1].mlp
+    x = torch.randn(2, 11, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), defined(mlp, rival_of(model), x), rtol=1e-9, atol=1e-10)
+
+
+def test_choices_by_hand() -> None:
+    prob = torch.tensor([[[0.5, 0.3, 0.2], [0.6, 0.1, 0.3], [0.2, 0.7, 0.1], [0.1, 0.2, 0.7]]])
+    index, gate = choose_tokens(prob, 2, 2, "experts")
+    assert index.tolist() == [[[1, 0]], [[2, 0]]]
+    torch.testing.assert_close(gate, torch.tensor([[[0.6, 0.5]], [[0.7, 0.3]]]))
+    gate = choose_tokens(prob, 2, 2, "experts", normalize=True).gate_EBK
+    torch.testing.assert_close(gate, torch.tensor([[[1.0, 0.625]], [[1.0, 0.375]]]))
+    # Tokens 0 and 1 choose the first expert, 2 the second, and 3 the one that does nothing.
+    index, gate = choose_tokens(prob, 2, 1, "tokens")
+    assert index.tolist() == [[[1]], [[2]]]
+    torch.testing.assert_close(gate, torch.tensor([[[0.6]], [[0.7]]]))
+    # Half of the tokens at the first of three experts, a quarter at each other; 3 sum share * mean.
+    expected = 3 * (0.5 * 1.4 / 4 + 0.25 * 1.3 / 4 + 0.25 * 1.3 / 4)
+    assert balance_loss(prob).item() == pytest.approx(expected)
+    assert balance_loss(torch.eye(4)[None] * 0.2 + 0.2).item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_that_compute_all_tokens_are_the_dense_model_and_undoing_gives_it_back(name: str) -> None:
+    images, dense = make_images(name, 2).double(), make_model(name).double()
+    keys = dense.state_dict()
+    model = experts_(make_model(name).double(), experts=3, capacity=3.0)
+    assert set(keys) <= set(model.state_dict())
+    with torch.no_grad():
+        expected = dense(images)
+        torch.testing.assert_close(model(images), expected)
+        # One expert of each token, of weight 1, is what the MLP was.
+        one = undo_(model)
+        assert one.state_dict().keys() == keys.keys()
+        assert torch.equal(one(images), expected)
+    experts_(model, experts=1, choice="tokens", normalize=True)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), expected)
+
+
+@pytest.mark.parametrize(("router", "way"), [("attention", WAYS[0]), ("linear", WAYS[3])], ids=str)
+def test_staged_mixtures_share_the_kept_tokens_of_each_image(router: str, way: dict[str, Any]) -> None:
+    images = make_images("test_vit", 3).double()
+    model = lively(experts_(make_model("test_vit").double(), **way))
+    before = model.state_dict().keys()
+    with torch.no_grad():
+        unrouted = model(images)
+    mmod.route_(model, mmod.RoutingConfig(router=router, capacity=0.5))
+    given: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertMlp):
+            module.register_forward_pre_hook(lambda _, args, name=name: given.update({name: args[0].shape[1]}))
+    with torch.no_grad():
+        found, single = model(images), torch.cat([model(image[None]) for image in images])
+    torch.testing.assert_close(found, single)
+    assert [given[f"blocks.{index}.mlp"] for index in (0, 1)] == [37, 18]
+    with pytest.raises(ValueError, match="unroute_ first"):
+        undo_(model)
+    mmod.unroute_(model)
+    assert model.state_dict().keys() == before
+    with torch.no_grad():
+        assert torch.equal(model(images), unrouted)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[3]], ids=str)
+def test_models_with_experts_are_saved_copied_and_loaded(tmp_path: Path, way: dict[str, Any], staged: bool) -> None:
+    images, model = make_images("test_vit", 2), lively(experts_(make_model("test_vit"), blocks=(1, 3), **way))
+    if staged:
+        mmod.route_(model, mmod.RoutingConfig(router="linear", capacity=0.25))
+    mmod.save_pretrained(model, tmp_path)
+    loaded = mmod.load_pretrained(tmp_path)
+    assert rival_of(loaded) == rival_of(model) == read_rival(rival_of(model).to_dict())
+    assert mmod.is_routed(loaded) == staged
+    with torch.no_grad():
+        assert torch.equal(loaded(images), model(images))
+        assert torch.equal(copy.deepcopy(model)(images), model(images))
+
+
+def test_flops_follow_from_the_slots() -> None:
+    width, tokens, hidden = 64, 37, 192
+    dense = flops(make_model("test_vit"), 96).blocks[1].routed
+    for experts, idle, capacity in ((4, 0, 1.0), (4, 1, 0.5), (2, 3, 1.5)):
+        model = experts_(make_model("test_vit"), experts=experts, idle=idle, capacity=capacity)
+        slots = experts * math.floor(capacity * tokens / experts)
+        router = 2 * tokens * width * (experts + idle)
+        expected = dense - 4 * (tokens - slots) * width * hidden + router
+        assert flops(model, 96).blocks[1].routed == expected
+    report = flops(mmod.route_(model, mmod.RoutingConfig(router="stride", capacity=0.5)), 96)
+    assert report.routed < report.dense
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_gradients_reach_routers_and_experts_under_autocast_too(way: dict[str, Any]) -> None:
+    model = lively(experts_(make_model("test_vit"), experts=3, blocks=(0, 2), **way)).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(make_images("test_vit", 4)).square().mean()
+    balanced = way["choice"] == "tokens"
+    if balanced:
+        loss = loss + mmod.auxiliary_loss(model)
+        # Collected once.
+        with pytest.raises(ValueError, match="nothing in this"):
+            mmod.auxiliary_loss(model)
+    loss.backward()
+    assert all(bool(p.grad.abs().sum() > 0) for p in model.parameters() if p.requires_grad and p.grad is not None)
+    assert all(model.blocks[block].mlp.router.weight.grad is not None for block in (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"capacity": 5.0}, "at most the number of experts"),
+        ({"experts": 0}, "experts"),
+        ({"choice": "both"}, "choice"),
+        ({"blocks": (7,)}, "blocks must ascend within 0 to 5"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
+    model = make_model("test_vit")
+    with pytest.raises(ValueError, match=message):
+        experts_(model, **fields)
+    assert rival_of(model) is None
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    model: nn.Module = experts_(make_model("test_vit"))
+    for config in (
+        mmod.RoutingConfig(router="norm", select=mmod.Threshold(1.0)),
+        mmod.RoutingConfig(router="random", operator="mlp"),
+        mmod.RoutingConfig(router="random", skipped="merge", enter_at="mlp"),
+    ):
+        with pytest.raises(ValueError, match=r"possible in blocks\.1"):
+            mmod.route_(model, config)
+    mmod.route_(model, mmod.preset("mindskip", depth=6))
+    with pytest.raises(ValueError, match="routed or has a rival"):
+        experts_(model)
+    with pytest.raises(ValueError, match="may be padding"):
+        experts_(make_model("naflexvit_base_patch16_gap"))
+    fields: dict[str, Any] = {"output": "run", "model": ModelConfig("test_vit"), "data": {"source": "digits"}}
+    for kind, refused in (("experts", False), ("exit", True)):
+        given = {**fields, "model": {"name": "test_vit"}, "rival": {"kind": kind}, "routing": {"router": "random"}}
+        if refused:
+            with pytest.raises(ValueError, match="routed or has a rival"):
+                TrainConfig.from_dict(given)
+        else:
+            TrainConfig.from_dict(given)
