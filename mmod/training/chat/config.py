@@ -130,8 +130,8 @@ class TrainConfig(RunConfig):
             if self.is_sharded:
                 raise ValueError("quantized weights are not split by fsdp or deepspeed here: use plain torchrun")
         for fields in (self.routing or {}).values():
-            # A preset is told the depth of its part, which only the model says.
-            if "preset" not in fields:
+            # A preset is told the depth of its part, which only the model says; a plan's file is read with the model.
+            if not {"preset", "plan"} & set(fields):
                 RoutingConfig.from_dict(fields)
         if self.routing is not None and not self.routing:
             raise ValueError("routing names no part; use `routing: null` for none")

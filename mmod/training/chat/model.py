@@ -86,7 +86,7 @@ def resolve_parts(model: nn.Module, routing: Mapping[str, Mapping[str, Any]]) ->
 
     Args:
         model: The model, not routed.
-        routing: Name of each part to fields of `RoutingConfig`, or `preset: NAME` with changes.
+        routing: Name of each part to fields of `RoutingConfig`, `preset: NAME` with changes, or `plan: FILE`.
 
     Raises:
         ValueError: If the model has no such part, or a field is unknown.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import Self
 
-from mmod.config import RoutingConfig
+from mmod.config import Plan, RoutingConfig
 from mmod.planning.presets import preset
 from mmod.values import Limit, check_fields
 
@@ -258,13 +258,21 @@ class RunConfig:
 
 
 def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
-    """Make a routing config from its fields, or from `preset: NAME` with the fields to change.
+    """Make a routing config from its fields, or from `preset: NAME` or `plan: FILE` with other fields.
 
     Args:
-        fields: Fields of `RoutingConfig`, or a preset's name and arguments.
+        fields: Fields of `RoutingConfig`; or a preset's name and arguments; or the file of a plan, which says blocks,
+            capacities, operators and contexts, and the fields that it does not say.
+
+    Raises:
+        ValueError: Both a preset and a plan.
     """
     fields = dict(fields)
-    name = fields.pop("preset", None)
+    name, plan = fields.pop("preset", None), fields.pop("plan", None)
+    if plan is not None:
+        if name is not None:
+            raise ValueError(f"routing takes a preset or a plan, got {name!r} and {plan!r}")
+        return RoutingConfig.from_plan(Plan.load(plan), **fields)
     return RoutingConfig.from_dict(fields) if name is None else preset(name, **fields)
 
 

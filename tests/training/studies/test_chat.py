@@ -125,6 +125,29 @@ def test_shipped_studies_are_read_and_say_what_they_are() -> None:
     assert plans["gamma-mod"] == plans["gamma-mod-random"]
 
 
+def test_plans_of_methods_without_training_have_controls_of_their_own() -> None:
+    configs = shipped("vlm-plans.yaml")
+    named = {name: config for name, config in configs.items() if config.routing}
+    assert "plan" in named.pop("searched").routing["language"]
+    plans = {name: plan_of(config) for name, config in named.items()}
+    for name, plan in plans.items():
+        assert plan.mean_capacity == pytest.approx(0.53125, abs=0.035 if name == "shortv-like" else 0.005)
+    fields = yaml.safe_load((ROOT / "configs/tradeoff/vlm-plans.yaml").read_text())
+    controls = {"fastv-like": "random", **{name: own for name, own in fields["controls"].items() if own}}
+    assert all(plans[name] == plans[control] for name, control in controls.items())
+    assert set(plans) - set(controls) - set(controls.values()) == {"shortv-like"}
+
+
+def test_a_plan_in_a_file_routes(tmp_path: Path) -> None:
+    plan = Plan((1, 2), (0.0, 0.5), 4, operators=("block", "mlp"), contexts=("all", "kept"))
+    plan.save(tmp_path / "plan.json")
+    fields = {"plan": str(tmp_path / "plan.json"), "router": "stride"}
+    assert resolve_routing(fields).plan(4) == plan
+    assert vlm_config(tmp_path, routing={"language": fields}).routing == {"language": fields}
+    with pytest.raises(ValueError, match="a preset or a plan"):
+        resolve_routing({**fields, "preset": "p-mod"})
+
+
 def plan_of(config: TrainConfig) -> Plan:
     assert config.routing is not None
     fields = config.routing["language"]
