@@ -80,7 +80,9 @@ class DataConfig:
     Args:
         source: "digits" or "digits:DIFFICULTY" (the embedded set, built into `root` when it is not there), "crowds"
             alike, whose labels are those of patches; "shards:PATTERN" (webdataset shards; `{split}` in the pattern
-            stands for the split); or a name for `timm.data.create_dataset`: "folder", "torch/...", "hfds/...".
+            stands for the split); "maps:SIDE" (images and label maps, scaled to squares of SIDE pixels, see
+            `mmod.data.readers.maps.MapSource`); or a name for `timm.data.create_dataset`: "folder", "torch/...",
+            "hfds/...".
         root: Folder of the data. For an embedded set it defaults to `runs/data/TITLE-DIFFICULTY`, as in
             `runs/data/cluttered-digits-tiny`; for remote shards it is where copies of them are kept.
         train_split: Split to train on.
@@ -103,9 +105,9 @@ class DataConfig:
         in_memory: Decode everything once and keep it as uint8; None does so for digits without augmentation.
         pin_memory: Return batches in pinned memory (for a GPU).
         options: Further arguments of `timm.data.create_dataset`, as `class_map`.
-        label_patch: Side of the patches, in pixels of the sample's label map (the member `.seg.png` of shards), each of
-            which has a class: that of most of its pixels. Images are square, and maps equally large. None gives each
-            image one class.
+        label_patch: Side of the patches, in pixels of the sample's label map (the member `.seg.png` of shards, the
+            square of "maps:SIDE"), each of which has a class: that of most of its pixels. Images are square, and maps
+            equally large. None gives each image one class.
 
     Raises:
         ValueError: If a value is out of range.
@@ -146,7 +148,9 @@ class DataConfig:
             std="(0, inf)",
         )
         kind = self.source.partition(":")[0]
-        if kind not in (*EMBEDDED, "shards"):
+        if kind == "maps":
+            self._check_maps()
+        elif kind not in (*EMBEDDED, "shards"):
             check_name(self.source)
         self._check_labels(kind)
         if self.channels not in (1, 3):
@@ -158,6 +162,17 @@ class DataConfig:
         if self.in_memory and self.augment is not None:
             raise ValueError("in_memory=True keeps images as evaluated; it cannot be combined with augment")
 
+    def _check_maps(self) -> None:
+        """Raise a ValueError where squares of the source are not made of whole patches."""
+        side = self.source.partition(":")[2]
+        if self.root is None or self.label_patch is None:
+            raise ValueError(f"source {self.source!r} needs root, the folder, and label_patch, the side of a patch")
+        if not side.isdecimal() or not int(side) or int(side) % self.label_patch:
+            raise ValueError(
+                f"source {self.source!r} must be maps:SIDE with the side of a square of whole patches of "
+                f"label_patch={self.label_patch} pixels, as maps:{24 * self.label_patch}"
+            )
+
     def _check_labels(self, kind: str) -> None:
         """Raise a ValueError where the source has no labels of the kind that is asked for."""
         side = self.label_patch
@@ -165,7 +180,7 @@ class DataConfig:
             if kind == "crowds":
                 raise ValueError("source 'crowds' has labels for patches: set label_patch to the side of the model's")
             return
-        if kind not in ("crowds", "shards"):
+        if kind not in ("crowds", "maps", "shards"):
             raise ValueError(f"label_patch={side} needs label maps, which source {self.source!r} has none of")
         if self.augment is not None:
             raise ValueError(f"label_patch={side} cannot be combined with augment, which moves images only")
@@ -194,7 +209,7 @@ def check_name(name: str) -> None:
     if name not in FOLDERS and not is_torchvision and not (kind == "hfds" and rest):
         raise ValueError(
             f"source {name!r} is unknown; valid: digits, digits:DIFFICULTY, crowds, crowds:DIFFICULTY, shards:PATTERN, "
-            f"folder, hfds/NAME, and torch/NAME with one of {', '.join(_TORCHVISION)}"
+            f"maps:SIDE, folder, hfds/NAME, and torch/NAME with one of {', '.join(_TORCHVISION)}"
         )
 
 

@@ -119,6 +119,7 @@ def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
 
 
 def _create_source(config: DataConfig, split: str, report: CorruptReport) -> LabelledSource:
+    from mmod.data.readers.maps import MapSource
     from mmod.data.readers.shards import CLASS, ShardSource, label_map
     from mmod.data.readers.timm import TimmSource
 
@@ -137,6 +138,10 @@ def _create_source(config: DataConfig, split: str, report: CorruptReport) -> Lab
             )
         shards = rest.replace("{split}", split)
         return ShardSource(shards, report, cache=config.root, progress=True, target=target)
+    if kind == "maps":
+        assert config.root is not None
+        assert config.label_patch is not None
+        return MapSource(config.root, split, int(rest), config.label_patch)
     return TimmSource(config.source, config.root, split, config.options, config.train_split)
 
 

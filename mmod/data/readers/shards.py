@@ -73,10 +73,7 @@ def parse_caption(data: bytes) -> str:
 
 
 def parse_patches(data: bytes, side: int) -> list[int]:
-    """Read a label map, an image whose values are classes, as the class of each patch.
-
-    A patch has the class of most of its pixels, the smallest of several; where 0 is the background, half a patch of
-    background is a patch of background.
+    """Read a label map, an image whose values are classes, as the class of each patch; see `patch_classes`.
 
     Args:
         data: The encoded file, of Pillow's mode L (values are classes) or P (numbers in the palette are).
@@ -94,8 +91,24 @@ def parse_patches(data: bytes, side: int) -> list[int]:
             f"the .seg.png member is an image of {image.width}x{image.height} of mode {image.mode}, not a square label "
             f"map of whole patches of {side} pixels, of mode L or P"
         )
-    steps = image.width // side
-    patches = np.asarray(image).reshape(steps, side, steps, side).swapaxes(1, 2).reshape(steps**2, side**2)
+    return patch_classes(np.asarray(image), side)
+
+
+def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:
+    """Return the class of each patch of a label map.
+
+    A patch has the class of most of its pixels, the smallest of several; where 0 is the background, half a patch of
+    background is a patch of background.
+
+    Args:
+        labels_HH: Class of each pixel of a square of whole patches.
+        side: Side of a patch, in pixels.
+
+    Returns:
+        Classes of the patches, row by row.
+    """
+    steps = len(labels_HH) // side
+    patches = labels_HH.reshape(steps, side, steps, side).swapaxes(1, 2).reshape(steps**2, side**2)
     counts = [(patches == label).sum(1) for label in range(int(patches.max()) + 1)]
     return [int(label) for label in np.argmax(counts, axis=0)]
 

@@ -17,10 +17,11 @@ from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training.engine.evaluate import evaluating
 from mmod.training.engine.loop import seed_draws
 from mmod.training.engine.task import autocast
+from mmod.training.image.task import resized
 
 __all__ = ["FeatureKind", "Features", "extract", "feature_of", "read_features"]
 
-FeatureKind = Literal["head", "class", "mean"]
+FeatureKind = Literal["head", "class", "mean", "patches"]
 # Batches whose features are written together.
 _CHUNK = 4
 
@@ -29,8 +30,8 @@ class Features(NamedTuple):
     """What a model says of some images.
 
     Attributes:
-        x_ND: Features, float32 (images, channels).
-        label_N: Classes, int64 (images,).
+        x_ND: Features, float32 (images, channels); of patches, float16 (images times patches, channels).
+        label_N: Classes, int64 (images,) or (images times patches,).
         kept_NL: Share of tokens that each routed block keeps of each image (images, routed blocks).
     """
 
@@ -93,11 +94,12 @@ def read_features(folder: str | Path) -> Features:
 
 
 def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor]:
-    """Return the function from images (B, C, H, W) to features (B, D).
+    """Return the function from images (B, C, H, W) to features (B, D), or (B, N, D) of patches.
 
     Args:
         model: A timm model.
-        kind: "head" for what the classifier would read, "class" for the class token, "mean" for the mean over patches.
+        kind: "head" for what the classifier would read, "class" for the class token, "mean" for the mean over patches,
+            "patches" for each patch.
 
     Raises:
         ValueError: If the model has no class token, or does not give its tokens.
@@ -118,7 +120,8 @@ def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor
         if kind == "head":
             feature: Tensor = host.forward_head(tokens, pre_logits=True)
             return feature
-        return tokens[:, 0] if kind == "class" else tokens[:, host.num_prefix_tokens :].mean(1)
+        patches = tokens[:, host.num_prefix_tokens :]
+        return tokens[:, 0] if kind == "class" else patches.mean(1) if kind == "mean" else patches
 
     return read
 
@@ -140,4 +143,8 @@ def _read_chunk(
                 kept = torch.stack([routing.keep_BN.float().mean(1) for routing in routings.values()], 1)
             else:
                 x_ND = read(images.to(device))
-        yield Features(x_ND.float().cpu(), labels, kept.cpu())
+        if x_ND.ndim == 3:
+            x_ND = resized(x_ND.float(), labels.shape[1]).flatten(0, 1).half()
+        else:
+            x_ND = x_ND.float()
+        yield Features(x_ND.cpu(), labels.flatten(), kept.cpu())

@@ -185,17 +185,25 @@ def answers(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
     if logits.ndim == 2:
         return logits
     logits = logits[:, getattr(model, "num_prefix_tokens", 0) :]
-    if logits.shape[1] != targets.shape[1]:
-        logits = _resized(logits, targets.shape[1])
-    return logits.flatten(0, 1)
+    return resized(logits, targets.shape[1]).flatten(0, 1)
 
 
-def _resized(logits_BNC: Tensor, patches: int) -> Tensor:
-    """Interpolate a square grid of logits to one of so many patches."""
-    own, asked = isqrt(logits_BNC.shape[1]), isqrt(patches)
-    if (own**2, asked**2) != (logits_BNC.shape[1], patches):
-        raise ValueError(f"{logits_BNC.shape[1]} answers to {patches} labels: grids that differ must both be square")
-    grid = logits_BNC.transpose(1, 2).unflatten(2, (own, own))
+def resized(x_BNC: Tensor, patches: int) -> Tensor:
+    """Interpolate a square grid of logits or features to one of so many patches.
+
+    Args:
+        x_BNC: The grid, row by row (B, N, C).
+        patches: Number of patches asked for; a grid that has as many is returned as it is.
+
+    Raises:
+        ValueError: If grids differ and one is not square.
+    """
+    if x_BNC.shape[1] == patches:
+        return x_BNC
+    own, asked = isqrt(x_BNC.shape[1]), isqrt(patches)
+    if (own**2, asked**2) != (x_BNC.shape[1], patches):
+        raise ValueError(f"{x_BNC.shape[1]} answers to {patches} labels: grids that differ must both be square")
+    grid = x_BNC.transpose(1, 2).unflatten(2, (own, own))
     return F.interpolate(grid, size=(asked, asked), mode="bilinear").flatten(2).transpose(1, 2)
 
 

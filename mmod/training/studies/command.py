@@ -14,6 +14,7 @@ from mmod.training.studies.config import (
     FeaturesStudyConfig,
     ImageStudyConfig,
     PairsStudyConfig,
+    SegmentationStudyConfig,
     StudyConfig,
 )
 from mmod.values import one_of
@@ -30,6 +31,7 @@ class _Kind(NamedTuple):
 _KINDS = {
     "image": _Kind(ImageStudyConfig, "image", "ImageStudy"),
     "features": _Kind(FeaturesStudyConfig, "features", "FeaturesStudy"),
+    "segmentation": _Kind(SegmentationStudyConfig, "segmentation", "SegmentationStudy"),
     "pairs": _Kind(PairsStudyConfig, "pairs", "PairsStudy"),
     "conversations": _Kind(ChatStudyConfig, "chat", "ChatStudy"),
 }

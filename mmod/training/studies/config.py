@@ -8,7 +8,14 @@ from typing import Any, Literal
 from mmod.config import rational
 from mmod.values import check_fields
 
-__all__ = ["ChatStudyConfig", "FeaturesStudyConfig", "ImageStudyConfig", "PairsStudyConfig", "StudyConfig"]
+__all__ = [
+    "ChatStudyConfig",
+    "FeaturesStudyConfig",
+    "ImageStudyConfig",
+    "PairsStudyConfig",
+    "SegmentationStudyConfig",
+    "StudyConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +173,31 @@ class FeaturesStudyConfig(ImageStudyConfig):
             raise ValueError("a study of features compares one trained model over images: seeds=1, train_dense=False")
         if self.isoflop != "none" or not self.strengths:
             raise ValueError("a study of features needs isoflop='none' and at least one value in strengths")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentationStudyConfig(FeaturesStudyConfig):
+    """A study of what a trained image model's patch features are worth: how well a linear classifier segments images.
+
+    The classifier is fitted on the training split's patches and tested on the evaluation split's, all of which have a
+    class (`data.label_patch`). Features of another grid, as of smaller images, are interpolated to that of the labels.
+
+    Args:
+        kind: The kind of study.
+        score: "mean_iou", the mean intersection over union of the classes over all tested patches.
+        feature: "patches".
+        strengths: As for features; one value is taken as it is.
+    """
+
+    kind: Literal["segmentation"] = "segmentation"  # type: ignore[assignment]
+    score: Literal["mean_iou"] = "mean_iou"  # type: ignore[assignment]
+    feature: Literal["patches"] = "patches"  # type: ignore[assignment]
+    strengths: list[float] = field(default_factory=lambda: [0.01])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tune:
+            raise ValueError("a study of segmentation judges features as they are: tune=False")
 
 
 @dataclass(frozen=True, kw_only=True)

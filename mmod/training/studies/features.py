@@ -35,40 +35,74 @@ from mmod.training.studies.paired import Difference
 from mmod.training.studies.probes import Resampling, linear_probe, nearest_neighbours, split_by_class
 from mmod.training.studies.study import Costs, Outcome, merged
 
-__all__ = ["FeaturesStudy", "Probed"]
+__all__ = ["FeaturesStudy", "Judged", "Probed"]
 
-# The two classifiers on features, by the names of their figures.
-_MEASURES = {"knn": "nearest neighbours of features", "linear": "linear classifier on features"}
 # The folder of the images that are tested.
 _TESTED = "tested"
 
 
-@dataclass(frozen=True)
-class Probed(RoutedResult):
+@dataclass(frozen=True, kw_only=True)
+class Judged(RoutedResult):
+    """How good a model's features were found to be.
+
+    Args:
+        kept: Name of each routed block to its mean kept share of tokens, in [0, 1].
+        skipped: Images that could not be read.
+    """
+
+    kept: dict[str, float]
+    skipped: int
+
+    @property
+    def images(self) -> int:
+        """Number of tested images."""
+        raise NotImplementedError
+
+    def weighed(self, measure: str, weight_SN: np.ndarray) -> np.ndarray:
+        """Return a figure for several ways to weigh the images, in percent (S,).
+
+        Args:
+            measure: Name of the figure.
+            weight_SN: Weight of each image (S, images); those of a way sum to 1.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed(Judged):
     """What classifiers on a model's features found.
 
     Args:
         knn: 1 for each tested image that its nearest neighbours classify rightly, else 0.
         linear: The same of the linear classifier.
-        kept: Name of each routed block to its mean kept share of tokens, in [0, 1].
-        skipped: Images that could not be read.
     """
 
     knn: list[int]
     linear: list[int]
-    kept: dict[str, float]
-    skipped: int
+
+    @property
+    def images(self) -> int:
+        """Number of tested images."""
+        return len(self.linear)
 
     def columns(self) -> dict[str, float]:
         """Return the share of images classified rightly, in percent, and the kept share of tokens."""
-        return {name: 100 * float(np.mean(getattr(self, name))) for name in _MEASURES} | {"kept": self.mean_kept}
+        shares = {name: 100 * float(np.mean(getattr(self, name))) for name in ("knn", "linear")}
+        return shares | {"kept": self.mean_kept}
+
+    def weighed(self, measure: str, weight_SN: np.ndarray) -> np.ndarray:
+        """Return a figure for several ways to weigh the images, in percent (S,); see `Judged.weighed`."""
+        right: np.ndarray = 100 * (weight_SN @ np.asarray(getattr(self, measure), np.float32))
+        return right
 
 
-class FeaturesStudy(TimmStudy[Probed]):
+class FeaturesStudy(TimmStudy[Judged]):
     """A study of the features of timm's models; see `Study`."""
 
     config: FeaturesStudyConfig
-    found = Probed
+    found: ClassVar[type[Judged]] = Probed
+    # Figures by which features are judged, and what they are.
+    measures: ClassVar = {"knn": "nearest neighbours of features", "linear": "linear classifier on features"}
     columns: ClassVar = {
         "name": ("model", ""),
         "gflops": ("GFLOPs", ".2f"),
@@ -93,9 +127,9 @@ class FeaturesStudy(TimmStudy[Probed]):
             "model": {} if config.checkpoint is None else {"checkpoint": config.checkpoint, "pretrained": False},
         }
         super().__init__(dataclasses.replace(config, changes=merged(config.changes, changes)))
-        self.score, self.measure = config.score, _MEASURES[config.score]
-        self.found_by: dict[str, Probed] = {}
-        self.features_by: dict[str, Tensor] = {}
+        self.score, self.measure = config.score, self.measures[config.score]
+        self.found_by: dict[str, Judged] = {}
+        self.folders: dict[str, Path] = {}
 
     def do(self, job: Job[TrainConfig], tick: Tick) -> Outcome:
         """Compute a model's features and judge them; where it is fine-tuned, those of the model that comes out."""
@@ -107,15 +141,15 @@ class FeaturesStudy(TimmStudy[Probed]):
         found = self.probe(self.start_from(job.config, job.config.output), _folder(job), tick)
         return Outcome(found, {**self.figures(found), **figures, "top1": trained.top1})
 
-    def evaluate(self, config: TrainConfig) -> Probed:
+    def evaluate(self, config: TrainConfig) -> Judged:
         """Judge the features of the model that a run starts from."""
         return self.probe(config, Path(f"{config.output}.features"), lambda share: None)
 
-    def figures(self, found: Probed) -> dict[str, float]:
-        """Return the accuracy of both classifiers and the kept share."""
+    def figures(self, found: Judged) -> dict[str, float]:
+        """Return how good features are, and the kept share."""
         return found.columns()
 
-    def probe(self, config: TrainConfig, folder: Path, tick: Tick) -> Probed:
+    def probe(self, config: TrainConfig, folder: Path, tick: Tick) -> Judged:
         """Judge the features of the model that a run starts from; what was done before is read.
 
         Args:
@@ -139,7 +173,7 @@ class FeaturesStudy(TimmStudy[Probed]):
         path = folder / "found.json"
         kept = json.loads(path.read_text()) if path.exists() else {}
         if kept.get("settings") == settings:
-            return Probed(**kept["found"])
+            return self.found(**kept["found"])
         seed_draws(config.seed, 0, 0)
         model = self.create(config).to(choose_device(config.device))
         parts_of = _streams(config.data)
@@ -152,7 +186,7 @@ class FeaturesStudy(TimmStudy[Probed]):
         write_atomically(path, json.dumps({"settings": settings, "found": dataclasses.asdict(found)}) + "\n")
         return found
 
-    def _classify(self, features: list[Features], blocks: list[str], streams: Mapping[str, BatchStream]) -> Probed:
+    def _classify(self, features: list[Features], blocks: list[str], streams: Mapping[str, BatchStream]) -> Judged:
         own, tested = self.config, features[-1]
         x = torch.cat([part.x_ND for part in features]).numpy()
         labels = torch.cat([part.label_N for part in features]).numpy()
@@ -166,10 +200,10 @@ class FeaturesStudy(TimmStudy[Probed]):
             skipped=sum(len(stream.report.faults) for stream in streams.values()),
         )
 
-    def examine(self, job: Job[TrainConfig], found: Probed) -> dict[str, float]:
+    def examine(self, job: Job[TrainConfig], found: Judged) -> dict[str, float]:
         """Count what a model costs, and keep what was found of each image."""
         self.found_by[job.name] = found
-        self.features_by[job.name] = read_features(_folder(job) / _TESTED).x_ND
+        self.folders[job.name] = _folder(job) / _TESTED
         return super().examine(job, found)
 
     def compare(
@@ -181,41 +215,42 @@ class FeaturesStudy(TimmStudy[Probed]):
     def verdict(self, scores: Mapping[str, Mapping[int, float]]) -> str:
         """Say which models are not told from the dense one."""
         told = []
-        for title, probe in (("k-NN", "knn"), ("the linear classifier", "linear")):
+        for probe, title in self.measures.items():
             gaps = {name: self._gap(name, DENSE, probe) for name in scores}
             close = [name for name, gap in gaps.items() if gap is not None and not gap.is_clear]
-            told.append(f"Not told from dense by {title}: {', '.join(close) or 'none'}.")
+            told.append(f"Not told from dense by the {title}: {', '.join(close) or 'none'}.")
         return " ".join(told)
 
     def ranking(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> str:
         """Say how many images there are and which models may be called better."""
         found = self.found_by[DENSE]
         skipped = f" ({found.skipped} could not be read)" if found.skipped else ""
-        intro = f"{len(found.linear)} images{skipped}; 95 % intervals are of a bootstrap over images, paired."
+        intro = f"{found.images} images{skipped}; 95 % intervals are of a bootstrap over images, paired."
         return f"{intro}\n\n{super().ranking(scores, costs)}"
 
     def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Add how both classifiers do against the dense model and rivals, and what features share with dense ones."""
-        completed = []
+        """Add how features do against the dense model's and rivals', and what they share with dense ones."""
+        completed, dense_ND = [], read_features(self.folders[DENSE]).x_ND.float()
         for row in rows:
             own = row["name"]
             others = {"dense": DENSE, **{column: row[column] for column in row if column.startswith("rival_")}}
             gaps = {
                 f"{probe}_to_{column}": self._gap(own, other, probe)
-                for probe in _MEASURES
+                for probe in self.measures
                 for column, other in others.items()
             }
-            completed.append({**row, **gaps, "cosine": self._cosine(own)})
+            completed.append({**row, **gaps, "cosine": self._cosine(own, dense_ND)})
         return completed
 
     def _gap(self, own: str, other: str | None, probe: str) -> Difference | None:
         if other is None or other == own or other not in self.found_by:
             return None
-        gap = np.subtract(getattr(self.found_by[own], probe), getattr(self.found_by[other], probe))
-        return _resampling(len(gap), self.config.draws).mean(100 * gap)
+        one, two = self.found_by[own], self.found_by[other]
+        resampling = _resampling(one.images, self.config.draws)
+        return resampling.of(lambda weight_SN: one.weighed(probe, weight_SN) - two.weighed(probe, weight_SN))
 
-    def _cosine(self, own: str) -> float | None:
-        x_ND, dense_ND = self.features_by[own], self.features_by[DENSE]
+    def _cosine(self, own: str, dense_ND: Tensor) -> float | None:
+        x_ND = read_features(self.folders[own]).x_ND.float()
         return float(F.cosine_similarity(x_ND, dense_ND).mean()) if x_ND.shape == dense_ND.shape else None
 
 

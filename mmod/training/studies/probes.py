@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mmod.training.studies.paired import Difference
 
-__all__ = ["Resampling", "Split", "linear_probe", "nearest_neighbours", "split_by_class"]
+__all__ = ["Resampling", "Split", "guess_linearly", "linear_probe", "nearest_neighbours", "split_by_class"]
 
 Split = tuple[np.ndarray, np.ndarray]
 """Numbers of the images that a classifier is fitted on, and of those it is tested on."""
@@ -74,14 +74,40 @@ def linear_probe(
     Returns:
         1 where right, else 0, in the order of the images (tested images,).
     """
+    return _tested(_regression(strengths, 3), features, labels, splits)
+
+
+def guess_linearly(
+    fitted: np.ndarray, labels: np.ndarray, tested: np.ndarray, images: np.ndarray, strengths: Sequence[float]
+) -> np.ndarray:
+    """Return the classes that a logistic regression on standardised features guesses.
+
+    Its regularisation is chosen by cross-validation, with all patches of an image on the same side.
+
+    Args:
+        fitted: Features of patches (patches, channels).
+        labels: Their classes (patches,).
+        tested: Features of the patches that are guessed.
+        images: Number of the image that each fitted patch is of (patches,).
+        strengths: Values of scikit-learn's `C` to choose from.
+    """
+    from sklearn.model_selection import GroupKFold
+
+    split = list(GroupKFold(3).split(fitted, labels, images))
+    guesses: np.ndarray = _regression(strengths, split).fit(fitted, labels).predict(tested)
+    return guesses
+
+
+def _regression(strengths: Sequence[float], cv: Any) -> Any:
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
+    if len(strengths) == 1:
+        return make_pipeline(StandardScaler(), LogisticRegression(C=strengths[0], max_iter=1000, tol=1e-3))
     regression = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000, tol=1e-3))
-    chosen = GridSearchCV(regression, {"logisticregression__C": list(strengths)}, cv=3)
-    return _tested(chosen, features, labels, splits)
+    return GridSearchCV(regression, {"logisticregression__C": list(strengths)}, cv=cv)
 
 
 def _tested(classifier: Any, features: np.ndarray, labels: np.ndarray, splits: Sequence[Split]) -> np.ndarray:
@@ -120,5 +146,15 @@ class Resampling:
             >>> print(Resampling(4).mean(np.full(4, 2.0)))
             +2.0 [+2.0, +2.0]
         """
-        low, high = np.quantile(self.weight_SN @ values.astype(np.float32), [0.025, 0.975])
-        return Difference(float(values.mean()), float(low), float(high), 1)
+        return self.of(lambda weight_SN: weight_SN @ values.astype(np.float32))
+
+    def of(self, figure: Callable[[np.ndarray], np.ndarray]) -> Difference:
+        """Return a figure of the images, with its 95 % interval.
+
+        Args:
+            figure: From the weight of each image in each draw (draws, images) to the figure in each draw (draws,).
+        """
+        low, high = np.quantile(figure(self.weight_SN), [0.025, 0.975])
+        images = self.weight_SN.shape[1]
+        whole = figure(np.full((1, images), 1 / images))
+        return Difference(float(whole[0]), float(low), float(high), 1)

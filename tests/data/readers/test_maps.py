@@ -1,0 +1,72 @@
+"""Photographs with label maps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmod.data.config import DataConfig
+from mmod.data.corrupt import CorruptDataError
+from mmod.data.loader import create_eval_stream
+
+
+def save(root: Path, name: str, pixels: np.ndarray, labels: np.ndarray | None, split: str = "test") -> None:
+    for folder in ("images", "labels"):
+        (root / folder / split).mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.astype(np.uint8)).save(root / "images" / split / f"{name}.png")
+    if labels is not None:
+        Image.fromarray(labels.astype(np.uint8)).save(root / "labels" / split / f"{name}.png")
+
+
+def config(root: Path, **changes: object) -> DataConfig:
+    values: dict[str, object] = {"source": "maps:32", "root": str(root), "val_split": "test", "label_patch": 8}
+    return DataConfig(**{**values, "channels": 3, "mean": (0.0,) * 3, "std": (1.0,) * 3, "batch_size": 2, **changes})
+
+
+def test_the_middle_square_of_image_and_map_go_together(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for name, (height, width) in {"a": (64, 96), "b": (128, 64), "c": (64, 64)}.items():
+        labels = np.kron(draw.integers(0, 5, (height // 16, width // 16)), np.ones((16, 16), int))
+        save(tmp_path, name, 50 * np.stack([labels] * 3, axis=-1), labels)
+    stream = create_eval_stream(config(tmp_path, image_size=32))
+    seen = 0
+    for images, classes in stream.batches(0):
+        # Every patch is of one colour inside, fifty times its class.
+        middle = images[:, 0].unflatten(1, (4, 8)).unflatten(3, (4, 8))[:, :, 3:5, :, 3:5].mean((2, 4)) * 255 / 50
+        assert np.allclose(middle.flatten(1), classes, atol=0.3)
+        seen += len(classes)
+    assert seen == 3
+
+
+def test_smaller_images_keep_the_labels_of_the_square(tmp_path: Path) -> None:
+    labels = np.kron(np.arange(16).reshape(4, 4), np.ones((8, 8), int))
+    save(tmp_path, "a", np.stack([labels] * 3, axis=-1), labels)
+    for size in (32, 16):
+        images, classes = next(iter(create_eval_stream(config(tmp_path, image_size=size, batch_size=1)).batches(0)))
+        assert images.shape == (1, 3, size, size)
+        assert classes.tolist() == [list(range(16))]
+
+
+def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+    pixels = np.zeros((32, 32, 3))
+    save(tmp_path, "a", pixels, None)
+    with pytest.raises(ValueError, match=r"lacks 1 of 1 label maps, the first a\.png"):
+        create_eval_stream(config(tmp_path))
+    with pytest.raises(ValueError, match="which there is not"):
+        create_eval_stream(config(tmp_path, val_split="train"))
+    save(tmp_path, "a", pixels, np.zeros((16, 32)))
+    with pytest.raises(CorruptDataError, match=r"the label map a\.png is of 32x16 and mode L; it must be of 32x32"):
+        list(create_eval_stream(config(tmp_path)).batches(0))
+    save(tmp_path, "b", pixels, np.zeros((32, 32)))
+    skipping = create_eval_stream(config(tmp_path, on_corrupt="skip"))
+    assert sum(len(classes) for _, classes in skipping.batches(0)) == 1
+    assert len(skipping.report.faults) == 1
+    for changes in ({"source": "maps:30"}, {"source": "maps:"}, {"source": "maps"}, {"source": "maps:0"}):
+        with pytest.raises(ValueError, match="must be maps:SIDE"):
+            config(tmp_path, **changes)
+    for changes in ({"root": None}, {"label_patch": None}):
+        with pytest.raises(ValueError, match="needs root"):
+            config(tmp_path, **changes)
