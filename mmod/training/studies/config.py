@@ -25,8 +25,8 @@ class StudyConfig:
     Args:
         output: The study's folder; its runs, table and pictures go there. A study goes on where it stopped.
         dense: Training config of the dense model, a YAML file; the study sets its `output`, `seed` and `routing`.
-        routers: Name of each series to its routing: fields of `RoutingConfig`, or `preset: NAME` with changes. Each
-            is run at every capacity.
+        routers: Name of each series to its routing: fields of `RoutingConfig`, or `preset: NAME` with changes, or
+            `plan: FILE` with other fields. Each is run at every capacity.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         finetune: Fields to set differently again when a model is fine-tuned from the dense one.
         capacities: Capacities of the routed blocks; null takes a series as it is, like one that sets `capacity` itself.
