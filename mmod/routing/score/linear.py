@@ -20,11 +20,13 @@ class Linear(Score):
 
     Args:
         normalize: Divide the score's input by its root mean square.
-        bias: Give the score a bias; a linear gate has one anyway.
+        bias: Give the score a bias; a linear gate has one anyway, and so has a score that starts elsewhere than at 0.
         init_std: Standard deviation of the initial weight. None chooses one at which every gate starts within a percent
             of the dense model's.
         per: What is decided about: each "token", or the whole "sequence" by the mean score of its tokens, which needs
             a threshold. No token is protected then.
+        initial: Value around which scores start. None means 1 for a linear gate, which is the score itself, and 0
+            otherwise. A sigmoid gate that starts near 1, as with 3, leaves a pretrained model what it was.
     """
 
     learns: ClassVar[bool] = True
@@ -32,9 +34,10 @@ class Linear(Score):
     bias: bool = False
     init_std: float | None = None
     per: Literal["token", "sequence"] = "token"
+    initial: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "router", init_std="[0, inf)")
+        check_fields(self, "router", init_std="[0, inf)", initial="(-inf, inf)")
 
     @property
     def whole(self) -> bool:
@@ -43,11 +46,12 @@ class Linear(Score):
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
+        # A linear gate is the score itself, so a pretrained block keeps its function only if scores start at 1.
+        initial = float(place.gate.name == "linear") if self.initial is None else self.initial
         return LinearScore(
             place.dim,
-            # A linear gate is the score itself, so a pretrained block keeps its function only if scores start at 1.
-            bias=self.bias or place.gate.name == "linear",
-            initial=1.0 if place.gate.name == "linear" else 0.0,
+            bias=self.bias or place.gate.name == "linear" or initial != 0,
+            initial=initial,
             normalize=self.normalize,
             init_std=near_dense_std(place.dim, place.gate.scale) if self.init_std is None else self.init_std,
             whole=self.whole,
