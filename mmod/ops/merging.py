@@ -48,6 +48,35 @@ def nearest_rows(
         return nearest_BN if real_BN is None else torch.where(real_BN, nearest_BN, -1)
 
 
+def signed_sums(x_BND: Tensor, channels: int) -> Tensor:
+    """Return tokens in fewer channels, with the distances between them kept to about `sqrt(2 / channels)` of each.
+
+    Channel c goes to sum c modulo `channels`, with a sign that a fixed hash of c decides.
+
+    Args:
+        x_BND: Tokens (B, N, D); they get no gradient.
+        channels: Number of sums E; tokens that have no more channels are returned as they are.
+
+    Returns:
+        The sums (B, N, E), fp32.
+
+    Source: Johnson and Lindenstrauss, 1984, with the sparse signs of Weinberger et al., arXiv 0902.2206.
+
+    Example:
+        >>> signed_sums(torch.ones(1, 2, 12), 3).shape
+        torch.Size([1, 2, 3])
+    """
+    dim = x_BND.shape[-1]
+    if dim <= channels:
+        return x_BND.detach().float()
+    with torch.no_grad():
+        place_D = torch.arange(dim, device=x_BND.device)
+        # A multiplicative hash; its upper bits are as good as random.
+        sign_D = 1.0 - 2.0 * (((place_D + 1) * 2654435761 >> 19) & 1).float()
+        signed_BND = F.pad(x_BND.float() * sign_D, (0, -dim % channels))
+        return signed_BND.unflatten(-1, (-1, channels)).sum(dim=-2)
+
+
 def group_sizes(slot_BN: Tensor, slots: int) -> Tensor:
     """Return how many tokens each slot stands for, fp32 (B, K); an empty one stands for none.
 

@@ -132,7 +132,7 @@ class Router(nn.Module):
                 f"skipped={self.config.skipped!r} needs a kept token beside the {self.prefix} that are always kept; "
                 f"capacity {float(self.capacity)} keeps {slot_BK.shape[1]} of {routing.score_BN.shape[1]}"
             )
-        return nearest_rows(rows, slot_BK, self.prefix, routing.valid_BK, real)
+        return nearest_rows(self.config.router.compared(rows), slot_BK, self.prefix, routing.valid_BK, real)
 
     def _join(self, routing: Routing, join_BN: Tensor | None) -> Routing:
         """Return the decision with where tokens join others."""

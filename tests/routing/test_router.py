@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import mmod
 from mmod import RoutingConfig
+from mmod.ops import signed_sums
 from mmod.routing import LinearScore, RandomScore, RedundancyScore, Router, StrideScore, apply_gate
 from tests.zoo import make_images, make_model
 
@@ -188,6 +189,46 @@ class TestPresets:
     def test_unknown_presets_name_the_known(self) -> None:
         with pytest.raises(ValueError, match=r"'mod', 'a-mod', 'p-mod', 'modification', 'mindskip', .* got 'amod'"):
             mmod.preset("amod")
+
+
+def test_signed_sums_keep_distances() -> None:
+    torch.manual_seed(0)
+    for dim, channels in ((384, 64), (100, 32), (768, 64)):
+        x = torch.randn(1, 60, dim)
+        sums = signed_sums(x, channels)
+        ratio = (torch.pdist(sums[0]) / torch.pdist(x[0])).square()
+        assert sums.shape == (1, 60, channels)
+        assert abs(ratio.mean().item() - 1) < 0.1
+        assert ratio.std().item() < 1.5 * (2 / channels) ** 0.5
+    assert torch.equal(signed_sums(x, 768), x)
+
+
+def test_fewer_channels_find_the_same_copies_for_fewer_flops() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 1, 64).repeat(1, 17, 1) + 4 * torch.randn(2, 4, 64)[:, torch.arange(17) % 4]
+    routings = [
+        make(RoutingConfig(router=mmod.score("redundancy", channels=channels), skipped="merge"), dim=64, capacity=0.3)(
+            x
+        )
+        for channels in (None, 16)
+    ]
+    for image in range(2):
+        groups = [
+            {frozenset((routing.join_BN[image] == slot).nonzero().flatten().tolist()) for slot in range(1, 5)}
+            for routing in routings
+        ]
+        assert groups[0] == groups[1]
+    model = make_model("vit_tiny_patch16_224")
+    cost = {}
+    for channels in (None, 8):
+        config = RoutingConfig(
+            router=mmod.score("redundancy", channels=channels), skipped="merge", blocks=(1, 2), capacity=0.5
+        )
+        cost[channels] = mmod.flops(mmod.route_(model, config), make_images("vit_tiny_patch16_224", 1).shape[-1]).routed
+        mmod.unroute_(model)
+    assert cost[8] < cost[None]
+    with pytest.raises(ValueError, match="channels must be an integer of at least 1"):
+        mmod.score("redundancy", channels=0)
 
 
 def test_redundancy_keeps_what_no_token_before_can_stand_for() -> None:

@@ -10,22 +10,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.config import Placement, Score, register_score
+from mmod.ops import signed_sums
 from mmod.routing.score.stride import spread_evenly
+from mmod.values import check_fields
 
 
 @register_score("redundancy")
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Redundancy(Score):
     """How unlike a token is to those that would be kept before it, see `RedundancyScore`.
 
     Consecutive routed blocks share it.
+
+    Args:
+        channels: Compare tokens by so many sums of their channels, which costs less; see `mmod.ops.signed_sums`. None
+            compares all channels.
     """
 
     shared: ClassVar[bool] = True
+    channels: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "router", channels="[1, inf)")
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return RedundancyScore(place.prefix)
+        return RedundancyScore(place.prefix, self.channels)
+
+    def compared(self, x_BND: Tensor) -> Tensor:
+        """Return by what tokens are compared; see `Score.compared`."""
+        return x_BND if self.channels is None else signed_sums(x_BND, self.channels)
 
 
 class RedundancyScore(nn.Module):
@@ -36,6 +50,7 @@ class RedundancyScore(nn.Module):
 
     Args:
         prefix: Leading tokens, which can stand for no other; they have the score 2.
+        channels: As for `Redundancy`.
 
     Example:
         >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [1.0, 0.0]]])
@@ -43,14 +58,17 @@ class RedundancyScore(nn.Module):
         tensor([[2.0000, 0.9005, 0.0050, 0.0000]])
     """
 
-    def __init__(self, prefix: int = 0) -> None:
+    def __init__(self, prefix: int = 0, channels: int | None = None) -> None:
         super().__init__()
         self.prefix = prefix
+        self.channels = channels
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, stands for nothing."""
         with torch.no_grad():
-            unit_BND = F.normalize(x_BND[:, self.prefix :].float(), dim=-1)
+            x_BND = x_BND[:, self.prefix :]
+            compared = x_BND if self.channels is None else signed_sums(x_BND, self.channels)
+            unit_BND = F.normalize(compared.float(), dim=-1)
             order_N = spread_evenly(unit_BND.shape[1], x_BND.device)
             later_NN = order_N <= order_N.unsqueeze(1)
             alike_BNN = (unit_BND @ unit_BND.transpose(1, 2)).masked_fill(later_NN, -1.0)
