@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks import BlockCall, ForwardPass, ImportanceBlock, ModelHook, PassTracker, RoutedBlock, SpanHook
+from mmod.blocks import BlockCall, ForwardPass, Halves, ImportanceBlock, ModelHook, PassTracker, RoutedBlock, SpanHook
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
 from mmod.routing import Router, Routing, TokenMarks
@@ -73,10 +73,10 @@ class BlockStack:
             raise ValueError(
                 f"skipped='merge' is not possible in {name}: attention there takes no bias for larger groups"
             )
-        if config.enter_at == "mlp" and (self.library != "timm" or not call.operators):
+        if config.enter_at == "mlp" and call.halves is None:
             raise ValueError(
-                f"enter_at='mlp' is not possible in {name}: only timm's blocks whose attention and MLP are residual "
-                "branches one after the other can be run in two halves"
+                f"enter_at='mlp' is not possible in {name}: only blocks of timm whose MLP follows their attention can "
+                "be run in two halves"
             )
 
     def check_importance(self, importance: str) -> None:
@@ -109,6 +109,7 @@ class NamedArguments:
         draws_paths: Stochastic depth draws one Bernoulli number for each sequence of a batch.
         fused_norm: Name of the norm that the block starts with and that can be fused with gathering rows, or empty.
         operators: Names of the block's residual branches by operator, of those that add nothing where they return zero.
+        halves: The two halves of the block, or None where it can only be run as a whole.
     """
 
     names: tuple[str, ...]
@@ -119,6 +120,7 @@ class NamedArguments:
     draws_paths: bool = False
     fused_norm: str = ""
     operators: Mapping[str, str] = field(default_factory=dict)
+    halves: Halves | None = None
 
     @property
     def contexts(self) -> tuple[str, ...]:

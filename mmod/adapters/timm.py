@@ -24,6 +24,7 @@ from torch import nn
 
 from mmod.adapters.base import BlockStack, NamedArguments, Part, span_hook
 from mmod.adapters.described import Saving, check_keys, parameters
+from mmod.adapters.halves import HALVES, SPLIT
 from mmod.blocks import ImportanceBlock, PassTracker, RoutedBlock, host_class
 from mmod.config import ROUTING_FIELDS
 
@@ -151,6 +152,7 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
         attention_calls=sum(2 if isinstance(module, DiffAttention) else 1 for module in attentions.values()),
         fused_norm=_fused_norm(block),
         operators={"attention": "attn", "mlp": "mlp"} if isinstance(block, PRE_NORM) else {},
+        halves=HALVES if isinstance(block, SPLIT) else None,
     )
 
 

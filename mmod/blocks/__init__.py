@@ -1,6 +1,6 @@
 """Routed blocks: a host's block on the tokens that are kept; no host library is known here."""
 
-from mmod.blocks.call import BlockCall
+from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import (
     StandingModule,
     convert,
@@ -20,6 +20,7 @@ from mmod.blocks.state import ImportanceState, RoutedState
 __all__ = [
     "BlockCall",
     "ForwardPass",
+    "Halves",
     "ImportanceBlock",
     "ImportanceDecoderBlock",
     "ImportanceState",

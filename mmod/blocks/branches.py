@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from mmod.blocks.forward_pass import PassTracker
@@ -87,56 +86,6 @@ class Branch(nn.Module):
         first = output[0] if isinstance(output, tuple) else output
         first = first * gate_BK.unsqueeze(-1).to(first.dtype)
         return (first, *output[1:]) if isinstance(output, tuple) else first
-
-
-class Half(NamedTuple):
-    """What a branch of a block that is run in two halves remembers.
-
-    Args:
-        tracker: That of the block's stack.
-        operator: Which branch it is, "attention" or "mlp".
-    """
-
-    tracker: PassTracker
-    operator: str
-
-
-class HalfBranch(nn.Module):
-    """Mixin for a branch of a block that is run in two halves: it adds nothing in the half of the other one.
-
-    Attributes:
-        mod_state: Knows which half runs.
-    """
-
-    mod_state: Half
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns, or zeros.
-
-        Args:
-            x: Tokens (B, N, D).
-            args: Further arguments of the module.
-            kwargs: The same by name.
-        """
-        if self.mod_state.tracker.running.half not in (None, self.mod_state.operator):
-            return torch.zeros_like(x)
-        return super().forward(x, *args, **kwargs)
-
-
-@contextmanager
-def one_half(tracker: PassTracker, operator: str) -> Iterator[None]:
-    """Run one branch of a block alone.
-
-    Args:
-        tracker: That of the block's stack.
-        operator: Which, "attention" or "mlp".
-    """
-    running = tracker.running
-    running.half = operator
-    try:
-        yield
-    finally:
-        running.half = None
 
 
 @contextmanager

@@ -6,13 +6,25 @@ Axes: B images or samples, N tokens, K slots per image or sample, D channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from mmod.blocks.forward_pass import ForwardPass
 from mmod.ops import Packing
 from mmod.routing import Routing, TokenGroups, TokenMarks
+
+
+class Halves(NamedTuple):
+    """The two halves of a block, each with its residual sum.
+
+    Attributes:
+        attend: From a block, tokens (B, N, D) and the block's arguments by name to the tokens after its attention.
+        feed: From a block and what `attend` returned to the tokens after its MLP.
+    """
+
+    attend: Callable[[nn.Module, Tensor, Mapping[str, Any]], Tensor]
+    feed: Callable[[nn.Module, Tensor], Tensor]
 
 
 class BlockCall(Protocol):
@@ -26,6 +38,11 @@ class BlockCall(Protocol):
     @property
     def operators(self) -> Mapping[str, str]:
         """Names of the modules of the block that are its residual branches, by `RoutingConfig.operator`."""
+        ...
+
+    @property
+    def halves(self) -> Halves | None:
+        """The two halves of the block, or None where it can only be run as a whole."""
         ...
 
     @property

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from mmod.blocks.branches import Branch, Half, HalfBranch
+from mmod.blocks.branches import Branch
 from mmod.blocks.call import DecoderCall
 from mmod.blocks.fused_norm import FusedNorm
 from mmod.blocks.routed import ImportanceBlock, RoutedBlock
@@ -86,9 +86,6 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
     operator = str(config.operator)
     if operator != "block":
         convert(block.get_submodule(state.call.operators[operator]), Branch, state.tracker)
-    if config.enter_at == "mlp":
-        for half, name in state.call.operators.items():
-            convert(block.get_submodule(name), HalfBranch, Half(state.tracker, half))
     if config.language.gate_on != "update":
         for branch in cast(DecoderCall, state.call).branches(block, config.language.gate_on):
             convert(branch, Branch, state.tracker)

@@ -126,7 +126,6 @@ class _Running:
         task: The backward pass that it was last used in, -1 for none.
         normed: Kept rows of the running block, and what its first norm makes of them.
         gate_BK: Weights for the branches of the running block (B, K).
-        half: The branch of the running block that runs alone, or None for both.
         branch_rows: How its branch runs for kept rows alone, a `BranchRows`, or None.
         holds_rows: See `ForwardPass`; of the call of the model that runs.
     """
@@ -137,7 +136,6 @@ class _Running:
         self.task = -1
         self.normed: tuple[Tensor, Tensor] | None = None
         self.gate_BK: Tensor | None = None
-        self.half: str | None = None
         self.branch_rows: Any = None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmod.blocks.branches import BranchRows, branch_on_rows, one_half
+from mmod.blocks.branches import BranchRows, branch_on_rows
 from mmod.blocks.forward_pass import ForwardPass, SharedScore
 from mmod.blocks.packed import run_packed
 from mmod.blocks.rows import enter_rows, leave_rows
@@ -101,21 +101,20 @@ class RoutedBlock(ConvertedBlock):
         self, x: Tensor, arguments: Mapping[str, Any], forward_pass: ForwardPass | None, held: HeldRows | None
     ) -> Tensor:
         """Run attention on the rows of the decision before, and the MLP on those of the block's own."""
-        call, tracker = self.mod_state.call, self.mod_state.tracker
+        call, halves = self.mod_state.call, self.mod_state.call.halves
+        assert halves is not None
         earlier = self.mod_state.before(self.router, x, forward_pass) if held is None else held.routing
         z = x if held is not None or earlier is None else enter_rows(x, earlier)
         if earlier is not None:
             arguments = call.select_tokens(arguments, x if held is None else held.x_BND, earlier)
-        with one_half(tracker, "attention"):
-            y = self.run_host(z, arguments)
+        y = halves.attend(self, z, arguments)
         x = y if earlier is None or held is not None else leave_rows(x, z, y, earlier)
         routing = self.decide(x, arguments, forward_pass)
         hands_on = self._hands_on(forward_pass, routing)
         if held is None and hands_on:
             held = HeldRows(x, self.router)
         z = enter_rows(x, routing) if held is None else held.enter(x, routing)
-        with one_half(tracker, "mlp"):
-            y = self.run_host(z, {})
+        y = halves.feed(self, z)
         if forward_pass is not None:
             forward_pass.held = held if hands_on else None
         if held is None:

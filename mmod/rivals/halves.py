@@ -1,7 +1,6 @@
-"""The two halves of a timm block, its attention and its MLP, between which tokens are pruned or merged.
+"""What the attention of a timm block compared, by which tokens are pruned or merged after it.
 
-No host offers the place between them, so the residual sums of its forward are taken apart here; the modules are the
-host's own. Axes: B images, H heads, N tokens, D channels, E channels of a head.
+Axes: B images, H heads, N tokens, D channels, E channels of a head.
 """
 
 from __future__ import annotations
@@ -11,14 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from timm.layers import apply_rot_embed_cat
-from timm.models import eva, vision_transformer
 from torch import Tensor, nn
 
+from mmod.adapters.halves import SPLIT
 from mmod.blocks.conversion import convert, host_class
 from mmod.blocks.forward_pass import PerThread
-
-_PRE_NORM = (vision_transformer.Block, eva.EvaBlock)
-_POST_NORM = (vision_transformer.ResPostBlock, eva.EvaBlockPostNorm)
 
 
 class Seen(NamedTuple):
@@ -64,10 +60,10 @@ def check_halves(name: str, block: nn.Module) -> None:
         name: Its name in the model.
         block: The block.
     """
-    if not isinstance(block, _PRE_NORM + _POST_NORM):
+    if not isinstance(block, SPLIT):
         raise ValueError(
             f"{name} is a {host_class(block).__name__}, in which there is no place between attention and MLP; "
-            f"blocks of {', '.join(kind.__name__ for kind in _PRE_NORM + _POST_NORM)} have one"
+            f"blocks of {', '.join(kind.__name__ for kind in SPLIT)} have one"
         )
     attention = block.get_submodule("attn")
     if not all(hasattr(attention, norm) for norm in ("q_norm", "k_norm")) or hasattr(attention, "lambda_init"):
@@ -108,36 +104,3 @@ def _rotated(x: Tensor, rope: Tensor, attention: Any) -> Tensor:
     prefix = attention.num_prefix_tokens
     rotated = apply_rot_embed_cat(x[:, :, prefix:], rope, half=getattr(attention, "rotate_half", False))
     return torch.cat([x[:, :, :prefix], rotated], dim=2).type_as(x)
-
-
-def attend(block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    """Return tokens (B, N, D) after the first half of a block, the attention.
-
-    Args:
-        block: The block.
-        x_BND: Its input.
-        arguments: Its further arguments by name.
-    """
-    if isinstance(block, _POST_NORM):
-        return x_BND + block.drop_path1(block.norm1(block.attn(x_BND, **arguments)))
-    return x_BND + block.drop_path1(_scaled(block, 1, block.attn(block.norm1(x_BND), **arguments)))
-
-
-def feed(block: Any, x_BND: Tensor) -> Tensor:
-    """Return tokens (B, N, D) after the second half of a block, the MLP.
-
-    Args:
-        block: The block.
-        x_BND: What `attend` returned.
-    """
-    if isinstance(block, _POST_NORM):
-        return x_BND + block.drop_path2(block.norm2(block.mlp(x_BND)))
-    return x_BND + block.drop_path2(_scaled(block, 2, block.mlp(block.norm2(x_BND))))
-
-
-def _scaled(block: Any, half: int, update_BND: Tensor) -> Tensor:
-    """Apply the layer scale of a half, a module in one family and a parameter or nothing in another."""
-    if isinstance(block, vision_transformer.Block):
-        return getattr(block, f"ls{half}")(update_BND)
-    gamma = getattr(block, f"gamma_{half}")
-    return update_BND if gamma is None else gamma * update_BND

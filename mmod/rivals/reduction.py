@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments, narrow_rope
+from mmod.adapters.halves import attend, feed
 from mmod.blocks import convert
 from mmod.blocks.forward_pass import PerThread, recomputing
 from mmod.blocks.routed import ConvertedBlock
 from mmod.ops import capture_importance
-from mmod.rivals.halves import Seen, attend, feed, seen, watch
+from mmod.rivals.halves import Seen, seen, watch
 
 
 class Grid(NamedTuple):

@@ -74,6 +74,11 @@ class DecoderLayerCall:
         """Names of the layer's residual branches."""
         return OPERATORS
 
+    @property
+    def halves(self) -> None:
+        """The layer is run as a whole."""
+        return None
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by name; those the layer only hands on stay with them."""
         if len(args) > len(self.names):
