@@ -29,7 +29,7 @@ class TestConfig:
         [
             (
                 {"router": "atention"},
-                "router must be one of 'attention', 'function', 'linear', 'norm', .*, got 'atention'; .*register_score",
+                "router must be one of 'attention', .*'linear', 'norm', .*, got 'atention'; .*register_score",
             ),
             (
                 {"capacity": -0.5},

@@ -28,7 +28,7 @@ def score(name: str, **options: Any) -> Score:
 
     Example:
         >>> score("linear", bias=True)
-        Linear(normalize=True, bias=True, init_std=None, per='token')
+        Linear(normalize=True, bias=True, init_std=None, per='token', initial=None)
     """
     return _part("router", SCORES[name], options)
 

@@ -146,7 +146,7 @@ class Resampling:
             >>> print(Resampling(4).mean(np.full(4, 2.0)))
             +2.0 [+2.0, +2.0]
         """
-        return self.of(lambda weight_SN: weight_SN @ values.astype(np.float32))
+        return self.of(lambda weight_SN: weight_SN @ values.astype(np.float64))
 
     def of(self, figure: Callable[[np.ndarray], np.ndarray]) -> Difference:
         """Return a figure of the images, with its 95 % interval.

@@ -21,8 +21,8 @@ def save(root: Path, name: str, pixels: np.ndarray, labels: np.ndarray | None, s
         Image.fromarray(labels.astype(np.uint8)).save(root / "labels" / split / f"{name}.png")
 
 
-def config(root: Path, **changes: object) -> DataConfig:
-    values: dict[str, object] = {"source": "maps:32", "root": str(root), "val_split": "test", "label_patch": 8}
+def config(folder: Path, **changes: object) -> DataConfig:
+    values: dict[str, object] = {"source": "maps:32", "root": str(folder), "val_split": "test", "label_patch": 8}
     return DataConfig(**{**values, "channels": 3, "mean": (0.0,) * 3, "std": (1.0,) * 3, "batch_size": 2, **changes})
 
 
