@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from mmod.blocks import Halves
 
-_PRE_NORM = (vision_transformer.Block, eva.EvaBlock, beit.Block)
+PRE_NORM = (vision_transformer.Block, eva.EvaBlock, beit.Block)
 _POST_NORM = (vision_transformer.ResPostBlock, eva.EvaBlockPostNorm)
-SPLIT: tuple[type[nn.Module], ...] = _PRE_NORM + _POST_NORM
+SPLIT: tuple[type[nn.Module], ...] = PRE_NORM + _POST_NORM
 """Blocks that can be run in two halves."""
 
 

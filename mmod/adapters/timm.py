@@ -24,7 +24,7 @@ from torch import nn
 
 from mmod.adapters.base import BlockStack, NamedArguments, Part, span_hook
 from mmod.adapters.described import Saving, check_keys, parameters
-from mmod.adapters.halves import HALVES, SPLIT
+from mmod.adapters.halves import HALVES, PRE_NORM, SPLIT
 from mmod.blocks import ImportanceBlock, PassTracker, RoutedBlock, host_class
 from mmod.config import ROUTING_FIELDS
 
@@ -38,7 +38,6 @@ BLOCKS: tuple[type[nn.Module], ...] = (
     eva.EvaBlockPostNorm,
     beit.Block,
 )
-PRE_NORM = (vision_transformer.Block, eva.EvaBlock, beit.Block)
 PLAIN_NORMS = (nn.LayerNorm, LayerNorm, RmsNorm)
 # timm's feature extraction by torch.fx takes a converted block as one node: its decisions are no symbolic values.
 register_notrace_module(RoutedBlock)

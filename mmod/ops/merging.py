@@ -48,14 +48,14 @@ def nearest_rows(
         return nearest_BN if real_BN is None else torch.where(real_BN, nearest_BN, -1)
 
 
-def signed_sums(x_BND: Tensor, channels: int) -> Tensor:
+def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
     """Return tokens in fewer channels, with the distances between them kept to about `sqrt(2 / channels)` of each.
 
     Channel c goes to sum c modulo `channels`, with a sign that a fixed hash of c decides.
 
     Args:
         x_BND: Tokens (B, N, D); they get no gradient.
-        channels: Number of sums E; tokens that have no more channels are returned as they are.
+        channels: Number of sums E; tokens that have no more channels are returned as they are, and all are for None.
 
     Returns:
         The sums (B, N, E), fp32.
@@ -67,7 +67,7 @@ def signed_sums(x_BND: Tensor, channels: int) -> Tensor:
         torch.Size([1, 2, 3])
     """
     dim = x_BND.shape[-1]
-    if dim <= channels:
+    if channels is None or dim <= channels:
         return x_BND.detach().float()
     with torch.no_grad():
         place_D = torch.arange(dim, device=x_BND.device)

@@ -63,7 +63,7 @@ def check_halves(name: str, block: nn.Module) -> None:
     if not isinstance(block, SPLIT):
         raise ValueError(
             f"{name} is a {host_class(block).__name__}, in which there is no place between attention and MLP; "
-            f"blocks of {', '.join(kind.__name__ for kind in SPLIT)} have one"
+            f"blocks of {', '.join(dict.fromkeys(kind.__name__ for kind in SPLIT))} have one"
         )
     attention = block.get_submodule("attn")
     if not all(hasattr(attention, norm) for norm in ("q_norm", "k_norm")) or hasattr(attention, "lambda_init"):

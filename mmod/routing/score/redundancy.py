@@ -39,7 +39,7 @@ class Redundancy(Score):
 
     def compared(self, x_BND: Tensor) -> Tensor:
         """Return by what tokens are compared; see `Score.compared`."""
-        return x_BND if self.channels is None else signed_sums(x_BND, self.channels)
+        return signed_sums(x_BND, self.channels)
 
 
 class RedundancyScore(nn.Module):
@@ -66,9 +66,7 @@ class RedundancyScore(nn.Module):
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, stands for nothing."""
         with torch.no_grad():
-            x_BND = x_BND[:, self.prefix :]
-            compared = x_BND if self.channels is None else signed_sums(x_BND, self.channels)
-            unit_BND = F.normalize(compared.float(), dim=-1)
+            unit_BND = F.normalize(signed_sums(x_BND[:, self.prefix :], self.channels), dim=-1)
             order_N = spread_evenly(unit_BND.shape[1], x_BND.device)
             later_NN = order_N <= order_N.unsqueeze(1)
             alike_BNN = (unit_BND @ unit_BND.transpose(1, 2)).masked_fill(later_NN, -1.0)

@@ -19,9 +19,10 @@ from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.model import classifier_names, converted, load_weights, prepare_models
 from mmod.training.image.config import LossConfig, MixupConfig, ModelConfig, TrainConfig
 
+__all__ = ["create_criterion", "create_dense_model", "create_mixup", "create_models"]
+
 # Names of what routing and rivals add to a model.
 _ADDED = (".router.", ".exit.", ".others.")
-__all__ = ["create_criterion", "create_dense_model", "create_mixup", "create_models"]
 
 
 def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
