@@ -12,7 +12,7 @@ from mmod.ops.importance import (
     class_token_importance,
     importance_of_map,
 )
-from mmod.ops.merging import add_updates, group_sizes, mean_rows, nearest_rows, signed_sums
+from mmod.ops.merging import add_updates, first_rows, group_sizes, mean_rows, nearest_rows, signed_sums
 from mmod.ops.packed import Packing, attend_within, pack_rows, packed_attention
 from mmod.ops.reference import inverse_rows, lerp_rows
 from mmod.ops.rows import gather_norm, gather_rows, merge_rows, scatter_rows
@@ -38,6 +38,7 @@ __all__ = [
     "choices",
     "class_token_importance",
     "gather_norm",
+    "first_rows",
     "gather_rows",
     "group_sizes",
     "importance_of_map",

@@ -48,6 +48,29 @@ def nearest_rows(
         return nearest_BN if real_BN is None else torch.where(real_BN, nearest_BN, -1)
 
 
+def first_rows(first_N: Tensor, row_BK: Tensor, valid_BK: Tensor | None = None) -> Tensor:
+    """Return the slot of the first row of each row's group; a kept row's own is its.
+
+    Args:
+        first_N: First row of each row's group, which is kept (N,).
+        row_BK: Row of each slot (B, K).
+        valid_BK: False where a slot is empty (B, K), or None.
+
+    Returns:
+        Slots (B, N).
+
+    Example:
+        >>> first_rows(torch.tensor([0, 0, 2, 2]), torch.tensor([[0, 2, 3]]))
+        tensor([[0, 0, 1, 2]])
+    """
+    claim_BK = torch.arange(row_BK.shape[1], device=row_BK.device).expand_as(row_BK)
+    if valid_BK is not None:
+        # The row of an empty slot may be that of another one, whose claim is then the larger number.
+        claim_BK = torch.where(valid_BK, claim_BK, -1)
+    own_BN = claim_BK.new_full((len(row_BK), len(first_N)), -1).scatter_reduce(1, row_BK, claim_BK, "amax")
+    return torch.where(own_BN >= 0, own_BN, own_BN[:, first_N])
+
+
 def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
     """Return tokens in fewer channels, with the distances between them kept to about `sqrt(2 / channels)` of each.
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from mmod.config import Placement, RoutingConfig, Threshold, rational
 from mmod.ops.gate import apply_gate, step_gate
-from mmod.ops.merging import group_sizes, nearest_rows
+from mmod.ops.merging import first_rows, group_sizes, nearest_rows
 from mmod.ops.select import kept_count, select_images, select_threshold, select_topk
 from mmod.routing.decision import Routing, TokenGroups, TokenMarks
+from mmod.routing.grouping import Grouping
 
 
 class Router(nn.Module):
@@ -108,6 +109,8 @@ class Router(nn.Module):
                 f"skipped={self.config.skipped!r} lets capacity fall from block to block and not rise: {rows} of "
                 f"{tokens} tokens are left for a capacity of {float(self.capacity)}"
             )
+        if isinstance(self.score, Grouping):
+            return self._choose_groups(rows_BKD, earlier)
         if self.config.router.draws:
             score_BK = self._score(rows_BKD, None, TokenMarks(earlier.valid_BK))
             if earlier.valid_BK is not None:
@@ -123,6 +126,14 @@ class Router(nn.Module):
         join_BN = next_BK.gather(1, earlier.join_BN.clamp(min=0))
         return self._join(routing, torch.where(earlier.join_BN >= 0, join_BN, -1))
 
+    def _choose_groups(self, rows_BKD: Tensor, earlier: Routing) -> Routing:
+        """Decide among rows of an earlier decision as if each token still were, with the state of what it joined."""
+        assert earlier.join_BN is not None
+        x_BND = rows_BKD.gather(1, earlier.join_BN.unsqueeze(-1).expand(-1, -1, rows_BKD.shape[2]))
+        score_BN = self._score(x_BND, None, TokenMarks()).masked_fill(~earlier.keep_BN, -torch.inf)
+        routing = self._select(x_BND, score_BN, None, TokenMarks())
+        return self._join(routing, self._nearest(routing, x_BND, routing.index_BK, None))
+
     def _nearest(self, routing: Routing, rows: Tensor, slot_BK: Tensor, real: Tensor | None) -> Tensor | None:
         """Return which kept row each row is most like, or None where none has to join another."""
         if self.config.skipped == "pass" or slot_BK.shape[1] == rows.shape[1]:
@@ -132,6 +143,14 @@ class Router(nn.Module):
                 f"skipped={self.config.skipped!r} needs a kept token beside the {self.prefix} that are always kept; "
                 f"capacity {float(self.capacity)} keeps {slot_BK.shape[1]} of {routing.score_BN.shape[1]}"
             )
+        if isinstance(self.score, Grouping):
+            groups = self.score.groups(rows.shape[1])
+            if slot_BK.shape[1] < groups:
+                raise ValueError(
+                    f"router={self.config.router.name!r} keeps a token of each of {groups} groups; capacity "
+                    f"{float(self.capacity)} keeps {slot_BK.shape[1]} of {rows.shape[1]}"
+                )
+            return first_rows(self.score.first(rows.shape[1], rows.device), slot_BK, routing.valid_BK)
         return nearest_rows(self.config.router.compared(rows), slot_BK, self.prefix, routing.valid_BK, real)
 
     def _join(self, routing: Routing, join_BN: Tensor | None) -> Routing:

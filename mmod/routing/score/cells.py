@@ -1,0 +1,114 @@
+"""A score without parameters: how unlike the tokens of a cell of the grid are, which else become one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmod.config import Placement, Score, register_score
+from mmod.ops import mean_rows
+from mmod.routing.grouping import Grouping
+from mmod.values import check_fields
+
+
+@register_score("cells")
+@dataclass(frozen=True, kw_only=True)
+class Cells(Score):
+    """How unlike the tokens of a cell are, see `CellScore`: with `skipped="merge"`, even cells of the image become one
+    token each, and the others stay as fine as they are.
+
+    Consecutive routed blocks share it. Tokens join none but the first of their cell.
+
+    Args:
+        side: Tokens along a side of a cell.
+        width: Tokens in a row of the grid; None takes a square one.
+
+    Source: mixed resolution decided from tokens, after Ronen et al., arXiv 2304.00287, who decide from pixels.
+    """
+
+    shared: ClassVar[bool] = True
+    side: int = 2
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "router", side="[2, inf)", width="[1, inf)")
+
+    def make(self, place: Placement) -> nn.Module:
+        """Return the module that scores tokens."""
+        return CellScore(place.prefix, self.side, self.width)
+
+
+class CellScore(Grouping):
+    """Score tokens so that those of even cells come last.
+
+    A cell is a square of `side` times `side` tokens of the grid, smaller at the right and lower edges where the grid is
+    no multiple of it. The variance v of its tokens, the mean over tokens and channels, makes a score of v / (1 + v) for
+    each of them but the first, which stands for those that join it and has the score 2.
+
+    Args:
+        prefix: Leading tokens, which are in no cell; they have the score 2.
+        side: As for `Cells`.
+        width: As for `Cells`.
+
+    Example:
+        >>> CellScore()(torch.tensor([[[1.0], [1.0], [5.0], [7.0]]])).shape, CellScore().first(16, torch.device("cpu"))
+        (torch.Size([1, 4]), tensor([ 0,  0,  2,  2,  0,  0,  2,  2,  8,  8, 10, 10,  8,  8, 10, 10]))
+    """
+
+    def __init__(self, prefix: int = 0, side: int = 2, width: int | None = None) -> None:
+        super().__init__()
+        self.prefix, self.side, self.width = prefix, side, width
+
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Return the scores (B, N) for tokens (B, N, D).
+
+        Raises:
+            ValueError: The tokens are no grid, or some of them are padding.
+        """
+        if valid_BN is not None:
+            raise ValueError("router 'cells' needs a grid of tokens in every image, some of these are padding")
+        images, tokens = x_BND.shape[:2]
+        first_N = self.first(tokens, x_BND.device)[self.prefix :] - self.prefix
+        with torch.no_grad():
+            grid_BND = x_BND[:, self.prefix :].float()
+            first_BN = first_N.expand(images, -1)
+            count_BN = torch.zeros_like(first_BN, dtype=torch.float32).scatter_add(
+                1, first_BN, torch.ones_like(first_BN, dtype=torch.float32)
+            )
+            # Means stand in the rows of the first tokens of cells, from which all of a cell read them.
+            apart_BND = grid_BND - mean_rows(grid_BND, first_BN, count_BN, all_join=True)[:, first_N]
+            apart_BN = apart_BND.square().mean(dim=-1)
+            sum_BN = torch.zeros_like(apart_BN).scatter_add(1, first_BN, apart_BN)
+            variance_BN = (sum_BN / count_BN.clamp(min=1))[:, first_N]
+            leads_N = first_N == torch.arange(len(first_N), device=first_N.device)
+            score_BN = torch.where(leads_N, 2.0, variance_BN / (1 + variance_BN))
+            return F.pad(score_BN, (self.prefix, 0), value=2.0)
+
+    def groups(self, tokens: int) -> int:
+        """Return the number of cells and leading tokens."""
+        rows, width = self._grid(tokens)
+        return self.prefix + -(-rows // self.side) * -(-width // self.side)
+
+    def first(self, tokens: int, device: torch.device) -> Tensor:
+        """Return the first token of each token's cell (N,), itself for leading tokens."""
+        rows, width = self._grid(tokens)
+        place_N = torch.arange(rows * width, device=device)
+        row_N, column_N = (where - where % self.side for where in (place_N // width, place_N % width))
+        return torch.cat([torch.arange(self.prefix, device=device), row_N * width + column_N + self.prefix])
+
+    def _grid(self, tokens: int) -> tuple[int, int]:
+        """Return rows and columns of the grid."""
+        patches = tokens - self.prefix
+        width = isqrt(patches) if self.width is None else self.width
+        rows = patches // max(width, 1)
+        if rows * width != patches or (self.width is None and rows != width):
+            raise ValueError(
+                f"router 'cells' needs a {'square grid' if self.width is None else f'grid of width={self.width}'}, "
+                f"{patches} tokens are none: `width` says how many are in a row"
+            )
+        return rows, width
