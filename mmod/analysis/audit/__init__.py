@@ -3,8 +3,23 @@
 from mmod.analysis.audit.across import Across
 from mmod.analysis.audit.choices import Place
 from mmod.analysis.audit.judges import judge_answers, judge_classes
+from mmod.analysis.audit.oracle import LeaveOneOut
 from mmod.analysis.audit.result import Audit, Condition
 from mmod.analysis.audit.run import audit
+from mmod.analysis.audit.shifts import SHIFTS
 from mmod.analysis.audit.statistics import Estimate
+from mmod.analysis.audit.strata import Stratum
 
-__all__ = ["Across", "Audit", "Condition", "Estimate", "Place", "audit", "judge_answers", "judge_classes"]
+__all__ = [
+    "SHIFTS",
+    "Across",
+    "Audit",
+    "Condition",
+    "Estimate",
+    "LeaveOneOut",
+    "Place",
+    "Stratum",
+    "audit",
+    "judge_answers",
+    "judge_classes",
+]

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mmod.analysis.audit.replace import only_free
-from mmod.analysis.audit.statistics import Estimate, from_images
+from mmod.analysis.audit.statistics import Estimate, Sums
 
 __all__ = ["Across", "Counter"]
 
@@ -52,22 +51,6 @@ class Across:
     verdict: str
 
 
-class _Sums:
-    """Sums of figures of single images: how many, their sum and that of their squares."""
-
-    def __init__(self) -> None:
-        self.sums = np.zeros(3)
-
-    def add(self, figure_B: Tensor) -> None:
-        """Add the figures of a batch; those that are not finite do not count."""
-        figure_B = figure_B[figure_B.isfinite()].double()
-        self.sums += [len(figure_B), float(figure_B.sum()), float(figure_B.square().sum())]
-
-    def mean(self) -> Estimate:
-        """Return the mean over the images."""
-        return from_images(*self.sums)
-
-
 class Counter:
     """Counts of what is kept, by position and across decisions; they do not grow with the images.
 
@@ -78,9 +61,9 @@ class Counter:
     def __init__(self, routed: Sequence[str]) -> None:
         self._routed = list(routed)
         self.decisions: list[str] = []
-        self._pairs: dict[tuple[str, str], _Sums] = {}
-        self._never: dict[str, _Sums] = {}
-        self._returning = _Sums()
+        self._pairs: dict[tuple[str, str], Sums] = {}
+        self._never: dict[str, Sums] = {}
+        self._returning = Sums()
         # Of each decision, for each place in the order of tokens that may be skipped, how many are kept, and how many
         # there are.
         self._positions: dict[str, Tensor] = {}
@@ -106,16 +89,16 @@ class Counter:
         back_B, expected_B = free_B.new_zeros((2, len(free_B)), dtype=torch.float64)
         for j, (name, keep_BN) in enumerate(zip(names, keeps)):
             for other, before_BN in zip(names, keeps):
-                sums = self._pairs.setdefault((other, name), _Sums())
+                sums = self._pairs.setdefault((other, name), Sums())
                 sums.add((before_BN & keep_BN).sum(1) / before_BN.sum(1))
-            self._pairs.setdefault((name, ""), _Sums()).add(keep_BN.sum(1) / free_B)
+            self._pairs.setdefault((name, ""), Sums()).add(keep_BN.sum(1) / free_B)
             if j:
                 back_B += (keep_BN & gone_BN).sum(1)
                 expected_B += gone_BN.sum(1) * (keep_BN.sum(1) / free_B)
             gone_BN, ever_BN = gone_BN | (free_BN & ~keep_BN), ever_BN | keep_BN
         if len(names) > 1:
             self._returning.add(back_B / expected_B)
-        self._never.setdefault(names[0], _Sums()).add((free_BN & ~ever_BN).sum(1) / free_B)
+        self._never.setdefault(names[0], Sums()).add((free_BN & ~ever_BN).sum(1) / free_B)
 
     def frequency(self, name: str, tokens: int) -> Tensor:
         """Return how often a decision keeps each of the tokens that may be skipped, by their order, in [0, 1] (F,).

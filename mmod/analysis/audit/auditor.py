@@ -6,25 +6,41 @@ Axes: B images, N tokens, D channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmod.analysis.audit.across import Counter
-from mmod.analysis.audit.choices import Choice, Kept, Place
+from mmod.analysis.audit.choices import RANDOM, Choice, Kept, Place
+from mmod.analysis.audit.oracle import TokenValues
 from mmod.analysis.audit.replace import free_tokens, keep_best, only_free, replaced_decisions
 from mmod.analysis.audit.result import LEARNED
 from mmod.analysis.audit.statistics import Values
+from mmod.analysis.audit.strata import Outcomes
 from mmod.blocks import RoutedBlock
 from mmod.model import routed_blocks
 from mmod.routing import Routing
 
-__all__ = ["Auditor", "Judge"]
+__all__ = ["Auditor", "Judge", "Shift"]
+
+Shift = Callable[[Any, range], Any]
+"""From a batch and the numbers of its images to one of other images of the same kind."""
 
 Judge = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """Runs a model on a batch, once, and returns the loss and the accuracy in [0, 1] of each image or sample, (B,) each."""
+
+
+class _Seen(NamedTuple):
+    """A batch that was judged as learned, and what is known of it."""
+
+    batch: Any
+    learned: dict[str, Routing]
+    free: dict[str, Tensor]
+    partners: dict[str, Kept]
+    images: range
 
 
 class Auditor:
@@ -36,29 +52,34 @@ class Auditor:
         made: The choices by name.
         draws: Random choices for each image.
         grid: Rows and columns of the tokens that may be skipped, None to ask the model.
+        shifts: Names to functions that return a batch changed, given it and the numbers of its images.
 
     Attributes:
         positions: What the model keeps at each position.
         across: How the decisions that were judged hang together.
+        worth: What single tokens were worth.
     """
 
     def __init__(
-        self, model: nn.Module, judge: Judge, made: Mapping[str, Choice], draws: int, grid: tuple[int, int] | None
-    ) -> None:
+        self, model: nn.Module, judge: Judge, made: Mapping[str, Choice], draws: int, grid: tuple[int, int] | None,
+        shifts: Mapping[str, Shift],
+    ) -> None:  # fmt: skip
         self.model = model
         self.judge = judge
         self.made = made
         self.draws = draws
+        self.shifts = shifts
         self.grid = grid or getattr(getattr(model, "patch_embed", None), "grid_size", None)
         self.blocks = routed_blocks(model)
         self.positions, self.across = Counter(list(self.blocks)), Counter(list(self.blocks))
+        self.worth = TokenValues()
         # Blocks that share scores, so that one draw serves all of them.
         spans = {name: _span(name, block) for name, block in self.blocks.items()}
         self._number = {name: list(dict.fromkeys(spans.values())).index(span) for name, span in spans.items()}
         self._last: dict[str, Kept] = {}
         self._images = 0
-        self._loss: dict[str, list[Values]] = {name: [] for name in (LEARNED, *made)}
-        self._accuracy: dict[str, list[Values]] = {name: [] for name in (LEARNED, *made)}
+        # Loss and accuracy by the names of choice and shift, batch by batch.
+        self._outcomes: dict[tuple[str, str], list[tuple[Values, Values]]] = {}
 
     def learn(self, batch: Any) -> None:
         """Count what the model keeps at each position.
@@ -69,38 +90,73 @@ class Auditor:
         _, _, learned = self._as_learned(batch)
         self.positions.add({name: routing.keep_BN for name, routing in learned.items()}, self._free(learned))
 
-    def judge_batch(self, batch: Any) -> None:
+    def judge_batch(self, batch: Any, *, leave_one_out: bool = False) -> int:
         """Judge a batch with every choice of tokens.
 
         Args:
             batch: A batch.
-        """
-        loss_B, accuracy_B, learned = self._as_learned(batch)
-        free = self._free(learned)
-        self.across.add({name: routing.keep_BN for name, routing in learned.items()}, free)
-        self._note(LEARNED, loss_B, accuracy_B)
-        partners = self._partners(learned, free)
-        images = range(self._images, self._images + len(loss_B))
-        for name, choice in self.made.items():
-            draws = range(self.draws if choice.family == "random" else 1)
-            judged = [self._replaced(batch, choice, learned, free, partners, images, draw) for draw in draws]
-            self._note(name, *(torch.stack(own).double().mean(0) for own in zip(*judged)))
-        self._images = images.stop
+            leave_one_out: Whether to find out what each of its tokens is worth.
 
-    def outcomes(self) -> tuple[dict[str, Values], dict[str, Values]]:
-        """Return accuracy and loss of each image, for each condition.
+        Returns:
+            Number of its images.
+        """
+        seen, loss_B = self._see(batch)
+        self.across.add({name: routing.keep_BN for name, routing in seen.learned.items()}, seen.free)
+        for name, choice in self.made.items():
+            self._note((name, ""), *self._judge(seen, choice))
+        if leave_one_out:
+            judged = partial(self._loss_of, seen)
+            self.worth.add(judged, loss_B, seen.learned, seen.free, self.made[RANDOM])
+        for name, shift in self.shifts.items():
+            shifted, _ = self._see(shift(batch, seen.images), name, seen.partners)
+            self._note((RANDOM, name), *self._judge(shifted, self.made[RANDOM]))
+        self._images = seen.images.stop
+        return len(seen.images)
+
+    def outcomes(self, choice: str, shift: str = "") -> tuple[Values, Values]:
+        """Return accuracy and loss of each image with a choice of tokens.
+
+        Args:
+            choice: `LEARNED`, or the name of another one.
+            shift: Name of a shift, for which there are the learned and the random choice; "" for the images as they
+                are.
 
         Raises:
             ValueError: If there were fewer than two images.
         """
         if self._images < 2:
             raise ValueError(f"an audit needs two images or more, got {self._images}")
-        accuracy = {name: np.concatenate(own) for name, own in self._accuracy.items()}
-        return accuracy, {name: np.concatenate(own) for name, own in self._loss.items()}
+        loss_I, accuracy_I = (np.concatenate(own) for own in zip(*self._outcomes[choice, shift]))
+        return accuracy_I, loss_I
 
-    def _note(self, name: str, loss_B: Tensor, accuracy_B: Tensor) -> None:
-        self._loss[name].append(loss_B.double().cpu().numpy())
-        self._accuracy[name].append(accuracy_B.double().cpu().numpy())
+    def against_random(self, shift: str = "") -> Outcomes:
+        """Return the outcomes of the learned and the random choice.
+
+        Args:
+            shift: As for `outcomes`.
+        """
+        return Outcomes(*self.outcomes(LEARNED, shift), *self.outcomes(RANDOM, shift))
+
+    def _note(self, name: tuple[str, str], loss_B: Tensor, accuracy_B: Tensor) -> None:
+        both = (loss_B.double().cpu().numpy(), accuracy_B.double().cpu().numpy())
+        self._outcomes.setdefault(name, []).append(both)
+
+    def _see(self, batch: Any, shift: str = "", partners: dict[str, Kept] | None = None) -> tuple[_Seen, Tensor]:
+        """Judge a batch as it was learned, note what came out, and return what is known of it and its loss."""
+        loss_B, accuracy_B, learned = self._as_learned(batch)
+        self._note((LEARNED, shift), loss_B, accuracy_B)
+        free = self._free(learned)
+        images = range(self._images, self._images + len(loss_B))
+        return _Seen(batch, learned, free, partners or self._partners(learned, free), images), loss_B
+
+    def _judge(self, seen: _Seen, choice: Choice) -> list[Tensor]:
+        """Return loss and accuracy with another choice of tokens, the mean over draws where it is random."""
+        draws = range(self.draws if choice.family == "random" else 1)
+        judged = [self._replaced(seen, choice, draw) for draw in draws]
+        return [torch.stack(own).double().mean(0) for own in zip(*judged)]
+
+    def _loss_of(self, seen: _Seen, choice: Choice) -> Tensor:
+        return self._replaced(seen, choice)[0]
 
     def _as_learned(self, batch: Any) -> tuple[Tensor, Tensor, dict[str, Routing]]:
         """Judge a batch as it was learned, and return the decision of each router that was asked."""
@@ -128,22 +184,20 @@ class Auditor:
     def _free(self, learned: Mapping[str, Routing]) -> dict[str, Tensor]:
         return {name: free_tokens(routing, self.blocks[name].router.prefix) for name, routing in learned.items()}
 
-    def _replaced(
-        self, batch: Any, choice: Choice, learned: Mapping[str, Routing], free: Mapping[str, Tensor],
-        partners: Mapping[str, Kept], images: range, draw: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def _replaced(self, seen: _Seen, choice: Choice, draw: int = 0) -> tuple[Tensor, Tensor]:
         """Judge a batch with another choice of tokens."""
 
         def replace(name: str, x_BND: Tensor, routing: Routing) -> Routing:
             frequency_F = self.positions.frequency(name, x_BND.shape[1]).to(x_BND.device)
+            learned, free_BN = seen.learned[name], seen.free[name]
             place = Place(
-                name, self._number[name], x_BND, learned[name], free[name], partners[name], images, frequency_F,
-                self._grid(free[name]), draw,
+                name, self._number[name], x_BND, learned, free_BN, seen.partners[name], seen.images, frequency_F,
+                self._grid(free_BN), draw,
             )  # fmt: skip
-            return keep_best(choice.rank(place), learned[name], routing, self.blocks[name].router)
+            return keep_best(choice.rank(place), learned, routing, self.blocks[name].router)
 
         with replaced_decisions(self.model, replace):
-            return self.judge(self.model, batch)
+            return self.judge(self.model, seen.batch)
 
     def _grid(self, free_BN: Tensor) -> tuple[int, int]:
         """Return rows and columns of the tokens that may be skipped; one row where nobody knows."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmod.routing import Routing
 from mmod.routing.score.stride import spread_evenly
 
-__all__ = ["CHOICES", "RANDOM", "Choice", "Family", "Place", "choices"]
+__all__ = ["CHOICES", "RANDOM", "Choice", "Family", "Place", "choices", "first"]
 
 Family = Literal["random", "position", "other"]
 RANDOM = "random"
@@ -103,7 +103,7 @@ def _mean_mask(place: Place) -> Tensor:
 
 def _inverted(place: Place) -> Tensor:
     """Rank what the router dropped before what it kept, and each by its score, the lowest first."""
-    return _first(~place.learned.keep_BN, -place.learned.score_BN)
+    return first(~place.learned.keep_BN, -place.learned.score_BN)
 
 
 def _shuffled(place: Place) -> Tensor:
@@ -114,15 +114,20 @@ def _shuffled(place: Place) -> Tensor:
             f"'shuffled' gives an image the decision of another one, in which {partner.keep_BF.shape[1]} tokens may be "
             f"skipped and not {tokens}: take images of one size, or leave it out of `conditions`"
         )
-    return _first(partner.keep_BF, partner.score_BF).gather(1, place.order_BN)
+    return first(partner.keep_BF, partner.score_BF).gather(1, place.order_BN)
 
 
 def _norm(place: Place) -> Tensor:
     return place.x_BND.float().norm(dim=-1)
 
 
-def _first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
-    """Return ranks by score in which marked tokens come before all others."""
+def first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
+    """Return ranks by score in which marked tokens come before all others, from 0 (B, N).
+
+    Args:
+        first_BN: True where a token is marked.
+        score_BN: Scores.
+    """
     order_BN = score_BN.double().argsort(dim=1, stable=True)
     places = torch.arange(score_BN.shape[1], device=score_BN.device).expand(score_BN.shape)
     rank_BN = torch.empty_like(order_BN).scatter_(1, order_BN, places)

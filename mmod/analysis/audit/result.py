@@ -11,7 +11,9 @@ import numpy as np
 
 from mmod.analysis.audit.across import Across
 from mmod.analysis.audit.choices import Choice
+from mmod.analysis.audit.oracle import LeaveOneOut
 from mmod.analysis.audit.statistics import Estimate, Values, adjusted, estimate_of, resampled_means, sign_test
+from mmod.analysis.audit.strata import Stratum, strata_told
 from mmod.analysis.tables import markdown_table
 
 __all__ = ["LEARNED", "Audit", "Condition", "Kind", "compare", "read_audit"]
@@ -67,6 +69,8 @@ class Audit:
             told".
         verdict: The same in a sentence.
         across: How the decisions of the blocks hang together.
+        strata: The learned against the random choice in parts of the set, where any were asked for.
+        leave_one_out: What single tokens are worth, where that was asked for.
     """
 
     images: int
@@ -78,6 +82,8 @@ class Audit:
     kind: Kind
     verdict: str
     across: Across
+    strata: list[Stratum] = dataclasses.field(default_factory=list)
+    leave_one_out: LeaveOneOut | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON values."""
@@ -102,8 +108,29 @@ class Audit:
         return (
             f"{self.verdict}\n\n{self.table()}\n\n{self.images} images, {self.draws} random draws. Intervals are of "
             "95 %, by resampling images; p-values are of paired tests by random signs, corrected by Holm's method.\n\n"
-            f"{across.verdict}\n\n{matrix}\n\nNever kept: {never}."
+            f"{across.verdict}\n\n{matrix}\n\nNever kept: {never}.{self._more()}"
         )
+
+    def _more(self) -> str:
+        """Return what was found in strata and about single tokens, where that was asked for."""
+        parts = []
+        if self.strata:
+            header = ["by", "images", "images in it", "accuracy %", "random %", "gap", "p", "loss gap", "p of loss"]
+            rows = [
+                [own.group, own.name, str(own.images), f"{own.accuracy:.1f}", f"{own.random:.1f}", f"{own.gap:+.1f}",
+                 f"{own.accuracy_p:.3g}", f"{own.loss_gap:+.3f}", f"{own.loss_p:.3g}"]
+                for own in self.strata
+            ]  # fmt: skip
+            parts += [
+                markdown_table(header, rows),
+                "Gaps are those of the learned over the random choice; their intervals hold for all of them together.",
+                *strata_told(self.strata),
+            ]
+        if self.leave_one_out is not None:
+            single = self.leave_one_out
+            rows = [[name, f"{own:.2f}", f"{single.norm[name]:.2f}"] for name, own in single.agreement.items()]
+            parts += [markdown_table(["decision", "score and worth of a token", "norm and worth"], rows), single.told()]
+        return "".join(f"\n\n{part}" for part in parts)
 
 
 def _cells(own: Condition) -> list[str]:
@@ -130,7 +157,23 @@ def read_audit(fields: Mapping[str, Any]) -> Audit:
     across["again"] = [[_estimate(own) for own in row] for row in across["again"]]
     across["returning"] = _estimate(across["returning"])
     plain = {name: _estimate(value) for name, value in fields.items()}
-    return Audit(**{**plain, "conditions": conditions, "across": Across(**across)})
+    # Not there in what earlier versions wrote.
+    single = fields.get("leave_one_out")
+    more = {
+        "strata": [
+            Stratum(**{name: _estimate(value) for name, value in own.items()}) for own in fields.get("strata", [])
+        ],
+        "leave_one_out": None if single is None else LeaveOneOut(**_estimates(single)),
+    }
+    return Audit(**{**plain, "conditions": conditions, "across": Across(**across), **more})
+
+
+def _estimates(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of which some are estimates or mappings to estimates."""
+    return {
+        name: _estimates(value) if isinstance(value, Mapping) and _estimate(value) is value else _estimate(value)
+        for name, value in values.items()
+    }
 
 
 def _estimate(value: Any) -> Any:
@@ -140,22 +183,22 @@ def _estimate(value: Any) -> Any:
 
 
 def compare(
-    accuracy: Mapping[str, Values], loss: Mapping[str, Values], made: Mapping[str, Choice], *, resamples: int,
-    margin: float, draws: int, across: Across,
+    outcomes: Mapping[str, tuple[Values, Values]], made: Mapping[str, Choice], *, resamples: int, margin: float,
+    draws: int, across: Across,
 ) -> Audit:  # fmt: skip
     """Compare the conditions of an audit.
 
     Args:
-        accuracy: For each condition, `LEARNED` first, the accuracy on each image, in [0, 1].
-        loss: The same of the loss.
+        outcomes: For each condition, `LEARNED` first, accuracy in [0, 1] and loss on each image.
         made: The choices by name.
         resamples: How often images are resampled, and signs drawn.
         margin: Points of accuracy below which a gap counts as none.
         draws: Random choices that were averaged.
         across: What was counted across decisions.
     """
-    names = list(accuracy)
-    value_IC = np.stack([*(100 * accuracy[name] for name in names), *(loss[name] for name in names)], axis=1)
+    names = list(outcomes)
+    accuracies, losses = zip(*outcomes.values())
+    value_IC = np.stack([*(100 * accuracy for accuracy in accuracies), *losses], axis=1)
     mean_C, drawn = value_IC.mean(axis=0), resampled_means(value_IC, resamples, seed=0)
     count = len(names)
     base_C = np.repeat([0, count], count)

@@ -5,18 +5,20 @@ Axes: B images, N tokens, D channels.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mmod.analysis.audit.auditor import Auditor, Judge
+from mmod.analysis.audit.auditor import Auditor, Judge, Shift
 from mmod.analysis.audit.choices import Place, choices
 from mmod.analysis.audit.judges import judge_classes
-from mmod.analysis.audit.result import Audit, compare
+from mmod.analysis.audit.result import LEARNED, Audit, compare
+from mmod.analysis.audit.strata import DIFFICULTY, SHIFT, Strata, StratumOf, compare_strata
 from mmod.values import check_value
 
 __all__ = ["audit"]
@@ -35,6 +37,10 @@ def audit(
     grid: tuple[int, int] | None = None,
     margin: float = 5.0,
     resamples: int = 2000,
+    strata: StratumOf | None = None,
+    reference: nn.Module | None = None,
+    shifts: Mapping[str, Shift] | None = None,
+    leave_one_out: int = 0,
     progress: bool = False,
 ) -> Audit:
     """Find out whether a routed model's decisions follow content or position, or are no better than chance.
@@ -63,10 +69,18 @@ def audit(
         margin: Points of accuracy: a router without a clear gain over chance, the interval of which ends below the
             margin, is no better than random.
         resamples: How often images are resampled, and signs drawn.
+        strata: Returns for a batch what its images are sorted by, such as `{"kind": ["a", "b"], "size": [3, 9]}`.
+            The learned choice is compared with the random one among images of one name, or of one third of the numbers.
+        reference: A dense model, by whose loss on an image, as `judge` finds it, images are sorted too.
+        shifts: The comparison is made once more on changed images: names to functions that return a batch changed,
+            given it and the numbers of its images. `mmod.analysis.audit.SHIFTS` has some for images.
+        leave_one_out: On how many of the batches, from the first, each token is left out once from each decision, to
+            compare its worth with its score. Takes as many passes as tokens may be skipped.
         progress: Show a bar.
 
     Returns:
-        The conditions with intervals and tests, the verdict, and how the decisions of the blocks hang together.
+        The conditions with intervals and tests, the verdict, how the decisions of the blocks hang together, and what
+        was found in strata and about single tokens.
 
     Raises:
         TypeError: Batches that can be passed once only.
@@ -87,15 +101,26 @@ def audit(
     for given in (batches, positions_from):
         if isinstance(given, Iterator):
             raise TypeError(f"batches are passed twice, so they must be a list or a loader, got {given!r}")
-    auditor = Auditor(model, judge, made, draws, grid)
-    with _frozen(model):
+    check_value("leave_one_out", leave_one_out, int, "[0, inf)")
+    auditor, sorted_by = Auditor(model, judge, made, draws, grid, shifts or {}), Strata()
+    with ExitStack() as stack:
+        for frozen in filter(None, (model, reference)):
+            stack.enter_context(_frozen(frozen))
         for batch in tqdm(batches if positions_from is None else positions_from, "positions", disable=not progress):
             auditor.learn(batch)
-        for batch in tqdm(batches, "audit", disable=not progress):
-            auditor.judge_batch(batch)
-    accuracy, loss = auditor.outcomes()
-    across = auditor.across.result()
-    return compare(accuracy, loss, made, resamples=resamples, margin=margin, draws=draws, across=across)
+        for number, batch in enumerate(tqdm(batches, "audit", disable=not progress)):
+            images = auditor.judge_batch(batch, leave_one_out=number < leave_one_out)
+            values = dict(strata(batch)) if strata is not None else {}
+            if reference is not None:
+                values[DIFFICULTY] = judge(reference, batch)[0]
+            sorted_by.add(values, images)
+    outcomes = {name: auditor.outcomes(name) for name in (LEARNED, *made)}
+    found = compare(outcomes, made, resamples=resamples, margin=margin, draws=draws, across=auditor.across.result())
+    whole = auditor.against_random()
+    parts = {names: whole.of(members) for names, members in sorted_by.members().items()}
+    if shifts:
+        parts |= {(SHIFT, name or "none"): auditor.against_random(name) for name in ("", *shifts)}
+    return dataclasses.replace(found, strata=compare_strata(parts, resamples), leave_one_out=auditor.worth.result())
 
 
 @contextmanager

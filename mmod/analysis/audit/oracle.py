@@ -1,0 +1,150 @@
+"""What each single token is worth to a decision, by leaving it out, and whether scores agree with that.
+
+Axes: B images, N tokens, F tokens of an image that may be skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmod.analysis.audit.choices import Choice, Place, first
+from mmod.analysis.audit.statistics import Estimate, Sums
+from mmod.routing import Routing
+
+__all__ = ["LeaveOneOut", "TokenValues", "rank_agreement"]
+
+# Judges the batch with a choice of tokens and returns the loss of each image (B,).
+Judged = Callable[[Choice], Tensor]
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """What tokens are worth one by one, on some of the images.
+
+    The worth of a token in a decision is the loss where the best other token takes its place, less the loss where it
+    is kept; all other decisions, and the number of kept tokens, are as learned.
+
+    Args:
+        images: Number of images.
+        agreement: For each decision, the rank correlation of its scores with what tokens are worth, the mean over
+            images: 1 where the order is the same, 0 where there is none in common.
+        norm: The same of the norms of the tokens.
+        loss: Mean loss with the learned choice.
+        oracle: How much the loss is above that where the tokens that are worth most are kept instead, picked with the
+            answers at hand: below 0 where that helps.
+        random: The same with random tokens.
+    """
+
+    images: int
+    agreement: dict[str, Estimate]
+    norm: dict[str, Estimate]
+    loss: Estimate
+    oracle: Estimate
+    random: Estimate
+
+    def told(self) -> str:
+        """Return the same in sentences."""
+        return (
+            f"Each token was left out once, on {self.images} images of loss {self.loss:.3f}. With the tokens that are "
+            f"worth most it changes by {self.oracle:+.3f}, with random ones by {self.random:+.3f}. Agreement is the "
+            "rank correlation within an image, with 95 % intervals over images."
+        )
+
+
+class TokenValues:
+    """Rank correlations of scores with what tokens are worth, gathered batch by batch."""
+
+    def __init__(self) -> None:
+        self._agreement: dict[str, Sums] = {}
+        self._norm: dict[str, Sums] = {}
+        self._losses = {"loss": Sums(), "oracle": Sums(), "random": Sums()}
+        self._images = 0
+
+    def add(
+        self, judged: Judged, loss_B: Tensor, learned: dict[str, Routing], free: dict[str, Tensor], random: Choice
+    ) -> None:
+        """Leave out, or let in, each token of a batch.
+
+        Args:
+            judged: Judges the batch with a choice of tokens.
+            loss_B: The loss with the learned one.
+            learned: The decisions.
+            free: Where a token may be skipped.
+            random: The random choice.
+        """
+        worth: dict[str, Tensor] = {}
+        for name, routing in learned.items():
+            norms: dict[str, Tensor] = {}
+            worth[name] = _worth(judged, loss_B, name, routing, free[name], norms)
+            norm_BN = norms[name]
+            for sums, score_BN in ((self._agreement, routing.score_BN), (self._norm, norm_BN)):
+                found_B = rank_agreement(score_BN, worth[name], free[name])
+                sums.setdefault(name, Sums()).add(found_B)
+        oracle_B = judged(Choice("other", lambda place: worth[place.block]))
+        self._losses["loss"].add(loss_B)
+        self._losses["oracle"].add(oracle_B - loss_B)
+        self._losses["random"].add(judged(random) - loss_B)
+        self._images += len(loss_B)
+
+    def result(self) -> LeaveOneOut | None:
+        """Return what was gathered, None where nothing was."""
+        if not self._images:
+            return None
+        agreement, norm = ({name: own.mean() for name, own in sums.items()} for sums in (self._agreement, self._norm))
+        return LeaveOneOut(self._images, agreement, norm, **{name: own.mean() for name, own in self._losses.items()})
+
+
+def _worth(
+    judged: Judged, loss_B: Tensor, name: str, routing: Routing, free_BN: Tensor, norms: dict[str, Tensor]
+) -> Tensor:
+    """Return by how much the loss is higher without each token that may be skipped than with it (B, N)."""
+    order_BN = free_BN.cumsum(1) - 1
+    worth_BN = torch.zeros(free_BN.shape, dtype=torch.float64, device=free_BN.device)
+    for token in range(int(free_BN.sum(1).max())):
+        flipped_BN = (order_BN == token) & free_BN
+
+        def rank(place: Place, flipped_BN: Tensor = flipped_BN) -> Tensor:
+            own_BN = first(place.learned.keep_BN, place.learned.score_BN).double()
+            if place.block != name:
+                return own_BN
+            norms[name] = place.x_BND.float().norm(dim=-1)
+            turned_BN = torch.where(place.learned.keep_BN, -1.0, float(own_BN.shape[1] * 2))
+            return torch.where(flipped_BN, turned_BN, own_BN)
+
+        change_B = judged(Choice("other", rank)).double() - loss_B.double()
+        sign_BN = torch.where(routing.keep_BN, 1.0, -1.0).double()
+        worth_BN = torch.where(flipped_BN, sign_BN * change_B[:, None], worth_BN)
+    return worth_BN
+
+
+def rank_agreement(one_BN: Tensor, other_BN: Tensor, free_BN: Tensor) -> Tensor:
+    """Return the rank correlation of two values of the tokens of each image, NaN where either is all the same (B,).
+
+    Args:
+        one_BN: A value for each token (B, N).
+        other_BN: The other.
+        free_BN: True where a token counts.
+
+    Source: Spearman, The American Journal of Psychology 15 (1904).
+
+    Example:
+        >>> one, other = torch.tensor([[1.0, 5.0, 2.0, 9.0]]), torch.tensor([[3.0, 9.0, 4.0, 0.0]])
+        >>> rank_agreement(one, other, torch.tensor([[True, True, True, False]])).round(decimals=3).tolist()
+        [1.0]
+    """
+    ranks = [_ranks(own, free_BN) for own in (one_BN, other_BN)]
+    count_B1 = free_BN.sum(1, keepdim=True)
+    centred = [torch.where(free_BN, own - own.sum(1, keepdim=True) / count_B1, 0.0) for own in ranks]
+    lengths_B = centred[0].norm(dim=1) * centred[1].norm(dim=1)
+    return (centred[0] * centred[1]).sum(1) / torch.where(lengths_B > 0, lengths_B, torch.nan)
+
+
+def _ranks(value_BN: Tensor, free_BN: Tensor) -> Tensor:
+    """Return ranks among the tokens that count, the mean of their places for equal ones, and 0 elsewhere (B, N)."""
+    lower_BNN = (value_BN[:, None] < value_BN[:, :, None]) & free_BN[:, None]
+    equal_BNN = (value_BN[:, None] == value_BN[:, :, None]) & free_BN[:, None]
+    return torch.where(free_BN, lower_BNN.sum(2) + 0.5 * equal_BNN.sum(2), 0.0).double()

@@ -1,0 +1,71 @@
+"""Shifts: images changed as those of another set may be, each image in the same way whatever else is in its batch.
+
+Axes: B images, C channels, H rows and W columns of pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["SHIFTS", "ImageShift"]
+
+ImageShift = Callable[[Tensor, range], Tensor]
+"""From images (B, C, H, W) and their numbers in the set to images of the same size."""
+
+# Standard deviations of noise and of the blur's bell, the latter as a share of the longer side; by how much images get
+# smaller; side of a fragment as a share of the shorter side, and how many there are.
+_NOISE, _BLUR, _SMALLER, _FRAGMENT, _FRAGMENTS = 0.5, 0.03, 2, 0.2, 4
+
+
+def _noise(x_BCHW: Tensor, images: range) -> Tensor:
+    """Add noise of half the deviation of an image's own pixels."""
+    noise = torch.stack([torch.randn(x_BCHW.shape[1:], generator=draw) for draw in _draws(images)]).to(x_BCHW)
+    return x_BCHW + _NOISE * x_BCHW.std(dim=(1, 2, 3), keepdim=True) * noise
+
+
+def _blur(x_BCHW: Tensor, images: range) -> Tensor:
+    """Blur by a bell of 3 % of the image's longer side."""
+    sigma = _BLUR * max(x_BCHW.shape[-2:])
+    reach = max(1, round(3 * sigma))
+    bell = torch.exp(-(torch.arange(-reach, reach + 1) ** 2) / (2 * sigma**2)).to(x_BCHW)
+    bell = bell / bell.sum()
+    for view in ((1, 1, -1, 1), (1, 1, 1, -1)):
+        kernel = bell.view(view).expand(x_BCHW.shape[1], 1, *bell.view(view).shape[2:])
+        sides = (0, 0, reach, reach) if view[2] == -1 else (reach, reach, 0, 0)
+        x_BCHW = F.conv2d(F.pad(x_BCHW, sides, mode="replicate"), kernel, groups=x_BCHW.shape[1])
+    return x_BCHW
+
+
+def _low_resolution(x_BCHW: Tensor, images: range) -> Tensor:
+    """Show images at half their resolution, enlarged again."""
+    small = F.avg_pool2d(x_BCHW, _SMALLER)
+    return F.interpolate(small, x_BCHW.shape[-2:], mode="bilinear", align_corners=False)
+
+
+def _clutter(x_BCHW: Tensor, images: range) -> Tensor:
+    """Paste four squares of an image, a fifth of its side each, at other places of it."""
+    found, side = x_BCHW.clone(), max(1, round(_FRAGMENT * min(x_BCHW.shape[-2:])))
+    limits = torch.tensor(x_BCHW.shape[-2:]) - side + 1
+    for own, image, draw in zip(found, x_BCHW, _draws(images)):
+        corners = (torch.rand(_FRAGMENTS, 2, 2, generator=draw) * limits).long().tolist()
+        for (top, left), (row, column) in corners:
+            own[:, row : row + side, column : column + side] = image[:, top : top + side, left : left + side]
+    return found
+
+
+def _draws(images: range) -> Iterator[torch.Generator]:
+    """Yield what draws for each image, by its number."""
+    return (torch.Generator().manual_seed(image) for image in images)
+
+
+SHIFTS: Mapping[str, ImageShift] = {
+    "noise": _noise,
+    "blur": _blur,
+    "low resolution": _low_resolution,
+    "clutter": _clutter,
+}
+"""The shifts of images that an audit knows by name."""

@@ -1,0 +1,117 @@
+"""Strata and shifts: planted routers are told apart where they differ, and batches do not matter."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import mmod
+from mmod.analysis.audit import SHIFTS
+from mmod.analysis.audit.result import read_audit
+from mmod.analysis.audit.statistics import resampled_means, simultaneous
+from mmod.analysis.audit.strata import Strata, strata_told
+from tests.analysis.audit.planted import FAVOURED, PATCH, PLANTED, SIDE, batches_of, plant
+
+Batch = tuple[Tensor, Tensor]
+
+
+def place_of(batch: Batch) -> dict[str, list[str]]:
+    """Return whether the object of each image, its loudest patch, is where objects are more often."""
+    patches = batch[0].reshape(-1, SIDE, PATCH, SIDE, PATCH).transpose(2, 3).flatten(1, 2).flatten(2)
+    places = patches.norm(dim=2).argmax(1).tolist()
+    return {"place": ["favoured" if place in FAVOURED else "elsewhere" for place in places]}
+
+
+@pytest.mark.parametrize("kind", ["position", "content"])
+def test_a_fixed_position_is_worth_something_where_objects_are_favoured_alone(kind: str) -> None:
+    batches = batches_of(800, seed=3)
+    found = mmod.audit(plant(PLANTED[kind]), batches, conditions=["random"], draws=2, strata=place_of, resamples=500)
+    strata = {own.name: own for own in found.strata}
+    assert sum(own.images for own in found.strata) == found.images
+    assert strata["favoured"].gap.low > 0
+    assert strata["favoured"].accuracy_p < 0.01
+    assert (strata["elsewhere"].gap.low > 0) == (kind == "content")
+    (told,) = strata_told(found.strata)
+    assert told.startswith("By place, the learned choice is worth most in 'favoured'")
+    assert told.endswith("apart." if strata["favoured"].gap.low > strata["elsewhere"].gap.high else "overlap.")
+    total = sum(own.images * own.gap.value for own in found.strata) / found.images
+    assert total == pytest.approx(found.gap.value)
+
+
+def shifted(batch: Batch, images: range) -> Batch:
+    return SHIFTS["noise"](batch[0], images), batch[1]
+
+
+def test_batches_do_not_matter_and_findings_are_read_again() -> None:
+    options = {"conditions": ["random"], "draws": 1, "resamples": 200, "shifts": {"noise": shifted}}
+    found = [
+        mmod.audit(
+            plant("norm"), batches_of(60, 1, size), strata=place_of, reference=plant("norm", capacity=1), **options
+        )
+        for size in (60, 17)
+    ]
+    assert [(own.group, own.name, own.images) for own in found[0].strata[2:]] == [
+        ("loss of the dense model", "lowest third", 20),
+        ("loss of the dense model", "middle third", 20),
+        ("loss of the dense model", "highest third", 20),
+        ("shift", "none", 60),
+        ("shift", "noise", 60),
+    ]
+    for one, other in zip(*(own.strata for own in found)):
+        assert one.accuracy == other.accuracy
+        assert one.loss_gap.value == pytest.approx(other.loss_gap.value, rel=1e-4, abs=1e-6)
+    whole = found[0].strata[5]
+    assert whole.accuracy.value == found[0].conditions[0].accuracy.value
+    assert whole.gap.value == pytest.approx(found[0].gap.value)
+    assert read_audit(json.loads(json.dumps(found[0].to_dict()))) == found[0]
+    assert "| shift | noise | 60 |" in " ".join(str(found[0]).split())
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 33, 20)])
+def test_shifts_change_each_image_by_its_number_alone(name: str, shape: tuple[int, ...]) -> None:
+    images = torch.randn(5, *shape)
+    found = SHIFTS[name](images.clone(), range(10, 15))
+    assert found.shape == images.shape
+    assert found.isfinite().all()
+    assert (found != images).flatten(1).any(1).all()
+    for image in range(5):
+        alone = SHIFTS[name](images[image : image + 1], range(10 + image, 11 + image))
+        torch.testing.assert_close(alone[0], found[image], rtol=1e-5, atol=1e-6)
+    flat = torch.full((2, *shape), 3.0)
+    torch.testing.assert_close(SHIFTS[name](flat, range(2)), flat)
+
+
+def test_numbers_are_sorted_in_thirds() -> None:
+    numbers = torch.randperm(90)
+    strata = Strata()
+    for part in numbers.split(40):
+        strata.add({"size": part}, len(part))
+    members = strata.members()
+    assert [int(own.sum()) for own in members.values()] == [30, 30, 30]
+    highest = [int(numbers[torch.from_numpy(own)].max()) for own in members.values()]
+    assert highest == sorted(highest)
+
+
+def test_intervals_hold_together() -> None:
+    rng = np.random.default_rng(0)
+    together = 0
+    for seed in range(100):
+        values = rng.normal(size=(80, 8))
+        intervals = simultaneous(values.mean(0), resampled_means(values, 300, seed))
+        together += all(own.low <= 0 <= own.high for own in intervals)
+    assert 87 <= together <= 100
+
+
+def test_strata_that_do_not_fit_are_refused() -> None:
+    batches = batches_of(20, seed=0, size=10)
+    with pytest.raises(ValueError, match="strata give 1 values of 'size' for 10 images"):
+        mmod.audit(plant("norm"), batches, strata=lambda batch: {"size": [1.0]}, conditions=["random"])
+    strata = Strata()
+    strata.add({"size": [1.0]}, 1)
+    with pytest.raises(ValueError, match="strata name kind and named size before"):
+        strata.add({"kind": ["a"]}, 1)
