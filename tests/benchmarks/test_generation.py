@@ -68,7 +68,7 @@ def test_a_wrong_path_is_never_timed(
     ("changes", "message"),
     [
         ({"presets": []}, "at least one"),
-        ({"presets": ["nope"]}, "preset must be one of 'mod', .* got 'nope'"),
+        ({"presets": ["nope"]}, "preset must be one of 'a-mod', .* got 'nope'"),
         ({"hidden": 100}, "multiple of 64"),
         ({"text_tokens": 0}, "positive"),
     ],

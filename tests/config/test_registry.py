@@ -67,13 +67,13 @@ def test_names_that_nobody_registered_are_refused_with_the_valid_ones(tmp_path: 
     code = f"import mmod; mmod.load_pretrained({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (
-        "router must be one of 'attention', 'diversity', 'important_diversity', 'function', 'linear', 'norm', "
-        "'random', 'stride', 'redundancy', got" in done.stderr
+        "router must be one of 'attention', 'cells', 'diversity', 'function', 'important_diversity', "
+        "'linear', 'norm', 'random', 'redundancy', 'stride', got" in done.stderr
     )
     assert "mmod.register_score" in done.stderr
-    with pytest.raises(ValueError, match=r"a loss must be one of 'membership', .*'spread', got 'sprad'.*register_loss"):
+    with pytest.raises(ValueError, match=r"a loss must be one of 'capacity', .*'spread', got 'sprad'.*register_loss"):
         RoutingConfig(router="contrast", losses={"sprad": 1.0})
-    with pytest.raises(ValueError, match=r"preset must be one of 'mod', .*'contrast-mod', got 'contrast'"):
+    with pytest.raises(ValueError, match=r"preset must be one of 'a-mod', .*'contrast-mod', .*, got 'contrast'"):
         mmod.preset("contrast")
     with pytest.raises(ValueError, match="preset 'contrast-mod' chooses blocks by depth: give depth"):
         mmod.preset("contrast-mod")
