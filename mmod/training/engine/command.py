@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -46,5 +47,9 @@ def _is_refusal(error: BaseException) -> bool:
     """Return whether mmod raised an error itself, or the system named the file that it concerns."""
     if isinstance(error, OSError) and error.filename is not None:
         return True
-    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return _PACKAGE in raised.parents
+    if type(error.__cause__).__name__ == "_RemoteTraceback":
+        # Raised in a process of a pool, whose traceback comes as text.
+        raised = re.findall(r'^  File "(.+)", line \d+, in ', str(error.__cause__), flags=re.MULTILINE)[-1]
+    else:
+        raised = traceback.extract_tb(error.__traceback__)[-1].filename
+    return _PACKAGE in Path(raised).parents

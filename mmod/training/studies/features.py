@@ -174,9 +174,10 @@ class FeaturesStudy(TimmStudy[Judged]):
         kept = json.loads(path.read_text()) if path.exists() else {}
         if kept.get("settings") == settings:
             return self.found(**kept["found"])
+        # Before weights are fetched, which takes minutes where a folder of images is soon found to be missing.
+        parts_of = _streams(config.data)
         seed_draws(config.seed, 0, 0)
         model = self.create(config).to(choose_device(config.device))
-        parts_of = _streams(config.data)
         features = [
             extract(model, stream, folder / name, own.feature, precision=config.precision, tick=tick)
             for name, stream in parts_of.items()
