@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mmod.planning.costs import Option
     from mmod.planning.found import PlanSearch
     from mmod.planning.presets import preset
-    from mmod.planning.schedules import drop_once, ratio_decay, stage_drop
+    from mmod.planning.schedules import drop_once, falling, ratio_decay, stage_drop
     from mmod.planning.search import plan_divergence, search_plan
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -9,19 +9,19 @@ import inspect
 from typing import Any
 
 from mmod.config import PRESETS, Gate, LanguageRouting, RoutingConfig, Threshold, register_preset, revised, score
-from mmod.planning.schedules import ratio_decay
+from mmod.planning.schedules import falling, ratio_decay
 
 
 def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig:
     """Return the routing config of a published method, or this library's recommended learned router.
 
-    Presets are "mod", "a-mod", "p-mod", "modification", "mindskip" and "distilled", for language models also
-    "gamma-mod" and "videollm-mod", and those of `mmod.register_preset`. What they are, and where they differ from their
-    papers, stands in `mmod.planning.presets`.
+    Presets are "mod", "a-mod", "p-mod", "modification", "mindskip" and "distilled"; for ViTs of timm also "gradual"; for
+    language models also "gamma-mod" and "videollm-mod"; and those of `mmod.register_preset`. What they are, and where
+    they differ from their papers, stands in `mmod.planning.presets`.
 
     Args:
         name: One of these names.
-        depth: Number of blocks of the model; "p-mod", "mindskip" and "gamma-mod" choose blocks by it.
+        depth: Number of blocks of the model; "p-mod", "mindskip", "gradual" and "gamma-mod" choose blocks by it.
         changes: Fields of `RoutingConfig` to set differently; a mapping for a part changes some of its options.
 
     Raises:
@@ -111,6 +111,22 @@ def mindskip(depth: int | None) -> dict[str, Any]:
         "losses": {"capacity": 1.0},
     }
     return fields if depth is None else {**fields, "blocks": tuple(range(depth // 2, depth))}
+
+
+@register_preset("gradual")
+def gradual(depth: int | None) -> dict[str, Any]:
+    """This library's way to route a trained ViT without training it: tokens that are alike merge, a few in each of five
+    steps, between attention and MLP, and get their update back.
+
+    Tokens are compared by 64 sums of their channels. Other budgets are plans of `mmod.planning.falling`. The place of
+    the merging and that attention counts merged tokens are ToMe's, Bolya et al., arXiv 2210.09461; ToMe merges in every
+    block, by keys, and leaves merged tokens one.
+    """
+    fields: dict[str, Any] = {"router": score("redundancy", channels=64), "skipped": "merge", "enter_at": "mlp"}
+    if depth is None:
+        return fields
+    plan = falling(depth, steps=min(5, depth - 1))
+    return {**fields, "blocks": plan.blocks, "capacity": plan.capacities}
 
 
 @register_preset("distilled")

@@ -107,3 +107,33 @@ def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> Plan:
     if not 0 < keep < 1:
         raise ValueError(f"keep must lie in (0, 1), got {keep!r}")
     return Plan(tuple(range(after, depth)), (keep,) * (depth - after), depth)
+
+
+def falling(depth: int, mean: float = 0.6, *, steps: int = 5) -> Plan:
+    """Return a plan whose capacity falls by equal amounts in a few steps, from the second block on.
+
+    Blocks of step s of S, counted from 1, keep `1 - 2 s (1 - mean) / (S + 1)`. A decision costs time, so that a few
+    steps are faster than one in each block.
+
+    Args:
+        depth: Number of blocks.
+        mean: Mean capacity of the routed blocks, over steps of equal length.
+        steps: Number of steps S, at most as many as there are blocks after the first.
+
+    Raises:
+        ValueError: Fewer blocks than that, no step, or a mean at which the last step keeps nothing.
+
+    Example:
+        >>> plan = falling(11, 0.6)
+        >>> plan.blocks[0], plan.capacities[::2]
+        (1, (0.866667, 0.733333, 0.6, 0.466667, 0.333333))
+    """
+    if not 1 <= steps < depth:
+        raise ValueError(f"steps must lie between 1 and {depth - 1}, the blocks after the first, got {steps}")
+    least = (steps - 1) / (2 * steps)
+    if not least < mean <= 1:
+        raise ValueError(f"mean must lie in ({least:g}, 1] for {steps} steps, got {mean!r}")
+    fall = 2 * (1 - mean) / (steps + 1)
+    blocks = tuple(range(1, depth))
+    capacities = tuple(round(1 - fall * (1 + (block - 1) * steps // len(blocks)), 6) for block in blocks)
+    return Plan(blocks, capacities, depth)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 
-from mmod.planning import ratio_decay
+import mmod
+from mmod.planning import falling, ratio_decay
 
 
 def test_the_published_decay() -> None:
@@ -40,3 +42,39 @@ def test_the_shift_is_the_mean_before_clipping() -> None:
 def test_wrong_decays(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ratio_decay(**options)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5])
+@pytest.mark.parametrize("depth", [6, 12, 25])
+@pytest.mark.parametrize("mean", [0.5, 0.72, 1.0])
+def test_falling_capacity_has_equal_steps_and_its_mean(depth: int, steps: int, mean: float) -> None:
+    plan = falling(depth, mean, steps=steps)
+    assert plan.blocks == tuple(range(1, depth))
+    heights = sorted({1.0, *plan.capacities}, reverse=True)
+    if mean < 1:
+        assert len(heights) == steps + 1
+        falls = [a - b for a, b in itertools.pairwise(heights)]
+        assert falls == pytest.approx([falls[0]] * steps, abs=1e-5)
+        assert sum(heights[1:]) / steps == pytest.approx(mean, abs=1e-5)
+    assert abs(plan.mean_capacity - mean) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"depth": 5, "steps": 5}, "steps must lie between 1 and 4, the blocks after the first, got 5"),
+        ({"depth": 12, "mean": 0.4}, r"mean must lie in \(0.4, 1\] for 5 steps, got 0.4"),
+        ({"depth": 12, "mean": 1.2}, "got 1.2"),
+    ],
+)
+def test_wrong_falls(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        falling(**options)
+
+
+@pytest.mark.parametrize("depth", [2, 4, 12])
+def test_gradual_merging_fits_every_depth(depth: int) -> None:
+    config = mmod.preset("gradual", depth=depth)
+    assert config.blocks == tuple(range(1, depth))
+    assert config.enter_at == "mlp"
+    assert config == mmod.RoutingConfig.from_dict(config.to_dict())

@@ -187,7 +187,9 @@ class TestPresets:
             assert bool(router(x[:, token : token + 1]).keep_BN.any()) == bool(keep[token])
 
     def test_unknown_presets_name_the_known(self) -> None:
-        with pytest.raises(ValueError, match=r"'mod', 'a-mod', 'p-mod', 'modification', 'mindskip', .* got 'amod'"):
+        with pytest.raises(
+            ValueError, match=r"'a-mod', 'distilled', 'gamma-mod', 'gradual', 'mindskip', .* got 'amod'"
+        ):
             mmod.preset("amod")
 
 
