@@ -15,9 +15,9 @@ from mmod.planning.schedules import falling, ratio_decay
 def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig:
     """Return the routing config of a published method, or this library's recommended learned router.
 
-    Presets are "mod", "a-mod", "p-mod", "modification", "mindskip" and "distilled"; for ViTs of timm also "gradual"; for
-    language models also "gamma-mod" and "videollm-mod"; and those of `mmod.register_preset`. What they are, and where
-    they differ from their papers, stands in `mmod.planning.presets`.
+    Presets are "mod", "a-mod", "p-mod", "modification", "mindskip" and "distilled"; for ViTs of timm "gradual"; for
+    language models "gamma-mod" and "videollm-mod"; and those of `mmod.register_preset`. What they are, and where they
+    differ from their papers, stands in `mmod.planning.presets`.
 
     Args:
         name: One of these names.
