@@ -35,13 +35,14 @@ def save_pretrained(
     overwrite: bool = False,
     architecture: str | Mapping[str, Any] | None = None,
 ) -> None:
-    """Save the weights of a model that is routed, or has experts, and everything needed to build it again.
+    """Save the weights of a model that is routed, or has a rival, and everything needed to build it again.
 
     The folder gets `model.safetensors` and `mmod.json`; the JSON also stands in the header of the weights. Each file
     is written under another name and renamed when it is whole.
 
     Args:
-        model: A routed model that `timm.create_model` or open_clip made, neither wrapped nor compiled.
+        model: A model that `timm.create_model` or open_clip made and that `mmod.route_`, or a function of
+            `mmod.rivals`, changed; neither wrapped nor compiled.
         folder: Where to save; made when it is not there.
         overwrite: Replace the two files if they are there.
         architecture: For open_clip, whose models do not know it: the name they were created by, or their config.
@@ -147,7 +148,7 @@ def route_again(model: nn.Module, configs: dict[str, RoutingConfig], kept: list[
 def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """Return as JSON values what it takes to build the model again."""
     rival = rival_of(model)
-    configs = {} if rival is not None and rival.routable and not is_routed(model) else routing_configs(model)
+    configs = {} if rival is not None and not is_routed(model) else routing_configs(model)
     routing = {part: config.to_dict() for part, config in configs.items()}
     library = find_library(model)
     if library is None:

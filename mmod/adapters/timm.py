@@ -18,6 +18,7 @@ from timm.models import (
     filter_pretrained_cfg,
     get_model_args,
     naflexvit,
+    resnet,
     vision_transformer,
 )
 from torch import nn
@@ -241,13 +242,14 @@ def _check_description(description: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _arguments() -> frozenset[str]:
-    """Return the arguments of the classes of timm that can be routed."""
+    """Return the arguments of the classes of timm that can be changed."""
     classes = (
         vision_transformer.VisionTransformer,
         deit.VisionTransformerDistilled,
         eva.Eva,
         beit.Beit,
         naflexvit.NaFlexVit,
+        resnet.ResNet,
     )
     fields = {field.name for field in dataclasses.fields(naflexvit.NaFlexVitCfg)}
     return frozenset(fields | {name for kind in classes for name in parameters(kind)})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mmod.adapters import find_parts, find_stacks
+from mmod.adapters import BlockStack, find_parts, find_stacks
 from mmod.analysis.flop_report import REST, BlockFlops, FlopReport
 from mmod.analysis.memory import ActivationMemory
 from mmod.analysis.trace import Trace, trace
@@ -50,7 +50,8 @@ def flops(
     map, in an allocator without gaps.
 
     Args:
-        model: A model of a supported library, routed or not. It is not changed.
+        model: A model of a supported library, routed or not. It is not changed. One without blocks that can be routed,
+            as a ResNet, is counted as a whole.
         input_size: Channels, height and width of the image; one number means a square image of three channels. Or
             the model's arguments by name, to count that call: `{"text": ids}` is the text tower of a CLIP model.
         kept: For threshold routing, whose cost follows from the data: the share of tokens kept in (0, 1], one for
@@ -79,7 +80,7 @@ def flops(
     dense_count, routed_count = _follow(dense, inputs), _follow(routed, inputs)
     rows = [
         _row(name, block, dense_count, routed_count, whole.get(name))
-        for stack in find_stacks(routed).values()
+        for stack in _stacks(routed).values()
         for name, block in zip(stack.names, stack.blocks)
         if name in dense_count.tokens
     ]
@@ -195,6 +196,16 @@ class _Count(NamedTuple):
     training_bytes: int
 
 
+def _stacks(model: nn.Module) -> dict[str, BlockStack]:
+    """Return the stacks of blocks that have a row in the report; none where no part of a model can be routed."""
+    try:
+        return find_stacks(model)
+    except ValueError:
+        if is_routed(model):
+            raise
+        return {}
+
+
 def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a model's arguments by name, without data."""
     if isinstance(given, Mapping):
@@ -207,7 +218,7 @@ def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, T
             f"input_size must be (channels, height, width), one number or arguments by name, got {given!r}"
         )
     inputs = {"image": torch.empty(1, *size, device="meta", dtype=next(model.parameters()).dtype)}
-    for name, stack in find_stacks(model).items():
+    for name, stack in _stacks(model).items():
         if stack.sequence is not None:
             inputs[name] = torch.zeros(1, stack.sequence, dtype=torch.int64, device="meta")
     return inputs
@@ -216,7 +227,7 @@ def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, T
 def _follow(model: nn.Module, inputs: dict[str, Tensor]) -> _Count:
     """Run a model on the meta device and count what it computes and holds."""
     tokens: dict[str, int] = {}
-    for stack in find_stacks(model).values():
+    for stack in _stacks(model).values():
         for name, block in zip(stack.names, stack.blocks):
             # The hook stays: the model is a copy.
             block.register_forward_pre_hook(lambda _, args, name=name: tokens.update({name: args[0].shape[1]}))

@@ -1,4 +1,4 @@
-"""Rivals of routing on the same timm models: pruning, merging and early exit, each undone by one call.
+"""Other ways than routing to spend less on timm models, each undone by one call.
 
 They are here to be compared with: studies train, count and time them as they do routed models.
 """
@@ -11,6 +11,7 @@ from mmod.lazy import lazy_names
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from mmod.rivals.base import Rival, rival_of, undo_
+    from mmod.rivals.channels import Channels, channels_
     from mmod.rivals.exit import Exit, exit_
     from mmod.rivals.experts import Experts, experts_
     from mmod.rivals.merge import Merge, merge_

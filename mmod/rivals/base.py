@@ -25,12 +25,14 @@ class Rival(ABC):
 
     Attributes:
         kind: Its name in configs.
-        routable: The changed model can be routed as well, by `mmod.route_` afterwards, and is saved by
-            `mmod.save_pretrained`.
+        routable: The changed model can be routed as well, by `mmod.route_` afterwards.
+        replaces: Part of the names of weights without which dense ones are of no use to the changed model; empty where
+            a dense checkpoint holds all that is not added.
     """
 
     kind: ClassVar[str]
     routable: ClassVar[bool] = False
+    replaces: ClassVar[str] = ""
 
     def apply_(self, model: Model) -> Model:
         """Change a timm model in place; `mmod.rivals.undo_` takes it back.
@@ -44,11 +46,9 @@ class Rival(ABC):
         Raises:
             ValueError: The model is routed or has a rival already, or cannot be changed so. It is then unchanged.
         """
-        stack = find_stack(model)
-        if stack.library != "timm":
-            raise ValueError(f"rivals change models of timm, got a {type(model).__name__} of {stack.library}")
-        if any(is_converted(module) for module in model.modules()):
+        if rival_of(model) is not None or any(is_converted(module) for module in model.modules()):
             raise ValueError(f"this {type(model).__name__} is routed or has a rival already: undo that first")
+        stack = self.find(model)
         self.check(model, stack)
         self.change(model, stack)
         model.rival = self  # type: ignore[assignment]  # plain, so that no registry of the module sees it
@@ -61,16 +61,28 @@ class Rival(ABC):
         }
         return {"kind": self.kind, **fields}
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether a changed model has a loss of its own in training, see `mmod.auxiliary_loss`."""
+        return False
+
+    def find(self, model: nn.Module) -> Any:
+        """Return the blocks of a model: those that tokens pass, as a rule."""
+        stack = find_stack(model)
+        if stack.library != "timm":
+            raise ValueError(f"rivals change models of timm, got a {type(model).__name__} of {stack.library}")
+        return stack
+
     @abstractmethod
-    def check(self, model: nn.Module, stack: BlockStack) -> None:
+    def check(self, model: nn.Module, stack: Any) -> None:
         """Raise a ValueError that says why a model cannot be changed so."""
 
     def remove(self, model: nn.Module) -> None:
-        """Remove the modules that the change added, none as a rule."""
+        """Remove the modules that the change added, none as a rule, before modules get their own classes back."""
         return
 
     @abstractmethod
-    def change(self, model: nn.Module, stack: BlockStack) -> None:
+    def change(self, model: nn.Module, stack: Any) -> None:
         """Change a model that was found to fit."""
 
 
@@ -103,10 +115,10 @@ def undo_(model: Model) -> Model:
         raise ValueError(f"no rival changed this {type(model).__name__}")
     if is_routed(model):
         raise ValueError(f"this {type(model).__name__} was routed afterwards: call mmod.unroute_ first")
+    rival.remove(model)
     for module in list(model.modules()):
         if is_converted(module):
             make_dense(module)
-    rival.remove(model)
     del model.rival
     return model
 

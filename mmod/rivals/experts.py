@@ -65,6 +65,11 @@ class Experts(Rival):
         if self.capacity > self.experts:
             raise ValueError(f"rival.capacity must be at most the number of experts, {self.experts}: {self.capacity:g}")
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loads of experts are balanced by a loss."""
+        return self.choice == "tokens" and self.balance > 0
+
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the blocks are there and each has an MLP whose tokens are all there."""
         if type(model).__name__ == "NaFlexVit":
@@ -165,6 +170,22 @@ def choose_tokens(prob_BNJ: Tensor, experts: int, slots: int, choice: str, norma
     return Choice(index_EBK, gate_EBK)
 
 
+def probabilities(x_BND: Tensor, router: Any) -> Tensor:
+    """Return the softmax of a linear router's logits (B, N, J), in fp32 under autocast too.
+
+    Args:
+        x_BND: Tokens.
+        router: The linear layer, without a bias.
+    """
+    x_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
+    weight, device = router.weight.to(x_BND.dtype), x_BND.device.type
+    # Torch has no answer for meta, where shapes are followed and nothing is rounded.
+    if device != "meta" and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return F.linear(x_BND, weight).softmax(dim=-1)
+    return F.linear(x_BND, weight).softmax(dim=-1)
+
+
 def balance_loss(prob_BNJ: Tensor) -> Tensor:
     """Return the load-balance loss, 1 where tokens and probabilities are spread evenly: J sum_j share_j * mean_j.
 
@@ -214,7 +235,7 @@ class ExpertMlp(StandingModule):
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return the weighed sum of what experts make of the tokens (B, N, D); zero for those without an expert."""
-        config, prob_BNJ = self.mod_state.config, self._probabilities(x_BND)
+        config, prob_BNJ = self.mod_state.config, probabilities(x_BND, self.router)
         if self.training and not recomputing():
             self.mod_state.records.own.prob_BNJ = prob_BNJ
         batch, tokens, channels = x_BND.shape
@@ -229,16 +250,6 @@ class ExpertMlp(StandingModule):
         y = torch.cat(outputs)
         y = y * gate_EBK.flatten().unsqueeze(1).to(y.dtype)
         return y.new_zeros(flat.shape[0], y.shape[1]).index_add(0, row_EBK.flatten(), y).view(batch, tokens, -1)
-
-    def _probabilities(self, x_BND: Tensor) -> Tensor:
-        """Return probabilities over all experts (B, N, J), in fp32 under autocast too."""
-        x_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
-        weight, device = self.router.weight.to(x_BND.dtype), x_BND.device.type
-        # Torch has no answer for meta, where shapes are followed and nothing is rounded.
-        if device != "meta" and torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return F.linear(x_BND, weight).softmax(dim=-1)
-        return F.linear(x_BND, weight).softmax(dim=-1)
 
     def auxiliary_loss(self) -> Tensor | None:
         """Return the weighed load-balance loss of the last pass in training mode, once; None where there is none."""

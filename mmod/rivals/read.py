@@ -7,13 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 from mmod.rivals.base import Rival
+from mmod.rivals.channels import Channels
 from mmod.rivals.exit import Exit
 from mmod.rivals.experts import Experts
 from mmod.rivals.merge import Merge
 from mmod.rivals.prune import Prune
 from mmod.values import one_of, refuse_unknown
 
-_KINDS: dict[str, type[Rival]] = {rival.kind: rival for rival in (Prune, Merge, Exit, Experts)}
+KINDS: dict[str, type[Rival]] = {rival.kind: rival for rival in (Prune, Merge, Exit, Experts, Channels)}
 
 
 def read_rival(values: Mapping[str, Any]) -> Rival:
@@ -31,7 +32,7 @@ def read_rival(values: Mapping[str, Any]) -> Rival:
         Prune(keep=0.5, blocks=(2,), fuse=False, by='auto')
     """
     own = dict(values)
-    one_of("rival.kind", own.get("kind"), list(_KINDS))
-    kind = _KINDS[own.pop("kind")]
+    one_of("rival.kind", own.get("kind"), list(KINDS))
+    kind = KINDS[own.pop("kind")]
     refuse_unknown(f"field of rival {kind.kind}", own, [field.name for field in fields(kind)])
     return kind(**own)

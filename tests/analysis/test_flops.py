@@ -147,8 +147,15 @@ def test_errors_name_what_is_wrong() -> None:
         flops(mmod.route_(model), side, kept=0.5)
     with pytest.raises(ValueError, match=r"input_size must be .* got \(3, 64\)"):
         flops(model, (3, 64))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cannot route ResNet"):
-        flops(timm.create_model("resnet18"), 64)
+    with pytest.raises(ValueError, match="supported are models of"):
+        flops(torch.nn.Linear(2, 2), 64)
+
+
+def test_a_model_that_cannot_be_routed_is_counted_as_a_whole() -> None:
+    model = timm.create_model("resnet18").eval()
+    report = flops(model, 64)
+    assert report.blocks == ()
+    assert report.routed == report.dense == counted(model, 64, torch.rand(1, 3, 64, 64))
 
 
 def test_products_in_any_form_are_counted_or_refused() -> None:

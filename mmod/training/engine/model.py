@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod import route_
+from mmod.rivals import rival_of
 from mmod.training.engine.config import LoopConfig
 
 __all__ = ["Load", "classifier_names", "converted", "load_weights", "prepare_models"]
@@ -24,7 +25,8 @@ def prepare_models(
     """Load, route and copy a model as a config says.
 
     A dense checkpoint is loaded before routing, so the dense teacher is what the model was when routing began. The
-    routers of a routed checkpoint are loaded after routing.
+    routers of a routed checkpoint are loaded after routing. A checkpoint in which weights of a rival replace dense ones
+    has no dense teacher.
 
     Args:
         config: The run's config.
@@ -41,11 +43,15 @@ def prepare_models(
     """
     dense, checkpoint, name = set(model.state_dict()), config.model.checkpoint, config.teacher()
     routers = {} if checkpoint is None else load(model, checkpoint)
+    if name == "dense" and rival_of(model) is not None:
+        if config.distill.teacher == "dense":
+            raise ValueError(f"checkpoint {checkpoint!r} holds no dense model that distill.teacher='dense' could be")
+        name = None
     teacher = copy.deepcopy(model) if name == "dense" else None if name is None else create_teacher(name)
     if teacher is not None:
         teacher.eval().requires_grad_(False)
     routing, rival = config.routing_configs(), config.rival_config()
-    if rival is not None:
+    if rival is not None and rival_of(model) is None:
         rival.apply_(model)
     if routing:
         route_(model, **routing)

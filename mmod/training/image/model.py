@@ -41,7 +41,7 @@ def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
     model = create_dense_model(config.model)
     check_input(model, config.data, config.model.pretrained)
     classes = getattr(model, "num_classes", None)
-    load, create_teacher = partial(_load, config.model), partial(_create_teacher, config, classes)
+    load, create_teacher = partial(_load, config), partial(_create_teacher, config, classes)
     model, teacher = prepare_models(config, model, load, create_teacher)
     return (model if config.trained is None else freeze_dense(model)), teacher
 
@@ -142,14 +142,20 @@ def create_mixup(mixup: MixupConfig | None, smoothing: float, num_classes: int) 
     )
 
 
-def _load(config: ModelConfig, model: nn.Module, checkpoint: str) -> dict[str, Tensor]:
-    """Load the dense part of a checkpoint and return the weights of its routers or early exits."""
-    state, own = read_weights(checkpoint), model.state_dict()
+def _load(config: TrainConfig, model: nn.Module, checkpoint: str) -> dict[str, Tensor]:
+    """Load the dense part of a checkpoint and return the weights of its routers or early exits.
+
+    Where a rival's weights took the place of dense ones, the model is changed by it and all of them are loaded.
+    """
+    state, rival = read_weights(checkpoint), config.rival_config()
+    if rival is not None and rival.replaces and any(rival.replaces in name for name in state):
+        rival.apply_(model)
+    own = model.state_dict()
     added = {name: value for name, value in state.items() if any(part in name for part in _ADDED)}
     dense = {name: value for name, value in state.items() if name not in added}
     dense = converted(dense, model)
     head = classifier_names(model)
-    if config.head == "fresh":
+    if config.model.head == "fresh":
         dense = {name: value for name, value in dense.items() if not name.startswith(head)}
         dense |= {name: value for name, value in own.items() if name.startswith(head)}
     differing = own.keys() ^ dense.keys()

@@ -12,7 +12,7 @@ from torch import nn
 from mmod import is_routed, route_, set_capacity, unroute_
 from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream, normalisation
 from mmod.pretrained import save_pretrained
-from mmod.rivals import Experts, Rival, rival_of
+from mmod.rivals import rival_of
 from mmod.training.engine.config import resolve_routing
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import run
@@ -75,7 +75,7 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> ClassificationTask:
         """Make the task with the config's criterion, mixup and distillation."""
         config = self.config
-        routing = config.routing_config()
+        routing, rival = config.routing_config(), config.rival_config()
         kind = ClassificationTask if config.elastic is None else partial(ElasticTask, elastic=config.elastic)
         return kind(
             model,
@@ -84,7 +84,7 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
             distill_weight=config.distill.weight,
             temperature=config.distill.temperature,
             feature_weight=config.distill.features,
-            auxiliary=(routing is not None and bool(routing.losses)) or _balances(config.rival_config()),
+            auxiliary=(routing is not None and bool(routing.losses)) or (rival is not None and rival.has_loss),
             precision=config.precision,
             mixup=create_mixup(config.mixup, config.loss.smoothing, getattr(model, "num_classes", 0)),
         )
@@ -100,12 +100,12 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
         return at_capacities(model, config.elastic, routing, judge)
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write a folder for `mmod.load_pretrained`, or for timm's `local-dir:` when the model is not routed.
+        """Write a folder for `mmod.load_pretrained`, or for timm's `local-dir:` where that can load the model.
 
-        Of a model with a rival, timm loads the dense part; `config.json` names the rival.
+        Of a model whose rival leaves the dense part as it is, timm loads that; `config.json` names the rival.
         """
         rival = rival_of(model)
-        if is_routed(model) or (rival is not None and rival.routable):
+        if is_routed(model) or (rival is not None and (rival.routable or rival.replaces)):
             save_pretrained(model, folder)
         else:
             mean, std = (values.tolist() for values in normalisation(self.config.data))
@@ -134,8 +134,3 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
             return
         if not is_routed(model):
             route_(model, resolve_routing(config.routing))
-
-
-def _balances(rival: Rival | None) -> bool:
-    """Return whether a model's experts have a loss of their own."""
-    return isinstance(rival, Experts) and rival.choice == "tokens" and rival.balance > 0

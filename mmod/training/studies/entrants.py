@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from mmod.rivals.read import KINDS
 from mmod.values import one_of, refuse_unknown
 
 __all__ = ["DENSE", "Dense", "Entrant", "Reduced", "Routed", "Smaller", "create_rivals"]
@@ -150,7 +151,7 @@ def create_rivals(
         for capacity, given in budgets.items():
             name, fields = f"{series}-{capacity:g}", dict(given)
             kind, size = fields.get("kind"), fields.pop("image_size", None)
-            one_of(f"rivals.{name}.kind", kind, ["prune", "merge", "exit", "experts", "resolution", "smaller"])
+            one_of(f"rivals.{name}.kind", kind, [*KINDS, "resolution", "smaller"])
             needed = {"resolution": ("image_size", size), "smaller": ("args", fields.get("args"))}.get(str(kind))
             if needed is not None:
                 refuse_unknown(f"field of rivals.{name}", fields, ["kind", needed[0]])

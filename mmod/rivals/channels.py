@@ -1,0 +1,200 @@
+"""Channels that are routed around the blocks of a ResNet (CNN-MoD).
+
+Axes: B images, C channels, K channels of a narrow block, H and W places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from timm.models import ResNet
+from timm.models.resnet import BasicBlock, Bottleneck
+from torch import Tensor, nn
+
+from mmod.adapters import find_library
+from mmod.blocks import StandingModule, convert
+from mmod.ops import gather_rows, scatter_rows, select_topk
+from mmod.rivals.base import Model, Rival
+from mmod.values import check_fields
+
+
+@dataclass(frozen=True)
+class Channels(Rival):
+    """Narrow blocks in a ResNet, each on the few channels of an image that a selector chooses.
+
+    They take the place of every second block of a stage, never of its first, which may change the number of channels.
+    A narrow block is one of timm, with `K = C / divisor` channels and weights of its own. With the scores s of
+    the K chosen channels, which ascend by their number, and its output on them, it returns
+
+        x[:, j] + s[:, j] * output[:, j]    for the channels j < K
+        x[:, j]                             for all others
+
+    Args:
+        divisor: Channels of a block over those of its narrow one, without a remainder.
+        squeeze: Channels of a block over hidden units of its selector: a mean over places, two linear layers with a
+            ReLU between them, and a sigmoid.
+        into: What the weighed output is added to: the "first" channels whichever were chosen, which moves nothing, or
+            those that were chosen, its "own".
+        adds: What is weighed and added: the narrow block's "output", which has a shortcut within, or the "change"
+            that the block makes to the chosen channels, as MoD weighs it.
+
+    Source: Cakaj, Mehnert and Yang, arXiv 2409.17016, whose options are the defaults.
+    """
+
+    divisor: int = 64
+    squeeze: int = 16
+    into: Literal["first", "own"] = "first"
+    adds: Literal["output", "change"] = "output"
+    kind: ClassVar[str] = "channels"
+    replaces: ClassVar[str] = ".selector."
+
+    def __post_init__(self) -> None:
+        check_fields(self, "rival", divisor="[1, inf)", squeeze="[1, inf)")
+
+    def find(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return every second block of the stages of a ResNet, by name."""
+        if find_library(model) != "timm" or not isinstance(model, ResNet):
+            raise ValueError(f"channels are routed in the ResNets of timm, and this is a {type(model).__name__}")
+        stages = {name: stage for name, stage in model.named_children() if name.startswith("layer")}
+        return {
+            f"{name}.{index}": block
+            for name, stage in stages.items()
+            for index, block in enumerate(stage.children())
+            if index % 2
+        }
+
+    def check(self, model: nn.Module, stack: dict[str, nn.Module]) -> None:
+        """Raise a ValueError unless there are blocks, and all can be made narrow."""
+        if not stack:
+            raise ValueError(f"no stage of this {type(model).__name__} has a second block that could be narrow")
+        for name, block in stack.items():
+            self._check(name, block)
+
+    def _check(self, name: str, block: Any) -> None:
+        if type(block) not in (BasicBlock, Bottleneck):
+            raise ValueError(f"{name} is a {type(block).__name__}; possible are BasicBlock and Bottleneck")
+        if block.conv2.groups > 1 or block.se is not None or not isinstance(block.bn1, nn.BatchNorm2d):
+            raise ValueError(f"{name} has groups, attention or a norm other than BatchNorm2d: it cannot be made narrow")
+        wide, least = block.conv1.in_channels, block.expansion
+        if wide % self.divisor or wide // self.divisor % least:
+            raise ValueError(
+                f"rival.divisor={self.divisor} does not leave the {wide} channels of {name} a multiple of {least}"
+            )
+
+    def change(self, model: nn.Module, stack: dict[str, nn.Module]) -> None:
+        """Make the blocks narrow and give each a selector."""
+        for block in stack.values():
+            narrow, selector = _narrow(block, self.divisor), _selector(block, self.squeeze)
+            wide = {name: child for name, child in block.named_children() if any(True for _ in child.parameters())}
+            for name in wide:
+                setattr(block, name, getattr(narrow, name))
+            convert(block, ChannelBlock, ChannelState(self, wide))
+            block.selector = selector
+
+    def remove(self, model: nn.Module) -> None:
+        """Give the blocks back the weights that they had, where the model is by then."""
+        for block in model.modules():
+            if isinstance(block, ChannelBlock):
+                weight = next(block.selector.parameters())
+                for name, child in block.mod_state.wide.items():
+                    setattr(block, name, child.to(weight.device, weight.dtype).train(block.training))
+                del block.selector
+
+
+def channels_(model: Model, **options: Any) -> Model:
+    """Route channels around blocks of a ResNet, in place, see `Channels`; `mmod.rivals.undo_` takes it back.
+
+    Narrow blocks are new, and keep the names of the weights that they replace. Undoing it gives back the blocks that
+    they replaced; in a model that was loaded, those are new.
+
+    Args:
+        model: A ResNet made by `timm.create_model`.
+        options: Fields of `Channels`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: A value out of range, or a model without blocks that can be made narrow.
+
+    Example:
+        >>> import timm
+        >>> model = channels_(timm.create_model("resnet18"))
+        >>> model.layer4[1].conv1
+        Conv2d(8, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), bias=False)
+    """
+    return Channels(**options).apply_(model)
+
+
+class ChannelState(NamedTuple):
+    """What a `ChannelBlock` knows beside its modules.
+
+    Args:
+        config: How its channels are routed.
+        wide: The modules that the narrow ones replaced, by name.
+    """
+
+    config: Channels
+    wide: dict[str, nn.Module]
+
+
+class ChannelBlock(StandingModule):
+    """Mixin of a residual block that is as narrow as the number of channels it runs on.
+
+    Attributes:
+        selector: From the means of channels to their logits.
+        mod_state: Plain state.
+    """
+
+    selector: nn.Sequential
+    mod_state: ChannelState
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Return all channels after the block (B, C, H, W)."""
+        config = self.mod_state.config
+        logit_BC = self.selector(x_BCHW.mean(dim=(2, 3)))
+        # Their order and weights are those of fp32 under autocast, too.
+        logit_BC = logit_BC.to(torch.promote_types(logit_BC.dtype, torch.float32))
+        index_BK, _, gate_BK, _ = select_topk(logit_BC, Fraction(1, config.divisor), gate="sigmoid")
+        flat = x_BCHW.flatten(2)
+        z = gather_rows(flat, index_BK).unflatten(2, x_BCHW.shape[2:])
+        y = super().forward(z)
+        assert gate_BK is not None
+        added = (y - z if config.adds == "change" else y) * gate_BK.to(y.dtype)[..., None, None]
+        if config.into == "own":
+            return scatter_rows(flat, index_BK, (z + added).flatten(2)).view_as(x_BCHW)
+        count = index_BK.shape[1]
+        return torch.cat([x_BCHW[:, :count] + added, x_BCHW[:, count:]], dim=1)
+
+
+def _narrow(block: Any, divisor: int) -> nn.Module:
+    """Return a block of the same kind, as timm initialises it, with fewer channels."""
+    wide, inner = block.conv1.in_channels // block.expansion, block.conv2.out_channels
+    weight = block.conv1.weight
+    reduce_first = (inner if block.expansion > 1 else wide) // block.conv1.out_channels
+    narrow: Any = type(block)(
+        wide * block.expansion // divisor,
+        wide // divisor,
+        base_width=64 * inner // wide if block.expansion > 1 else 64,
+        reduce_first=reduce_first,
+        dilation=block.dilation,
+        act_layer=type(block.act1),
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+    for module in narrow.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    narrow.zero_init_last()
+    built: nn.Module = narrow.train(block.training)
+    return built
+
+
+def _selector(block: Any, squeeze: int) -> nn.Sequential:
+    channels, weight = block.conv1.in_channels, block.conv1.weight
+    hidden = max(1, channels // squeeze)
+    given = {"device": weight.device, "dtype": weight.dtype}
+    return nn.Sequential(nn.Linear(channels, hidden, **given), nn.ReLU(), nn.Linear(hidden, channels, **given))
