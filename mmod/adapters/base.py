@@ -146,8 +146,7 @@ class NamedArguments:
 
     def marks(self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None) -> TokenMarks:
         """Read padding off the attention mask: a token no query may attend to."""
-        mask = arguments.get("attn_mask")
-        if mask is None or mask.ndim != 4:
+        if (mask := arguments.get("attn_mask")) is None or mask.ndim != 4:
             return TokenMarks()
         valid_BN = _allowed(mask).any(dim=1).any(dim=1)
         return TokenMarks(valid_BN.expand(x_BND.shape[0], -1))
@@ -194,16 +193,18 @@ class NamedArguments:
 
     def attend_to_all(
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
-        z_BKD: Tensor, routing: Routing,
+        z_BKD: Tensor, routing: Routing, taken: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Any:  # fmt: skip
-        """Return what the host's forward makes of the kept tokens, which attend to all tokens in it."""
+        """Let kept tokens attend to all tokens in the host's forward; `taken`, once filled, has keys and values."""
         # Attention is given those that are off, too.
         arguments = {name: value for name, value in arguments.items() if value is not None}
         projections = [
             Projection(functools.reduce(getattr, name.split("."), block), own)  # type: ignore[arg-type]
             for name, own in self.projections
         ]
-        taken = keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
+        taken = [] if taken is None else taken
+        if not taken:
+            taken += keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
         with attend_to_all(projections, taken):
             return forward(z_BKD, **self._narrow_queries(arguments, x_BND.shape[1], routing))
 
@@ -293,10 +294,9 @@ def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
     slots = index_BK.shape[1]
     bias = _pairs_of_batch(bias, index_BK.shape[0], tokens)
     heads, queries = bias.shape[1], bias.shape[2]
-    index = index_BK[:, None, None, :]
     if queries > 1:
         bias = bias.gather(2, index_BK[:, None, :, None].expand(-1, heads, -1, tokens))
-    return bias.gather(3, index.expand(-1, heads, slots if queries > 1 else 1, -1))
+    return bias.gather(3, index_BK[:, None, None, :].expand(-1, heads, slots if queries > 1 else 1, -1))
 
 
 def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:

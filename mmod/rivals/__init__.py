@@ -17,5 +17,6 @@ if TYPE_CHECKING:
     from mmod.rivals.merge import Merge, merge_
     from mmod.rivals.prune import Prune, prune_
     from mmod.rivals.read import read_rival
+    from mmod.rivals.recursions import Recursions, recursions_
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

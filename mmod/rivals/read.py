@@ -12,9 +12,10 @@ from mmod.rivals.exit import Exit
 from mmod.rivals.experts import Experts
 from mmod.rivals.merge import Merge
 from mmod.rivals.prune import Prune
+from mmod.rivals.recursions import Recursions
 from mmod.values import one_of, refuse_unknown
 
-KINDS: dict[str, type[Rival]] = {rival.kind: rival for rival in (Prune, Merge, Exit, Experts, Channels)}
+KINDS: dict[str, type[Rival]] = {rival.kind: rival for rival in (Prune, Merge, Exit, Experts, Channels, Recursions)}
 
 
 def read_rival(values: Mapping[str, Any]) -> Rival:

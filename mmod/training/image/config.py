@@ -210,9 +210,9 @@ class TrainConfig(engine.LoopConfig):
             and must not pool: `model.args.global_pool: ''`.
         routing: None trains the dense model. Otherwise the fields of `mmod.RoutingConfig`, or
             `preset: NAME` with the fields to change.
-        rival: Another way to spend less, in the place of routing: `kind: prune`, `merge`, `exit`, `experts` or
-            `channels` with the fields of that class in `mmod.rivals`. None for none. A model with experts may be
-            routed, too.
+        rival: Another way to spend less, in the place of routing: `kind: prune`, `merge`, `exit`, `experts`,
+            `channels` or `recursions` with the fields of that class in `mmod.rivals`. None for none. A model with
+            experts may be routed, too.
         loss: The task's criterion.
         mixup: Mixup and cutmix; None for neither.
         distill: The teacher, if any.

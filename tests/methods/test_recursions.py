@@ -1,0 +1,261 @@
+"""Mixture-of-Recursions on ViTs: against a loop over tokens, by hand, undone, saved, counted, trained."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mmod
+from mmod.analysis import flops
+from mmod.rivals import Recursions, prune_, read_rival, recursions_, rival_of, undo_
+from mmod.training import evaluate
+from mmod.training.image.model import create_models
+from tests.counting import flop_counter
+from tests.training.engine.worker import TensorStream, run, tiny_config
+from tests.zoo import make_images, make_model
+
+# Class token or none, registers, rotary positions, a bias of pairs, norms behind.
+MODELS = [
+    "test_vit",
+    "vit_medium_patch16_gap_240",
+    "vit_small_patch14_reg4_dinov2",
+    "eva02_tiny_patch14_224",
+    "vit_small_patch16_dinov3",
+    "beit_base_patch16_224",
+    "vit_base_patch16_rpn_224",
+]
+WAYS = [
+    {"choice": choice, "keys": keys, "adds": adds}
+    for choice, keys, adds in itertools.product(("recursions", "tokens"), ("kept", "first"), ("output", "change"))
+]
+one_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
+
+
+def lively(model: Any) -> Any:
+    """Let tokens differ in what routers make of them."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if ".routers." in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model
+
+
+def cycle_of(model: Any) -> Any:
+    return next(module for module in model.modules() if hasattr(module, "routers"))
+
+
+def attended(block: Any, z_BKD: Tensor, source_BND: Tensor, sees_BKN: Tensor) -> Tensor:
+    """Return what a plain ViT block makes of tokens that see some of others."""
+    attn = block.attn
+    batch, slots, dim = z_BKD.shape
+    heads = (batch, -1, attn.num_heads, dim // attn.num_heads)
+    weight = attn.qkv.weight.chunk(3)
+    bias = [None] * 3 if attn.qkv.bias is None else attn.qkv.bias.chunk(3)
+    q = F.linear(block.norm1(z_BKD), weight[0], bias[0]).view(heads).transpose(1, 2)
+    k, v = (F.linear(block.norm1(source_BND), weight[part], bias[part]).view(heads).transpose(1, 2) for part in (1, 2))
+    logits = (q @ k.transpose(2, 3) * attn.scale).masked_fill(~sees_BKN[:, None], -torch.inf)
+    z = z_BKD + block.ls1(attn.proj((logits.softmax(-1) @ v).transpose(1, 2).reshape(batch, slots, dim)))
+    return z + block.ls2(block.mlp(block.norm2(z)))
+
+
+def defined(cycle: Any, config: Recursions, x_BND: Tensor, prefix: int) -> Tensor:
+    """Return what a cycle makes of its tokens: all of them run, and masks say who sees and keeps what."""
+    count, tokens = config.recursions, x_BND.shape[1]
+    x, first = x_BND, x_BND
+    runs = torch.ones(x_BND.shape[:2], dtype=torch.bool)
+    sources: list[Tensor] = []
+    if config.choice == "tokens":
+        prob = (x_BND @ cycle.routers[0].weight.T).softmax(-1)
+        last = prob.argmax(-1)
+        last[:, :prefix] = count - 1
+    for recursion in range(count):
+        if config.choice == "tokens":
+            gate, runs = prob[..., recursion], last >= recursion
+        else:
+            score = x @ cycle.routers[recursion].weight[0]
+            gate = 0.1 * torch.sigmoid(score)
+            kept = torch.zeros_like(runs)
+            for image in range(len(x)):
+                patches = [n for n in range(prefix, tokens) if runs[image, n]]
+                patches.sort(key=lambda n: -float(score[image, n]))
+                room = max(1, prefix, tokens * (count - recursion) // count) - prefix
+                kept[image, [*range(prefix), *patches[:room]]] = True
+            runs = kept
+        y = x
+        for number, block in enumerate(cycle.shared):
+            if config.keys == "first" and not recursion:
+                sources.append(y)
+            source, seen = (sources[number], torch.ones_like(runs)) if config.keys == "first" else (y, runs)
+            # Somebody must be seen by those whose result is thrown away.
+            sees = seen[:, None] | ~runs[:, :, None]
+            y = attended(block, y, source, sees)
+        gate = gate[..., None]
+        if config.adds == "change":
+            new = x + gate * (y - x)
+        elif config.choice == "recursions":
+            new = x + gate * y
+        else:
+            new = gate * y + torch.where((last == recursion)[..., None], first, 0.0)
+        x = torch.where(runs[..., None], new, x)
+    return x
+
+
+@one_way
+@pytest.mark.parametrize(("name", "recursions"), [("test_vit", 2), ("test_vit", 4), ("vit_medium_patch16_gap_240", 2)])
+def test_every_cycle_by_its_definition(name: str, recursions: int, way: dict[str, Any]) -> None:
+    model = lively(recursions_(make_model(name).double(), recursions=recursions, **way))
+    cycle, prefix = cycle_of(model), model.num_prefix_tokens
+    x = torch.randn(3, 13, model.embed_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        found, expected = cycle(x), defined(cycle, rival_of(model), x, prefix)
+    # Scores of linear routers are those of fp32.
+    close = 1e-5 if way["choice"] == "recursions" else 1e-9
+    torch.testing.assert_close(found, expected, rtol=close, atol=close)
+
+
+def test_a_cycle_by_hand() -> None:
+    """Blocks that add 1 to every token, of which two of four run twice."""
+    model = recursions_(make_model("vit_medium_patch16_gap_240"), recursions=2)
+    cycle = cycle_of(model)
+    for block in cycle.shared:
+        for name, parameter in block.named_parameters():
+            parameter.data.fill_(1.0 if name in ("mlp.fc2.bias", "ls2.gamma") else 0.0)
+    for router in cycle.routers:
+        router.weight.data.zero_()[0, 0] = 1.0
+    x = torch.zeros(1, 4, 64)
+    x[0, :, 0] = torch.tensor([3.0, -1.0, 0.5, 2.0])
+    with torch.no_grad():
+        found = cycle(x)[0, :, 0]
+    expected = []
+    for value in (3.0, -1.0, 0.5, 2.0):
+        once = value + 0.1 * torch.tensor(value).sigmoid().item() * (value + 1)
+        twice = once + 0.1 * torch.tensor(once).sigmoid().item() * (once + 1)
+        expected.append(twice if value > 1 else once)
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_recursion_at_full_weight_is_the_dense_model_and_undoing_gives_it_back(name: str) -> None:
+    images, model = make_images(name, 2).double(), make_model(name).double()
+    keys = list(model.state_dict())
+    with torch.no_grad():
+        expected = model(images)
+        for choice in ("recursions", "tokens"):
+            recursions_(model, recursions=1, choice=choice, adds="change")
+            # The softmax of one depth is 1, and a tenth of a sigmoid is not.
+            if choice == "tokens":
+                torch.testing.assert_close(model(images), expected)
+            undo_(model)
+            assert list(model.state_dict()) == keys
+            assert torch.equal(model(images), expected)
+        undo_(recursions_(model, recursions=2))
+        assert list(model.state_dict()) == keys
+        assert torch.equal(model(images), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@one_way
+def test_an_image_does_not_depend_on_the_others(name: str, way: dict[str, Any]) -> None:
+    images, model = make_images(name, 3).double(), lively(make_model(name).double())
+    lively(recursions_(model, recursions=2, **way))
+    with torch.no_grad():
+        found, single = model(images), torch.cat([model(image[None]) for image in images])
+        torch.testing.assert_close(found, single)
+        assert torch.equal(copy.deepcopy(model)(images), found)
+
+
+def test_fewer_tokens_run_at_each_recursion_and_each_ran_before() -> None:
+    model = lively(recursions_(make_model("test_vit"), recursions=4))
+    cycle, given = cycle_of(model), []
+    cycle.shared[0].register_forward_pre_hook(lambda _, args: given.append(args[0].shape[1]))
+    with torch.no_grad():
+        model(make_images("test_vit", 2))
+    assert given == [37, 27, 18, 9]
+
+
+@one_way
+def test_models_with_recursions_are_saved_and_loaded(tmp_path: Path, way: dict[str, Any]) -> None:
+    images, model = make_images("test_vit", 2), lively(recursions_(make_model("test_vit"), **way))
+    mmod.save_pretrained(model, tmp_path)
+    loaded = mmod.load_pretrained(tmp_path)
+    assert rival_of(loaded) == rival_of(model) == read_rival(rival_of(model).to_dict())
+    with torch.no_grad():
+        assert torch.equal(loaded(images), model(images))
+
+
+@pytest.mark.parametrize("keys", ["kept", "first"])
+def test_flops_are_those_that_run(keys: str) -> None:
+    dense = flops(make_model("test_vit"), 96)
+    model = recursions_(make_model("test_vit"), recursions=4, keys=keys)
+    report, width = flops(model, 96), 64
+    with flop_counter() as counter:
+        model(torch.rand(1, 3, 96, 96))
+    # The counter of torch misses products with vectors, by which tokens are scored.
+    assert report.routed == pytest.approx(counter.get_total_flops(), rel=0.005)
+    saved, hidden = 0, 192
+    for kept in (27, 18, 9):
+        seen = 37 if keys == "first" else kept
+        projected = 2 * kept * 2 * width * width if keys == "first" else 2 * kept * 4 * width * width
+        saved += dense.blocks[1].dense - projected - 2 * 2 * kept * seen * width - 2 * kept * 2 * width * hidden
+    scored = 4 * 2 * 37 * width
+    assert report.routed == dense.dense - saved + scored
+    assert report.parameters < dense.parameters
+
+
+@one_way
+def test_gradients_reach_routers_and_blocks_under_autocast_too(way: dict[str, Any]) -> None:
+    model = lively(recursions_(make_model("test_vit"), **way)).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(make_images("test_vit", 4)).square().mean()
+    if way["choice"] == "tokens":
+        loss = loss + mmod.auxiliary_loss(model)
+        with pytest.raises(ValueError, match="nothing in this"):
+            mmod.auxiliary_loss(model)
+    loss.backward()
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
+    assert all(bool(parameter.grad.abs().sum() > 0) for parameter in cycle_of(model).parameters())
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[6]], ids=lambda way: "-".join(way.values()))
+def test_training_goes_on_from_a_run(tmp_path: Path, way: dict[str, Any]) -> None:
+    rival = {"kind": "recursions", "recursions": 2, **way}
+    config = tiny_config(output=tmp_path / "run", epochs=1, rival=rival)
+    result = run(config)
+    model, teacher = create_models(replace(config, model=config.model.started_from(str(tmp_path / "run"))))
+    assert rival_of(model) == read_rival(rival)
+    assert teacher is None
+    assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("test_vit", {"recursions": 3}, "6 blocks without the first 1 and the last 1 are 4, which recursions=3 must"),
+        ("test_vit", {"first": 4, "last": 2}, "are 0"),
+        ("test_vit", {"keys": "all"}, "keys"),
+        ("vit_small_patch16_rope_mixed_224", {}, "rotary positions of its own"),
+        ("naflexvit_base_patch16_gap", {}, "may be padding"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, fields: dict[str, Any], message: str) -> None:
+    model = make_model(name)
+    with pytest.raises(ValueError, match=message):
+        recursions_(model, **fields)
+    assert rival_of(model) is None
+
+
+@pytest.mark.parametrize("change", [prune_, recursions_, mmod.route_])
+def test_a_model_is_changed_once(change: Callable[[Any], Any]) -> None:
+    model = recursions_(timm.create_model("test_vit"))
+    with pytest.raises(ValueError, match=r"has a rival already|cannot route"):
+        change(model)
