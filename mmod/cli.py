@@ -28,8 +28,8 @@ COMMANDS = {
     ),
     "evaluate CONFIG": ("mmod.training.studies.assess", "accuracy and cost of an image classifier as it is"),
     "audit CONFIG_OR_RUN": (
-        "mmod.training.studies.audit",
-        "what the router of an image classifier learned, by counterfactuals",
+        "mmod.training.audits.command",
+        "what the routers of a trained model learned, by counterfactuals",
     ),
     "plan CONFIG": ("mmod.training.studies.plan", "which tokens may miss which operator, searched without training"),
     "report FOLDER...": ("mmod.report.command", "one page of what studies and audits found, for a browser"),

@@ -8,7 +8,7 @@ from typing import Any
 from mmod.report.charts import COLOURS, Chart, described
 from mmod.report.sources import AuditRecord
 
-__all__ = ["conditions_chart", "flops_chart", "kept_chart", "matrix_chart"]
+__all__ = ["conditions_chart", "flops_chart", "kept_chart", "matrix_chart", "strata_chart"]
 
 
 def conditions_chart(record: AuditRecord) -> Chart:
@@ -42,6 +42,44 @@ def conditions_chart(record: AuditRecord) -> Chart:
     figures = ", ".join(f"{row['tokens kept']} {row['accuracy']:.1f}" for row in rows)
     text = f"Accuracy in percent of {record.name} with as many tokens chosen otherwise: {figures}."
     return _chart(record, "conditions", "accuracy with each choice of tokens", text, rows, spec)
+
+
+def strata_chart(record: AuditRecord) -> Chart | None:
+    """Return what the learned choice is worth in each stratum; None where none was asked for.
+
+    Args:
+        record: The audit.
+    """
+    rows = [
+        {
+            "stratum": f"{own['group']}: {own['name']}",
+            "by": own["group"],
+            "images": own["images"],
+            **_ends("gap", own["gap"]),
+            "accuracy": own["accuracy"]["value"],
+            "p": own["accuracy_p"],
+        }
+        for own in record.audit.get("strata", [])
+    ]
+    if not rows:
+        return None
+    title = "points of accuracy over random tokens, intervals hold together in 95 %"
+    x = {"type": "quantitative", "title": title}
+    rule = {"x": {"field": "low", **x}, "x2": {"field": "high"}}
+    spec = {
+        "encoding": {
+            "y": {"field": "stratum", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 260}},
+            "color": {"field": "by", "scale": {"range": COLOURS}, "legend": None},
+            "tooltip": _tooltip("stratum", "images", "gap", "low", "high", "accuracy", "p"),
+        },
+        "layer": [
+            {"mark": {"type": "rule", "strokeWidth": 2}, "encoding": rule},
+            {"mark": {"type": "point", "filled": True, "size": 90}, "encoding": {"x": {"field": "gap", **x}}},
+        ],
+    }
+    figures = ", ".join(f"{row['stratum']} {row['gap']:+.1f}" for row in rows)
+    text = f"Points of accuracy that the learned choice of {record.name} is above random tokens: {figures}."
+    return _chart(record, "strata", "the learned over the random choice in parts of the set", text, rows, spec)
 
 
 def matrix_chart(record: AuditRecord) -> Chart | None:
@@ -113,13 +151,15 @@ def kept_chart(record: AuditRecord) -> Chart:
     return _chart(record, "kept", "share of tokens kept", text, rows, spec)
 
 
-def flops_chart(record: AuditRecord) -> Chart:
-    """Return the FLOPs of an image by part, dense and routed.
+def flops_chart(record: AuditRecord) -> Chart | None:
+    """Return the FLOPs of an image by part, dense and routed; None where they were not counted.
 
     Args:
         record: The audit.
     """
     report = record.flops
+    if report is None:
+        return None
     kinds: dict[str, list[dict[str, Any]]] = {"dense blocks": [], "routed blocks": []}
     for block in report["blocks"]:
         kinds["routed blocks" if block["kept"] < block["tokens"] else "dense blocks"].append(block)
@@ -166,5 +206,5 @@ def _ends(name: str, own: Mapping[str, float]) -> dict[str, float]:
 
 def _tooltip(*names: str) -> list[dict[str, str]]:
     """Return what is shown of a mark: texts as they are, numbers with three decimals."""
-    texts = ("tokens kept", "kind", "kept in", "again in", "block", "decided in", "model", "part")
+    texts = ("tokens kept", "kind", "kept in", "again in", "block", "decided in", "model", "part", "stratum")
     return [{"field": name} if name in texts else {"field": name, "format": ".3f"} for name in names]

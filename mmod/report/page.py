@@ -8,10 +8,12 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmod.analysis.audit.result import read_audit
+from mmod.analysis.audit.strata import strata_told
 from mmod.extras import name_missing_extra
 from mmod.io.claim import claim_folder
 from mmod.io.files import write_atomically
-from mmod.report.audit_charts import conditions_chart, flops_chart, kept_chart, matrix_chart
+from mmod.report.audit_charts import conditions_chart, flops_chart, kept_chart, matrix_chart, strata_chart
 from mmod.report.charts import Chart, tradeoff_charts
 from mmod.report.frame import frame
 from mmod.report.maps import maps_chart
@@ -84,7 +86,9 @@ def _study_part(study: StudyRecord) -> _Part:
 
 
 def _audit_part(record: AuditRecord) -> _Part:
-    drawn = [conditions_chart(record), matrix_chart(record), kept_chart(record), flops_chart(record)]
+    drawn = [
+        conditions_chart(record), strata_chart(record), matrix_chart(record), kept_chart(record), flops_chart(record),
+    ]  # fmt: skip
     charts = [chart for chart in drawn if chart is not None]
     audit, across = record.audit, record.audit["across"]
     header = ["tokens kept", "accuracy %", "loss", "accuracy change", "p, corrected", "loss change", "p, corrected"]
@@ -102,9 +106,40 @@ def _audit_part(record: AuditRecord) -> _Part:
         f"<p><strong>{escape(audit['verdict'])}</strong></p>{_figure(charts[0])}"
         + _table(header, rows, f"Choices of tokens, {audit['images']} images, {audit['draws']} random draws")
         + f"<p>{escape(across['verdict'])} Share of the tokens never kept: {escape(never)}.</p>"
-        + "".join(map(_figure, charts[1:])) + _details("Environment", _lines(record.environment)),
+        + "".join(map(_figure, charts[1:])) + _strata_table(record)
+        + _details("Environment", _lines(record.environment)),
         charts,
     )  # fmt: skip
+
+
+def _strata_table(record: AuditRecord) -> str:
+    """Return the table behind the figure of strata, and what it says; nothing where none was asked for."""
+    strata = read_audit(record.audit).strata
+    rows = [
+        [f"{own.group}: {own.name}", str(own.images), f"{own.accuracy:.1f}", f"{own.random:.1f}", f"{own.gap:+.1f}",
+         _shown(own.accuracy_p), f"{own.loss_gap:+.3f}", _shown(own.loss_p)]
+        for own in strata
+    ]  # fmt: skip
+    header = ["stratum", "images", "accuracy %", "random %", "gap", "p, corrected", "loss gap", "p, corrected"]
+    told = "".join(f"<p>{escape(sentence)}</p>" for sentence in strata_told(strata))
+    return told + _table(header, rows, "The learned over the random choice in parts of the set") if rows else ""
+
+
+def _agreements(audits: Sequence[AuditRecord]) -> str:
+    """Return a table of what scores have to do with the worth of single tokens; nothing where it was not asked for."""
+    rows = []
+    for record in audits:
+        single = read_audit(record.audit).leave_one_out
+        if single is not None:
+            worth = [f"{single.oracle:+.3f}", f"{single.random:+.3f}"]
+            rows += [
+                [record.name, name, f"{own:.2f}", f"{single.norm[name]:.2f}", str(single.images), *worth]
+                for name, own in single.agreement.items()
+            ]
+    changes = ["loss change with the worthiest tokens", "with random ones"]
+    header = ["model", "decision", "score", "token norm", "images", *changes]
+    caption = "Rank correlation of score and norm with the worth of single tokens, left out one by one"
+    return _table(header, rows, caption) if rows else ""
 
 
 def _common_parts(audits: Sequence[AuditRecord]) -> list[_Part]:
@@ -123,7 +158,8 @@ def _common_parts(audits: Sequence[AuditRecord]) -> list[_Part]:
         audit, explained = record.audit, record.audit["explained"]
         share = "" if explained is None else f"{_interval(explained, '.2f')}, {audit['position']}"
         rows.append([record.name, _interval(audit["gap"], "+.1f"), share, audit["kind"], audit["across"]["kind"]])
-    tables = _table(header, rows, "Verdicts, with 95 % intervals over images") + _over_seeds(audits)
+    verdicts = _table(header, rows, "Verdicts, with 95 % intervals over images")
+    tables = verdicts + _over_seeds(audits) + _agreements(audits)
     maps = maps_chart(audits)
     drawn = [] if maps is None else [_Part("Routing maps", _figure(maps), [maps])]
     return [_Part("Audits", tables, []), *drawn]

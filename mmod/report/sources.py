@@ -55,7 +55,7 @@ class AuditRecord:
         command: The command that made it.
         environment: What it ran on.
         audit: What it found, see `mmod.analysis.Audit.to_dict`.
-        flops: FLOPs of an image, see `mmod.analysis.FlopReport.to_dict`.
+        flops: FLOPs of an image, see `mmod.analysis.FlopReport.to_dict`; None where they were not counted.
         maps: Sample images and what blocks keep of them; None where none were drawn.
     """
 
@@ -64,7 +64,7 @@ class AuditRecord:
     command: str
     environment: Mapping[str, Any]
     audit: Mapping[str, Any]
-    flops: Mapping[str, Any]
+    flops: Mapping[str, Any] | None
     maps: Mapping[str, Any] | None
 
 

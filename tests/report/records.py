@@ -39,7 +39,10 @@ def write_study(folder: Path) -> Path:
 
 def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), capacity: object = 0.25) -> Path:
     model, batches = plant(router, blocks, capacity), batches_of(40, seed=0)
-    found = mmod.audit(model, batches, draws=1, resamples=100, conditions=["random", "centre", "mean mask"])
+    found = mmod.audit(
+        model, batches, draws=1, resamples=100, conditions=["random", "centre", "mean mask"], leave_one_out=1,
+        strata=lambda batch: {"class": [f"number {number}" for number in batch[1].tolist()]},
+    )  # fmt: skip
     images = batches[0][0][:4]
     with torch.no_grad(), mmod.trace(model) as decisions:
         model(images)

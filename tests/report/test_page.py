@@ -78,8 +78,8 @@ def test_every_figure_has_its_words_its_command_and_its_files(report: Path, fold
     page = Page(report.read_text())
     charts = [json.loads(script) for script in page.scripts if script.startswith("{")]
     names = [own["id"] for tag, own in page.elements if tag == "figure" and "id" in own]
-    # Three costs of the study, the maps, and of each audit conditions, kept share, FLOPs and once the blocks.
-    assert len(charts) == len(names) == len(set(names)) == 3 + 1 + 4 + 3
+    # Three costs of the study, the maps, and of each audit conditions, strata, kept share, FLOPs and once the blocks.
+    assert len(charts) == len(names) == len(set(names)) == 3 + 1 + 5 + 4
     assert all(len(chart["description"]) > 40 for chart in charts)
     for name in names:
         assert (report.parent / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -115,7 +115,7 @@ class Audit:
         """Return what was found in strata and about single tokens, where that was asked for."""
         parts = []
         if self.strata:
-            header = ["by", "images", "images in it", "accuracy %", "random %", "gap", "p", "loss gap", "p of loss"]
+            header = ["by", "stratum", "images", "accuracy %", "random %", "gap", "p", "loss gap", "p of loss"]
             rows = [
                 [own.group, own.name, str(own.images), f"{own.accuracy:.1f}", f"{own.random:.1f}", f"{own.gap:+.1f}",
                  f"{own.accuracy_p:.3g}", f"{own.loss_gap:+.3f}", f"{own.loss_p:.3g}"]

@@ -110,7 +110,7 @@ class Strata:
         self._images += images
 
     def members(self) -> dict[tuple[str, str], Any]:
-        """Return for each group and stratum where an image is in it (I,)."""
+        """Return for each group and stratum where an image is in it (I,); groups of one stratum are left out."""
         found = {}
         for group, values in self._values.items():
             names = np.asarray([value if isinstance(value, str) else _THIRDS[0] for value in values])
@@ -118,8 +118,9 @@ class Strata:
                 numbers = np.asarray(values, dtype=np.float64)
                 thirds = np.searchsorted(np.quantile(numbers, (1 / 3, 2 / 3)), numbers)
                 names = np.asarray(_THIRDS)[thirds]
-            order = _THIRDS if set(names) <= set(_THIRDS) else sorted(set(names))
-            found.update({(group, str(name)): names == name for name in order if name in names})
+            there = set(names.tolist())
+            order = [name for name in _THIRDS if name in there] if there <= set(_THIRDS) else sorted(there)
+            found.update({(group, name): names == name for name in order if len(order) > 1})
         return found
 
 

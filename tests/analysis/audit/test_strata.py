@@ -90,8 +90,10 @@ def test_numbers_are_sorted_in_thirds() -> None:
     numbers = torch.randperm(90)
     strata = Strata()
     for part in numbers.split(40):
-        strata.add({"size": part}, len(part))
+        strata.add({"size": part, "colour": ["grey"] * len(part)}, len(part))
     members = strata.members()
+    # What is the same of all tells nothing.
+    assert {group for group, _ in members} == {"size"}
     assert [int(own.sum()) for own in members.values()] == [30, 30, 30]
     highest = [int(numbers[torch.from_numpy(own)].max()) for own in members.values()]
     assert highest == sorted(highest)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from mmod.analysis.audit.result import read_audit
+from mmod.training.audits.command import audit_run, main
+from mmod.training.audits.config import AuditConfig, AuditOptions
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import fit
-from mmod.training.studies.audit import AuditConfig, AuditOptions, audit_run, main
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100", "--audit.maps", "2"]
@@ -70,6 +71,24 @@ def test_positions_of_the_training_split_and_a_choice_of_conditions(run: Path, t
     main([str(run), *QUICK, *options, "--output", str(tmp_path)])
     record = json.loads((tmp_path / "audit/audit.json").read_text())
     assert [own["name"] for own in record["audit"]["conditions"]] == ["as learned", "random", "mean mask"]
+
+
+def test_strata_of_objects_shifts_and_a_dense_model(run: Path, tmp_path: Path) -> None:
+    options = ["--audit.shifts", "[blur]", "--audit.reference", str(run.parent / "moved"), "--audit.leave_one_out", "1"]
+    options += ["--audit.conditions", "[random]", "--data.val_limit", "20", "--output", str(tmp_path)]
+    main([str(run), *QUICK, *options])
+    found = read_audit(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
+    sizes = {}
+    for own in found.strata:
+        sizes[own.group] = sizes.get(own.group, 0) + own.images
+    assert sizes == {
+        "side of the object": 20, "distance of the object from the middle": 20, "loss of the dense model": 20,
+        "shift": 40,
+    }  # fmt: skip
+    assert found.leave_one_out is not None
+    assert set(found.leave_one_out.agreement) == {"blocks.1", "blocks.3"}
+    with pytest.raises(ValueError, match=r"unknown shift of audit\.shifts fog"):
+        main([str(run), *QUICK, "--audit.shifts", "[fog]", "--output", str(tmp_path / "other")])
 
 
 def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path) -> None:

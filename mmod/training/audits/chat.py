@@ -1,0 +1,72 @@
+"""Audits of vision-language models: conversations with images, judged by their answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor, nn
+
+from mmod.analysis.audit.choices import CHOICES
+from mmod.analysis.audit.judges import judge_answers
+from mmod.data.readers.chat import ChatCollator
+from mmod.data.readers.conversations import open_conversations
+from mmod.training.audits.config import ChatAuditConfig
+from mmod.training.audits.subject import Again, Sorted, Subject
+from mmod.training.chat.config import ModelConfig
+from mmod.training.chat.model import create_model, create_processor
+from mmod.training.chat.recipe import MODEL
+from mmod.training.engine.distributed import choose_device
+
+__all__ = ["ChatSubject"]
+
+_IMAGES = "pixel_values"
+
+
+class ChatSubject(Subject[ChatAuditConfig]):
+    """A vision-language model of transformers; see `Subject`."""
+
+    conditions: ClassVar = [name for name in CHOICES if name != "shuffled"]
+
+    def create(self, reference: str | None = None) -> nn.Module:
+        """Make the routed model, or the dense one of another run."""
+        config = dataclasses.replace(self.config, lora=None, frozen=[])
+        if reference is not None:
+            model = ModelConfig(checkpoint=f"{reference}/{MODEL}", args=config.model.args)
+            config = dataclasses.replace(config, model=model, routing=None)
+        made: nn.Module = create_model(config)[0].to(choose_device()).eval()
+        return made
+
+    def batches(self, split: str | None = None) -> Again:
+        """Return the conversations with images, those of about equal length together, by the kind of question."""
+        data, size = self.config.data, self.config.eval_batch_size
+        source = data.val if split is None else split
+        if source is None:
+            raise ValueError("an audit needs conversations to ask: set data.val")
+        talks = open_conversations(source, data)
+        order = np.lexsort((talks.letters, talks.images))
+        order = order[np.asarray(talks.images)[order] > 0]
+        wanted = self.config.questions
+        if wanted is not None and wanted < len(order):
+            chosen = np.random.default_rng(self.config.seed).choice(len(order), wanted, replace=False)
+            order = order[np.sort(chosen)]
+        collate = ChatCollator(create_processor(self.config.model), data.max_length, protected=data.protected)
+
+        def make() -> Iterator[Sorted]:
+            for start in range(0, len(order), size):
+                asked = [talks[int(index)] for index in order[start : start + size]]
+                yield Sorted(collate(asked), {"kind of question": [talk.kind for talk in asked]})
+
+        return Again(make, -(-len(order) // size))
+
+    def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss of each conversation's answers, and whether all of them are right."""
+        return judge_answers(model, batch)
+
+    def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """Change the images where each conversation of the batch has one."""
+        if _IMAGES not in batch or batch[_IMAGES].ndim != 4 or len(batch[_IMAGES]) != len(batch["labels"]):
+            raise ValueError("audit.shifts need conversations of one image each, of one size")
+        return {**batch, _IMAGES: change(batch[_IMAGES])}

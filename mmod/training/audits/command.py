@@ -1,0 +1,197 @@
+"""The command that audits a trained model: `mmod audit CONFIG_OR_RUN [--key value]`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmod.training.audits.config import AuditConfig, ChatAuditConfig, PairsAuditConfig
+from mmod.training.engine.parse import parse_config
+
+if TYPE_CHECKING:
+    from mmod import Audit
+    from mmod.training.audits.subject import Subject
+
+__all__ = ["audit_run", "main"]
+
+AnyConfig = AuditConfig | PairsAuditConfig | ChatAuditConfig
+
+_RECORD, _FOUND = "config.json", "audit.json"
+_RUN = "config.yaml"
+# Parts that only models of one kind have, and keys that only their runs do.
+_KINDS: dict[type[AnyConfig], tuple[set[str], set[str]]] = {
+    ChatAuditConfig: ({"language", "vision"}, {"trainer", "lora", "max_new_tokens"}),
+    PairsAuditConfig: ({"image", "text"}, {"zero_shot"}),
+}
+
+
+def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool = True) -> Audit:
+    """Audit the model that a run would start from, and write what was found into the folder `audit` of its output.
+
+    Args:
+        config: The model with its weights, the data, and how to audit.
+        command: The command line to note beside the findings.
+        progress: Show a bar.
+
+    Returns:
+        What was found; it is written as JSON, Markdown and pictures. A finished audit is read and not done again.
+
+    Raises:
+        FolderTakenError: If the folder holds the audit of another config.
+        ValueError: If the config starts from no weights, or routes nothing.
+    """
+    from mmod import audit, is_routed
+    from mmod.analysis.audit.plots import draw_audit
+    from mmod.analysis.audit.result import read_audit
+    from mmod.io.claim import claim_folder
+    from mmod.io.files import write_atomically
+    from mmod.training.engine.loop import seed_draws
+
+    options, folder = config.audit, Path(config.output) / "audit"
+    later: dict[str, Any] = {"audit.reference": None, "audit.shifts": [], "audit.leave_one_out": 0}
+    claim = partial(claim_folder, folder, _record(config), file=_RECORD, kind="an audit", defaults=later)
+    if (folder / _FOUND).exists():
+        claim()
+        return read_audit(json.loads((folder / _FOUND).read_text())["audit"])
+    seed_draws(config.seed, 0, 0)
+    subject = _subject(config)
+    model = subject.create() if _has_weights(config) else None
+    if model is None or not is_routed(model):
+        raise ValueError(
+            "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
+        )
+    shifts = subject.shifts(options)
+    claim()
+    found = audit(
+        model,
+        subject.batches(),
+        judge=lambda own, batch: subject.judge(own, batch.batch),
+        positions_from=None if options.positions_split is None else subject.batches(options.positions_split),
+        conditions=subject.conditions if options.conditions is None else options.conditions,
+        draws=options.draws,
+        margin=options.margin,
+        resamples=options.resamples,
+        strata=lambda batch: batch.strata,
+        reference=None if options.reference is None else subject.create(options.reference),
+        shifts=shifts,
+        leave_one_out=options.leave_one_out,
+        progress=progress,
+    )
+    drawn = subject.maps(model, options.maps) if options.maps else None
+    record = {
+        "name": Path(config.output).name,
+        "command": command or f"mmod audit {shlex.quote(config.output)}",
+        "environment": _environment(),
+        "audit": found.to_dict(),
+        "flops": subject.flops(model),
+        "maps": None if drawn is None else drawn[0],
+    }
+    if drawn is not None:
+        drawn[1].savefig(folder / "maps.png", dpi=150, bbox_inches="tight")
+    draw_audit(found).savefig(folder / "audit.png", dpi=150)
+    write_atomically(folder / "audit.md", f"{found}\n")
+    write_atomically(folder / _FOUND, json.dumps(record, indent=1) + "\n")
+    return found
+
+
+def _subject(config: AnyConfig) -> Subject[Any]:
+    """Return what is audited, importing the library of its models."""
+    if isinstance(config, PairsAuditConfig):
+        from mmod.training.audits.pairs import PairsSubject
+
+        return PairsSubject(config)
+    if isinstance(config, ChatAuditConfig):
+        from mmod.training.audits.chat import ChatSubject
+
+        return ChatSubject(config)
+    from mmod.training.audits.image import ImageSubject
+
+    return ImageSubject(config)
+
+
+def _has_weights(config: AnyConfig) -> bool:
+    return config.model.checkpoint is not None if isinstance(config, ChatAuditConfig) else config.model.has_weights
+
+
+def _record(config: AnyConfig) -> dict[str, Any]:
+    """Return what decides the outcome, as plain values."""
+    # Captions are found within a batch.
+    free = ("workers", "pin_memory", *(() if isinstance(config, PairsAuditConfig) else ("batch_size",)))
+    plain = config.to_dict()
+    data = {name: value for name, value in plain["data"].items() if name not in free}
+    kept = ("model", "routing", "audit", "questions")
+    return {name: value for name, value in plain.items() if name in kept} | {"data": data}
+
+
+def _environment() -> dict[str, Any]:
+    import platform
+    from importlib.metadata import version
+
+    import torch
+
+    return {
+        "mmod": version("mmod"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Audit as the command line `CONFIG_OR_RUN [--key value]` says and print what was found.
+
+    Args:
+        arguments: The command line without the program's name: a run folder of a routed model or a training config,
+            then options.
+    """
+    from mmod.io.yaml import read_yaml
+
+    arguments = list(arguments)
+    command = shlex.join(["mmod", "audit", *arguments])
+    if arguments and (Path(arguments[0]) / _RUN).is_file():
+        kind, fields = _of_run(Path(arguments[0]))
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            json.dump(fields, file)
+            file.flush()
+            config = parse_config([file.name, *arguments[1:]], kind)
+    else:
+        named = bool(arguments) and not arguments[0].startswith("-")
+        config = parse_config(arguments, _kind_of(read_yaml(arguments[0])) if named else AuditConfig)
+    found = audit_run(config, command=command)
+    print(f"{found}\n\nTables and pictures: {Path(config.output) / 'audit'}")
+
+
+def _kind_of(fields: Any) -> type[AnyConfig]:
+    """Return of which kind of training a config is, by the parts that it routes and by its keys."""
+    if isinstance(fields, Mapping):
+        routed = set(fields.get("routing") or ())
+        for kind, (parts, keys) in _KINDS.items():
+            if (routed and routed <= parts) or keys & set(fields):
+                return kind
+    return AuditConfig
+
+
+def _of_run(folder: Path) -> tuple[type[AnyConfig], dict[str, Any]]:
+    """Return kind and config of a finished run, started from its own weights."""
+    from mmod.config import regroup_saved
+    from mmod.io.yaml import read_yaml
+
+    fields = {name: value for name, value in regroup_saved(read_yaml(folder / _RUN)).items() if name != "world_size"}
+    kind = _kind_of(fields)
+    config = kind.from_dict({**fields, "output": str(folder)})
+    if isinstance(config, ChatAuditConfig):
+        from mmod.training.chat.config import ModelConfig
+
+        model = ModelConfig(checkpoint=str(folder / "model"), args=config.model.args)
+        return kind, dataclasses.replace(config, model=model, routing=None, lora=None, frozen=[]).to_dict()
+    started: Any = config.model.started_from(str(folder))
+    return kind, dataclasses.replace(config, model=started).to_dict()

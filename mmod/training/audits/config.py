@@ -1,0 +1,84 @@
+"""What is audited, and how; imported without torch, so that `--help` is answered at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mmod.training.chat import config as chat
+from mmod.training.image.config import TrainConfig
+from mmod.training.pairs import config as pairs
+from mmod.values import check_fields
+
+__all__ = ["AuditConfig", "AuditOptions", "ChatAuditConfig", "PairsAuditConfig"]
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """How a model is audited, see `mmod.audit`.
+
+    Args:
+        conditions: Choices of tokens that are compared, "random" among them; null for all, of conversations without
+            "shuffled", which needs equally many tokens in all of them.
+        draws: Random choices for each image.
+        margin: Points of accuracy below which a gain over random tokens may count as none.
+        resamples: How often images are resampled.
+        positions_split: Split from which the positions that the router keeps are counted, for pairs and conversations
+            given as `data.val` is; null for the evaluation set.
+        maps: Sample images of a classifier over which routing is drawn; 0 draws none.
+        reference: Folder of a dense run of the same kind, by whose loss images are sorted; null for none.
+        shifts: Names of `mmod.analysis.audit.SHIFTS` by which the images are changed for further comparisons.
+        leave_one_out: Batches on which each token is left out once.
+    """
+
+    conditions: list[str] | None = None
+    draws: int = 5
+    margin: float = 5.0
+    resamples: int = 2000
+    positions_split: str | None = None
+    maps: int = 6
+    reference: str | None = None
+    shifts: list[str] = field(default_factory=list)
+    leave_one_out: int = 0
+
+    def __post_init__(self) -> None:
+        limits = {"draws": "[1, inf)", "resamples": "[100, inf)", "maps": "[0, inf)", "leave_one_out": "[0, inf)"}
+        check_fields(self, "audit", margin="(0, inf)", **limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig(TrainConfig):
+    """The keys of a training config, whose `model`, `data`, `routing` and `device` say what is audited.
+
+    Args:
+        audit: How it is audited. What is found goes to the folder `audit` in `output`.
+    """
+
+    audit: AuditOptions = field(default_factory=AuditOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsAuditConfig(pairs.TrainConfig):
+    """The keys of a training config on pairs; see `AuditConfig`.
+
+    Args:
+        audit: How it is audited. Images and captions have to find each other within a batch of `data.batch_size`.
+    """
+
+    audit: AuditOptions = field(default_factory=AuditOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatAuditConfig(chat.TrainConfig):
+    """The keys of a training config on conversations; see `AuditConfig`.
+
+    Args:
+        audit: How it is audited. Conversations without images are left out.
+        questions: Conversations of `data.val` that are asked, drawn at random; null for all.
+    """
+
+    audit: AuditOptions = field(default_factory=AuditOptions)
+    questions: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, "", questions="[2, inf)")

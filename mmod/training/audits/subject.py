@@ -1,0 +1,114 @@
+"""What an audit needs to know of a kind of training."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from mmod.analysis.audit.shifts import SHIFTS
+from mmod.training.audits.config import AuditOptions
+from mmod.values import refuse_unknown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from mmod.analysis.audit.auditor import Shift
+
+__all__ = ["Again", "Sorted", "Subject"]
+
+Config = TypeVar("Config")
+
+
+class Sorted(NamedTuple):
+    """A batch, and what its samples are sorted by."""
+
+    batch: Any
+    strata: Mapping[str, Sequence[str] | Sequence[float]]
+
+
+class Again:
+    """Batches that can be passed as often as is asked for.
+
+    Args:
+        make: Yields them.
+        count: How many there are.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Sorted]], count: int) -> None:
+        self._make, self._count = make, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Sorted]:
+        return self._make()
+
+
+class Subject(ABC, Generic[Config]):
+    """A trained model and the set that it is judged on; a subclass for each kind of training.
+
+    Args:
+        config: Says which.
+
+    Attributes:
+        conditions: Choices of tokens that fit all sets of this kind; None for all.
+    """
+
+    conditions: ClassVar[list[str] | None] = None
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def create(self, reference: str | None = None) -> nn.Module:
+        """Make the model, in evaluation mode and on its device.
+
+        Args:
+            reference: Folder of a dense run whose model is made instead.
+        """
+
+    @abstractmethod
+    def batches(self, split: str | None = None) -> Iterable[Sorted]:
+        """Return the evaluation set.
+
+        Args:
+            split: Another split or source to take instead.
+        """
+
+    @abstractmethod
+    def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return loss and accuracy of each sample; see `mmod.analysis.audit.judges`."""
+
+    @abstractmethod
+    def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """Return a batch whose images (B, C, H, W) are changed."""
+
+    def flops(self, model: nn.Module) -> dict[str, Any] | None:
+        """Return the FLOPs of a sample by part, None where they are not counted."""
+        return None
+
+    def maps(self, model: nn.Module, count: int) -> tuple[dict[str, Any], Figure] | None:
+        """Return what is kept of some samples, as plain values and drawn; None where it is not drawn."""
+        return None
+
+    def shifts(self, options: AuditOptions) -> dict[str, Shift]:
+        """Return the shifts that are asked for, as functions of batches.
+
+        Args:
+            options: How to audit.
+
+        Raises:
+            ValueError: One that there is not.
+        """
+        refuse_unknown("shift of audit.shifts", options.shifts, list(SHIFTS))
+
+        def shift_of(name: str) -> Shift:
+            def shift(own: Sorted, images: range) -> Sorted:
+                return own._replace(batch=self.shifted(own.batch, lambda x_BCHW: SHIFTS[name](x_BCHW, images)))
+
+            return shift
+
+        return {name: shift_of(name) for name in options.shifts}

@@ -1,0 +1,38 @@
+"""Audits of runs on conversations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmod.analysis.audit.choices import CHOICES
+from mmod.analysis.audit.result import read_audit
+from mmod.training.audits.command import main
+from mmod.training.audits.config import ChatAuditConfig
+from mmod.training.chat.recipe import fit
+from tests.training.chat.configs import vlm_config
+
+QUICK = ["--audit.draws", "1", "--audit.resamples", "100"]
+ROUTED = {"language": {"router": "linear", "capacity": 0.5, "blocks": [1, 2], "tokens": "image"}}
+
+
+def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(vlm_config(tmp_path, "run", routing=ROUTED, trainer={"max_steps": 1}), progress=False)
+    capsys.readouterr()
+    main([str(tmp_path / "run"), *QUICK, "--questions", "24", "--audit.leave_one_out", "1"])
+    record = json.loads((tmp_path / "run/audit/audit.json").read_text())
+    found = read_audit(record["audit"])
+    assert capsys.readouterr().out.startswith(str(found))
+    assert found.images == 24
+    assert [own.name for own in found.conditions] == ["as learned", *(name for name in CHOICES if name != "shuffled")]
+    assert len(found.across.decisions) == 2
+    kinds = [own for own in found.strata if own.group == "kind of question"]
+    assert len(kinds) > 1
+    assert "text" not in {own.name for own in kinds}
+    assert found.leave_one_out is not None
+    with pytest.raises(ValueError, match="questions: 24 there, 8 now"):
+        main([str(tmp_path / "run"), *QUICK, "--questions", "8", "--audit.leave_one_out", "1"])
+    with pytest.raises(ValueError, match="questions must be"):
+        ChatAuditConfig.from_dict({**vlm_config(tmp_path).to_dict(), "questions": 1})
