@@ -34,7 +34,7 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
         replace: Is told every decision.
 
     Raises:
-        ValueError: Nothing in the model is routed, or skipped tokens join others in it.
+        ValueError: Nothing in the model is routed, skipped tokens join others in it, or images are skipped as a whole.
     """
     blocks = routed_blocks(model)
     for name, block in blocks.items():
@@ -42,6 +42,11 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
             raise ValueError(
                 f"{name} has skipped={block.router.config.skipped!r}: decisions can be replaced where skipped tokens "
                 "pass, for those who join others depend on who is kept"
+            )
+
+        if block.router.config.router.whole:
+            raise ValueError(
+                f"{name} keeps or skips whole images: decisions can be replaced where a router chooses among tokens"
             )
 
     def hook(name: str, router: nn.Module, args: tuple[Any, ...], routing: Routing) -> Routing | None:

@@ -20,6 +20,7 @@ CONFIGS = {
     "threshold": {"router": "norm", "select": {"threshold": 1.0, "min_tokens": 2}},
     "random": {"router": "random", "blocks": "all", "capacity": (0.75, 0.5, 0.5, 0.25)},
     "all": {"router": "attention", "context": "all"},
+    "branch": {"router": "linear", "operator": "mlp", "capacity": 0.4},
 }
 
 
@@ -90,10 +91,18 @@ def test_the_best_free_tokens_are_kept_and_as_many(kind: str, seed: int) -> None
     torch.testing.assert_close(found.gate_BK[filled & gated], weights[filled & gated])
 
 
-def test_tokens_that_join_others_are_refused() -> None:
-    model = mmod.route_(make_model("vit_tiny_patch16_224"), mmod.RoutingConfig(skipped="follow"))
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (mmod.RoutingConfig(skipped="follow"), r"blocks\.1 has skipped='follow'"),
+        (mmod.preset("mindskip", depth=4), "keeps or skips whole images"),
+    ],
+    ids=["joined", "whole"],
+)
+def test_what_has_no_choice_among_tokens_is_refused(config: mmod.RoutingConfig, message: str) -> None:
+    model = mmod.route_(make_model("vit_tiny_patch16_224"), config)
     with (
-        pytest.raises(ValueError, match=r"blocks\.1 has skipped='follow'"),
+        pytest.raises(ValueError, match=message),
         replaced_decisions(model, lambda *decision: None),
     ):
         pass
