@@ -38,6 +38,8 @@ COMMANDS = {
     "configs [NAME]": ("mmod.io.configs", "list the configs that come with mmod, or print one"),
 }
 """Each command to the module whose `main` runs it, and what it does."""
+# Those that end with a page of what they found; their `main` returns its folder.
+_REPORTED = ("tradeoff CONFIG", "audit CONFIG_OR_RUN")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,8 +68,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Options that name a config file take the name of one, too.
     rest = [str(find_config(word)) if before == "--config" else word for before, word in zip(["", *rest], rest)]
     sys.argv[0] = " ".join(["mmod", *_words(found)])
+    run(found, rest)
+
+
+def run(command: str, arguments: Sequence[str]) -> None:
+    """Run a command; one that finds something out ends with a page of it.
+
+    Args:
+        command: A key of `COMMANDS`.
+        arguments: The command line after it.
+
+    Raises:
+        SystemExit: With code 2 where the command line does not fit, 1 where the command refuses something.
+    """
     with one_line_errors():
-        importlib.import_module(COMMANDS[found][0]).main(rest)
+        folder = importlib.import_module(COMMANDS[command][0]).main(list(arguments))
+        if command in _REPORTED:
+            importlib.import_module("mmod.report.command").report_on(folder)
 
 
 def _words(command: str) -> list[str]:

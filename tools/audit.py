@@ -7,9 +7,7 @@ folder `audit` in the run's.
 
 import sys
 
-from mmod.training.audits.command import main
-from mmod.training.engine.command import one_line_errors
+from mmod.cli import run
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(sys.argv[1:])
+    run("audit CONFIG_OR_RUN", sys.argv[1:])

@@ -9,9 +9,7 @@ and cache. Started again, the same command goes on where it was interrupted.
 
 import sys
 
-from mmod.training.engine.command import one_line_errors
-from mmod.training.studies.command import main
+from mmod.cli import run
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(sys.argv[1:])
+    run("tradeoff CONFIG", sys.argv[1:])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["main"]
+from mmod.io.claim import FolderTakenError
+
+__all__ = ["main", "report_on"]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -27,3 +30,17 @@ def main(arguments: Sequence[str]) -> None:
     from mmod.report.page import write_report
 
     print(f"Report: {write_report(options.folders, options.output)}")
+
+
+def report_on(folder: Path) -> None:
+    """Write the page of a study or an audit that has just ended, or say why there is none.
+
+    Args:
+        folder: The folder of the study, or of the audited run.
+    """
+    from mmod.report.page import write_report
+
+    try:
+        print(f"Report: {write_report([folder])}")
+    except (FolderTakenError, ModuleNotFoundError) as error:
+        print(f"No report: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mmod import cli
 from mmod.report import write_report
 from mmod.report.command import main
 from mmod.report.sources import read_sources
@@ -154,3 +156,32 @@ def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture
     assert end.value.code == 2
     with pytest.raises(SystemExit):
         main([])
+
+
+@needs_charts
+def test_a_study_ends_with_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = write_study(tmp_path / "study")
+    monkeypatch.setattr("mmod.training.studies.command.main", lambda arguments: study)
+    cli.run("tradeoff CONFIG", [])
+    assert (study / "report/report.html").is_file()
+    assert capsys.readouterr().out == f"Report: {study / 'report/report.html'}\n"
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [(True, "vl_convert, which is not installed"), pytest.param(False, "holds", marks=needs_charts)],
+)
+def test_a_study_whose_page_cannot_be_written_ends_well(
+    missing: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = write_study(tmp_path / "study")
+    (study / "report").mkdir()
+    (study / "report/mine.txt").write_text("notes")
+    monkeypatch.setattr("mmod.training.studies.command.main", lambda arguments: study)
+    if missing:
+        monkeypatch.setitem(sys.modules, "vl_convert", None)
+    cli.run("tradeoff CONFIG", [])
+    assert re.search(f"^No report: .*({said})", capsys.readouterr().out)
+    assert [path.name for path in (study / "report").iterdir()] == ["mine.txt"]

@@ -146,12 +146,15 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> Path:
     """Audit as the command line `CONFIG_OR_RUN [--key value]` says and print what was found.
 
     Args:
         arguments: The command line without the program's name: a run folder of a routed model or a training config,
             then options.
+
+    Returns:
+        The audited folder.
     """
     from mmod.io.yaml import read_yaml
 
@@ -168,6 +171,7 @@ def main(arguments: Sequence[str]) -> None:
         config = parse_config(arguments, _kind_of(read_yaml(arguments[0])) if named else AuditConfig)
     found = audit_run(config, command=command)
     print(f"{found}\n\nTables and pictures: {Path(config.output) / 'audit'}")
+    return Path(config.output)
 
 
 def _kind_of(fields: Any) -> type[AnyConfig]:

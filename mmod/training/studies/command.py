@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from mmod.io.yaml import read_yaml
@@ -37,11 +38,14 @@ _KINDS = {
 }
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> Path:
     """Run the study that a command line names, print its table and say where the pictures are.
 
     Args:
         arguments: The command line without the program's name: a config file, then options.
+
+    Returns:
+        The study's folder.
 
     Raises:
         SystemExit: The command line asks for help or does not fit.
@@ -56,3 +60,4 @@ def main(arguments: Sequence[str]) -> None:
     result = getattr(module, kind.study)(config).run()
     used = sum(os.times()[:4])
     print(f"\n{result.table}\n\nTable and pictures: {result.folder}\nCPU time of all processes: {used:.0f} seconds")
+    return Path(result.folder)
