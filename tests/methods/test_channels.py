@@ -203,8 +203,8 @@ def test_training_goes_on_from_a_run(tmp_path: Path) -> None:
     ("name", "fields", "message"),
     [
         ("resnet18", {"divisor": 0}, "divisor"),
-        ("resnet18", {"divisor": 24}, "does not leave the 16 channels of layer1.1 a multiple of 1"),
-        ("resnet50", {"divisor": 32}, "does not leave the 64 channels of layer1.1 a multiple of 4"),
+        ("resnet18", {"divisor": 24}, "must divide the 16 channels of layer1.1, and leave a multiple of 1"),
+        ("resnet50", {"divisor": 32}, "must divide the 64 channels of layer1.1, and leave a multiple of 4"),
         ("resnet18", {"into": "last"}, "into"),
         ("seresnet18", {}, "cannot be made narrow"),
         ("resnext50_32x4d", {}, "cannot be made narrow"),
