@@ -81,7 +81,8 @@ class Channels(Rival):
         wide, least = block.conv1.in_channels, block.expansion
         if wide % self.divisor or wide // self.divisor % least:
             raise ValueError(
-                f"rival.divisor={self.divisor} must divide the {wide} channels of {name}, and leave a multiple of {least}"
+                f"rival.divisor={self.divisor} must divide the {wide} channels of {name}, "
+                f"and leave a multiple of {least}"
             )
 
     def change(self, model: nn.Module, stack: dict[str, nn.Module]) -> None:
