@@ -41,10 +41,8 @@ def nearest_rows(
         else:
             best_BN, place_BN = alike_BNK.masked_fill(~valid_BK[:, None, prefix:], -torch.inf).max(dim=-1)
             nearest_BN = torch.where(best_BN.isneginf(), -1, open_K[place_BN])
-            # The row of an empty slot may be that of another one, whose claim is then the larger number.
-            claim_BK = torch.where(valid_BK, own_BK, -1)
-            claimed_BN = torch.full_like(nearest_BN, -1).scatter_reduce(1, row_BK, claim_BK, "amax")
-            nearest_BN = torch.where(claimed_BN >= 0, claimed_BN, nearest_BN)
+            own_BN = _own_slots(row_BK, x_BND.shape[1], valid_BK)
+            nearest_BN = torch.where(own_BN >= 0, own_BN, nearest_BN)
         return nearest_BN if real_BN is None else torch.where(real_BN, nearest_BN, -1)
 
 
@@ -63,12 +61,17 @@ def first_rows(first_N: Tensor, row_BK: Tensor, valid_BK: Tensor | None = None) 
         >>> first_rows(torch.tensor([0, 0, 2, 2]), torch.tensor([[0, 2, 3]]))
         tensor([[0, 0, 1, 2]])
     """
-    claim_BK = torch.arange(row_BK.shape[1], device=row_BK.device).expand_as(row_BK)
+    own_BN = _own_slots(row_BK, len(first_N), valid_BK)
+    return torch.where(own_BN >= 0, own_BN, own_BN[:, first_N])
+
+
+def _own_slots(row_BK: Tensor, rows: int, valid_BK: Tensor | None) -> Tensor:
+    """Return the slot that holds each row, -1 where none does (B, N)."""
+    slot_BK = torch.arange(row_BK.shape[1], device=row_BK.device).expand_as(row_BK)
     if valid_BK is not None:
         # The row of an empty slot may be that of another one, whose claim is then the larger number.
-        claim_BK = torch.where(valid_BK, claim_BK, -1)
-    own_BN = claim_BK.new_full((len(row_BK), len(first_N)), -1).scatter_reduce(1, row_BK, claim_BK, "amax")
-    return torch.where(own_BN >= 0, own_BN, own_BN[:, first_N])
+        slot_BK = torch.where(valid_BK, slot_BK, -1)
+    return slot_BK.new_full((len(row_BK), rows), -1).scatter_reduce(1, row_BK, slot_BK, "amax")
 
 
 def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:

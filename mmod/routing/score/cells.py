@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.config import Placement, Score, register_score
-from mmod.ops import mean_rows
+from mmod.ops import group_sizes, mean_rows
 from mmod.routing.grouping import Grouping
 from mmod.values import check_fields
 
@@ -77,9 +77,7 @@ class CellScore(Grouping):
         with torch.no_grad():
             grid_BND = x_BND[:, self.prefix :].float()
             first_BN = first_N.expand(images, -1)
-            count_BN = torch.zeros_like(first_BN, dtype=torch.float32).scatter_add(
-                1, first_BN, torch.ones_like(first_BN, dtype=torch.float32)
-            )
+            count_BN = group_sizes(first_BN, len(first_N))
             # Means stand in the rows of the first tokens of cells, from which all of a cell read them.
             apart_BND = grid_BND - mean_rows(grid_BND, first_BN, count_BN, all_join=True)[:, first_N]
             apart_BN = apart_BND.square().mean(dim=-1)
