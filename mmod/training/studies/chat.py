@@ -76,7 +76,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         if job.is_trained:
             done = self.start_from(job.config, job.config.output)
             plain = dataclasses.replace(done, routing=None, lora=None, frozen=[])
-            job = dataclasses.replace(job, config=plain, is_trained=False)
+            job = dataclasses.replace(job, config=plain, is_trained=False, search=None)
         return super().load(job)
 
     def routing(self, fields: dict[str, Any], capacity: float | None) -> dict[str, Any]:

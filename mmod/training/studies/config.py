@@ -6,16 +6,49 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mmod.config import rational
-from mmod.values import check_fields
+from mmod.values import check_fields, refuse_unknown
 
 __all__ = [
     "ChatStudyConfig",
     "FeaturesStudyConfig",
     "ImageStudyConfig",
     "PairsStudyConfig",
+    "PlanOptions",
     "SegmentationStudyConfig",
     "StudyConfig",
 ]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How a plan is searched, see `mmod.search_plan`.
+
+    Args:
+        budget: Share of the dense model's cost that the plan may have, or milliseconds.
+        batches: Calibration batches, spread evenly over the training data.
+        batch_size: Images or conversations in each.
+        cost: What the budget is of: "flops", "milliseconds" of a pass over a batch, or "cache" in a language model.
+        router: Which tokens a capacity above 0 keeps.
+        options: Capacity, operator and context of each option; null for all that the blocks can do.
+        divergence: "kl" or "cosine"; null chooses by the model.
+        rounds: How often choices are scored again beside those of the plan so far.
+    """
+
+    budget: float = 0.5
+    batches: int = 4
+    batch_size: int = 16
+    cost: str = "flops"
+    router: str = "stride"
+    options: list[tuple[float, str, str]] | None = None
+    divergence: str | None = None
+    rounds: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self, "plan", budget="(0, inf)" if self.cost == "milliseconds" else "(0, 1)", batches="[1, inf)",
+            batch_size="[1, inf)", cost=("flops", "cache", "milliseconds"), divergence=("kl", "cosine"),
+            options="[0, 1]", rounds="[0, inf)",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +59,8 @@ class StudyConfig:
         output: The study's folder; its runs, table and pictures go there. A study goes on where it stopped.
         dense: Training config of the dense model, a YAML file; the study sets its `output`, `seed` and `routing`.
         routers: Name of each series to its routing: fields of `RoutingConfig`, or `preset: NAME` with changes, or
-            `plan: FILE` with other fields. Each is run at every capacity.
+            `plan: FILE` with other fields; or `search` with fields of `PlanOptions`, which searches a plan for each
+            seed's dense model. Each is run at every capacity, which is the budget of what is searched.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         finetune: Fields to set differently again when a model is fine-tuned from the dense one.
         capacities: Capacities of the routed blocks; null takes a series as it is, like one that sets `capacity` itself.
@@ -69,11 +103,41 @@ class StudyConfig:
         unknown = sorted({*self.controls, *filter(None, self.controls.values())} - set(self.routers))
         if unknown:
             raise ValueError(f"controls names {', '.join(unknown)}; routers has {', '.join(self.routers)}")
+        for name in self.routers:
+            self.search_of(name, None)
         for group, given in (("changes", self.changes), ("finetune", self.finetune)):
             taken = sorted({"output", "seed", "routing"} & set(given))
             if taken:
                 raise ValueError(f"{group} must not set {', '.join(taken)}: the study sets them")
         check_fields(self, seeds="[1, inf)", processes="[1, inf)")
+
+    def is_one(self, series: str) -> bool:
+        """Whether a series says its own capacity or budget, so that it is run once.
+
+        Args:
+            series: A name in `routers`.
+        """
+        fields = self.routers.get(series, {})
+        return "capacity" in fields or "budget" in fields.get("search", {})
+
+    def search_of(self, series: str, capacity: float | None) -> PlanOptions | None:
+        """Return how the plan of a series is searched; None where its routing is given.
+
+        Args:
+            series: A name in `routers`.
+            capacity: The budget; None takes that of the fields.
+
+        Raises:
+            ValueError: Fields of the search that do not fit, or fields of a routing beside it.
+        """
+        from mmod.training.engine.parse import config_from
+
+        fields = self.routers.get(series, {})
+        if "search" not in fields:
+            return None
+        refuse_unknown(f"field beside routers.{series}.search", fields, ("search", "image_size"))
+        budget = {} if capacity is None else {"budget": capacity}
+        return config_from({**fields["search"], **budget}, PlanOptions)
 
 
 @dataclass(frozen=True, kw_only=True)

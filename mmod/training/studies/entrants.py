@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mmod.rivals.read import KINDS
+from mmod.training.studies.config import PlanOptions
 from mmod.values import one_of, refuse_unknown
 
 __all__ = ["DENSE", "Dense", "Entrant", "Reduced", "Routed", "Smaller", "create_rivals"]
@@ -30,6 +31,7 @@ class Entrant(ABC):
         is_trained: It is trained; otherwise it is evaluated as it is made.
         image_size: Side of its images in pixels, where it is not the dense model's; weights are the same, position
             embeddings resampled.
+        search: How its routing is searched, for each seed in its own dense model; None where it is known.
 
     Attributes:
         is_tuned: It starts from the trained dense model; otherwise from scratch.
@@ -42,7 +44,13 @@ class Entrant(ABC):
     share: float = 1.0
     is_trained: bool = True
     image_size: int | None = None
+    search: PlanOptions | None = None
     is_tuned: ClassVar[bool] = True
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether some of its blocks are routed."""
+        return False
 
     def configure(self, dense: Any, tuned: Any) -> Any:
         """Return the config of its run; the study sets the folder.
@@ -80,10 +88,15 @@ class Routed(Entrant):
     """The dense model with routed blocks.
 
     Args:
-        routing: The training config's `routing`.
+        routing: The training config's `routing`; None where it is searched.
     """
 
     routing: Any
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether some of its blocks are routed."""
+        return True
 
     def change(self, dense: Any, tuned: Any) -> Any:
         """Return the config that fine-tunes the routed model."""
@@ -101,6 +114,11 @@ class Reduced(Entrant):
 
     rival: dict[str, Any]
     routing: Any = None
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether some of its blocks are routed."""
+        return self.routing is not None
 
     def change(self, dense: Any, tuned: Any) -> Any:
         """Return the config that fine-tunes the model with its rival."""

@@ -133,6 +133,7 @@ class FeaturesStudy(TimmStudy[Judged]):
 
     def do(self, job: Job[TrainConfig], tick: Tick) -> Outcome:
         """Compute a model's features and judge them; where it is fine-tuned, those of the model that comes out."""
+        job = self.ready(job)
         if not job.is_trained:
             found = self.probe(job.config, _folder(job), tick)
             return Outcome(found, self.figures(found))

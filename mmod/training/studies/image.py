@@ -73,13 +73,13 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
             job: The run.
             tick: Told the share that is done.
         """
-        found = self.train(job.config, tick)
+        found = self.train(self.ready(job).config, tick)
         return Outcome(found, self.figures(found))
 
     def plan(self) -> tuple[list[Entrant], list[Job[TrainConfig]]]:
         """Return what is compared, and the runs with the learning rates that were found."""
         entrants, jobs = super().plan()
-        self.routed_names = {entrant.name for entrant in entrants if getattr(entrant, "routing", None)}
+        self.routed_names = {entrant.name for entrant in entrants if entrant.is_routed}
         rated = [dataclasses.replace(job, config=with_rate(job.config, self.rates.get(job.name, 1.0))) for job in jobs]
         return entrants, rated
 

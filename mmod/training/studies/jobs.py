@@ -10,17 +10,27 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from tqdm import tqdm
 
-__all__ = ["Job", "Runner", "Tick", "in_words"]
+from mmod.training.studies.config import PlanOptions
+
+__all__ = ["Job", "Runner", "Search", "Tick", "in_words"]
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
 # Told the share of a run that is done, from 0 to 1.
 Tick = Callable[[float], None]
+
+
+class Search(NamedTuple):
+    """How the routing of a run is searched before it starts, and where what was found is kept."""
+
+    options: PlanOptions
+    folder: Path
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,7 @@ class Job(Generic[Config]):
         is_tuned: It starts from the dense model's weights.
         is_trained: It is trained; otherwise it is evaluated as it starts.
         work: How long it takes, in any unit that all runs of the study share.
+        search: How its routing is searched; None where its config says it.
     """
 
     name: str
@@ -42,6 +53,7 @@ class Job(Generic[Config]):
     is_tuned: bool = False
     is_trained: bool = True
     work: float = 1.0
+    search: Search | None = None
 
 
 # Does one run and reports its progress.

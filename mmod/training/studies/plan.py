@@ -8,50 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mmod.io.locks import locked
 from mmod.io.yaml import read_yaml
 from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.image.config import TrainConfig
-from mmod.values import check_fields, one_of
+from mmod.training.studies.config import PlanOptions
+from mmod.values import one_of
 
 if TYPE_CHECKING:
     from mmod import PlanSearch
 
-__all__ = ["ChatPlanConfig", "ImagePlanConfig", "PlanOptions", "main", "search_run"]
+__all__ = ["ChatPlanConfig", "ImagePlanConfig", "main", "search_for", "search_run"]
 
 _KIND = "--kind"
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """How a plan is searched, see `mmod.search_plan`.
-
-    Args:
-        budget: Share of the dense model's cost that the plan may have, or milliseconds.
-        batches: Calibration batches, spread evenly over the training data.
-        batch_size: Images or conversations in each.
-        cost: What the budget is of: "flops", "milliseconds" of a pass over a batch, or "cache" in a language model.
-        router: Which tokens a capacity above 0 keeps.
-        options: Capacity, operator and context of each option; null for all that the blocks can do.
-        divergence: "kl" or "cosine"; null chooses by the model.
-        rounds: How often choices are scored again beside those of the plan so far.
-    """
-
-    budget: float = 0.5
-    batches: int = 4
-    batch_size: int = 16
-    cost: str = "flops"
-    router: str = "stride"
-    options: list[tuple[float, str, str]] | None = None
-    divergence: str | None = None
-    rounds: int = 0
-
-    def __post_init__(self) -> None:
-        check_fields(
-            self, "plan", budget="(0, inf)" if self.cost == "milliseconds" else "(0, 1)", batches="[1, inf)",
-            batch_size="[1, inf)", cost=("flops", "cache", "milliseconds"), divergence=("kl", "cosine"),
-            options="[0, 1]", rounds="[0, inf)",
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +59,6 @@ _KINDS: dict[str, type[ImagePlanConfig] | type[ChatPlanConfig]] = {
 def search_run(config: ImagePlanConfig | ChatPlanConfig) -> PlanSearch:
     """Search a plan for the model that a run would start from, and write what was found into its folder `plan`.
 
-    Scores are kept batch by batch in `scores.json`, so that the search goes on where it stopped and another budget
-    tries nothing again; each budget has a plan and a picture of its own.
-
     Args:
         config: The model with its weights, the data, and how to search.
 
@@ -99,41 +66,62 @@ def search_run(config: ImagePlanConfig | ChatPlanConfig) -> PlanSearch:
         FileExistsError: The folder holds another plan of the same name.
         ValueError: A config that starts from no weights or routes, or the folder belongs to another search.
     """
+    return search_for(config, config.plan, Path(config.output) / "plan")
+
+
+def search_for(config: TrainConfig | ChatConfig, options: PlanOptions, folder: Path) -> PlanSearch:
+    """Search a plan for the model that a run would start from, and write what was found.
+
+    Scores are kept batch by batch in `scores.json`, so that the search goes on where it stopped and another budget
+    tries nothing again; each budget has a plan and a picture of its own.
+
+    Args:
+        config: The run: its model with weights, and its training data.
+        options: How to search.
+        folder: Where scores, plan and picture go.
+
+    Raises:
+        FileExistsError: The folder holds another plan of the same name.
+        ValueError: A run that starts from no weights or routes, or the folder belongs to another search.
+    """
     from mmod import Option, Plan, search_plan
 
     if config.routing is not None:
         raise ValueError("a plan is searched for a dense model: set `routing: null`")
-    options, folder = config.plan, Path(config.output) / "plan"
-    model, batches, part = _chat(config) if isinstance(config, ChatPlanConfig) else _images(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    found = search_plan(
-        model,
-        batches,
-        options.budget,
-        part=part,
-        options=None if options.options is None else [Option(*each) for each in options.options],
-        router=options.router,
-        cost=options.cost,
-        divergence=options.divergence,
-        rounds=options.rounds,
-        progress_file=folder / "scores.json",
-    )
+    if isinstance(config, ChatConfig):
+        model, batches, part = _chat(config, options)
+    else:
+        model, batches, part = _images(config, options)
     name = f"{options.cost}-{options.budget:g}" + (f"-rounds-{options.rounds}" if options.rounds else "")
-    path = folder / f"{name}.json"
-    if not path.exists() or Plan.load(path) != found.plan:
-        found.plan.save(path)
-    found.plot(folder / f"{name}.png")
+    with locked(folder, wait=True):
+        folder.mkdir(parents=True, exist_ok=True)
+        found = search_plan(
+            model,
+            batches,
+            options.budget,
+            part=part,
+            options=None if options.options is None else [Option(*each) for each in options.options],
+            router=options.router,
+            cost=options.cost,
+            divergence=options.divergence,
+            rounds=options.rounds,
+            progress_file=folder / "scores.json",
+        )
+        path = folder / f"{name}.json"
+        if not path.exists() or Plan.load(path) != found.plan:
+            found.plan.save(path)
+        found.plot(folder / f"{name}.png")
     return found
 
 
-def _images(config: ImagePlanConfig) -> tuple[Any, Iterable[Any], str]:
+def _images(config: TrainConfig, options: PlanOptions) -> tuple[Any, Iterable[Any], str]:
     from mmod.data.loader import create_eval_stream
     from mmod.training.engine.distributed import choose_device
     from mmod.training.image.model import create_models
 
     if not config.model.has_weights:
         raise ValueError("nothing to search: set model.checkpoint to a file or run folder, or model.pretrained to true")
-    options, device = config.plan, choose_device(config.device)
+    device = choose_device(config.device)
     # As in evaluation, without augmentation.
     data = dataclasses.replace(
         config.data, val_split=config.data.train_split, val_limit=options.batches * options.batch_size,
@@ -143,28 +131,28 @@ def _images(config: ImagePlanConfig) -> tuple[Any, Iterable[Any], str]:
     return model, [images.to(device) for images, _ in create_eval_stream(data).batches(0)], "image"
 
 
-def _chat(config: ChatPlanConfig) -> tuple[Any, Iterable[Any], str]:
+def _chat(config: ChatConfig, options: PlanOptions) -> tuple[Any, Iterable[Any], str]:
     from mmod.training.chat.model import create_model
     from mmod.training.engine.distributed import choose_device
 
     if config.model.checkpoint is None:
         raise ValueError("nothing to search: set model.checkpoint to a folder with weights")
     model, processor = create_model(config)
-    return model.to(choose_device()).eval(), _Talks(config, processor, model), "language"
+    return model.to(choose_device()).eval(), _Talks(config, options, processor, model), "language"
 
 
 class _Talks:
     """Calibration batches of conversations, encoded when they are asked for."""
 
-    def __init__(self, config: ChatPlanConfig, processor: Any, model: Any) -> None:
+    def __init__(self, config: ChatConfig, options: PlanOptions, processor: Any, model: Any) -> None:
         from mmod.data.readers.chat import ChatCollator
         from mmod.data.readers.conversations import open_conversations
 
         self._collator = ChatCollator(processor, config.data.max_length)
         self._talks = open_conversations(config.data.train, config.data)
         self._device = model.device
-        self._size = config.plan.batch_size
-        count = min(len(self._talks), config.plan.batches * self._size)
+        self._size = options.batch_size
+        count = min(len(self._talks), options.batches * self._size)
         self._chosen = [place * len(self._talks) // count for place in range(count)]
 
     def __len__(self) -> int:

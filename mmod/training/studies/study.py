@@ -26,8 +26,9 @@ from mmod.training.engine.loop import seed_draws
 from mmod.training.engine.run_folder import portable
 from mmod.training.studies.config import StudyConfig
 from mmod.training.studies.entrants import DENSE, Dense, Entrant, Routed
-from mmod.training.studies.jobs import Job, Runner, Tick
+from mmod.training.studies.jobs import Job, Runner, Search, Tick
 from mmod.training.studies.paired import Difference, compare, verdict
+from mmod.training.studies.plan import search_for
 from mmod.training.studies.results import Column, Point, StudyResult, flat, table_of
 
 if TYPE_CHECKING:
@@ -121,23 +122,36 @@ class Study(ABC, Generic[Config, Found]):
         runs = [
             (series, fields, capacity)
             for series, fields in config.routers.items()
-            for capacity in ([None] if "capacity" in fields else config.capacities)
+            for capacity in ([None] if config.is_one(series) else config.capacities)
         ]
 
         def name_of(series: str, capacity: float | None) -> str:
-            is_one = capacity is None or "capacity" in config.routers.get(series, {})
-            return series if is_one else f"{series}-{capacity:g}"
+            return series if capacity is None or config.is_one(series) else f"{series}-{capacity:g}"
 
         for series, fields, capacity in runs:
             control = config.controls.get(series, _CONTROL)
             name, against = name_of(series, capacity), None if control is None else name_of(control, capacity)
-            common: dict[str, Any] = {"series": series, "is_trained": config.tune}
+            search = config.search_of(series, capacity)
+            common: dict[str, Any] = {"series": series, "is_trained": config.tune, "search": search}
             entrants.append(self.routed(fields, capacity, name=name, control=against, **common))
         return entrants
 
     def routed(self, fields: dict[str, Any], capacity: float | None, **common: Any) -> Routed:
         """Return a routed entrant from the fields of its series and its capacity."""
-        return Routed(routing=self.routing(fields, capacity), capacity=capacity, **common)
+        routing = None if common["search"] else self.routing(fields, capacity)
+        return Routed(routing=routing, capacity=capacity, **common)
+
+    def ready(self, job: Job[Config]) -> Job[Config]:
+        """Return a run as it starts: with the plan of its seed's dense model, where one is searched.
+
+        Args:
+            job: The run.
+        """
+        if job.search is None:
+            return job
+        own: Any = job.config
+        routing = self.routing(search_for(own, *job.search).config.to_dict(), None)
+        return dataclasses.replace(job, config=dataclasses.replace(own, routing=routing), search=None)
 
     def drawn(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return a point's place in the picture: `gflops`, `latency_ms` (None until it is measured), `capacity`."""
@@ -283,7 +297,8 @@ class Study(ABC, Generic[Config, Found]):
                 run = dataclasses.replace(run, output=str(root / entrant.name))
                 # Evaluating alone takes about as long as a twentieth of an epoch.
                 work = entrant.share * self.work(run) if entrant.is_trained else 0.05
-                runs.append(Job(entrant.name, seed, run, entrant.is_tuned, entrant.is_trained, work))
+                search = None if entrant.search is None else Search(entrant.search, root / f"{entrant.series}.plans")
+                runs.append(Job(entrant.name, seed, run, entrant.is_tuned, entrant.is_trained, work, search))
         return entrants, runs
 
     def do(self, job: Job[Config], tick: Tick) -> Outcome:
@@ -293,6 +308,7 @@ class Study(ABC, Generic[Config, Found]):
             job: The run.
             tick: Told the share that is done.
         """
+        job = self.ready(job)
         if not job.is_trained:
             found = self._evaluate_once(job)
             return Outcome(found, self.figures(found))
@@ -308,7 +324,7 @@ class Study(ABC, Generic[Config, Found]):
         Args:
             job: The run.
         """
-        config: Any = job.config
+        config: Any = self.ready(job).config
         model = self.create(self.start_from(config, config.output) if job.is_trained else config)
         return model.to(choose_device(getattr(config, "device", "auto"))).eval()
 
