@@ -13,6 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmod.adapters.masks import (
+    add_causal,
+    allowed,
+    hide_empty_slots,
+    narrow_pairs,
+    narrow_queries,
+    narrow_rope,
+    pack_rope,
+    weigh_groups,
+)
 from mmod.blocks import BlockCall, ForwardPass, Halves, ImportanceBlock, ModelHook, PassTracker, RoutedBlock, SpanHook
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
@@ -148,7 +158,7 @@ class NamedArguments:
         """Read padding off the attention mask: a token no query may attend to."""
         if (mask := arguments.get("attn_mask")) is None or mask.ndim != 4:
             return TokenMarks()
-        valid_BN = _allowed(mask).any(dim=1).any(dim=1)
+        valid_BN = allowed(mask).any(dim=1).any(dim=1)
         return TokenMarks(valid_BN.expand(x_BND.shape[0], -1))
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
@@ -185,7 +195,7 @@ class NamedArguments:
         if routing.valid_BK is not None:
             mask = hide_empty_slots(mask, routing.valid_BK, x_BND.dtype)
             if narrowed.pop("is_causal", False):
-                mask = _add_causal(mask, x_BND.dtype)
+                mask = add_causal(mask, x_BND.dtype)
         mask = weigh_groups(mask, routing.size_BK, x_BND.dtype)
         if mask is not None:
             narrowed["attn_mask"] = mask
@@ -246,154 +256,3 @@ def span_hook(
         config: How the blocks are routed.
     """
     return (owner, SpanHook(tracker, blocks)) if config.hands_on else None
-
-
-def narrow_queries(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
-    """Take the rows of a mask or bias over pairs of tokens that belong to kept queries.
-
-    Args:
-        bias: Mask or bias of shape (N, N), (H, N, N) or (B or 1, H or 1, N or 1, N).
-        index_BK: Kept tokens (B, K).
-        tokens: N.
-
-    Returns:
-        The same for kept queries and all keys (B, H or 1, K or 1, N).
-
-    Raises:
-        ValueError: Another shape.
-    """
-    bias = _pairs_of_batch(bias, index_BK.shape[0], tokens)
-    if bias.shape[2] == 1 and tokens > 1:
-        return bias
-    return bias.gather(2, index_BK[:, None, :, None].expand(-1, bias.shape[1], -1, tokens))
-
-
-def _pairs_of_batch(bias: Tensor, images: int, tokens: int) -> Tensor:
-    if bias.shape[-1] != tokens or bias.shape[-2] not in (1, tokens) or bias.ndim > 4:
-        raise ValueError(
-            f"cannot narrow a mask of shape {tuple(bias.shape)} for {tokens} tokens; valid are (N, N), (H, N, N), "
-            "(B, H, N, N) and (B, 1, 1, N)"
-        )
-    return bias[(None,) * (4 - bias.ndim)].expand(images, -1, -1, -1)
-
-
-def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
-    """Take the rows and columns of a mask or bias over pairs of tokens that belong to the kept ones.
-
-    Args:
-        bias: Mask or bias of shape (N, N), (H, N, N) or (B or 1, H or 1, N or 1, N).
-        index_BK: Kept tokens (B, K).
-        tokens: N.
-
-    Returns:
-        The same for the kept tokens (B, H or 1, K or 1, K).
-
-    Raises:
-        ValueError: Another shape.
-    """
-    slots = index_BK.shape[1]
-    bias = _pairs_of_batch(bias, index_BK.shape[0], tokens)
-    heads, queries = bias.shape[1], bias.shape[2]
-    if queries > 1:
-        bias = bias.gather(2, index_BK[:, None, :, None].expand(-1, heads, -1, tokens))
-    return bias.gather(3, index_BK[:, None, None, :].expand(-1, heads, slots if queries > 1 else 1, -1))
-
-
-def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
-    """Take the rotary embeddings of the kept tokens' own positions.
-
-    Args:
-        rope: Embeddings (N - prefix, E), (H, N - prefix, E) or (B, 1 or H, N - prefix, E).
-        index_BK: Kept tokens, the prefix first (B, K).
-        prefix: Leading tokens without an embedding.
-
-    Returns:
-        Embeddings (B, 1 or H, K - prefix, E).
-    """
-    rope = rope[(None,) * (4 - rope.ndim)].expand(index_BK.shape[0], -1, -1, -1)
-    position = (index_BK[:, prefix:] - prefix)[:, None, :, None]
-    return rope.gather(2, position.expand(-1, rope.shape[1], -1, rope.shape[3]))
-
-
-def pack_rope(rope: Tensor, row_T: Tensor, tokens: int, prefix: int) -> Tensor:
-    """Take the rotary embeddings of packed rows.
-
-    The host leaves out the first `prefix` rows of the sequence, which belong to its first image. To those of the other
-    images it applies the identity, a sine of 0 and a cosine of 1.
-
-    Args:
-        rope: Embeddings (N - prefix, E), (H, N - prefix, E) or (B, 1 or H, N - prefix, E), sines before cosines.
-        row_T: Place of each row among all tokens of the batch (T).
-        tokens: N.
-        prefix: Leading tokens of every image without an embedding.
-
-    Returns:
-        Embeddings (1, 1 or H, T - prefix, E).
-    """
-    rope = rope[(None,) * (4 - rope.ndim)]
-    identity = (torch.arange(rope.shape[-1], device=rope.device) >= rope.shape[-1] // 2).to(rope.dtype)
-    whole = torch.cat([identity.expand(*rope.shape[:2], prefix, -1), rope], dim=2)
-    place_T = row_T if rope.shape[0] > 1 else row_T % tokens
-    return whole.transpose(0, 1).flatten(1, 2).index_select(1, place_T[prefix:]).unsqueeze(0)
-
-
-def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Add to a mask that nobody attends to empty slots.
-
-    Every query keeps at least one key, since a softmax over nothing is NaN and would reach the gradients of the
-    kept tokens. What an empty slot's own query computes is thrown away.
-
-    Args:
-        mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K), or None.
-        valid_BK: False where a slot is empty (B, K), or None.
-        dtype: Type of the bias returned.
-
-    Returns:
-        A bias (B, H or 1, K or 1, K), or the mask as it came where no slot can be empty.
-    """
-    if valid_BK is None:
-        return mask
-    first_K = torch.arange(valid_BK.shape[1], device=valid_BK.device) == 0
-    lowest = torch.finfo(dtype).min
-    bias = torch.zeros(valid_BK.shape, dtype=dtype, device=valid_BK.device)
-    bias = bias.masked_fill(~(valid_BK | first_K), lowest)[:, None, None, :]
-    if mask is None:
-        return bias
-    pairs = torch.where(mask, 0.0, lowest).to(dtype) if mask.dtype == torch.bool else mask.to(dtype)
-    # An empty slot may be padding, whose own row can be hidden from everything.
-    pairs = torch.where(valid_BK[:, None, :, None], pairs, 0.0) if pairs.shape[2] > 1 else pairs
-    return torch.maximum(pairs, torch.full_like(pairs, lowest / 2)) + bias / 2
-
-
-def weigh_groups(mask: Tensor | None, size_BK: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Add to a mask that a row counts in attention as the number of tokens it stands for.
-
-    Args:
-        mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K), or None.
-        size_BK: Tokens of each slot (B, K), or None where each holds one.
-        dtype: Type of the bias returned.
-
-    Returns:
-        A bias (B, H or 1, K or 1, K), or the mask as it came where each slot holds one token.
-
-    Source: proportional attention of ToMe, Bolya et al., arXiv 2210.09461, Eq. 1.
-    """
-    if size_BK is None:
-        return mask
-    bias = size_BK.clamp(min=1).log().to(dtype)[:, None, None, :]
-    if mask is None:
-        return bias
-    return bias + (torch.where(mask, 0.0, torch.finfo(dtype).min / 2).to(dtype) if mask.dtype == torch.bool else mask)
-
-
-def _add_causal(mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    assert mask is not None
-    slots = mask.shape[-1]
-    later = torch.ones(slots, slots, dtype=torch.bool, device=mask.device).triu(1)
-    return mask.masked_fill(later, torch.finfo(dtype).min)
-
-
-def _allowed(mask: Tensor) -> Tensor:
-    if mask.dtype == torch.bool:
-        return mask
-    return mask > torch.finfo(mask.dtype).min / 2

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.adapters.base import NamedArguments, narrow_rope
+from mmod.adapters.base import NamedArguments
 from mmod.adapters.halves import attend, feed
+from mmod.adapters.masks import narrow_rope
 from mmod.blocks import convert
 from mmod.blocks.forward_pass import PerThread, recomputing
 from mmod.blocks.routed import ConvertedBlock

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmod.adapters.base import BlockStack, NamedArguments, hide_empty_slots
+from mmod.adapters.base import BlockStack, NamedArguments
+from mmod.adapters.masks import hide_empty_slots
 from mmod.adapters.transformers.layers import OPERATORS
 from mmod.adapters.transformers.saving import DescribedRouting
 from mmod.blocks import host_class
