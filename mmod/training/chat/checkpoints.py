@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from mmod.io.files import DamagedFileError
 from mmod.training.engine.checkpoint import read_newest
+from mmod.training.engine.health import rows_of_logs, write_rows
 from mmod.training.engine.signals import StopRequest
 
 __all__ = ["RunCallback", "last_checkpoint"]
@@ -20,7 +21,7 @@ _STATE = "trainer_state.json"
 
 
 class RunCallback(TrainerCallback):
-    """Claims the run folder after the first step, and saves and stops after a step when a signal asked for it.
+    """Claims the run folder after the first step, writes the routers' figures into it, and stops when a signal asks.
 
     Args:
         claim: Writes the config into the run folder; None in processes that do not.
@@ -39,6 +40,11 @@ class RunCallback(TrainerCallback):
             self._claim = None
         if self._stop.agreed() and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write what routers logged into the run folder, above that of the checkpoints."""
+        if args.should_save:
+            write_rows(Path(args.output_dir).parent, rows_of_logs(state.log_history))
 
 
 def last_checkpoint(folder: Path) -> str | None:

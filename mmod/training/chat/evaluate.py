@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
+from mmod import Routing, is_routed, routed_blocks
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
-from mmod.training.chat.watch import watch_routing
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import evaluating
 
@@ -96,13 +98,16 @@ def evaluate(
         raise ValueError(f"{len(conversations)} conversations for {world} processes")
     kinds = sorted({(row["kinds"] or ["all"])[-1] for row in map(conversations.record, range(len(conversations)))})
     right, asked = Counter[str](), Counter[str]()
-    with evaluating(model), watch_routing(model) as watch:
+    with evaluating(model), _watched(model) as counts:
         for talks in _batches(conversations, batch_size, rank, world, progress):
             answers = generate(model, collator, collator.prompts(talks), max_new_tokens)
             for talk, answer in zip(talks, answers):
                 asked[talk.kind] += 1
                 right[talk.kind] += _plain(answer) == _plain(talk.answer)
-        kept = {name: figures["kept"] for name, figures in watch.take().items()}
+        kept = {
+            name: own / free if free else 1.0
+            for name, (own, free) in ((name, sums.tolist()) for name, sums in counts.items())
+        }
     sums = torch.tensor([[right[kind], asked[kind]] for kind in kinds], dtype=torch.float64)
     sums = sum_over_processes(sums.to(model.device)).cpu()
     shares = {kind: 100 * float(good / count) for kind, (good, count) in zip(kinds, sums)}
@@ -137,6 +142,25 @@ def generate(
     )
     answers: list[str] = tokenizer.batch_decode(ids_BN[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return answers
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Count in each forward pass which tokens are kept, and which may be skipped, by name of the block that decides."""
+    counts: dict[str, Tensor] = {}
+
+    def count(name: str, router: nn.Module, args: tuple[Any, ...], routing: Routing) -> None:
+        free_BN = torch.ones_like(routing.keep_BN) if routing.groups is None else routing.groups.free_BN
+        found = torch.stack([(routing.keep_BN & free_BN).sum(), free_BN.sum()])
+        counts[name] = counts[name] + found if name in counts else found
+
+    blocks = routed_blocks(model) if is_routed(model) else {}
+    handles = [block.router.register_forward_hook(partial(count, name)) for name, block in blocks.items()]
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _batches(

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +21,8 @@ from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import EvalResult, evaluate, mean_over_kinds
 from mmod.training.chat.model import create_model
 from mmod.training.chat.trainer import RoutedTrainer
-from mmod.training.chat.watch import watch_routing
 from mmod.training.engine.distributed import wait_for_all
+from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.run_folder import read_result, run_once, write_result
 from mmod.training.engine.signals import stop_signals
 from mmod.values import refuse_unknown
@@ -141,11 +140,9 @@ def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> Fi
     model, processor = create_model(config)
     collator = ChatCollator(processor, config.data.max_length, config.data.packed, config.data.protected)
 
-    with ExitStack() as stack:
-        stop = stack.enter_context(stop_signals())
+    with stop_signals() as stop:
         callback = RunCallback(claim if arguments.should_save else None, stop)
         trainer = RoutedTrainer(
-            stack.enter_context(watch_routing(model)),
             config.optim,
             model=model,
             args=arguments,
@@ -168,6 +165,8 @@ def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> Fi
     skipped = {**train.report.counts, **({} if val is None else val.report.counts)}
     result = FineTuneResult(str(folder), trainer.state.global_step, answers, prior, trainer.state.log_history, skipped)
     if arguments.should_save:
+        kept = {} if answers is None else answers.kept
+        write_rows(folder, [*rows_of_logs(result.history), *evaluated(result.steps, "val", kept)])
         write_result(folder, result)
     return result
 

@@ -19,8 +19,8 @@ from mmod.data.readers.conversations import ChatDataset
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training.chat.model import check_routers_learn, router_parameters
 from mmod.training.chat.sampler import LengthSampler
-from mmod.training.chat.watch import RoutingWatch
 from mmod.training.engine.config import OptimConfig
+from mmod.training.engine.health import RouterHealth, named
 from mmod.training.engine.optim import create_optimizer
 
 __all__ = ["RoutedTrainer"]
@@ -31,12 +31,10 @@ _ROUTERS = "routers.safetensors"
 class RoutedTrainer(Trainer):
     """A Trainer for dense and routed vision-language models.
 
-    Auxiliary losses of the routing configs are added to the model's loss; each log says what every routed layer kept
-    and how its gate lies, in this process, since the last one; checkpoints hold the weights of routers beside
-    adapters.
+    Auxiliary losses of the routing configs are added to the model's loss; each log says how healthy the router of every
+    routed layer is, on the last batch of this process; checkpoints hold the weights of routers beside adapters.
 
     Args:
-        watch: Where the routers' decisions are counted.
         optim: Name of one of timm's optimisers, or None for the trainer's own.
         options: Arguments of `transformers.Trainer`.
 
@@ -45,7 +43,7 @@ class RoutedTrainer(Trainer):
             would not learn.
     """
 
-    def __init__(self, watch: RoutingWatch, optim: str | None = None, **options: Any) -> None:
+    def __init__(self, optim: str | None = None, **options: Any) -> None:
         arguments, model = options["args"], options["model"]
         check_routers_learn(model)
         if arguments.fsdp:
@@ -56,9 +54,9 @@ class RoutedTrainer(Trainer):
             raise ValueError("fsdp splits models over GPUs: accelerate would leave this one whole in every process")
         if self.args.n_gpu > 1:
             raise ValueError(f"{self.args.n_gpu} GPUs in one process: start one process for each with torchrun")
-        self.watch = watch
         self.optim = optim
         module: Any = self.model
+        self._health = RouterHealth(module, measured=not arguments.torch_compile)
         blocks = routed_blocks(module).values() if is_routed(module) else ()
         self._losses = _RouterLosses() if any(block.router.config.losses for block in blocks) else None
         if self._losses is not None:
@@ -82,6 +80,8 @@ class RoutedTrainer(Trainer):
     ) -> Any:
         """Return the model's loss with the routers' own; see `transformers.Trainer.compute_loss`."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if model.training and self._is_logged(self.state.global_step + 1):
+            self._health.read()
         if model.training and self._losses is not None:
             auxiliary = self._losses.take()
             # The model's loss is then a sum over all accumulated batches, of which this is one.
@@ -92,9 +92,12 @@ class RoutedTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the routers' figures with the rest."""
-        for name, figures in self.watch.take().items():
-            logs |= {f"{key}/{name}": round(value, 5) for key, value in figures.items()}
+        logs |= named(self._health.take(self.state.global_step))
         super().log(logs, start_time)
+
+    def _is_logged(self, step: int) -> bool:
+        """Return whether figures are logged after a step; where only the trainer knows, each step counts as such."""
+        return self.args.logging_strategy != "steps" or step == 1 or step % self.state.logging_steps == 0
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset

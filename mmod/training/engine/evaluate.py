@@ -35,9 +35,8 @@ class RoutedResult:
         return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
 
     def kept_columns(self) -> dict[str, float]:
-        """Return mean and single shares as columns of a run's history; none for a dense model."""
-        shares = {f"kept/{name}": share for name, share in self.kept.items()}
-        return {"kept": self.mean_kept, **shares} if shares else {}
+        """Return the mean share as a column of a run's history; none for a dense model."""
+        return {"kept": self.mean_kept} if self.kept else {}
 
 
 class KeptShares:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from mmod import is_routed, trace
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.stream import BatchStream
 from mmod.io.files import replacing
@@ -37,6 +36,7 @@ from mmod.training.engine.checkpoint import (
 )
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.distributed import Process, merge_faults, process_group, wait_for_all
+from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
 from mmod.training.engine.logging import Meters, TensorBoard, write_csv
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.recipe import Recipe, Streams
@@ -124,7 +124,7 @@ class _Trainer(Generic[Found]):
         train, test = streams or recipe.create_streams(process, self.model)
         self.train_stream, self.test_stream = train, test
         self.model.to(process.device)
-        self.routed = is_routed(self.model)
+        self.health = RouterHealth(self.model, measured=not config.compile)
         self.ema = None
         if config.ema is not None:
             self.ema = ModelEmaV3(self.model, decay=config.ema.decay, use_warmup=config.ema.use_warmup)
@@ -145,6 +145,7 @@ class _Trainer(Generic[Found]):
         self.meters = Meters(process.device)
         self.epoch = self.step = 0
         self.history: list[dict[str, float]] = []
+        self.routers: list[dict[str, Any]] = []
         self.first_bad = torch.tensor(-1, device=process.device)
         self._resume()
         logs = self.folder / "tensorboard" if config.tensorboard and process.is_first else None
@@ -161,8 +162,11 @@ class _Trainer(Generic[Found]):
             row |= {f"train_{name}": value for name, value in self.meters.means().items()}
             if self._is_evaluated():
                 evaluation, average = self._evaluate()
-                row |= evaluation.columns()
-                row |= {f"ema_{name}": value for name, value in (average.columns() if average else {}).items()}
+                for data, found in (("val", evaluation), ("ema", average)):
+                    if found is not None:
+                        prefix = "" if data == "val" else "ema_"
+                        row |= {f"{prefix}{name}": value for name, value in found.columns().items()}
+                        self.routers += evaluated(self.step, data, found.kept)
             self.history.append(row)
             self.meters = Meters(self.process.device)
             self.epoch += 1
@@ -195,13 +199,13 @@ class _Trainer(Generic[Found]):
         with bar:
             for group in islice(_groups(batches, config.accumulate), self.steps_per_epoch - done):
                 logged = (self.step + 1) % config.log_every == 0
-                kept = self._step(group, traced=logged and self.routed)
+                self._step(group, logged=logged)
                 bar.update(sum(len(targets) for _, targets in group) * self.process.world)
                 if self.step == first and self.process.is_first:
                     # A start that fails before its first step leaves the folder to another.
                     self.claim()
                 if logged:
-                    self._log(bar, kept)
+                    self._log(bar)
                 if config.checkpoint_every and self.step % config.checkpoint_every == 0:
                     self._save()
                 if self.stop.agreed():
@@ -214,21 +218,19 @@ class _Trainer(Generic[Found]):
         self.board.close()
         self.stop.leave(self.folder, self.step, loud=self.process.is_first)
 
-    def _step(self, group: list[Batch], traced: bool) -> float | None:
-        """Do one optimiser step on a list of batches; return the mean kept share when `traced`."""
+    def _step(self, group: list[Batch], *, logged: bool) -> None:
+        """Do one optimiser step on a list of batches; read the routers' health when `logged`."""
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
         if self.scheduler is not None:
             self.scheduler.step_update(self.step)
-        kept = None
         for index, work in enumerate(self.task.passes(group, self.process.device)):
             with ExitStack() as stack:
                 if isinstance(self.wrapped, DistributedDataParallel) and index + 1 < len(group):
                     stack.enter_context(self.wrapped.no_sync())
-                routings = stack.enter_context(trace(self.model)) if traced else None
                 parts = self._forward(work)
+                if logged and index + 1 == len(group):
+                    self.health.read()
                 self.scaler.scale(parts["loss"] * work.weight).backward()
-            if routings is not None:
-                kept = float(np.mean(list(routings.kept_shares().values())))
         if self.config.grad_clip is not None:
             self.scaler.unscale_(self.optimizer)
             dispatch_clip_grad(self.model.parameters(), self.config.grad_clip)
@@ -239,7 +241,6 @@ class _Trainer(Generic[Found]):
         self.step += 1
         if self.ema is not None:
             self.ema.update(self.model, step=self.step)
-        return kept
 
     def _forward(self, work: Pass) -> dict[str, Tensor]:
         """Run one pass and count its figures."""
@@ -249,16 +250,19 @@ class _Trainer(Generic[Found]):
         self.meters.update(parts, work.samples)
         return parts
 
-    def _log(self, bar: tqdm, kept: float | None) -> None:
+    def _log(self, bar: tqdm) -> None:
         self._check_finite()
+        rows = self.health.take(self.step)
+        self.routers += rows
         means = self.meters.means()
         figures = {**{name: means[name] for name in self.task.shown}, "lr": self._learning_rate()}
-        if kept is not None:
-            figures["kept"] = kept
+        if rows:
+            figures["kept"] = float(np.mean([row["kept"] for row in rows]))
         bar.set_postfix({name: f"{value:.4g}" for name, value in figures.items()}, refresh=False)
         speed = bar.format_dict["rate"]
         self.board.write({f"step/{name}": value for name, value in figures.items()}, self.step)
         self.board.write({"step/images_per_second": speed} if speed else {}, self.step)
+        self.board.write(named(rows), self.step)
 
     def _learning_rate(self) -> float:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
@@ -297,6 +301,7 @@ class _Trainer(Generic[Found]):
                 "scaler": self.scaler.state_dict(),
                 "meters": self.meters.state_dict(),
                 "history": self.history,
+                "routers": self.routers,
                 "faults": faults,
                 "epoch": self.epoch,
                 "step": self.step,
@@ -304,6 +309,7 @@ class _Trainer(Generic[Found]):
             average = self.ema.module.state_dict() if self.ema is not None else None
             content = Checkpoint(self.model.state_dict(), average, training)
             save_checkpoint(self._checkpoints, self.epoch, self.step, content, self.recipe.metadata())
+            write_rows(self.folder, self.routers)
         wait_for_all()
 
     def _resume(self) -> None:
@@ -326,6 +332,8 @@ class _Trainer(Generic[Found]):
         sums = training["meters"]
         self.meters.load_state_dict(sums if self.process.is_first else {name: [0.0, 0] for name in sums})
         self.history, self.epoch, self.step = training["history"], training["epoch"], training["step"]
+        # Not there in what earlier versions wrote.
+        self.routers = training.get("routers", [])
 
     def _reports(self) -> dict[str, CorruptReport]:
         """Return what could not be read so far in any process, for each split."""
@@ -352,6 +360,7 @@ class _Trainer(Generic[Found]):
             if self.ema is not None:
                 self._export(self.ema.module, "ema")
             write_csv(self.folder / "metrics.csv", self.history)
+            write_rows(self.folder, self.routers)
             write_result(self.folder, result)
             remove_checkpoints(self._checkpoints)
         wait_for_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import shutil
 import signal
@@ -23,6 +24,7 @@ from mmod.training.chat.evaluate import evaluate, mean_over_kinds
 from mmod.training.chat.model import create_model, create_processor, router_parameters
 from mmod.training.chat.recipe import fit
 from mmod.training.chat.trainer import RoutedTrainer
+from mmod.training.engine.health import FIGURES
 from tests.training.chat.configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
 
 
@@ -39,7 +41,10 @@ def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:
     kept = [entry for entry in result.history if any(key.startswith("kept/") for key in entry)]
     assert len(kept) == 2
     assert all(math.isfinite(value) for entry in kept for value in entry.values())
-    assert any(key.startswith("gate_std/") for key in kept[0])
+    assert {key.partition("/")[0] for key in kept[0] if "/" in key} == set(FIGURES)
+    with (folder / "routed" / "routers.csv").open() as file:
+        rows = [(row["data"], row["step"]) for row in csv.DictReader(file)]
+    assert rows[::2] == [("train", "2"), ("train", "4"), ("val", "4")]
     again = fit(config, progress=False)
     assert again.reused
     assert replace(again, reused=False) == result

@@ -42,7 +42,9 @@ def tuned(dense: Path, losses: dict[str, float]) -> Any:
 
 
 def test_the_load_stays_near_one_until_a_target_is_set(dense: Path) -> None:
-    penalised, targeted = tuned(dense, {"load": 0.01}), tuned(dense, {"load": 0.01, "capacity": 1.0})
+    with pytest.warns(UserWarning, match=r"keeps nearly all .* the loss 'load' alone may leave it there"):
+        penalised = tuned(dense, {"load": 0.01})
+    targeted = tuned(dense, {"load": 0.01, "capacity": 1.0})
     assert penalised.mean_kept > 0.9
     assert targeted.mean_kept == pytest.approx(0.5, abs=0.2)
     # Each token is decided alone in training, too.
