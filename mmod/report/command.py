@@ -21,10 +21,10 @@ def main(arguments: Sequence[str]) -> None:
         SystemExit: The command line asks for help or does not fit.
     """
     parser = argparse.ArgumentParser(
-        description="Show what studies and audits found on one page that opens in a browser without a network.",
+        description="Show studies, audits and training runs on one page that opens in a browser without a network.",
         allow_abbrev=False,
     )
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a study, an audited run, or what holds several")
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a study, a run, or what holds several")
     parser.add_argument("--output", help="folder of the report; `report` in the first folder unless given")
     options = parser.parse_args(arguments)
     from mmod.report.page import write_report

@@ -16,6 +16,7 @@ from mmod.io.files import write_atomically
 from mmod.report.audit_charts import conditions_chart, flops_chart, kept_chart, matrix_chart, strata_chart
 from mmod.report.charts import Chart, tradeoff_charts
 from mmod.report.frame import frame
+from mmod.report.health import health_chart
 from mmod.report.maps import maps_chart
 from mmod.report.sources import AuditRecord, StudyRecord, read_sources
 from mmod.training.engine.logging import write_csv
@@ -30,10 +31,10 @@ _STUDY_COMMAND = "mmod tradeoff study.yaml  # the config below, saved as study.y
 
 @name_missing_extra()
 def write_report(folders: Sequence[str | Path], output: str | Path | None = None) -> Path:
-    """Write what studies and audits found as one HTML file, and each figure as PNG and CSV beside it.
+    """Write what studies, audits and training runs found as one HTML file, each figure as PNG and CSV beside it.
 
     Args:
-        folders: Folders of studies and audited runs, or folders that hold several of them.
+        folders: Folders of studies and runs, or folders that hold several of them.
         output: Folder of the report; None for `report` in the first of the folders.
 
     Returns:
@@ -43,16 +44,18 @@ def write_report(folders: Sequence[str | Path], output: str | Path | None = None
         FileNotFoundError: If a folder is not there.
         FolderTakenError: If the folder of the report holds a report of other folders, or other files.
         ModuleNotFoundError: If the extra `report` is not installed.
-        ValueError: If a folder holds neither a study nor an audit.
+        ValueError: If a folder holds none of them.
     """
     import vl_convert
 
     sources = [Path(folder) for folder in folders]
-    studies, audits = read_sources(sources)
+    studies, audits, runs = read_sources(sources)
     target = Path(output) if output is not None else sources[0] / "report"
     claim_folder(target, {"folders": [str(path.resolve()) for path in sources]}, file="report.json", kind="a report")
     version = vl_convert.get_vegalite_versions()[-1]
-    parts = [*map(_study_part, studies), *_common_parts(audits), *map(_audit_part, audits)]
+    health = health_chart(runs)
+    drawn = [] if health is None else [_Part(health.title, _figure(health), [health])]
+    parts = [*map(_study_part, studies), *_common_parts(audits), *map(_audit_part, audits), *drawn]
     bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
     for chart in (chart for part in parts for chart in part.charts):
         still = {**chart.spec, "width": _WIDTH} if chart.spec.get("width") == "container" else dict(chart.spec)

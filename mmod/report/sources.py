@@ -7,14 +7,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from mmod.io.files import parse_json
 from mmod.values import check_value
 
-__all__ = ["AuditRecord", "StudyRecord", "read_sources"]
+__all__ = ["AuditRecord", "RunRecord", "Sources", "StudyRecord", "read_sources"]
 
-_STUDY, _AUDIT = "tradeoff.json", "audit/audit.json"
+_STUDY, _AUDIT, _RUN = "tradeoff.json", "audit/audit.json", "routers.csv"
 
 
 @dataclass(frozen=True)
@@ -68,39 +68,67 @@ class AuditRecord:
     maps: Mapping[str, Any] | None
 
 
-def read_sources(folders: Sequence[Path]) -> tuple[list[StudyRecord], list[AuditRecord]]:
-    """Read the studies and audits in some folders, at any depth.
+@dataclass(frozen=True)
+class RunRecord:
+    """A training run of a routed model.
+
+    Args:
+        name: Where it lies.
+        rows: What its routers did at logged steps, see `mmod.training.engine.health`.
+    """
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+
+
+Record = TypeVar("Record", StudyRecord, AuditRecord, RunRecord)
+
+
+class Sources(NamedTuple):
+    """What was found in some folders.
+
+    Args:
+        studies: The studies.
+        audits: The audits.
+        runs: The training runs of routed models.
+    """
+
+    studies: list[StudyRecord]
+    audits: list[AuditRecord]
+    runs: list[RunRecord]
+
+
+def read_sources(folders: Sequence[Path]) -> Sources:
+    """Read the studies, audits and runs in some folders, at any depth.
 
     Args:
         folders: Folders of studies, of runs, or of several of them.
 
     Raises:
         FileNotFoundError: If a folder is not there.
-        ValueError: If one holds neither a study nor an audit, or a file holds something else.
+        ValueError: If one holds none of them, or a file holds something else.
     """
-    studies, audits = [], []
+    found = Sources([], [], [])
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {str(folder)!r}")
-        found = sorted(folder.rglob(_STUDY))
-        runs = sorted(path for path in folder.rglob("audit.json") if path.parent.name == "audit")
-        if not found and not runs:
+        studies, runs = sorted(folder.rglob(_STUDY)), sorted(folder.rglob(_RUN))
+        audits = sorted(path for path in folder.rglob("audit.json") if path.parent.name == "audit")
+        if not studies and not audits and not runs:
             raise ValueError(
-                f"{str(folder)!r} holds neither a study ({_STUDY}) nor an audit ({_AUDIT}): run `mmod tradeoff` or "
-                "`mmod audit` first"
+                f"{str(folder)!r} holds neither a study ({_STUDY}), an audit ({_AUDIT}) nor a training run of a routed "
+                f"model ({_RUN}): run `mmod tradeoff`, `mmod audit` or `mmod train` first"
             )
-        studies += [_read_study(path) for path in found]
-        audits += [_read_audit(path, folder) for path in runs]
-    studies = [dataclasses.replace(own, name=name) for own, name in zip(studies, _numbered([s.name for s in studies]))]
-    audits = [dataclasses.replace(own, name=name) for own, name in zip(audits, _numbered([a.name for a in audits]))]
-    return studies, audits
+        found.studies.extend(map(_read_study, studies))
+        found.audits.extend(_read_audit(path, folder) for path in audits)
+        found.runs.extend(RunRecord(_run_name(path.parent, folder), _read_run(path)) for path in runs)
+    return Sources(_numbered(found.studies), _numbered(found.audits), _numbered(found.runs))
 
 
 def _read_study(path: Path) -> StudyRecord:
     record = parse_json(path.read_bytes(), str(path))
     try:
-        with path.with_suffix(".csv").open(newline="") as file:
-            rows = [{name: _value(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+        rows = _read_table(path.with_suffix(".csv"))
         scores = [name.removesuffix("_std") for name in rows[0] if name.endswith("_std")]
         score = next(name for name in ("accuracy_mean", *scores) if name in rows[0])
         if score == "accuracy_mean":
@@ -122,9 +150,8 @@ def _read_study(path: Path) -> StudyRecord:
 
 def _read_audit(path: Path, root: Path) -> AuditRecord:
     record = parse_json(path.read_bytes(), str(path))
-    run = path.parent.parent
+    name = _run_name(path.parent.parent, root)
     try:
-        name = run.name if run == root else f"{root.name}/{run.relative_to(root).as_posix()}"
         names = ("command", "environment", "audit", "flops", "maps")
         found = AuditRecord(name, path.parent, **{field: record[field] for field in names})
         if found.maps is not None:
@@ -132,6 +159,22 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
         return found
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is no audit of `mmod audit` ({type(error).__name__}: {error})") from error
+
+
+def _read_run(path: Path) -> list[dict[str, Any]]:
+    rows = _read_table(path)
+    for row in rows:
+        try:
+            check_value("step", int(row["step"]), int, "[0, inf)")
+            for name in set(row) - {"step", "data", "block"}:
+                check_value(name, row[name], float | None)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{str(path)!r} holds no figures of routers ({type(error).__name__}: {error})") from error
+    return rows
+
+
+def _run_name(run: Path, root: Path) -> str:
+    return run.name if run == root else f"{root.name}/{run.relative_to(root).as_posix()}"
 
 
 def _check_maps(maps: Mapping[str, Any]) -> None:
@@ -143,15 +186,22 @@ def _check_maps(maps: Mapping[str, Any]) -> None:
         check_value("kept patches", blocks, list[list[int]], "[0, inf)")
 
 
-def _numbered(names: Sequence[str]) -> list[str]:
-    """Return names of which those that were there before are numbered.
+def _numbered(records: Sequence[Record]) -> list[Record]:
+    """Return records whose names are numbered where they were there before.
 
     Example:
-        >>> _numbered(["a", "b", "a"])
+        >>> [run.name for run in _numbered([RunRecord("a", []), RunRecord("b", []), RunRecord("a", [])])]
         ['a', 'b', 'a (2)']
     """
+    names = [own.name for own in records]
     counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
-    return [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts)]
+    named = [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts)]
+    return [dataclasses.replace(own, name=name) for own, name in zip(records, named)]
+
+
+def _read_table(path: Path) -> list[dict[str, Any]]:
+    with path.open(newline="") as file:
+        return [{name: _value(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
 
 
 def _value(cell: str) -> str | float | None:

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 import mmod
+from mmod.training.engine.health import FIGURES, evaluated, write_rows
 from tests.analysis.audit.planted import SIDE, batches_of, plant
 
 TABLE = """| model | top-1 % |
@@ -62,6 +63,16 @@ def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), cap
     }
     (run / "audit").mkdir(parents=True)
     (run / "audit/audit.json").write_text(json.dumps(record))
+    return run
+
+
+def write_run(run: Path, steps: int = 3, blocks: int = 2) -> Path:
+    run.mkdir(parents=True, exist_ok=True)
+    draws = torch.rand(steps, blocks, len(FIGURES), generator=torch.Generator().manual_seed(0)).tolist()
+    write_rows(run, [
+        {"step": 10 * step, "data": "train", "block": f"blocks.{block}", **dict(zip(FIGURES, draws[step][block]))}
+        for step in range(steps) for block in range(blocks)
+    ] + evaluated(10 * steps, "val", {"blocks.0": 0.5}))  # fmt: skip
     return run
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mmod.report import write_report
-from tests.report.records import write_audit, write_study
+from tests.report.records import write_audit, write_run, write_study
 
 pytest.importorskip("vl_convert", reason="needs the extra report (vl-convert-python)")
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(not (DRIVER and BROWSER), reason="needs chromium
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     root = tmp_path_factory.mktemp("found")
     write_audit(root / "norm", "norm", capacity=(0.5, 0.25))
-    write_audit(root / "random", "random")
+    write_run(write_audit(root / "random", "random"))
+    write_run(root / "run", steps=5)
     write_study(root / "study")
     return write_report([root], root / "report").as_uri()
 
@@ -62,7 +63,7 @@ def asked(driver: Any) -> set[str]:
 
 def test_every_figure_is_drawn_and_says_what_it_shows(browser: Any) -> None:
     figures = browser.find_elements("css selector", "figure:has(> .chart)")
-    assert len(figures) == 3 + 1 + 5 + 4
+    assert len(figures) == 3 + 1 + 1 + 5 + 4
     for figure in figures:
         drawn = figure.find_element("css selector", "svg")
         assert drawn.rect["width"] > 100
@@ -89,6 +90,22 @@ def test_the_slider_and_the_switch_change_the_map_by_keyboard(browser: Any) -> N
     wait(browser, f"return document.querySelectorAll('#maps .mark-rect path').length != {first[0]}")
     for control in (slider, switch):
         assert browser.execute_script("return arguments[0].labels.length || arguments[0].ariaLabel", control)
+
+
+def test_lists_choose_the_run_and_the_figure_of_routers(browser: Any) -> None:
+    def points() -> list[str]:
+        marks = browser.find_elements("css selector", "#routers .mark-symbol path[aria-label]")
+        return [mark.get_attribute("aria-label") for mark in marks]
+
+    run, figure = browser.find_elements("css selector", "#routers select")
+    # Two blocks at three logged steps and one evaluation; then at five, whose evaluation has a kept share alone.
+    first = points()
+    assert len(first) == 2 * 3 + 1
+    run.send_keys(Keys.ARROW_DOWN)
+    wait(browser, "return document.querySelectorAll('#routers .mark-symbol path[aria-label]').length == 11")
+    figure.send_keys(Keys.ARROW_DOWN)
+    wait(browser, "return document.querySelectorAll('#routers .mark-symbol path[aria-label]').length == 10")
+    assert all("blocks." in label for label in points())
 
 
 def test_a_phone_scrolls_one_way_and_dark_is_dark(browser: Any) -> None:

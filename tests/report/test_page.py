@@ -16,8 +16,9 @@ import pytest
 from mmod import cli
 from mmod.report import write_report
 from mmod.report.command import main
+from mmod.report.health import health_chart
 from mmod.report.sources import read_sources
-from tests.report.records import write_audit, write_study
+from tests.report.records import write_audit, write_run, write_study
 
 needs_charts = pytest.mark.skipif(find_spec("vl_convert") is None, reason="needs the extra report (vl-convert-python)")
 
@@ -27,7 +28,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("found")
     audits = root / "audits"
     write_audit(audits / "norm", "norm", capacity=(0.5, 0.25))
-    write_audit(audits / "seed0/random", "random")
+    write_run(write_audit(audits / "seed0/random", "random"))
+    write_run(audits / "seed1/random", steps=2)
     return [write_study(root / "study"), audits]
 
 
@@ -80,19 +82,20 @@ def test_every_figure_has_its_words_its_command_and_its_files(report: Path, fold
     page = Page(report.read_text())
     charts = [json.loads(script) for script in page.scripts if script.startswith("{")]
     names = [own["id"] for tag, own in page.elements if tag == "figure" and "id" in own]
-    # Three costs of the study, the maps, and of each audit conditions, strata, kept share, FLOPs and once the blocks.
-    assert len(charts) == len(names) == len(set(names)) == 3 + 1 + 5 + 4
+    # Three costs of the study, maps, routers in training, and of each audit conditions, strata, kept share, FLOPs and
+    # once the blocks.
+    assert len(charts) == len(names) == len(set(names)) == 3 + 1 + 1 + 5 + 4
     assert all(len(chart["description"]) > 40 for chart in charts)
     for name in names:
         assert (report.parent / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         with (report.parent / f"{name}.csv").open() as file:
             assert list(csv.DictReader(file))
-    assert report.read_text().count("mmod audit ") >= len(names) - 3
+    assert report.read_text().count("mmod audit ") >= len(names) - 4
     assert all(own.get("alt") for tag, own in page.elements if tag == "img")
     ids = [own["id"] for _, own in page.elements if "id" in own]
     assert len(ids) == len(set(ids))
     headings = [tag for tag, _ in page.elements if tag in ("h1", "h2")]
-    assert headings == ["h1", *["h2"] * 5]
+    assert headings == ["h1", *["h2"] * 6]
 
 
 @needs_charts
@@ -101,7 +104,7 @@ def test_maps_hold_what_blocks_kept(report: Path, folders: list[Path]) -> None:
     maps = next(chart for chart in charts if "slider" in chart["description"])
     switch = next(param for param in maps["params"] if param["name"] == "model")
     assert switch["bind"]["options"] == ["audits/norm", "audits/seed0/random"]
-    _, audits = read_sources(folders[1:])
+    audits = read_sources(folders[1:]).audits
     for record in audits:
         veils = [row for row in maps["layer"][1]["data"]["values"] if row["model"] == record.name]
         assert record.maps is not None
@@ -123,12 +126,36 @@ def test_a_report_is_renewed_and_another_one_refused(report: Path, folders: list
 
 
 def test_sources_are_read_as_they_were_written(folders: list[Path]) -> None:
-    studies, audits = read_sources([*folders, folders[0]])
+    studies, audits, runs = read_sources([*folders, folders[0]])
     assert [study.name for study in studies] == ["study", "study (2)"]
     assert studies[0].score == "top1"
     assert studies[0].costs() == ["gflops", "latency_ms", "latency_ms_b8"]
     assert studies[0].told.startswith("Paired over 2 seeds")
     assert [record.name for record in audits] == ["audits/norm", "audits/seed0/random"]
+    assert [run.name for run in runs] == ["audits/seed0/random", "audits/seed1/random"]
+
+
+def test_routers_of_runs_stay_few_whatever_their_number(tmp_path: Path) -> None:
+    for number in range(3):
+        write_run(tmp_path / f"run{number}", steps=1000, blocks=4)
+    runs = read_sources([tmp_path]).runs
+    chart = health_chart(runs)
+    assert chart is not None
+    assert len(chart.rows) < 4100
+    assert "one logged step in 4" in chart.title
+    for run in runs:
+        own = [
+            {name: value for name, value in row.items() if name != "run"}
+            for row in chart.rows
+            if row["run"] == run.name
+        ]
+        assert own[0] == run.rows[0]
+        assert own[-1] == run.rows[-1]
+        assert all(row in run.rows for row in own[::97])
+    assert health_chart([]) is None
+    (tmp_path / "run0/routers.csv").write_text("step,data,block,kept\n1,train,a,nan\n")
+    with pytest.raises(ValueError, match="holds no figures of routers"):
+        read_sources([tmp_path])
 
 
 def test_what_holds_nothing_or_something_else_is_refused(folders: list[Path], tmp_path: Path) -> None:
