@@ -15,7 +15,7 @@ from mmod.analysis.prefill import prefill_flops
 from mmod.config import RoutingConfig, Score
 from mmod.model import route_, unroute_
 
-COSTS = ("flops", "cache", "milliseconds")
+COSTS = ("flops", "image_flops", "cache", "milliseconds")
 
 
 class Option(NamedTuple):
@@ -131,7 +131,7 @@ def block_costs(
         part: Name of the part.
         options: What may be done to a block.
         router: Scores tokens.
-        cost: "cache", or what FLOPs are counted for.
+        cost: "cache", "image_flops", or what other FLOPs are counted for.
         lengths: Lengths of prompts, for a language model.
         batch: A batch, for other models.
     """
@@ -149,7 +149,16 @@ def block_costs(
         columns.append([float(row.cached if cost == "cache" else row.routed) for row in own])
         dense = tuple(float(row.tokens if cost == "cache" else row.dense) for row in own)
         total = sum(dense) if cost == "cache" else float(rest.dense + sum(row.dense for row in rows))
-    return Costs(tuple(zip(*columns)), dense, total)
+    costs = Costs(tuple(zip(*columns)), dense, total)
+    return _less_text(costs, model, lengths) if cost == "image_flops" else costs
+
+
+def _less_text(costs: Costs, model: nn.Module, lengths: PromptLengths) -> Costs:
+    """Return costs without those of the same prompt's text alone."""
+    text = prefill_flops(model, lengths.means[0])
+    own = [row.dense for row in text.blocks]
+    options = tuple(tuple(cost - less for cost in row) for row, less in zip(costs.options, own))
+    return Costs(options, tuple(cost - less for cost, less in zip(costs.dense, own)), costs.total - text.dense)
 
 
 def _read_prefill(model: nn.Module, lengths: PromptLengths, batch: Any) -> tuple[Sequence[BlockFlops], BlockFlops]:

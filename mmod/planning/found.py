@@ -24,7 +24,7 @@ class PlanSearch:
             round before.
         costs: What they cost.
         budget: Share of the dense model's cost that was asked for.
-        cost: What is counted: "flops", "cache" or "milliseconds".
+        cost: What is counted: "flops", "image_flops", "cache" or "milliseconds".
         rows: Rows of output that scores are means of: images, or tokens of text.
         router: Which tokens a capacity above 0 keeps.
         plan: The plan under the budget.

@@ -54,7 +54,8 @@ def search_plan(
         options: What may be done to a block; None tries all that the blocks can do: capacity 0, and 0.5 in image
             models, where those without a class token take 0.25 in the place of 0.
         router: Which tokens a capacity above 0 keeps: a score that neither learns nor reads importance.
-        cost: What the budget is of: "flops", in language models those of the prefill without vision tower; "cache",
+        cost: What the budget is of: "flops", in language models those of the prefill without vision tower;
+            "image_flops", those that image tokens add to the prefill of the text alone, however long that is; "cache",
             the tokens in a language model's cache; or "milliseconds", measured here, of one pass over the first batch,
             in language models the prefill with vision tower. The plan that is chosen is measured too, and corrected:
             its time is within a tenth of the budget, or less where no plan lies between.
@@ -87,8 +88,8 @@ def search_plan(
     if rounds < 0 or (rounds and iter(batches) is batches):
         raise ValueError(f"rounds must be 0 or more, and batches a list or alike to be read again, got {rounds!r}")
     part, stack = _part(model, part)
-    if cost == "cache" and not stack.language:
-        raise ValueError(f"cost='cache' is for language models: {stack.names[0]} is no layer of one")
+    if cost in ("cache", "image_flops") and not stack.language:
+        raise ValueError(f"cost={cost!r} is for language models: {stack.names[0]} is no layer of one")
     chosen = default_options(stack) if options is None else tuple(options)
     _check_options(chosen, stack, router)
     scoring = Scoring(model, part, stack.names, chosen, router, divergence_of(divergence, model), progress_file)

@@ -85,6 +85,17 @@ def test_a_budget_of_the_cache() -> None:
     assert mmod.prefill_flops(mmod.route_(model, language=found.config), *(found_lengths(batches))).cache_share <= 0.6
 
 
+def test_a_budget_of_what_image_tokens_add() -> None:
+    model, batches = make_joint("llava"), prompts()
+    found = mmod.search_plan(model, batches, 0.5, part="language", cost="image_flops")
+    text, images = found_lengths(batches)
+    alone = mmod.prefill_flops(model, text).dense
+    dense = mmod.prefill_flops(model, text, images).dense
+    routed = mmod.prefill_flops(mmod.route_(model, language=found.config), text, images).routed
+    assert (routed - alone) / (dense - alone) == pytest.approx(found.share(found.plan))
+    assert found.share(found.plan) <= 0.5
+
+
 def found_lengths(batches: list[dict[str, Any]]) -> tuple[int, int]:
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches) / 4
     images = sum(int((batch["input_ids"] == IMAGE).sum()) for batch in batches) / 4
@@ -165,6 +176,7 @@ def test_a_picture(tmp_path: Path) -> None:
         ({"batches": []}, "no calibration samples"),
         ({"cost": "bytes"}, "cost must be one of"),
         ({"cost": "cache"}, "for language models"),
+        ({"cost": "image_flops"}, "for language models"),
         ({"divergence": "l2"}, "divergence must be one of"),
         ({"router": "linear"}, "learns or reads importance"),
         ({"options": []}, "no options"),

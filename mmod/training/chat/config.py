@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,15 +58,18 @@ class ModelConfig:
             which also gives `config` its vocabulary and special tokens.
         args: Further arguments of `from_pretrained`, such as `dtype`, `attn_implementation` or `quantization_config`;
             with `config` the first two.
+        image_size: Side in pixels of the images that a LLaVA-like model reads, whose number of image tokens falls with
+            it: position embeddings are resampled. None is the model's own.
     """
 
     checkpoint: str | None = None
     config: dict[str, Any] | None = None
     processor: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
+    image_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "model")
+        check_fields(self, "model", image_size="[1, inf)")
         if (self.checkpoint is None) == (self.config is None):
             raise ValueError("give either model.checkpoint or model.config")
         if self.config is not None and self.processor is None:
@@ -135,6 +139,14 @@ class TrainConfig(RunConfig):
                 RoutingConfig.from_dict(fields)
         if self.routing is not None and not self.routing:
             raise ValueError("routing names no part; use `routing: null` for none")
+
+    def at_size(self, side: int) -> TrainConfig:
+        """Return the same run on images of another size, see `ModelConfig`.
+
+        Args:
+            side: Side of the images in pixels.
+        """
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, image_size=side))
 
     @property
     def is_sharded(self) -> bool:

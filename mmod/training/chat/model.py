@@ -48,6 +48,8 @@ def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
     """
     processor = create_processor(config.model)
     model = _create_dense(config, processor, on_meta)
+    if config.model.image_size is not None:
+        resize_images(model, config.model.image_size)
     if config.routing is not None:
         if is_routed(model):
             raise ValueError(f"{config.model.checkpoint!r} is routed already; set `routing: null` to train it as it is")
@@ -74,11 +76,52 @@ def create_processor(config: ModelConfig) -> Any:
     from transformers import AutoProcessor
 
     if config.processor != _WORDS:
-        return AutoProcessor.from_pretrained(config.processor or config.checkpoint)
+        processor = AutoProcessor.from_pretrained(config.processor or config.checkpoint)
+        return processor if config.image_size is None else _at_size(processor, config.image_size)
     vision = (config.config or {}).get("vision_config", {})
     if not {"image_size", "patch_size"} <= set(vision):
         raise ValueError("processor 'words' needs model.config.vision_config with image_size and patch_size")
-    return create_word_processor(vision["image_size"], vision["patch_size"])
+    return create_word_processor(config.image_size or vision["image_size"], vision["patch_size"])
+
+
+def _at_size(processor: Any, side: int) -> Any:
+    """Make a processor give images of another size."""
+    images = processor.image_processor
+    for name in ("size", "crop_size"):
+        given = dict(getattr(images, name, None) or {})
+        own = {key: side for key in ("height", "width", "shortest_edge") if given.get(key) is not None}
+        if name == "size" and not own:
+            raise ValueError(f"model.image_size: {type(images).__name__} takes images of any size, with size={given}")
+        setattr(images, name, own or given)
+    return processor
+
+
+def resize_images(model: Any, side: int) -> None:
+    """Make a LLaVA-like model of transformers read images of another size, in place.
+
+    Args:
+        model: The model; its vision tower has one position embedding for each patch.
+        side: Side of its images in pixels.
+
+    Raises:
+        ValueError: A tower without such embeddings, or a side that its patches do not divide.
+    """
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "interpolate_pos_encoding")]
+    towers = [module for module in found if isinstance(getattr(module, "position_embedding", None), nn.Embedding)]
+    if len(towers) != 1:
+        raise ValueError(f"model.image_size: the tower of {type(model).__name__} has no position embedding of patches")
+    tower, vision = towers[0], model.config.vision_config
+    if side % tower.patch_size:
+        raise ValueError(f"model.image_size must be a multiple of {tower.patch_size}, the side of a patch, got {side}")
+    patches, rest = (side // tower.patch_size) ** 2, tower.num_positions - tower.num_patches
+    weight = tower.position_embedding.weight
+    with torch.no_grad():
+        table = tower.interpolate_pos_encoding(weight.new_empty(1, rest + patches, weight.shape[1]), side, side)[0]
+    tower.position_embedding = nn.Embedding.from_pretrained(table.clone(), freeze=not weight.requires_grad)
+    tower.register_buffer("position_ids", torch.arange(len(table), device=weight.device)[None], persistent=False)
+    tower.num_patches, tower.num_positions, tower.image_size, vision.image_size = patches, len(table), side, side
+    if hasattr(model.config, "image_seq_length"):
+        model.config.image_seq_length = patches
 
 
 def resolve_parts(model: nn.Module, routing: Mapping[str, Mapping[str, Any]]) -> dict[str, RoutingConfig]:

@@ -280,6 +280,15 @@ class TrainConfig(engine.LoopConfig):
         if taken:
             raise ValueError(f"elastic cannot be combined with {', '.join(taken)}")
 
+    def at_size(self, side: int) -> TrainConfig:
+        """Return the same run on images of another size; weights are the same, position embeddings resampled.
+
+        Args:
+            side: Side of the images in pixels.
+        """
+        model = dataclasses.replace(self.model, args={**self.model.args, "img_size": side})
+        return dataclasses.replace(self, model=model, data=dataclasses.replace(self.data, image_size=side))
+
     def routing_config(self) -> RoutingConfig | None:
         """Return the routing this run asks for, presets resolved; None for a dense model."""
         return None if self.routing is None else engine.resolve_routing(self.routing)

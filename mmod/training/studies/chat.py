@@ -25,7 +25,7 @@ from mmod.training.chat.recipe import MODEL, fit
 from mmod.training.engine.distributed import choose_device
 from mmod.training.studies.chat_pictures import draw_answers, draw_kept
 from mmod.training.studies.config import ChatStudyConfig
-from mmod.training.studies.entrants import DENSE, Entrant
+from mmod.training.studies.entrants import DENSE, Entrant, create_rivals
 from mmod.training.studies.jobs import Job, Tick
 from mmod.training.studies.results import Column, table_of
 from mmod.training.studies.study import Study, latencies
@@ -106,45 +106,48 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         if dense.data.val is None or tuned.data.val is None:
             raise ValueError(f"{self.config.dense!r} has no data.val, so there is nothing to ask")
         self.data = tuned.data
-        return super().entrants(dense, tuned)
+        smaller = create_rivals(self.config.rivals, epochs=0, is_trained=self.config.tune)
+        return [*super().entrants(dense, tuned), *smaller]
 
     def examine(self, job: Job[TrainConfig], found: EvalResult) -> dict[str, float]:
         """Count what reading a prompt of mean length costs and holds, and draw which image tokens are kept."""
         model: Any = self.load(job)
-        collator = _collator(job.config)
-        prompts = collator.prompts(self._talks(self.config.timed_prompts))
-        count = len(prompts["input_ids"])
-        image = int((prompts["input_ids"] == collator.processor.image_token_id).sum()) // count
-        text = int(prompts["attention_mask"].sum()) // count - image
-        cost = prefill_flops(model, text, image, found.kept if is_routed(model) else None)
+        prompts, text, image = self._prompts(job.config)
+        # Shares are of the dense model's prompts, whose images a rival's may be smaller than.
+        full = self._prompts(
+            dataclasses.replace(job.config, model=dataclasses.replace(job.config.model, image_size=None))
+        )
+        routed = prefill_flops(model, text, image, found.kept if is_routed(model) else None).routed
+        dense, alone = (prefill_flops(model, text, images, 0.0).dense for images in (full[2], 0))
         with torch.inference_mode():
             cache = _read(model, prompts)
         if self.config.maps and is_routed(model):
             folder = Path(self.config.output)
             folder.mkdir(parents=True, exist_ok=True)
-            figure = draw_kept(model, collator, self._talks(self.config.maps))
+            figure = draw_kept(model, _collator(job.config), self._talks(self.config.maps))
             if figure is not None:
                 figure.savefig(folder / f"maps-{job.name}.png", dpi=150, bbox_inches="tight")
         return {
-            "gflops": cost.routed / 1e9,
-            "flops_share": cost.share,
-            "image_share": sum(max(0, row.kept - text) for row in cost.blocks) / (image * len(cost.blocks)),
-            "cache_bytes": sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers) // count,
+            "gflops": routed / 1e9,
+            "flops_share": routed / dense,
+            "image_share": (routed - alone) / (dense - alone),
+            "cache_bytes": sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
+            // len(prompts["input_ids"]),
         }
 
     def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
         """Measure reading a prompt within a batch, and decoding after it."""
         models: dict[str, Any] = {name: self.load(job) for name, job in jobs.items()}
         collators = {name: _collator(job.config) for name, job in jobs.items()}
-        prompts = collators[DENSE].prompts(self._talks(self.config.timed_prompts))
-        count, rounds = len(prompts["input_ids"]), self.config.timed_rounds
-        reads = {name: functools.partial(_read, model, prompts) for name, model in models.items()}
+        prompts = {name: self._prompts(job.config)[0] for name, job in jobs.items()}
+        count, rounds = len(prompts[DENSE]["input_ids"]), self.config.timed_rounds
+        reads = {name: functools.partial(_read, model, prompts[name]) for name, model in models.items()}
         costs: dict[str, dict[str, float]] = {}
         for name, (own, ratio) in latencies(reads, count, rounds, choose_device()).items():
             taken = []
             for _ in range(rounds):
                 started = time.perf_counter()
-                generate(models[name], collators[name], prompts, self.config.timed_tokens, exactly=True)
+                generate(models[name], collators[name], prompts[name], self.config.timed_tokens, exactly=True)
                 taken.append(time.perf_counter() - started)
             # The first token comes from reading the prompt.
             seconds = max(median(taken) - own * count / 1e3, 1e-9)
@@ -180,6 +183,14 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         """Percent of right answers that each question's most frequent answer in training gives, by kind."""
         train, val = (open_conversations(str(name), self.data) for name in (self.data.train, self.data.val))
         return {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
+
+    def _prompts(self, config: TrainConfig) -> tuple[dict[str, Tensor], int, int]:
+        """Return the prompts that are timed, as a run encodes them, and text and image tokens of one on average."""
+        collator = _collator(config)
+        prompts = collator.prompts(self._talks(self.config.timed_prompts))
+        count = len(prompts["input_ids"])
+        image = int((prompts["input_ids"] == collator.processor.image_token_id).sum()) // count
+        return prompts, int(prompts["attention_mask"].sum()) // count - image, image
 
     def _talks(self, count: int) -> list[ChatSample]:
         """Return the first evaluation conversations with one image: their prompts are about equally long."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mmod.config import rational
-from mmod.values import check_fields, refuse_unknown
+from mmod.values import check_fields, one_of, refuse_unknown
 
 __all__ = [
     "ChatStudyConfig",
@@ -27,7 +27,8 @@ class PlanOptions:
         budget: Share of the dense model's cost that the plan may have, or milliseconds.
         batches: Calibration batches, spread evenly over the training data.
         batch_size: Images or conversations in each.
-        cost: What the budget is of: "flops", "milliseconds" of a pass over a batch, or "cache" in a language model.
+        cost: What the budget is of: "flops", "milliseconds" of a pass over a batch, or in a language model "cache" or
+            "image_flops", those that image tokens add.
         router: Which tokens a capacity above 0 keeps.
         options: Capacity, operator and context of each option; null for all that the blocks can do.
         divergence: "kl" or "cosine"; null chooses by the model.
@@ -46,7 +47,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         check_fields(
             self, "plan", budget="(0, inf)" if self.cost == "milliseconds" else "(0, 1)", batches="[1, inf)",
-            batch_size="[1, inf)", cost=("flops", "cache", "milliseconds"), divergence=("kl", "cosine"),
+            batch_size="[1, inf)", cost=("flops", "image_flops", "cache", "milliseconds"), divergence=("kl", "cosine"),
             options="[0, 1]", rounds="[0, inf)",
         )  # fmt: skip
 
@@ -296,6 +297,8 @@ class ChatStudyConfig(StudyConfig):
     Args:
         kind: The kind of study.
         part: The part that is routed.
+        rivals: Smaller images: name of each series to its budgets, the capacities of the routed models that they are
+            matched to, and `{kind: resolution, image_size: SIDE}`.
         maps: Evaluation questions for which kept image tokens are drawn; 0 draws none.
         timed_prompts: Prompts that are read at once when time is measured.
         timed_tokens: Tokens that are decoded for each of them.
@@ -306,6 +309,7 @@ class ChatStudyConfig(StudyConfig):
     capacities: list[float | None] = field(default_factory=lambda: [None])
     before: bool = False
     part: Literal["language", "vision"] = "language"
+    rivals: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
     maps: int = 4
     timed_prompts: int = 8
     timed_tokens: int = 16
@@ -314,3 +318,6 @@ class ChatStudyConfig(StudyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self, maps="[0, inf)", timed_prompts="[1, inf)", timed_tokens="[1, inf)", timed_rounds="[1, inf)")
+        for name, budgets in self.rivals.items():
+            for fields in budgets.values():
+                one_of(f"rivals.{name}.kind", fields.get("kind"), ["resolution"])

@@ -60,11 +60,7 @@ class Entrant(ABC):
             tuned: Config that fine-tunes the trained dense model.
         """
         config = self.change(dense, tuned)
-        if self.image_size is None:
-            return config
-        model = dataclasses.replace(config.model, args={**config.model.args, "img_size": self.image_size})
-        data = dataclasses.replace(config.data, image_size=self.image_size)
-        return dataclasses.replace(config, model=model, data=data)
+        return config if self.image_size is None else config.at_size(self.image_size)
 
     @abstractmethod
     def change(self, dense: Any, tuned: Any) -> Any:

@@ -12,10 +12,12 @@ import torch
 import mmod
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
-from mmod.training.chat.model import create_model
+from mmod.training.chat.config import ModelConfig
+from mmod.training.chat.model import create_model, resize_images
 from mmod.training.chat.recipe import training_arguments
 from mmod.training.chat.trainer import RoutedTrainer
-from tests.training.chat.configs import GAMMA, MASKED, P_MOD, vlm_config
+from tests.adapters.vlm_zoo import make_joint
+from tests.training.chat.configs import GAMMA, MASKED, MODEL, P_MOD, VISION, vlm_config
 
 
 @pytest.mark.parametrize("routing", [None, P_MOD, GAMMA], ids=["dense", "p-mod", "gamma-mod"])
@@ -35,6 +37,37 @@ def test_routers_that_would_not_learn_are_refused_before_training(folder: Path) 
     arguments = training_arguments(vlm_config(folder), False)
     with pytest.raises(ValueError, match="all of their 1 weights are frozen"):
         RoutedTrainer(model=model, args=arguments)
+
+
+@pytest.mark.parametrize("tower", ["siglip", "clip"])
+def test_smaller_images_have_fewer_tokens_and_resampled_positions(folder: Path, tower: str) -> None:
+    config = vlm_config(folder)
+    vision = {name: value for name, value in VISION.items() if tower == "siglip" or name != "vision_use_head"}
+    kind = {"vision_config": {**vision, "model_type": f"{tower}_vision_model"}}
+    select = {"vision_feature_select_strategy": "full" if tower == "siglip" else "default"}
+    config = replace(config, model=ModelConfig(config={**MODEL, **kind, **select}, processor="words"))
+    whole, processor = create_model(config)
+    model, smaller = create_model(config.at_size(16))
+    talks = open_conversations(config.data.train, config.data)
+    for one, own, patches in ((whole, processor, 16), (model, smaller, 4)):
+        batch = ChatCollator(own)([talks[0]])
+        assert int((batch["input_ids"] == own.image_token_id).sum()) == patches * len(talks[0].images)
+        assert one(**batch).loss.isfinite()
+    # The host's own resampling, from which training goes on.
+    own, old = model.model.vision_tower, whole.model.vision_tower
+    image = torch.randn(2, 3, 16, 16)
+    assert torch.equal(own(image).last_hidden_state, old(image, interpolate_pos_encoding=True).last_hidden_state)
+    assert own.get_input_embeddings() is not None
+    model.save_pretrained(folder / f"small-{tower}")
+    again = type(model).from_pretrained(folder / f"small-{tower}")
+    assert torch.equal(again.model.vision_tower(image).last_hidden_state, own(image).last_hidden_state)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        create_model(config.at_size(12))
+
+
+def test_images_of_any_size_are_not_resized() -> None:
+    with pytest.raises(ValueError, match="has no position embedding of patches"):
+        resize_images(make_joint("qwen2.5-vl"), 16)
 
 
 @pytest.mark.parametrize(

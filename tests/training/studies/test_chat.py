@@ -29,19 +29,25 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ChatStudyConfig:
     (folder / "dense.yaml").write_text(yaml.safe_dump(fields))
     return ChatStudyConfig(
         output=str(folder / "out"), dense=str(folder / "dense.yaml"), routers=ROUTERS,
-        finetune={"trainer": {"max_steps": 2}}, seeds=2, timed_prompts=2, timed_tokens=2, timed_rounds=2,
+        finetune={"trainer": {"max_steps": 2}}, seeds=2,
+        timed_prompts=2, timed_tokens=2, timed_rounds=2,
     )  # fmt: skip
 
 
 def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rivals = {"resolution": {0.25: {"kind": "resolution", "image_size": 16}}}
+    study = dataclasses.replace(study, rivals=rivals)
     result = ChatStudy(study).run(progress=False)
     points = {point.name: point for point in result.points}
-    assert list(points) == ["dense", "p-mod", "random"]
-    dense = points["dense"]
+    assert list(points) == ["dense", "p-mod", "random", "resolution-0.25"]
+    dense, smaller = points["dense"], points["resolution-0.25"]
     assert dense.cost["image_share"] == dense.cost["flops_share"] == dense.row()["kept"] == 1
     assert dense.cost["prefill_speedup"] == 1
-    assert points["p-mod"].cost["image_share"] == pytest.approx((1 + 0.75 + 0.25 + 2 / 16) / 4)
-    assert points["random"].cost["image_share"] == pytest.approx((2 + 2 * 0.25) / 4)
+    assert smaller.cost["image_share"] == pytest.approx(0.25, abs=0.03)
+    assert smaller.cost["cache_bytes"] < 0.6 * dense.cost["cache_bytes"]
+    for name, kept in (("p-mod", (1 + 0.75 + 0.25 + 2 / 16) / 4), ("random", (2 + 2 * 0.25) / 4)):
+        # Attention falls with the square.
+        assert kept - 0.1 < points[name].cost["image_share"] < kept
     assert all(len(point.figures) == 2 and point.row()["right_std"] is not None for point in result.points)
     assert dense.to_dense is dense.to_control is None
     for name in ("p-mod", "random"):
@@ -51,7 +57,7 @@ def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypat
         assert (points[name].to_control is None) == (name == "random")
     # Every image token that a layer skips leaves the keys and values of one token, fp32, out of its cache.
     per_token = 2 * 32 * 4
-    skipped = round(4 * 16 * (1 - points["random"].cost["image_share"]))
+    skipped = round(4 * 16 * (1 - (2 + 2 * 0.25) / 4))
     assert dense.cost["cache_bytes"] - points["random"].cost["cache_bytes"] == skipped * per_token
     folder = Path(result.folder)
     assert (folder / "tradeoff.png").stat().st_size
@@ -99,6 +105,8 @@ def test_wrong_studies_are_named(study: ChatStudyConfig) -> None:
         dataclasses.replace(study, timed_rounds=0)
     with pytest.raises(ValueError, match="maps must be an integer of at least 0, got -1"):
         dataclasses.replace(study, maps=-1)
+    with pytest.raises(ValueError, match=r"rivals.prune.kind must be .*'resolution'"):
+        dataclasses.replace(study, rivals={"prune": {0.5: {"kind": "prune"}}})
     with pytest.raises(ValueError, match=r"no data\.val"):
         ChatStudy(dataclasses.replace(study, changes={"data": {"val": None}})).plan()[1]
 
@@ -139,7 +147,7 @@ def test_plans_of_methods_without_training_have_controls_of_their_own() -> None:
 
 def test_plans_of_the_untrained_study_cost_what_their_controls_do() -> None:
     configs = shipped("vlm-untrained.yaml")
-    assert configs["searched-0.565"].routing is None
+    assert configs["searched-0.35"].routing is None
     plans = {name: plan_of(config) for name, config in configs.items() if config.routing}
     fields = yaml.safe_load((ROOT / "configs/tradeoff/vlm-untrained.yaml").read_text())
     for name, control in fields["controls"].items():
