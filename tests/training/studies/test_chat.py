@@ -152,7 +152,7 @@ def test_plans_of_the_untrained_study_cost_what_their_controls_do() -> None:
     fields = yaml.safe_load((ROOT / "configs/tradeoff/vlm-untrained.yaml").read_text())
     for name, control in fields["controls"].items():
         if control is not None:
-            assert plans[name].mean_capacity == pytest.approx(plans[control].mean_capacity, abs=0.01), name
+            assert plans[name].mean_capacity == pytest.approx(plans[control].mean_capacity, abs=0.02), name
 
 
 def test_a_plan_in_a_file_routes(tmp_path: Path) -> None:
