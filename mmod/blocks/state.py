@@ -210,7 +210,8 @@ class RoutedState(BlockState):
             # Scores that are shared do not learn, and a part that runs again decides nothing.
             with torch.no_grad():
                 earlier = earlier.to(x_BND.device)
-                routing = router.choose_among(enter_rows(x_BND, earlier) if held is None else x_BND, earlier)
+                rows_BKD = enter_rows(x_BND, earlier) if held is None else x_BND
+                routing = router(rows_BKD, None, tokens, earlier)
         elif routing is None:
             routing = router(x_BND, None if shared is None else shared.score_BN.to(x_BND.device), tokens)
         if self.writes and shared is None and forward_pass is not None and self.span is not None:

@@ -78,14 +78,18 @@ class DecoderRouter(Router):
         return self.config.language.tokens != "all"
 
     def forward(
-        self, x_BND: Tensor, importance_BN: Tensor | None = None, tokens: TokenMarks | TokenGroups | None = None
+        self,
+        x_BND: Tensor,
+        importance_BN: Tensor | None = None,
+        tokens: TokenMarks | TokenGroups | None = None,
+        earlier: Routing | None = None,
     ) -> Routing:
         """Decide for a batch of tokens, see `Router.forward`."""
         reads = self.config.router.shared or self.config.reads_importance(self.training)
         if reads and importance_BN is None and isinstance(tokens, TokenGroups) and not tokens.skips:
             # With nothing to choose among, no importance was computed: any scores will do.
             importance_BN = x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
-        return super().forward(x_BND, importance_BN, tokens)
+        return super().forward(x_BND, importance_BN, tokens, earlier)
 
     def _score(self, x_BND: Tensor, importance_BN: Tensor | None, tokens: TokenGroups) -> Tensor:
         free_BN = tokens.free_BN

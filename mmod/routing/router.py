@@ -68,7 +68,11 @@ class Router(nn.Module):
         return f"router={self.config.router.name!r}, select={self.config.select!r}, capacity={float(self.capacity)}"
 
     def forward(
-        self, x_BND: Tensor, importance_BN: Tensor | None = None, tokens: TokenMarks | TokenGroups | None = None
+        self,
+        x_BND: Tensor,
+        importance_BN: Tensor | None = None,
+        tokens: TokenMarks | TokenGroups | None = None,
+        earlier: Routing | None = None,
     ) -> Routing:
         """Decide for a batch of tokens.
 
@@ -77,32 +81,44 @@ class Router(nn.Module):
             importance_BN: Attention received in the preceding dense block (B, N), needed by "attention"; for "random"
                 what the first block of the span drew, if another one did.
             tokens: What is known of the tokens: `TokenMarks`, `TokenGroups` in a language model, or None for nothing.
+            earlier: The decision before, where blocks that share its scores choose among the tokens that it keeps;
+                `x_BND` are then its rows (B, K, D). Tokens that had joined one which is kept no more go with it.
 
         Raises:
             TypeError: Tokens of another kind than this router chooses among.
             ValueError: Attention routing without importance, importance of another shape than the tokens, or a
-                capacity that keeps nothing.
+                capacity that keeps nothing, or more than was kept before.
         """
+        if earlier is not None:
+            return self._choose_among(x_BND, earlier)
         tokens = TokenMarks() if tokens is None else tokens
         if not isinstance(tokens, self.chooses_among):
             raise TypeError(
                 f"a {type(self).__name__} needs {self.chooses_among.__name__}, got {type(tokens).__name__}: run the "
                 "whole model, not a block of it"
             )
-        routing = self._select(x_BND, self._score(x_BND, importance_BN, tokens), importance_BN, tokens)
-        return self._join(routing, self._nearest(routing, x_BND, routing.index_BK, routing.real_BN))
+        return self.join(self._select(x_BND, self._score(x_BND, importance_BN, tokens), importance_BN, tokens), x_BND)
 
-    def choose_among(self, rows_BKD: Tensor, earlier: Routing) -> Routing:
-        """Decide among the tokens that an earlier decision keeps, in blocks that share its scores.
+    def join(self, routing: Routing, rows: Tensor, earlier: Routing | None = None) -> Routing:
+        """Return a decision with where tokens that are not kept join others.
 
         Args:
-            rows_BKD: The rows of that decision (B, K, D).
-            earlier: That decision, by which tokens that are not kept join others.
-
-        Returns:
-            A decision about all tokens. Those that had joined a token which is kept no more go with it.
+            routing: The decision.
+            rows: What was scored (B, N, D), or the rows of the decision before (B, K, D).
+            earlier: That decision, as for `forward`.
         """
+        if earlier is None:
+            return self._join(routing, self._nearest(routing, rows, routing.index_BK, routing.real_BN))
         assert earlier.join_BN is not None
+        slot_BK = earlier.join_BN.gather(1, routing.index_BK).clamp(min=0)
+        next_BK = self._nearest(routing, rows, slot_BK, earlier.valid_BK)
+        if next_BK is None:
+            return self._join(routing, earlier.join_BN)
+        join_BN = next_BK.gather(1, earlier.join_BN.clamp(min=0))
+        return self._join(routing, torch.where(earlier.join_BN >= 0, join_BN, -1))
+
+    def _choose_among(self, rows_BKD: Tensor, earlier: Routing) -> Routing:
+        """Decide about all tokens, among those that an earlier decision keeps, given its rows."""
         tokens, rows = earlier.score_BN.shape[1], earlier.index_BK.shape[1]
         if kept_count(tokens, self.capacity, self.prefix) > rows:
             raise ValueError(
@@ -119,20 +135,14 @@ class Router(nn.Module):
         else:
             score_BN = earlier.score_BN.masked_fill(~earlier.keep_BN, -torch.inf)
         routing = self._select(rows_BKD, score_BN, earlier.importance_BN, TokenMarks(earlier.real_BN))
-        slot_BK = earlier.join_BN.gather(1, routing.index_BK).clamp(min=0)
-        next_BK = self._nearest(routing, rows_BKD, slot_BK, earlier.valid_BK)
-        if next_BK is None:
-            return self._join(routing, earlier.join_BN)
-        join_BN = next_BK.gather(1, earlier.join_BN.clamp(min=0))
-        return self._join(routing, torch.where(earlier.join_BN >= 0, join_BN, -1))
+        return self.join(routing, rows_BKD, earlier)
 
     def _choose_groups(self, rows_BKD: Tensor, earlier: Routing) -> Routing:
         """Decide among rows of an earlier decision as if each token still were, with the state of what it joined."""
         assert earlier.join_BN is not None
         x_BND = rows_BKD.gather(1, earlier.join_BN.unsqueeze(-1).expand(-1, -1, rows_BKD.shape[2]))
         score_BN = self._score(x_BND, None, TokenMarks()).masked_fill(~earlier.keep_BN, -torch.inf)
-        routing = self._select(x_BND, score_BN, None, TokenMarks())
-        return self._join(routing, self._nearest(routing, x_BND, routing.index_BK, None))
+        return self.join(self._select(x_BND, score_BN, None, TokenMarks()), x_BND)
 
     def _nearest(self, routing: Routing, rows: Tensor, slot_BK: Tensor, real: Tensor | None) -> Tensor | None:
         """Return which kept row each row is most like, or None where none has to join another."""

@@ -106,7 +106,9 @@ class Auditor:
             self._note((name, ""), *self._judge(seen, choice))
         if leave_one_out:
             judged = partial(self._loss_of, seen)
-            self.worth.add(judged, loss_B, seen.learned, seen.free, self.made[RANDOM])
+            # What a block of the span before has dropped is not there to choose.
+            free = {name: own & (seen.learned[name].score_BN > -torch.inf) for name, own in seen.free.items()}
+            self.worth.add(judged, loss_B, seen.learned, free, self.made[RANDOM])
         for name, shift in self.shifts.items():
             shifted, _ = self._see(shift(batch, seen.images), name, seen.partners)
             self._note((RANDOM, name), *self._judge(shifted, self.made[RANDOM]))
@@ -162,7 +164,7 @@ class Auditor:
         """Judge a batch as it was learned, and return the decision of each router that was asked."""
         learned: dict[str, Routing] = {}
 
-        def record(name: str, x_BND: Tensor, routing: Routing) -> None:
+        def record(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> None:
             if name in learned:
                 raise ValueError(f"{name} decided twice on a batch: `judge` must run the model once")
             learned[name] = routing
@@ -187,14 +189,14 @@ class Auditor:
     def _replaced(self, seen: _Seen, choice: Choice, draw: int = 0) -> tuple[Tensor, Tensor]:
         """Judge a batch with another choice of tokens."""
 
-        def replace(name: str, x_BND: Tensor, routing: Routing) -> Routing:
+        def replace(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
             frequency_F = self.positions.frequency(name, x_BND.shape[1]).to(x_BND.device)
             learned, free_BN = seen.learned[name], seen.free[name]
             place = Place(
                 name, self._number[name], x_BND, learned, free_BN, seen.partners[name], seen.images, frequency_F,
                 self._grid(free_BN), draw,
             )  # fmt: skip
-            return keep_best(choice.rank(place), learned, routing, self.blocks[name].router)
+            return keep_best(choice.rank(place), learned, routing, self.blocks[name].router, left_BN)
 
         with replaced_decisions(self.model, replace):
             return self.judge(self.model, seen.batch)

@@ -16,41 +16,52 @@ from torch import Tensor, nn
 from mmod.model import routed_blocks
 from mmod.ops.gate import apply_gate
 from mmod.routing import Router, Routing
+from mmod.routing.grouping import Grouping
 
 __all__ = ["Replace", "free_tokens", "keep_best", "only_free", "replaced_decisions"]
 
-Replace = Callable[[str, Tensor, Routing], "Routing | None"]
-"""From the name of a block, what its router scored (B, N, D) and what it decided to another decision, or None."""
+Replace = Callable[[str, Tensor, Routing, "Tensor | None"], "Routing | None"]
+"""From the name of a block, the tokens' states (B, N, D), what its router decided, and where a token is left to choose
+(B, N), None for all, to another decision, or None. Which kept tokens the others join is left to the router."""
 
 
 @contextmanager
 def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
     """Replace what routers decide, in forward passes inside the block.
 
-    Blocks that share a decision ask one router, so that it is replaced once for all of them.
+    Blocks that share a decision ask one router, so that it is replaced once for all of them. Where tokens join others,
+    they join by the router's own rule, and later blocks of a span choose among those that the replaced one keeps.
 
     Args:
         model: A routed model.
         replace: Is told every decision.
 
     Raises:
-        ValueError: Nothing in the model is routed, skipped tokens join others in it, or images are skipped as a whole.
+        ValueError: Nothing in the model is routed, tokens join the first of a group that the score has formed, or
+            images are skipped as a whole.
     """
     blocks = routed_blocks(model)
     for name, block in blocks.items():
-        if block.router.config.skipped != "pass":
+        router = block.router.config.router
+        if block.router.config.skipped != "pass" and isinstance(block.router.score, Grouping):
             raise ValueError(
-                f"{name} has skipped={block.router.config.skipped!r}: decisions can be replaced where skipped tokens "
-                "pass, for those who join others depend on who is kept"
+                f"{name} has router={router.name!r}, whose tokens join the first of their group: decisions can be "
+                "replaced where a token may join any that is kept, as with 'redundancy'"
             )
-
-        if block.router.config.router.whole:
+        if router.whole:
             raise ValueError(
                 f"{name} keeps or skips whole images: decisions can be replaced where a router chooses among tokens"
             )
 
-    def hook(name: str, router: nn.Module, args: tuple[Any, ...], routing: Routing) -> Routing | None:
-        return replace(name, args[0], routing)
+    def hook(name: str, router: Router, args: tuple[Any, ...], routing: Routing) -> Routing | None:
+        rows, *_, earlier = (*args, None) if len(args) < 4 else args
+        if earlier is None:
+            x_BND, left_BN = rows, None
+        else:
+            x_BND = rows.gather(1, earlier.join_BN.clamp(min=0).unsqueeze(-1).expand(-1, -1, rows.shape[2]))
+            left_BN = earlier.keep_BN
+        replaced = replace(name, x_BND, routing, left_BN)
+        return None if replaced is None else router.join(replaced, rows, earlier)
 
     handles = [block.router.register_forward_hook(partial(hook, name)) for name, block in blocks.items()]
     try:
@@ -93,7 +104,9 @@ def only_free(value_BN: Tensor, free_BN: Tensor) -> Tensor:
     return value_BN.gather(1, first_BN).masked_fill(~free_BN.gather(1, first_BN), 0)
 
 
-def keep_best(rank_BN: Tensor, learned: Routing, own: Routing, router: Router) -> Routing:
+def keep_best(
+    rank_BN: Tensor, learned: Routing, own: Routing, router: Router, left_BN: Tensor | None = None
+) -> Routing:
     """Return a decision that keeps the highest ranks, as many of each image and group as another one keeps.
 
     A kept token is weighed as its router weighs it, by its score and not by its rank. Ties go to the lowest index and
@@ -104,6 +117,7 @@ def keep_best(rank_BN: Tensor, learned: Routing, own: Routing, router: Router) -
         learned: The decision whose number of tokens is kept.
         own: What the router decided in this forward pass.
         router: The router.
+        left_BN: True where a token is left to choose (B, N); None for all.
 
     Example:
         >>> import torch, mmod
@@ -121,7 +135,8 @@ def keep_best(rank_BN: Tensor, learned: Routing, own: Routing, router: Router) -
     keep_BN = kept_BN & ~free_BN
     for group in range(1, int(group_BN.max()) + 1):
         among_BN = group_BN == group
-        order_BN = level_BN.masked_fill(~among_BN, -torch.inf).argsort(dim=1, descending=True, stable=True)
+        open_BN = among_BN if left_BN is None else among_BN & left_BN
+        order_BN = level_BN.masked_fill(~open_BN, -torch.inf).argsort(dim=1, descending=True, stable=True)
         place_BN = torch.empty_like(order_BN).scatter_(1, order_BN, places)
         keep_BN = keep_BN | (among_BN & (place_BN < (kept_BN & among_BN).sum(dim=1, keepdim=True)))
     slots = learned.index_BK.shape[1]

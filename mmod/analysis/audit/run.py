@@ -54,7 +54,7 @@ def audit(
     Memory holds two numbers for each image and condition, whatever the size of images.
 
     Args:
-        model: A routed model whose skipped tokens pass; its mode is restored at the end.
+        model: A routed model; its mode is restored at the end.
         batches: The evaluation set, in an order that does not follow the classes. It is passed twice, so it must be no
             generator.
         judge: Runs the model on a batch and returns the loss and the accuracy in [0, 1] of each sample, (B,) each; the
@@ -84,8 +84,8 @@ def audit(
 
     Raises:
         TypeError: Batches that can be passed once only.
-        ValueError: Nothing in the model is routed, skipped tokens join others, routers do not run in it, an unknown
-            condition, or a set of fewer than two images.
+        ValueError: Nothing in the model is routed, tokens join groups that a score has formed ("cells"), routers do not
+            run in it, an unknown condition, or a set of fewer than two images.
 
     Example:
         >>> import timm, torch, mmod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -21,20 +22,40 @@ CONFIGS = {
     "random": {"router": "random", "blocks": "all", "capacity": (0.75, 0.5, 0.5, 0.25)},
     "all": {"router": "attention", "context": "all"},
     "branch": {"router": "linear", "operator": "mlp", "capacity": 0.4},
+    "follow": {"router": "attention", "skipped": "follow", "blocks": "late", "capacity": 0.4},
+    "merge": {"router": "linear", "skipped": "merge", "capacity": 0.4},
 }
+# Merged further from block to block, by one score and by one that is made anew on what is left.
+FALLING = {
+    "attention": {"router": "attention", "skipped": "merge", "blocks": (1, 2, 3), "capacity": (0.75, 0.5, 0.4)},
+    "redundancy": {"router": "redundancy", "skipped": "merge", "blocks": "all", "capacity": (0.75, 0.5, 0.5, 0.25)},
+    "follow": {"router": "random", "skipped": "follow", "blocks": "all", "capacity": (0.6, 0.6, 0.4, 0.3)},
+}
+BEFORE_MLP = {**FALLING["redundancy"], "enter_at": "mlp"}
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_little_patch16_reg4_gap_256"])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", [*CONFIGS, *(f"falling {name}" for name in FALLING)])
 def test_a_decision_replaced_by_itself_changes_nothing(name: str, config: str) -> None:
     images = make_images(name, 3)
-    model = mmod.route_(make_model(name), mmod.RoutingConfig(**CONFIGS[config]))
+    falling = FALLING.get(config.removeprefix("falling "), {})
+    unchanged(name, falling if config.startswith("falling") else CONFIGS[config], images)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_little_patch16_reg4_gap_256"])
+def test_so_does_one_between_attention_and_mlp(name: str) -> None:
+    unchanged(name, BEFORE_MLP, make_images(name, 3))
+
+
+def unchanged(name: str, fields: dict[str, Any], images: Tensor) -> None:
+    model = mmod.route_(make_model(name), mmod.RoutingConfig(**fields))
     routers = {place: block.router for place, block in mmod.routed_blocks(model).items()}
     asked = []
 
-    def same(place: str, x_BND: Tensor, routing: Routing) -> Routing:
+    def same(place: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
         asked.append(place)
-        return keep_best(routing.keep_BN.float(), routing, routing, routers[place])
+        assert x_BND.shape[:2] == routing.score_BN.shape
+        return keep_best(routing.keep_BN.float(), routing, routing, routers[place], left_BN)
 
     with torch.no_grad():
         expected = model(images)
@@ -42,8 +63,49 @@ def test_a_decision_replaced_by_itself_changes_nothing(name: str, config: str) -
             found = model(images)
         assert torch.equal(model(images), expected)
     assert torch.equal(found, expected)
-    assert asked
+    # Blocks of a span that keep as many decide once.
+    assert asked[0] == next(iter(routers))
+    assert len(asked) == len(set(asked))
     assert not any(router._forward_hooks for router in routers.values())
+
+
+@pytest.mark.parametrize(("skipped", "enter_at"), [("follow", "block"), ("merge", "block"), ("merge", "mlp")])
+def test_a_foreign_choice_merges_as_a_router_that_makes_it(skipped: str, enter_at: str) -> None:
+    name, fields = "vit_tiny_patch16_224", {**FALLING["redundancy"], "skipped": skipped, "enter_at": enter_at}
+    images, chosen = make_images(name, 3), {}
+    other = mmod.route_(make_model(name), mmod.RoutingConfig(**{**fields, "router": "stride"}))
+    model = mmod.route_(make_model(name), mmod.RoutingConfig(**fields))
+    model.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        with mmod.trace(other) as decisions:
+            expected = other(images)
+            chosen = dict(decisions)
+
+        def foreign(place: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
+            router = mmod.routed_blocks(model)[place].router
+            return keep_best(chosen[place].keep_BN.float(), routing, routing, router, left_BN)
+
+        with replaced_decisions(model, foreign):
+            found = model(images)
+        assert not torch.equal(model(images), expected)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("config", [*FALLING.values(), BEFORE_MLP], ids=[*FALLING, "before the MLP"])
+def test_models_that_merge_are_audited(config: dict[str, Any]) -> None:
+    name = "vit_tiny_patch16_224"
+    model = mmod.route_(make_model(name), mmod.RoutingConfig(**config))
+    images, targets = make_images(name, 6), torch.arange(6) % 7
+    options = {"draws": 2, "resamples": 100, "leave_one_out": 1}
+    one, other = (mmod.audit(model, list(zip(images.split(size), targets.split(size))), **options) for size in (6, 3))
+    assert one.verdict == other.verdict
+    assert one.across.decisions == list(dict.fromkeys(one.across.decisions))
+    # What was dropped in a span is gone for its later blocks.
+    assert one.across.returning.value == 0
+    assert one.leave_one_out is not None
+    for a, b in zip(one.conditions, other.conditions):
+        assert a.loss.value == pytest.approx(b.loss.value, rel=1e-5)
+    assert len({round(own.loss.value, 6) for own in one.conditions}) > 3
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -94,10 +156,13 @@ def test_the_best_free_tokens_are_kept_and_as_many(kind: str, seed: int) -> None
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (mmod.RoutingConfig(skipped="follow"), r"blocks\.1 has skipped='follow'"),
+        (
+            mmod.RoutingConfig(router=mmod.score("cells", side=2), skipped="merge", capacity=0.5),
+            r"blocks\.1 has router='cells', whose tokens join the first of their group",
+        ),
         (mmod.preset("mindskip", depth=4), "keeps or skips whole images"),
     ],
-    ids=["joined", "whole"],
+    ids=["groups", "whole"],
 )
 def test_what_has_no_choice_among_tokens_is_refused(config: mmod.RoutingConfig, message: str) -> None:
     model = mmod.route_(make_model("vit_tiny_patch16_224"), config)
