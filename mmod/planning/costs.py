@@ -12,10 +12,40 @@ from mmod.adapters import BlockStack
 from mmod.analysis.flop_report import BlockFlops
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import prefill_flops
-from mmod.config import RoutingConfig, Score
+from mmod.config import Plan, RoutingConfig, Score
 from mmod.model import route_, unroute_
 
 COSTS = ("flops", "image_flops", "cache", "milliseconds")
+
+
+class Chooser(NamedTuple):
+    """Which tokens a capacity above 0 keeps.
+
+    Args:
+        router: Scores tokens.
+        importance: How it reads importance, if it does, see `RoutingConfig.importance`.
+    """
+
+    router: str | Score = "stride"
+    importance: str = "per_viewer"
+
+    @property
+    def first(self) -> int:
+        """The first block that can be routed: importance is read in a dense block before."""
+        return int(self.config.router.reads_importance)
+
+    @property
+    def config(self) -> RoutingConfig:
+        """The config that says no more."""
+        return RoutingConfig(router=self.router, importance=self.importance)
+
+    def of_plan(self, plan: Plan) -> RoutingConfig:
+        """Return the config that routes by a plan.
+
+        Args:
+            plan: The plan.
+        """
+        return RoutingConfig.from_plan(plan, **self._asdict())
 
 
 class Option(NamedTuple):
@@ -35,15 +65,15 @@ class Option(NamedTuple):
         """Return a short name."""
         return f"{self.operator}@{self.capacity:g}" + (" all" if self.context == "all" else "")
 
-    def config(self, blocks: Iterable[int], router: str | Score) -> RoutingConfig:
+    def config(self, blocks: Iterable[int], chooser: Chooser) -> RoutingConfig:
         """Return the config that does it to some blocks.
 
         Args:
             blocks: Their indices.
-            router: Scores tokens.
+            chooser: Chooses tokens.
         """
         own = {"capacity": self.capacity, "operator": self.operator, "context": self.context}
-        return RoutingConfig(router=router, blocks=tuple(blocks), **own)  # type: ignore[arg-type]
+        return RoutingConfig(blocks=tuple(blocks), **chooser._asdict(), **own)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -120,17 +150,19 @@ class PromptLengths:
 
 
 def block_costs(
-    model: nn.Module, stack: BlockStack, part: str, options: Sequence[Option], router: str | Score, cost: str,
+    model: nn.Module, stack: BlockStack, part: str, options: Sequence[Option], chooser: Chooser, cost: str,
     lengths: PromptLengths, batch: Any,
 ) -> Costs:  # fmt: skip
     """Count what every option costs in every block: a count of the whole model for each option.
+
+    What reading importance costs is not counted: a plan has some blocks that read it, as many as it has spans.
 
     Args:
         model: The dense model; dense again at the end.
         stack: The blocks of the part.
         part: Name of the part.
         options: What may be done to a block.
-        router: Scores tokens.
+        chooser: Chooses tokens.
         cost: "cache", "image_flops", or what other FLOPs are counted for.
         lengths: Lengths of prompts, for a language model.
         batch: A batch, for other models.
@@ -140,13 +172,13 @@ def block_costs(
     dense: tuple[float, ...] = ()
     total = 0.0
     for option in options:
-        route_(model, **{part: option.config(range(len(stack.blocks)), router)})
+        route_(model, **{part: option.config(range(chooser.first, len(stack.blocks)), chooser)})
         try:
             rows, rest = read(model, lengths, batch)
         finally:
             unroute_(model)
         own = [row for row in rows if row.name in stack.names]
-        columns.append([float(row.cached if cost == "cache" else row.routed) for row in own])
+        columns.append([float(row.cached if cost == "cache" else row.routed - row.importance) for row in own])
         dense = tuple(float(row.tokens if cost == "cache" else row.dense) for row in own)
         total = sum(dense) if cost == "cache" else float(rest.dense + sum(row.dense for row in rows))
     costs = Costs(tuple(zip(*columns)), dense, total)

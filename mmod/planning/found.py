@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmod.config import Plan, RoutingConfig, Score
+from mmod.config import Plan, RoutingConfig
 from mmod.extras import name_missing_extra
-from mmod.planning.costs import Costs, Option
+from mmod.planning.costs import Chooser, Costs, Option
 from mmod.planning.knapsack import best_choices
 from mmod.planning.scoring import plan_of
 
@@ -26,7 +26,7 @@ class PlanSearch:
         budget: Share of the dense model's cost that was asked for.
         cost: What is counted: "flops", "image_flops", "cache" or "milliseconds".
         rows: Rows of output that scores are means of: images, or tokens of text.
-        router: Which tokens a capacity above 0 keeps.
+        chooser: Which tokens a capacity above 0 keeps.
         plan: The plan under the budget.
         divergence: That of the plan as a whole, where a round of scoring began with it; None where nothing measured it.
         time: Milliseconds of one pass with the plan, where the budget is one of time.
@@ -39,7 +39,7 @@ class PlanSearch:
     budget: float
     cost: str
     rows: int
-    router: str | Score
+    chooser: Chooser
     plan: Plan
     divergence: float | None = None
     time: float | None = None
@@ -47,7 +47,7 @@ class PlanSearch:
     @property
     def config(self) -> RoutingConfig:
         """The config that routes by the plan."""
-        return RoutingConfig.from_plan(self.plan, router=self.router)
+        return self.chooser.of_plan(self.plan)
 
     def plan_for(self, budget: float) -> Plan:
         """Return the plan with the least sum of scores under another budget; nothing is tried or timed again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmod.config import Plan, RoutingConfig, Score
+from mmod.config import Plan, RoutingConfig
 from mmod.io.files import check_regular, parse_json, write_atomically
 from mmod.model import route_, unroute_
-from mmod.planning.costs import Option, PromptLengths
+from mmod.planning.costs import Chooser, Option, PromptLengths
 from mmod.planning.divergence import outputs
 
 Choices = dict[int, Option]
@@ -71,17 +72,17 @@ class Scoring:
         part: The part that is planned.
         names: Names of its blocks.
         options: What may be done to a block.
-        router: Which tokens a capacity above 0 keeps.
+        chooser: Chooses tokens.
         compare: Divergence of a changed model's rows of output from its own.
         progress_file: Keeps sums after every batch; None keeps them nowhere.
     """
 
     def __init__(
-        self, model: nn.Module, part: str, names: Sequence[str], options: Sequence[Option], router: str | Score,
+        self, model: nn.Module, part: str, names: Sequence[str], options: Sequence[Option], chooser: Chooser,
         compare: Callable[[Tensor, Tensor], Tensor], progress_file: str | Path | None,
     ) -> None:  # fmt: skip
-        self.model, self.part, self.options, self.router, self.compare = model, part, options, router, compare
-        self.blocks = range(len(names))
+        self.model, self.part, self.options, self.chooser, self.compare = model, part, options, chooser, compare
+        self.depth, self.blocks = len(names), range(chooser.first, len(names))
         self.token = image_token(model)
         self.lengths = PromptLengths(self.token)
         self.rows = 0
@@ -91,8 +92,10 @@ class Scoring:
         self.saved: dict[str, Sums] = {}
         self.identity: dict[str, Any] = {
             "blocks": list(names), "options": [list(option) for option in options], "part": part,
-            "router": str(router), "divergence": compare.__name__,
+            "router": str(chooser.router), "divergence": compare.__name__,
         }  # fmt: skip
+        if chooser.first:
+            self.identity["importance"] = chooser.importance
 
     def run(
         self, batches: Iterable[Any], base: Choices, begin: Callable[[], object] = lambda: None
@@ -143,11 +146,15 @@ class Scoring:
             raise ValueError("no calibration samples: batches is empty, or holds nothing to compare")
         self.rows = sums.rows
         means = {text: total / sums.rows for text, total in zip(distinct, sums.totals)} | {_text({}): 0.0}
-        dense = [means[_text({at: option for at, option in base.items() if at != block})] for block in self.blocks]
+        dense = {
+            block: means[_text({at: option for at, option in base.items() if at != block})] for block in self.blocks
+        }
         scores = tuple(
             tuple(means[_text({**base, block: option})] - dense[block] for option in self.options)
             for block in self.blocks
         )
+        # No option can be had in a block that none can be tried in.
+        scores = ((math.inf,) * len(self.options),) * self.chooser.first + scores
         return scores, means[_text(base)]
 
     def whole(self, batches: Iterable[Any], config: Plan | RoutingConfig) -> float:
@@ -170,7 +177,7 @@ class Scoring:
         return float(self.compare(own_RF, changed_RF).double().sum())
 
     def _config(self, trial: Choices) -> RoutingConfig:
-        return RoutingConfig.from_plan(plan_of(trial, len(self.blocks)), router=self.router)
+        return self.chooser.of_plan(plan_of(trial, self.depth))
 
     def _read(self) -> None:
         """Take over what was finished before."""

@@ -14,7 +14,7 @@ from torch import nn
 from mmod.adapters import BlockStack, find_stacks
 from mmod.config import Plan, RoutingConfig, Score
 from mmod.model import is_routed, route_, unroute_
-from mmod.planning.costs import COSTS, Costs, Option, block_costs
+from mmod.planning.costs import COSTS, Chooser, Costs, Option, block_costs
 from mmod.planning.divergence import divergence_of
 from mmod.planning.found import PlanSearch, best_plan
 from mmod.planning.scoring import Choices, Scoring
@@ -30,6 +30,7 @@ def search_plan(
     part: str | None = None,
     options: Sequence[Option] | None = None,
     router: str | Score = "stride",
+    importance: str = "per_viewer",
     cost: str = "flops",
     divergence: str | None = None,
     rounds: int = 0,
@@ -52,8 +53,12 @@ def search_plan(
         part: The part that is planned, where the model has several: "language" of a vision-language model, "image" or
             "text" of a CLIP model.
         options: What may be done to a block; None tries all that the blocks can do: capacity 0, and 0.5 in image
-            models, where those without a class token take 0.25 in the place of 0.
-        router: Which tokens a capacity above 0 keeps: a score that neither learns nor reads importance.
+            models, where those without a class token take 0.25 in the place of 0, or 0.25 in language models whose
+            router reads importance.
+        router: Which tokens a capacity above 0 keeps: a score that does not learn. One that reads importance, such as
+            "attention", does so in the dense block before, so that nothing is done to the first block; reading is not
+            counted.
+        importance: How it reads importance, see `RoutingConfig`.
         cost: What the budget is of: "flops", in language models those of the prefill without vision tower;
             "image_flops", those that image tokens add to the prefill of the text alone, however long that is; "cache",
             the tokens in a language model's cache; or "milliseconds", measured here, of one pass over the first batch,
@@ -90,18 +95,19 @@ def search_plan(
     part, stack = _part(model, part)
     if cost in ("cache", "image_flops") and not stack.language:
         raise ValueError(f"cost={cost!r} is for language models: {stack.names[0]} is no layer of one")
-    chosen = default_options(stack) if options is None else tuple(options)
-    _check_options(chosen, stack, router)
-    scoring = Scoring(model, part, stack.names, chosen, router, divergence_of(divergence, model), progress_file)
+    chooser = Chooser(router, importance)
+    chosen = default_options(stack, chooser) if options is None else tuple(options)
+    _check_options(chosen, stack, chooser)
+    scoring = Scoring(model, part, stack.names, chosen, chooser, divergence_of(divergence, model), progress_file)
     with _evaluating(model):
-        every = [option.config(range(len(stack.blocks)), router) for option in chosen]
+        every = [option.config(range(chooser.first, len(stack.blocks)), chooser) for option in chosen]
         # An option that a block cannot do is refused before anything is tried.
         for config in every:
             unroute_(route_(model, **{part: config}))
         counted: list[tuple[Costs, float]] = []
 
         def count() -> None:
-            costs = block_costs(model, stack, part, chosen, router, cost, scoring.lengths, scoring.example)
+            costs = block_costs(model, stack, part, chosen, chooser, cost, scoring.lengths, scoring.example)
             if cost == "milliseconds":
                 total, shares = stopwatch(model, part, scoring.example)(every)
                 costs = costs.timed(total, [total * share for share in shares])
@@ -115,7 +121,7 @@ def search_plan(
             count()
         costs, share = counted[-1]
         plan = best_plan(scores, costs, chosen, share)
-        found = PlanSearch(stack.names, chosen, scores, costs, share, cost, scoring.rows, router, plan)
+        found = PlanSearch(stack.names, chosen, scores, costs, share, cost, scoring.rows, chooser, plan)
         found = _refine(found, scoring, batches, rounds)
         return in_time(found, stopwatch(model, part, scoring.example)) if cost == "milliseconds" else found
 
@@ -151,19 +157,21 @@ def plan_divergence(
         divergence: As for `search_plan`.
     """
     part, stack = _part(model, part)
-    scoring = Scoring(model, part, stack.names, (), "stride", divergence_of(divergence, model), None)
+    scoring = Scoring(model, part, stack.names, (), Chooser(), divergence_of(divergence, model), None)
     with _evaluating(model):
         return scoring.whole(batches, config)
 
 
-def default_options(stack: BlockStack) -> tuple[Option, ...]:
+def default_options(stack: BlockStack, chooser: Chooser) -> tuple[Option, ...]:
     """Return what the blocks of a part can do, see `search_plan`.
 
     Args:
         stack: The blocks.
+        chooser: Chooses tokens.
     """
     call = stack.call_of(stack.blocks[-1], None)
-    capacities = (0.0,) if stack.language else (0.0 if stack.prefix else 0.25, 0.5)
+    in_language = (0.0, 0.25) if chooser.first else (0.0,)
+    capacities = in_language if stack.language else (0.0 if stack.prefix else 0.25, 0.5)
     ways = [("block", "kept"), ("block", "all"), ("attention", "all" if "all" in call.contexts else "kept")]
     ways = [way for way in [*ways, ("mlp", "kept")] if way[0] in ("block", *call.operators) and way[1] in call.contexts]
     return tuple(Option(capacity, *way) for way in ways for capacity in capacities)
@@ -183,12 +191,12 @@ def _part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
     return part, stacks[part]
 
 
-def _check_options(options: Sequence[Option], stack: BlockStack, router: str | Score) -> None:
+def _check_options(options: Sequence[Option], stack: BlockStack, chooser: Chooser) -> None:
     if not options:
         raise ValueError(f"no options to choose from for {stack.names[0]}")
-    score = RoutingConfig(router=router).router
-    if score.learns or score.reads_importance:
-        raise ValueError(f"router {score.name!r} learns or reads importance, which a block that is tried alone has not")
+    score = chooser.config.router
+    if score.learns:
+        raise ValueError(f"router {score.name!r} learns, which nothing does here")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.planning import search
-from mmod.planning.costs import Costs
+from mmod.planning.costs import Chooser, Costs
 from mmod.planning.found import PlanSearch, best_plan
 from mmod.planning.scoring import plan_of
 from mmod.planning.stopwatch import in_time, stopwatch
@@ -48,14 +48,14 @@ def test_the_time_is_that_of_the_budget(
 ) -> None:
     clock = pretend(overhead, exponent)
     flops = Costs(((0.5, 0.55),) * DEPTH, (1.0,) * DEPTH, DEPTH * 1.1)
-    every = [option.config(range(DEPTH), "stride") for option in FEW]
+    every = [option.config(range(DEPTH), Chooser()) for option in FEW]
     total, shares = clock(every)
     costs = flops.timed(total, [total * share for share in shares])
     # What every option takes in all blocks is what was measured.
     assert [sum(column) for column in zip(*costs.options)] == pytest.approx([total * share for share in shares])
     plan = best_plan(scores, costs, FEW, budget)
     names = tuple(map(str, range(DEPTH)))
-    found = in_time(PlanSearch(names, FEW, tuple(scores), costs, budget, "milliseconds", 1, "stride", plan), clock)
+    found = in_time(PlanSearch(names, FEW, tuple(scores), costs, budget, "milliseconds", 1, Chooser(), plan), clock)
     assert found.time == pytest.approx(total * clock([found.config])[1][0])
     assert found.time == pytest.approx(budget * total, rel=0.1)
     assert f"{found.time:.4g} of the dense model's 20 milliseconds" in str(found)
@@ -102,7 +102,7 @@ def test_rounds_score_choices_beside_those_of_the_plan() -> None:
     # What one round scores: the whole divergence with a choice, less that with the block dense.
     base = {block: mmod.Option(*own) for block, *own in first.plan.rows}
     scoring = search.Scoring(
-        model, "language", first.names, options, "stride", search.divergence_of(None, model), progress_file=None
+        model, "language", first.names, options, Chooser(), search.divergence_of(None, model), progress_file=None
     )
     with torch.no_grad():
         scores, of_base = scoring.run(batches, base)

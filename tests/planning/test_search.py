@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def test_language_models_cost_and_say_what_the_search_says(name: str) -> None:
     assert len(found.scores) == 4
     model.eval()
     for block, option in ((0, 1), (2, 3)):
-        alone = found.options[option].config([block], "stride")
+        alone = found.options[option].config([block], found.chooser)
         score = mmod.plan_divergence(model, batches, alone, part="language")
         assert found.scores[block][option] == pytest.approx(score)
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
@@ -94,6 +95,30 @@ def test_a_budget_of_what_image_tokens_add() -> None:
     routed = mmod.prefill_flops(mmod.route_(model, language=found.config), text, images).routed
     assert (routed - alone) / (dense - alone) == pytest.approx(found.share(found.plan))
     assert found.share(found.plan) <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "importance", "options"),
+    [("llava", "last_token", None), (NAME, "mean", FEW), (NAME, "class_token", FEW)],
+)
+def test_tokens_that_importance_chooses(name: str, importance: str, options: Any) -> None:
+    language = name == "llava"
+    model, batches = (make_joint(name), prompts()) if language else (make_model(name), [make_images(name, 2)])
+    part = "language" if language else None
+    given: dict[str, Any] = {"part": part, "router": "attention", "importance": importance, "options": options}
+    found = mmod.search_plan(model, batches, 0.8, **given)
+    assert found.plan.rows
+    assert found.plan.blocks[0] > 0, "nothing is read before the first block"
+    assert all(math.isinf(score) for score in found.scores[0])
+    assert not any(math.isinf(score) for row in found.scores[1:] for score in row)
+    assert (found.config.router.name, found.config.importance) == ("attention", importance)
+    assert {option.capacity for option in found.options} == ({0, 0.25} if language else {0.25, 0.5})
+    # A score is what the choice does where the block before is dense and read.
+    block, *choice = found.plan.rows[-1]
+    option = mmod.Option(*choice)
+    alone = option.config([block], found.chooser)
+    expected = mmod.plan_divergence(model, batches, alone, part=part)
+    assert found.scores[block][found.options.index(option)] == pytest.approx(expected)
 
 
 def found_lengths(batches: list[dict[str, Any]]) -> tuple[int, int]:
@@ -178,7 +203,7 @@ def test_a_picture(tmp_path: Path) -> None:
         ({"cost": "cache"}, "for language models"),
         ({"cost": "image_flops"}, "for language models"),
         ({"divergence": "l2"}, "divergence must be one of"),
-        ({"router": "linear"}, "learns or reads importance"),
+        ({"router": "linear"}, "router 'linear' learns"),
         ({"options": []}, "no options"),
         ({"options": [mmod.Option(0.5, "head")]}, "operator must be"),
         ({"part": "text"}, "no part 'text'"),

@@ -30,6 +30,7 @@ class PlanOptions:
         cost: What the budget is of: "flops", "milliseconds" of a pass over a batch, or in a language model "cache" or
             "image_flops", those that image tokens add.
         router: Which tokens a capacity above 0 keeps.
+        importance: How the router reads importance, if it does.
         options: Capacity, operator and context of each option; null for all that the blocks can do.
         divergence: "kl" or "cosine"; null chooses by the model.
         rounds: How often choices are scored again beside those of the plan so far.
@@ -40,6 +41,7 @@ class PlanOptions:
     batch_size: int = 16
     cost: str = "flops"
     router: str = "stride"
+    importance: str = "per_viewer"
     options: list[tuple[float, str, str]] | None = None
     divergence: str | None = None
     rounds: int = 0
@@ -49,6 +51,7 @@ class PlanOptions:
             self, "plan", budget="(0, inf)" if self.cost == "milliseconds" else "(0, 1)", batches="[1, inf)",
             batch_size="[1, inf)", cost=("flops", "image_flops", "cache", "milliseconds"), divergence=("kl", "cosine"),
             options="[0, 1]", rounds="[0, inf)",
+            importance=("per_viewer", "mean", "class_token", "last_token"),
         )  # fmt: skip
 
 

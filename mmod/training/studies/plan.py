@@ -102,6 +102,7 @@ def search_for(config: TrainConfig | ChatConfig, options: PlanOptions, folder: P
             part=part,
             options=None if options.options is None else [Option(*each) for each in options.options],
             router=options.router,
+            importance=options.importance,
             cost=options.cost,
             divergence=options.divergence,
             rounds=options.rounds,
