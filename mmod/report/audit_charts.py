@@ -8,7 +8,7 @@ from typing import Any
 from mmod.report.charts import COLOURS, Chart, described
 from mmod.report.sources import AuditRecord
 
-__all__ = ["conditions_chart", "flops_chart", "kept_chart", "matrix_chart", "strata_chart"]
+__all__ = ["conditions_chart", "flops_chart", "gaps_chart", "kept_chart", "matrix_chart"]
 
 
 def conditions_chart(record: AuditRecord) -> Chart:
@@ -26,60 +26,57 @@ def conditions_chart(record: AuditRecord) -> Chart:
         }
         for own in record.audit["conditions"]
     ]
-    x = {"type": "quantitative", "title": "accuracy in %, 95 % interval", "scale": {"zero": False}}
-    rule = {"x": {"field": "low", **x}, "x2": {"field": "high"}}
-    spec = {
-        "encoding": {
-            "y": {"field": "tokens kept", "type": "nominal", "sort": None, "title": None},
-            "color": {"field": "kind", "scale": {"range": COLOURS}, "legend": {"orient": "bottom"}},
-            "tooltip": _tooltip("tokens kept", "kind", "accuracy", "low", "high", "p"),
-        },
-        "layer": [
-            {"mark": {"type": "rule", "strokeWidth": 2}, "encoding": rule},
-            {"mark": {"type": "point", "filled": True, "size": 90}, "encoding": {"x": {"field": "accuracy", **x}}},
-        ],
-    }
+    spec = _intervals(rows, "accuracy in %, 95 % interval", {"orient": "bottom"}, {"zero": False})
     figures = ", ".join(f"{row['tokens kept']} {row['accuracy']:.1f}" for row in rows)
     text = f"Accuracy in percent of {record.name} with as many tokens chosen otherwise: {figures}."
     return _chart(record, "conditions", "accuracy with each choice of tokens", text, rows, spec)
 
 
-def strata_chart(record: AuditRecord) -> Chart | None:
-    """Return what the learned choice is worth in each stratum; None where none was asked for.
+def gaps_chart(record: AuditRecord, part: str) -> Chart | None:
+    """Return how far a model is above what it is compared with in each stratum; None where none was asked for.
 
     Args:
         record: The audit.
+        part: "strata", where the random choice of tokens is compared, or "beside", where other models are.
     """
     rows = [
         {
             "stratum": f"{own['group']}: {own['name']}",
             "by": own["group"],
-            "images": own["images"],
             **_ends("gap", own["gap"]),
+            "images": own["images"],
             "accuracy": own["accuracy"]["value"],
             "p": own["accuracy_p"],
         }
-        for own in record.audit.get("strata", [])
+        for own in record.audit.get(part, [])
     ]
     if not rows:
         return None
-    title = "points of accuracy over random tokens, intervals hold together in 95 %"
-    x = {"type": "quantitative", "title": title}
+    other = "random tokens" if part == "strata" else "other models"
+    spec = _intervals(rows, f"points of accuracy over {other}, intervals hold together in 95 %", None, {})
+    figures = ", ".join(f"{row['stratum']} {row['gap']:+.1f}" for row in rows)
+    text = f"Points of accuracy that {record.name} is above {other}: {figures}."
+    return _chart(record, part, f"points over {other} in parts of the set", text, rows, spec)
+
+
+def _intervals(
+    rows: Sequence[Mapping[str, Any]], title: str, legend: Mapping[str, Any] | None, scale: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return intervals below each other; rows have a name, what colours it, a figure, `low`, `high` and more."""
+    name, colour, figure, *_ = rows[0]
+    x = {"type": "quantitative", "title": title, "scale": scale}
     rule = {"x": {"field": "low", **x}, "x2": {"field": "high"}}
-    spec = {
+    return {
         "encoding": {
-            "y": {"field": "stratum", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 260}},
-            "color": {"field": "by", "scale": {"range": COLOURS}, "legend": None},
-            "tooltip": _tooltip("stratum", "images", "gap", "low", "high", "accuracy", "p"),
+            "y": {"field": name, "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 260}},
+            "color": {"field": colour, "scale": {"range": COLOURS}, "legend": legend},
+            "tooltip": _tooltip(*rows[0]),
         },
         "layer": [
             {"mark": {"type": "rule", "strokeWidth": 2}, "encoding": rule},
-            {"mark": {"type": "point", "filled": True, "size": 90}, "encoding": {"x": {"field": "gap", **x}}},
+            {"mark": {"type": "point", "filled": True, "size": 90}, "encoding": {"x": {"field": figure, **x}}},
         ],
     }
-    figures = ", ".join(f"{row['stratum']} {row['gap']:+.1f}" for row in rows)
-    text = f"Points of accuracy that the learned choice of {record.name} is above random tokens: {figures}."
-    return _chart(record, "strata", "the learned over the random choice in parts of the set", text, rows, spec)
 
 
 def matrix_chart(record: AuditRecord) -> Chart | None:
@@ -206,5 +203,5 @@ def _ends(name: str, own: Mapping[str, float]) -> dict[str, float]:
 
 def _tooltip(*names: str) -> list[dict[str, str]]:
     """Return what is shown of a mark: texts as they are, numbers with three decimals."""
-    texts = ("tokens kept", "kind", "kept in", "again in", "block", "decided in", "model", "part", "stratum")
+    texts = ("tokens kept", "kind", "kept in", "again in", "block", "decided in", "model", "part", "stratum", "by")
     return [{"field": name} if name in texts else {"field": name, "format": ".3f"} for name in names]

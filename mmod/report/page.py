@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmod.analysis.audit.result import read_audit
-from mmod.analysis.audit.strata import strata_told
+from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
 from mmod.extras import name_missing_extra
 from mmod.io.claim import claim_folder
 from mmod.io.files import write_atomically
-from mmod.report.audit_charts import conditions_chart, flops_chart, kept_chart, matrix_chart, strata_chart
+from mmod.report.audit_charts import conditions_chart, flops_chart, gaps_chart, kept_chart, matrix_chart
 from mmod.report.charts import Chart, tradeoff_charts
 from mmod.report.frame import frame
 from mmod.report.health import health_chart
@@ -90,7 +90,8 @@ def _study_part(study: StudyRecord) -> _Part:
 
 def _audit_part(record: AuditRecord) -> _Part:
     drawn = [
-        conditions_chart(record), strata_chart(record), matrix_chart(record), kept_chart(record), flops_chart(record),
+        conditions_chart(record), gaps_chart(record, "strata"), gaps_chart(record, "beside"), matrix_chart(record),
+        kept_chart(record), flops_chart(record),
     ]  # fmt: skip
     charts = [chart for chart in drawn if chart is not None]
     audit, across = record.audit, record.audit["across"]
@@ -109,23 +110,29 @@ def _audit_part(record: AuditRecord) -> _Part:
         f"<p><strong>{escape(audit['verdict'])}</strong></p>{_figure(charts[0])}"
         + _table(header, rows, f"Choices of tokens, {audit['images']} images, {audit['draws']} random draws")
         + f"<p>{escape(across['verdict'])} Share of the tokens never kept: {escape(never)}.</p>"
-        + "".join(map(_figure, charts[1:])) + _strata_table(record)
+        + "".join(map(_figure, charts[1:])) + _strata_tables(record)
         + _details("Environment", _lines(record.environment)),
         charts,
     )  # fmt: skip
 
 
-def _strata_table(record: AuditRecord) -> str:
-    """Return the table behind the figure of strata, and what it says; nothing where none was asked for."""
-    strata = read_audit(record.audit).strata
-    rows = [
-        [f"{own.group}: {own.name}", str(own.images), f"{own.accuracy:.1f}", f"{own.random:.1f}", f"{own.gap:+.1f}",
-         _shown(own.accuracy_p), f"{own.loss_gap:+.3f}", _shown(own.loss_p)]
-        for own in strata
-    ]  # fmt: skip
-    header = ["stratum", "images", "accuracy %", "random %", "gap", "p, corrected", "loss gap", "p, corrected"]
-    told = "".join(f"<p>{escape(sentence)}</p>" for sentence in strata_told(strata))
-    return told + _table(header, rows, "The learned over the random choice in parts of the set") if rows else ""
+def _strata_tables(record: AuditRecord) -> str:
+    """Return the tables behind the figures of strata and of other models, and what they say, where there are any."""
+    audit = read_audit(record.audit)
+    own = None if record.flops is None else float(record.flops["routed"])
+    counted = {"this model": own, **(record.beside_flops or {})}
+    costs = ", ".join(f"{name} {cost / 1e6:.2f}" for name, cost in counted.items() if cost is not None)
+    return _gaps(
+        "The learned over the random choice in parts of the set", audit.strata, "random", strata_told(audit.strata)
+    ) + _gaps(
+        "The model over others on the same samples", audit.beside, "its",
+        [*beside_told(audit.beside), f"MFLOPs of a sample: {costs or 'not counted'}."],
+    )  # fmt: skip
+
+
+def _gaps(caption: str, strata: Sequence[Stratum], other: str, told: Sequence[str]) -> str:
+    header, *rows = strata_rows(strata, other)
+    return "".join(f"<p>{escape(own)}</p>" for own in told) + _table(header, rows, caption) if rows else ""
 
 
 def _agreements(audits: Sequence[AuditRecord]) -> str:

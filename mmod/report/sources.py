@@ -57,6 +57,7 @@ class AuditRecord:
         audit: What it found, see `mmod.analysis.Audit.to_dict`.
         flops: FLOPs of an image, see `mmod.analysis.FlopReport.to_dict`; None where they were not counted.
         maps: Sample images and what blocks keep of them; None where none were drawn.
+        beside_flops: FLOPs of an image in other models that were judged too, by name, None where they were not counted.
     """
 
     name: str
@@ -66,6 +67,7 @@ class AuditRecord:
     audit: Mapping[str, Any]
     flops: Mapping[str, Any] | None
     maps: Mapping[str, Any] | None
+    beside_flops: Mapping[str, float | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
     name = _run_name(path.parent.parent, root)
     try:
         names = ("command", "environment", "audit", "flops", "maps")
-        found = AuditRecord(name, path.parent, **{field: record[field] for field in names})
+        fields = {field: record[field] for field in names}
+        found = AuditRecord(name, path.parent, **fields, beside_flops=record.get("beside_flops"))
         if found.maps is not None:
             _check_maps(found.maps)
         return found

@@ -43,6 +43,7 @@ def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), cap
     found = mmod.audit(
         model, batches, draws=1, resamples=100, conditions=["random", "centre", "mean mask"], leave_one_out=1,
         strata=lambda batch: {"class": [f"number {number}" for number in batch[1].tolist()]},
+        beside={"dense": mmod.unroute_(plant(router, blocks, capacity))},
     )  # fmt: skip
     images = batches[0][0][:4]
     with torch.no_grad(), mmod.trace(model) as decisions:
@@ -55,6 +56,7 @@ def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), cap
         "environment": {"torch": torch.__version__},
         "audit": found.to_dict(),
         "flops": mmod.flops(model, images.shape[1:]).to_dict(),
+        "beside_flops": {"dense": float(mmod.flops(model, images.shape[1:]).dense)},
         "maps": {
             "grid": [SIDE, SIDE],
             "blocks": {name: [row.nonzero().flatten().tolist() for row in own] for name, own in zip(decisions, kept)},

@@ -63,7 +63,7 @@ def asked(driver: Any) -> set[str]:
 
 def test_every_figure_is_drawn_and_says_what_it_shows(browser: Any) -> None:
     figures = browser.find_elements("css selector", "figure:has(> .chart)")
-    assert len(figures) == 3 + 1 + 1 + 5 + 4
+    assert len(figures) == 3 + 1 + 1 + 6 + 5
     for figure in figures:
         drawn = figure.find_element("css selector", "svg")
         assert drawn.rect["width"] > 100

@@ -75,6 +75,7 @@ def test_the_page_is_whole_small_and_needs_no_other(report: Path) -> None:
     policy = next(own["content"] for tag, own in page.elements if own.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'")
     assert "<b>" not in text.partition("<script")[0]
+    assert text.count("MFLOPs of a sample: this model ") == 2
 
 
 @needs_charts
@@ -82,9 +83,9 @@ def test_every_figure_has_its_words_its_command_and_its_files(report: Path, fold
     page = Page(report.read_text())
     charts = [json.loads(script) for script in page.scripts if script.startswith("{")]
     names = [own["id"] for tag, own in page.elements if tag == "figure" and "id" in own]
-    # Three costs of the study, maps, routers in training, and of each audit conditions, strata, kept share, FLOPs and
-    # once the blocks.
-    assert len(charts) == len(names) == len(set(names)) == 3 + 1 + 1 + 5 + 4
+    # Three costs of the study, maps, routers in training, and of each audit conditions, strata, other models, kept
+    # share, FLOPs and once the blocks.
+    assert len(charts) == len(names) == len(set(names)) == 3 + 1 + 1 + 6 + 5
     assert all(len(chart["description"]) > 40 for chart in charts)
     for name in names:
         assert (report.parent / f"{name}.png").read_bytes().startswith(b"\x89PNG")

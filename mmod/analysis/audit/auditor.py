@@ -29,6 +29,9 @@ __all__ = ["Auditor", "Judge", "Shift"]
 Shift = Callable[[Any, range], Any]
 """From a batch and the numbers of its images to one of other images of the same kind."""
 
+# In the place of a shift: what another model made of the images.
+_BESIDE = "beside"
+
 Judge = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """Runs a model on a batch, once, and returns the loss and the accuracy in [0, 1] of each image or sample, (B,) each."""
 
@@ -53,6 +56,7 @@ class Auditor:
         draws: Random choices for each image.
         grid: Rows and columns of the tokens that may be skipped, None to ask the model.
         shifts: Names to functions that return a batch changed, given it and the numbers of its images.
+        beside: Other models that are judged on the same batches, by name.
 
     Attributes:
         positions: What the model keeps at each position.
@@ -62,13 +66,14 @@ class Auditor:
 
     def __init__(
         self, model: nn.Module, judge: Judge, made: Mapping[str, Choice], draws: int, grid: tuple[int, int] | None,
-        shifts: Mapping[str, Shift],
+        shifts: Mapping[str, Shift], beside: Mapping[str, nn.Module],
     ) -> None:  # fmt: skip
         self.model = model
         self.judge = judge
         self.made = made
         self.draws = draws
         self.shifts = shifts
+        self.beside = beside
         self.grid = grid or getattr(getattr(model, "patch_embed", None), "grid_size", None)
         self.blocks = routed_blocks(model)
         self.positions, self.across = Counter(list(self.blocks)), Counter(list(self.blocks))
@@ -112,6 +117,8 @@ class Auditor:
         for name, shift in self.shifts.items():
             shifted, _ = self._see(shift(batch, seen.images), name, seen.partners)
             self._note((RANDOM, name), *self._judge(shifted, self.made[RANDOM]))
+        for name, other in self.beside.items():
+            self._note((name, _BESIDE), *self.judge(other, batch))
         self._images = seen.images.stop
         return len(seen.images)
 
@@ -138,6 +145,14 @@ class Auditor:
             shift: As for `outcomes`.
         """
         return Outcomes(*self.outcomes(LEARNED, shift), *self.outcomes(RANDOM, shift))
+
+    def against(self, other: str) -> Outcomes:
+        """Return the outcomes of the learned choice and of another model.
+
+        Args:
+            other: Its name.
+        """
+        return Outcomes(*self.outcomes(LEARNED), *self.outcomes(other, _BESIDE))
 
     def _note(self, name: tuple[str, str], loss_B: Tensor, accuracy_B: Tensor) -> None:
         both = (loss_B.double().cpu().numpy(), accuracy_B.double().cpu().numpy())

@@ -13,7 +13,7 @@ from mmod.analysis.audit.across import Across
 from mmod.analysis.audit.choices import Choice
 from mmod.analysis.audit.oracle import LeaveOneOut
 from mmod.analysis.audit.statistics import Estimate, Values, adjusted, estimate_of, resampled_means, sign_test
-from mmod.analysis.audit.strata import Stratum, strata_told
+from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
 from mmod.analysis.tables import markdown_table
 
 __all__ = ["LEARNED", "Audit", "Condition", "Kind", "compare", "read_audit"]
@@ -71,6 +71,7 @@ class Audit:
         across: How the decisions of the blocks hang together.
         strata: The learned against the random choice in parts of the set, where any were asked for.
         leave_one_out: What single tokens are worth, where that was asked for.
+        beside: The model against others, on all images and in parts of the set, where there were any.
     """
 
     images: int
@@ -84,6 +85,7 @@ class Audit:
     across: Across
     strata: list[Stratum] = dataclasses.field(default_factory=list)
     leave_one_out: LeaveOneOut | None = None
+    beside: list[Stratum] = dataclasses.field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON values."""
@@ -115,16 +117,19 @@ class Audit:
         """Return what was found in strata and about single tokens, where that was asked for."""
         parts = []
         if self.strata:
-            header = ["by", "stratum", "images", "accuracy %", "random %", "gap", "p", "loss gap", "p of loss"]
-            rows = [
-                [own.group, own.name, str(own.images), f"{own.accuracy:.1f}", f"{own.random:.1f}", f"{own.gap:+.1f}",
-                 f"{own.accuracy_p:.3g}", f"{own.loss_gap:+.3f}", f"{own.loss_p:.3g}"]
-                for own in self.strata
-            ]  # fmt: skip
+            header, *rows = strata_rows(self.strata, "random")
             parts += [
                 markdown_table(header, rows),
                 "Gaps are those of the learned over the random choice; their intervals hold for all of them together.",
                 *strata_told(self.strata),
+            ]
+        if self.beside:
+            header, *rows = strata_rows(self.beside, "its")
+            parts += [
+                markdown_table(["beside", *header[1:]], rows),
+                "Gaps are those of this model over the other, on the same images; their intervals hold for all of them "
+                "together.",
+                *beside_told(self.beside),
             ]
         if self.leave_one_out is not None:
             single = self.leave_one_out
@@ -159,12 +164,11 @@ def read_audit(fields: Mapping[str, Any]) -> Audit:
     plain = {name: _estimate(value) for name, value in fields.items()}
     # Not there in what earlier versions wrote.
     single = fields.get("leave_one_out")
-    more = {
-        "strata": [
-            Stratum(**{name: _estimate(value) for name, value in own.items()}) for own in fields.get("strata", [])
-        ],
-        "leave_one_out": None if single is None else LeaveOneOut(**_estimates(single)),
+    more: dict[str, Any] = {
+        part: [Stratum(**{name: _estimate(value) for name, value in own.items()}) for own in fields.get(part, [])]
+        for part in ("strata", "beside")
     }
+    more["leave_one_out"] = None if single is None else LeaveOneOut(**_estimates(single))
     return Audit(**{**plain, "conditions": conditions, "across": Across(**across), **more})
 
 

@@ -18,7 +18,7 @@ from mmod.analysis.audit.auditor import Auditor, Judge, Shift
 from mmod.analysis.audit.choices import Place, choices
 from mmod.analysis.audit.judges import judge_classes
 from mmod.analysis.audit.result import LEARNED, Audit, compare
-from mmod.analysis.audit.strata import DIFFICULTY, SHIFT, Strata, StratumOf, compare_strata
+from mmod.analysis.audit.strata import ALL, DIFFICULTY, SHIFT, Strata, StratumOf, compare_strata
 from mmod.values import check_value
 
 __all__ = ["audit"]
@@ -41,6 +41,7 @@ def audit(
     reference: nn.Module | None = None,
     shifts: Mapping[str, Shift] | None = None,
     leave_one_out: int = 0,
+    beside: Mapping[str, nn.Module] | None = None,
     progress: bool = False,
 ) -> Audit:
     """Find out whether a routed model's decisions follow content or position, or are no better than chance.
@@ -76,6 +77,8 @@ def audit(
             given it and the numbers of its images. `mmod.analysis.audit.SHIFTS` has some for images.
         leave_one_out: On how many of the batches, from the first, each token is left out once from each decision, to
             compare its worth with its score. Takes as many passes as tokens may be skipped.
+        beside: Other models by name, such as one of early exit at the same budget, which `judge` runs on the same
+            images: the audited one is compared with each of them, on all images and in each stratum.
         progress: Show a bar.
 
     Returns:
@@ -102,9 +105,10 @@ def audit(
         if isinstance(given, Iterator):
             raise TypeError(f"batches are passed twice, so they must be a list or a loader, got {given!r}")
     check_value("leave_one_out", leave_one_out, int, "[0, inf)")
-    auditor, sorted_by = Auditor(model, judge, made, draws, grid, shifts or {}), Strata()
+    beside = beside or {}
+    auditor, sorted_by = Auditor(model, judge, made, draws, grid, shifts or {}, beside), Strata()
     with ExitStack() as stack:
-        for frozen in filter(None, (model, reference)):
+        for frozen in filter(None, (model, reference, *beside.values())):
             stack.enter_context(_frozen(frozen))
         for batch in tqdm(batches if positions_from is None else positions_from, "positions", disable=not progress):
             auditor.learn(batch)
@@ -117,10 +121,21 @@ def audit(
     outcomes = {name: auditor.outcomes(name) for name in (LEARNED, *made)}
     found = compare(outcomes, made, resamples=resamples, margin=margin, draws=draws, across=auditor.across.result())
     whole = auditor.against_random()
-    parts = {names: whole.of(members) for names, members in sorted_by.members().items()}
+    members = sorted_by.members()
+    parts = {names: whole.of(chosen) for names, chosen in members.items()}
     if shifts:
         parts |= {(SHIFT, name or "none"): auditor.against_random(name) for name in ("", *shifts)}
-    return dataclasses.replace(found, strata=compare_strata(parts, resamples), leave_one_out=auditor.worth.result())
+    others = {}
+    for name in beside:
+        both = auditor.against(name)
+        others[name, ALL] = both
+        others |= {(name, f"{group}: {part}"): both.of(chosen) for (group, part), chosen in members.items()}
+    return dataclasses.replace(
+        found,
+        strata=compare_strata(parts, resamples),
+        leave_one_out=auditor.worth.result(),
+        beside=compare_strata(others, resamples),
+    )
 
 
 @contextmanager

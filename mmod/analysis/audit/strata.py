@@ -20,27 +20,40 @@ from mmod.analysis.audit.statistics import (
     simultaneous,
 )
 
-__all__ = ["DIFFICULTY", "SHIFT", "Outcomes", "Strata", "Stratum", "StratumOf", "compare_strata", "strata_told"]
+__all__ = [
+    "ALL",
+    "DIFFICULTY",
+    "SHIFT",
+    "Outcomes",
+    "Strata",
+    "Stratum",
+    "StratumOf",
+    "beside_told",
+    "compare_strata",
+    "strata_rows",
+    "strata_told",
+]
 
 StratumOf = Callable[[Any], Mapping[str, "Sequence[str] | Sequence[float] | Tensor"]]
 """From a batch to what its images are sorted by: names, or numbers of which thirds are made, (B,) each."""
 
-DIFFICULTY, SHIFT = "loss of the dense model", "shift"
+ALL, DIFFICULTY, SHIFT = "all images", "loss of the dense model", "shift"
 _THIRDS = ("lowest third", "middle third", "highest third")
 
 
 @dataclass(frozen=True)
 class Stratum:
-    """Some of the images, or all of them changed in one way.
+    """Some of the images, or all of them changed in one way, under the learned and the random choice of tokens.
 
     Args:
-        group: What the images are sorted by.
+        group: What the images are sorted by; or the name of another model, which then takes the place of the random
+            choice.
         name: Which of them these are.
         images: Number of images.
-        accuracy: Accuracy in percent with the learned choice of tokens.
+        accuracy: Accuracy in percent with the learned choice.
         random: The same with the random one.
-        gap: How much the first is above the second; the interval is one of those of 95 % that hold for all strata
-            of an audit together.
+        gap: How much the first is above the second; the interval is one of those of 95 % that hold for all strata of
+            a comparison together.
         loss_gap: How much the loss is above that with the learned choice where the choice is random; the interval is
             of the same kind.
         accuracy_p: How likely such a gap is by chance, corrected for all strata.
@@ -154,6 +167,21 @@ def compare_strata(strata: Mapping[tuple[str, str], Outcomes], resamples: int) -
     return found
 
 
+def strata_rows(strata: Sequence[Stratum], other: str) -> list[list[str]]:
+    """Return a table of strata, its header first.
+
+    Args:
+        strata: The strata.
+        other: What the learned choice is compared with.
+    """
+    header = ["by", "stratum", "images", "accuracy %", f"{other} %", "gap", "p", "loss gap", "p of loss"]
+    return [header] + [
+        [own.group, own.name, str(own.images), f"{own.accuracy:.1f}", f"{own.random:.1f}", f"{own.gap:+.1f}",
+         f"{own.accuracy_p:.3g}", f"{own.loss_gap:+.3f}", f"{own.loss_p:.3g}"]
+        for own in strata
+    ]  # fmt: skip
+
+
 def strata_told(strata: Sequence[Stratum]) -> list[str]:
     """Return a sentence for each group: where the learned choice is worth most and least, and if that can be told.
 
@@ -162,14 +190,41 @@ def strata_told(strata: Sequence[Stratum]) -> list[str]:
     """
     told = []
     for group in dict.fromkeys(own.group for own in strata):
-        ordered = sorted((own for own in strata if own.group == group), key=lambda own: own.gap.value)
-        least, most = ordered[0], ordered[-1]
-        if least is most:
-            continue
-        is_apart = most.gap.low > least.gap.high
-        told.append(
-            f"By {group}, the learned choice is worth most in {most.name!r}, {most.gap:+.1f} points over random "
-            f"tokens, and least in {least.name!r}, {least.gap:+.1f}: "
-            + ("the intervals are apart." if is_apart else "the intervals overlap.")
-        )
+        ends = _ends([own for own in strata if own.group == group])
+        if ends is not None:
+            most, least, apart = ends
+            told.append(
+                f"By {group}, the learned choice is worth most in {most.name!r}, {most.gap:+.1f} points over random "
+                f"tokens, and least in {least.name!r}, {least.gap:+.1f}: {apart}."
+            )
     return told
+
+
+def beside_told(strata: Sequence[Stratum]) -> list[str]:
+    """Return a sentence for each other model: how far this one is above it, and where most and least.
+
+    Args:
+        strata: All images and strata, by other model.
+    """
+    told = []
+    for group in dict.fromkeys(own.group for own in strata):
+        whole, *parts = (own for own in strata if own.group == group)
+        is_clear = whole.gap.low > 0 or whole.gap.high < 0
+        sentence = f"Beside {group}, the model is at {whole.gap:+.1f} points"
+        sentence += ", so that they differ" if is_clear else ", so that they cannot be told apart"
+        # Where both are asked for, whether hard images are another matter than easy ones.
+        ends = _ends([own for own in parts if own.name.startswith(DIFFICULTY)] or parts)
+        if ends is not None:
+            most, least, apart = ends
+            sentence += f"; most in {most.name!r}, {most.gap:+.1f}, least in {least.name!r}, {least.gap:+.1f}: {apart}"
+        told.append(f"{sentence}.")
+    return told
+
+
+def _ends(strata: Sequence[Stratum]) -> tuple[Stratum, Stratum, str] | None:
+    """Return the strata of the largest and the smallest gap, and whether these are apart; None for fewer than two."""
+    ordered = sorted(strata, key=lambda own: own.gap.value)
+    if len(ordered) < 2:
+        return None
+    least, most = ordered[0], ordered[-1]
+    return most, least, "the intervals are apart" if most.gap.low > least.gap.high else "the intervals overlap"

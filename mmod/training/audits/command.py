@@ -8,6 +8,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,10 +53,11 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
     from mmod.analysis.audit.result import read_audit
     from mmod.io.claim import claim_folder
     from mmod.io.files import write_atomically
+    from mmod.training.engine.evaluate import KeptShares
     from mmod.training.engine.loop import seed_draws
 
     options, folder = config.audit, Path(config.output) / "audit"
-    later: dict[str, Any] = {"audit.reference": None, "audit.shifts": [], "audit.leave_one_out": 0}
+    later: dict[str, Any] = {"audit.reference": None, "audit.shifts": [], "audit.leave_one_out": 0, "audit.beside": []}
     claim = partial(claim_folder, folder, _record(config), file=_RECORD, kind="an audit", defaults=later)
     if (folder / _FOUND).exists():
         claim()
@@ -67,12 +69,18 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
         raise ValueError(
             "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
         )
-    shifts = subject.shifts(options)
+    shifts, beside = subject.shifts(options), _beside(config)
+    kept = {id(own): KeptShares(own, next(own.parameters()).device) for own in beside.values()}
     claim()
+
+    def judge(own: Any, batch: Any) -> Any:
+        with kept[id(own)].watch() if id(own) in kept else nullcontext():
+            return subject.judge(own, batch.batch)
+
     found = audit(
         model,
         subject.batches(),
-        judge=lambda own, batch: subject.judge(own, batch.batch),
+        judge=judge,
         positions_from=None if options.positions_split is None else subject.batches(options.positions_split),
         conditions=subject.conditions if options.conditions is None else options.conditions,
         draws=options.draws,
@@ -82,21 +90,25 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
         reference=None if options.reference is None else subject.create(options.reference),
         shifts=shifts,
         leave_one_out=options.leave_one_out,
+        beside=beside,
         progress=progress,
     )
+    costs = {name: subject.cost(own, kept[id(own)].means()) for name, own in beside.items()}
     drawn = subject.maps(model, options.maps) if options.maps else None
+    cost = subject.flops(model)
     record = {
         "name": Path(config.output).name,
         "command": command or f"mmod audit {shlex.quote(config.output)}",
         "environment": _environment(),
         "audit": found.to_dict(),
-        "flops": subject.flops(model),
+        "flops": cost,
+        "beside_flops": costs,
         "maps": None if drawn is None else drawn[0],
     }
     if drawn is not None:
         drawn[1].savefig(folder / "maps.png", dpi=150, bbox_inches="tight")
     draw_audit(found).savefig(folder / "audit.png", dpi=150)
-    write_atomically(folder / "audit.md", f"{found}\n")
+    write_atomically(folder / "audit.md", f"{found}\n{_costs_told(cost, costs)}")
     write_atomically(folder / _FOUND, json.dumps(record, indent=1) + "\n")
     return found
 
@@ -114,6 +126,29 @@ def _subject(config: AnyConfig) -> Subject[Any]:
     from mmod.training.audits.image import ImageSubject
 
     return ImageSubject(config)
+
+
+def _beside(config: AnyConfig) -> dict[str, Any]:
+    """Return the models of other runs by the names of their folders."""
+    folders = {Path(folder).name: Path(folder) for folder in config.audit.beside}
+    if len(folders) < len(config.audit.beside):
+        raise ValueError(f"audit.beside names two folders alike: {', '.join(config.audit.beside)}")
+    found = {}
+    for name, folder in folders.items():
+        kind, fields = _of_run(folder)
+        if kind is not type(config):
+            raise ValueError(f"audit.beside: {str(folder)!r} is a run of another kind than the audited one")
+        found[name] = _subject(kind.from_dict(fields)).create()
+    return found
+
+
+def _costs_told(own: Mapping[str, Any] | None, costs: Mapping[str, float | None]) -> str:
+    """Return what the models cost beside each other; nothing where that was not counted."""
+    counted = {name: cost for name, cost in costs.items() if cost is not None}
+    if own is None or not counted:
+        return ""
+    others = ", ".join(f"{name} {cost / 1e6:.2f}" for name, cost in counted.items())
+    return f"\nMFLOPs of a sample, as counted on these: this model {own['routed'] / 1e6:.2f}, {others}.\n"
 
 
 def _has_weights(config: AnyConfig) -> bool:

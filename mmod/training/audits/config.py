@@ -28,6 +28,8 @@ class AuditOptions:
         reference: Folder of a dense run of the same kind, by whose loss images are sorted; null for none.
         shifts: Names of `mmod.analysis.audit.SHIFTS` by which the images are changed for further comparisons.
         leave_one_out: Batches on which each token is left out once.
+        beside: Folders of runs of the same kind, such as one of early exit at the same budget, whose models are judged
+            on the same set, and in the same strata.
     """
 
     conditions: list[str] | None = None
@@ -39,6 +41,7 @@ class AuditOptions:
     reference: str | None = None
     shifts: list[str] = field(default_factory=list)
     leave_one_out: int = 0
+    beside: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         limits = {"draws": "[1, inf)", "resamples": "[100, inf)", "maps": "[0, inf)", "leave_one_out": "[0, inf)"}

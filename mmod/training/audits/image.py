@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +20,10 @@ from mmod.data.loader import create_eval_stream
 from mmod.training.audits.config import AuditConfig
 from mmod.training.audits.subject import Again, Sorted, Subject
 from mmod.training.engine.distributed import choose_device
+from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.image.config import DistillConfig
 from mmod.training.image.model import create_models
-from mmod.training.studies.image import sample_images
+from mmod.training.studies.image import image_flops, sample_images
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,6 +72,12 @@ class ImageSubject(Subject[AuditConfig]):
         """Return the FLOPs of an image."""
         data = self.config.data
         return flops(model, (data.channels, data.image_size, data.image_size)).to_dict()
+
+    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> float:
+        """Return the FLOPs of an image, on average where images leave early."""
+        found = RoutedResult()
+        found.kept = dict(kept)
+        return image_flops(model, self.config, found)
 
     def maps(self, model: nn.Module, count: int) -> tuple[dict[str, Any], Figure]:
         """Return what the blocks keep of sample images."""

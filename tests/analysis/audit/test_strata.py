@@ -117,3 +117,28 @@ def test_strata_that_do_not_fit_are_refused() -> None:
     strata.add({"size": [1.0]}, 1)
     with pytest.raises(ValueError, match="strata name kind and named size before"):
         strata.add({"kind": ["a"]}, 1)
+
+
+def test_a_model_is_compared_with_others_in_the_same_strata() -> None:
+    routed, batches = plant("norm"), batches_of(60, seed=0)
+    dense = mmod.unroute_(plant("norm")).train()
+    options = {"conditions": ["random"], "draws": 1, "resamples": 100, "reference": dense}
+    found = mmod.audit(routed, batches, beside={"itself": plant("norm"), "dense": dense}, **options)
+    assert dense.training
+    groups = {name: [own for own in found.beside if own.group == name] for name in ("itself", "dense")}
+    thirds = [f"loss of the dense model: {third} third" for third in ("lowest", "middle", "highest")]
+    for rows in groups.values():
+        assert [own.name for own in rows] == ["all images", *thirds]
+        assert sum(own.images for own in rows[1:]) == rows[0].images == 60
+    assert all(own.gap.value == own.loss_gap.value == 0 and own.accuracy_p == 1 for own in groups["itself"])
+    images, targets = (torch.cat(part) for part in zip(*batches))
+    with torch.no_grad():
+        right = {name: model.eval()(images).argmax(1) == targets for name, model in (("own", routed), ("other", dense))}
+    whole = groups["dense"][0]
+    assert whole.accuracy.value == found.conditions[0].accuracy.value
+    assert whole.random.value == pytest.approx(100 * float(right["other"].float().mean()))
+    assert whole.gap.value == pytest.approx(100 * float((right["own"].float() - right["other"].float()).mean()))
+    assert read_audit(json.loads(json.dumps(found.to_dict()))) == found
+    page = str(found)
+    assert "Beside itself, the model is at +0.0 [+0.0, +0.0] points, so that they cannot be told apart; " in page
+    assert "Beside dense, " in page

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mmod.analysis.audit.result import read_audit
 from mmod.training.audits.command import audit_run, main
@@ -89,6 +90,28 @@ def test_strata_of_objects_shifts_and_a_dense_model(run: Path, tmp_path: Path) -
     assert set(found.leave_one_out.agreement) == {"blocks.1", "blocks.3"}
     with pytest.raises(ValueError, match=r"unknown shift of audit\.shifts fog"):
         main([str(run), *QUICK, "--audit.shifts", "[fog]", "--output", str(tmp_path / "other")])
+
+
+def test_an_early_exit_model_is_judged_beside(run: Path, tmp_path: Path) -> None:
+    fields = yaml.safe_load((run / "config.yaml").read_text())
+    leaves = {"kind": "exit", "confidence": 0.105, "blocks": [0]}
+    model = {**fields["model"], "checkpoint": str(run.parent / "moved")}
+    config = {"data": fields["data"], "epochs": 1, "epoch_steps": 1, "model": model, "rival": leaves}
+    done = fit(TrainConfig.from_dict({**config, "output": str(tmp_path / "exit")}), progress=False)
+    folders = f"[{tmp_path / 'exit'}, {run.parent / 'moved'}]"
+    options = ["--audit.reference", str(run.parent / "moved"), "--audit.beside", folders]
+    main([str(run), *QUICK, *options, "--audit.conditions", "[random]", "--output", str(tmp_path / "found")])
+    record = json.loads((tmp_path / "found/audit/audit.json").read_text())
+    rows = {own.group: own for own in read_audit(record["audit"]).beside if own.name == "all images"}
+    assert rows["exit"].random.value == pytest.approx(done.evaluation.top1)
+    assert sum(own["group"] == "exit" for own in record["audit"]["beside"]) == 1 + 3 * 3
+    cost = record["beside_flops"]
+    assert cost["moved"] == record["flops"]["dense"]
+    assert done.evaluation.mean_kept < 1
+    assert 0 < cost["exit"] < cost["moved"]
+    assert "MFLOPs of a sample" in (tmp_path / "found/audit/audit.md").read_text()
+    with pytest.raises(ValueError, match="names two folders alike"):
+        main([str(run), *QUICK, "--audit.beside", f"[{run}, {run}]", "--output", str(tmp_path / "other")])
 
 
 def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path) -> None:
