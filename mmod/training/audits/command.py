@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -48,12 +48,11 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
         FolderTakenError: If the folder holds the audit of another config.
         ValueError: If the config starts from no weights, or routes nothing.
     """
-    from mmod import audit, is_routed
+    from mmod import is_routed
     from mmod.analysis.audit.plots import draw_audit
     from mmod.analysis.audit.result import read_audit
     from mmod.io.claim import claim_folder
     from mmod.io.files import write_atomically
-    from mmod.training.engine.evaluate import KeptShares
     from mmod.training.engine.loop import seed_draws
 
     options, folder = config.audit, Path(config.output) / "audit"
@@ -69,6 +68,34 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
         raise ValueError(
             "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
         )
+    found, costs = _audited(config, subject, model, claim, progress)
+    drawn = subject.maps(model, options.maps) if options.maps else None
+    cost = subject.flops(model)
+    record = {
+        "name": Path(config.output).name,
+        "command": command or f"mmod audit {shlex.quote(config.output)}",
+        "environment": _environment(),
+        "audit": found.to_dict(),
+        "flops": cost,
+        "beside_flops": costs,
+        "maps": None if drawn is None else drawn[0],
+    }
+    if drawn is not None:
+        drawn[1].savefig(folder / "maps.png", dpi=150, bbox_inches="tight")
+    draw_audit(found).savefig(folder / "audit.png", dpi=150)
+    write_atomically(folder / "audit.md", f"{found}\n{_costs_told(cost, costs)}")
+    write_atomically(folder / _FOUND, json.dumps(record, indent=1) + "\n")
+    return found
+
+
+def _audited(
+    config: AnyConfig, subject: Subject[Any], model: Any, claim: Callable[[], object], progress: bool
+) -> tuple[Audit, dict[str, float | None]]:
+    """Audit a model in a folder that is claimed once all is there; return also what the models beside it cost."""
+    from mmod import audit
+    from mmod.training.engine.evaluate import KeptShares
+
+    options = config.audit
     shifts, beside = subject.shifts(options), _beside(config)
     kept = {id(own): KeptShares(own, next(own.parameters()).device) for own in beside.values()}
     claim()
@@ -93,24 +120,7 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
         beside=beside,
         progress=progress,
     )
-    costs = {name: subject.cost(own, kept[id(own)].means()) for name, own in beside.items()}
-    drawn = subject.maps(model, options.maps) if options.maps else None
-    cost = subject.flops(model)
-    record = {
-        "name": Path(config.output).name,
-        "command": command or f"mmod audit {shlex.quote(config.output)}",
-        "environment": _environment(),
-        "audit": found.to_dict(),
-        "flops": cost,
-        "beside_flops": costs,
-        "maps": None if drawn is None else drawn[0],
-    }
-    if drawn is not None:
-        drawn[1].savefig(folder / "maps.png", dpi=150, bbox_inches="tight")
-    draw_audit(found).savefig(folder / "audit.png", dpi=150)
-    write_atomically(folder / "audit.md", f"{found}\n{_costs_told(cost, costs)}")
-    write_atomically(folder / _FOUND, json.dumps(record, indent=1) + "\n")
-    return found
+    return found, {name: subject.cost(own, kept[id(own)].means()) for name, own in beside.items()}
 
 
 def _subject(config: AnyConfig) -> Subject[Any]:
