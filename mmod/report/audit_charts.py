@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mmod.analysis.audit.statistics import Estimate
 from mmod.report.charts import COLOURS, Chart, described
 from mmod.report.sources import AuditRecord
 
@@ -18,13 +19,8 @@ def conditions_chart(record: AuditRecord) -> Chart:
         record: The audit.
     """
     rows = [
-        {
-            "tokens kept": own["name"],
-            "kind": own["family"],
-            **_ends("accuracy", own["accuracy"]),
-            "p": own["accuracy_p"],
-        }
-        for own in record.audit["conditions"]
+        {"tokens kept": own.name, "kind": own.family, **_ends("accuracy", own.accuracy), "p": own.accuracy_p}
+        for own in record.audit.conditions
     ]
     spec = _intervals(rows, "accuracy in %, 95 % interval", {"orient": "bottom"}, {"zero": False})
     figures = ", ".join(f"{row['tokens kept']} {row['accuracy']:.1f}" for row in rows)
@@ -41,14 +37,14 @@ def gaps_chart(record: AuditRecord, part: str) -> Chart | None:
     """
     rows = [
         {
-            "stratum": f"{own['group']}: {own['name']}",
-            "by": own["group"],
-            **_ends("gap", own["gap"]),
-            "images": own["images"],
-            "accuracy": own["accuracy"]["value"],
-            "p": own["accuracy_p"],
+            "stratum": f"{own.group}: {own.name}",
+            "by": own.group,
+            **_ends("gap", own.gap),
+            "images": own.images,
+            "accuracy": own.accuracy.value,
+            "p": own.accuracy_p,
         }
-        for own in record.audit.get(part, [])
+        for own in (record.audit.strata if part == "strata" else record.audit.beside)
     ]
     if not rows:
         return None
@@ -85,13 +81,13 @@ def matrix_chart(record: AuditRecord) -> Chart | None:
     Args:
         record: The audit.
     """
-    across = record.audit["across"]
-    names = across["decisions"]
+    across = record.audit.across
+    names = across.decisions
     if len(names) < 2:
         return None
     rows = [
-        {"kept in": i, "again in": j, **_ends("share", own), "by chance": across["kept"][j]["value"]}
-        for i, row in zip(names, across["again"])
+        {"kept in": i, "again in": j, **_ends("share", own), "by chance": across.kept[j].value}
+        for i, row in zip(names, across.again)
         for j, own in zip(names, row)
         if own is not None
     ]
@@ -109,7 +105,7 @@ def matrix_chart(record: AuditRecord) -> Chart | None:
             {"mark": "text", "encoding": {"text": {"field": "share", "format": ".2f"}, "color": legible}},
         ],
     }
-    apart = [row["share"] for row in rows if row["kept in"] != row["again in"]]
+    apart = [own.value for i, row in enumerate(across.again) for j, own in enumerate(row) if own is not None and i != j]
     spread = f": from {min(apart):.2f} to {max(apart):.2f} off the diagonal" if apart else ""
     text = f"Share of the tokens kept in one block of {record.name} that another keeps again{spread}."
     return _chart(record, "blocks", "P(kept in the column's block | kept in the row's)", text, rows, spec)
@@ -121,15 +117,15 @@ def kept_chart(record: AuditRecord) -> Chart:
     Args:
         record: The audit.
     """
-    across = record.audit["across"]
+    across = record.audit.across
     rows = [
         {
             "block": block,
             "decided in": name,
-            "kept": across["kept"][name]["value"],
-            "told by position": across["information"][name],
+            "kept": across.kept[name].value,
+            "told by position": across.information[name],
         }
-        for name, blocks in across["blocks"].items()
+        for name, blocks in across.blocks.items()
         for block in blocks
     ]
     shares = {"field": "kept", "type": "quantitative", "scale": {"domain": [0, 1]}, "title": "share of tokens kept"}
@@ -197,8 +193,8 @@ def _chart(
     return Chart(file, f"{record.name}: {title}", text, rows, described(spec, text, rows), record.command)
 
 
-def _ends(name: str, own: Mapping[str, float]) -> dict[str, float]:
-    return {name: own["value"], "low": own["low"], "high": own["high"]}
+def _ends(name: str, own: Estimate) -> dict[str, float]:
+    return {name: own.value, "low": own.low, "high": own.high}
 
 
 def _tooltip(*names: str) -> list[dict[str, str]]:

@@ -8,7 +8,6 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmod.analysis.audit.result import read_audit
 from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
 from mmod.extras import name_missing_extra
 from mmod.io.claim import claim_folder
@@ -94,22 +93,13 @@ def _audit_part(record: AuditRecord) -> _Part:
         kept_chart(record), flops_chart(record),
     ]  # fmt: skip
     charts = [chart for chart in drawn if chart is not None]
-    audit, across = record.audit, record.audit["across"]
-    header = ["tokens kept", "accuracy %", "loss", "accuracy change", "p, corrected", "loss change", "p, corrected"]
-    rows = [
-        [
-            own["name"], _interval(own["accuracy"], ".1f"), _interval(own["loss"], ".3f"),
-            _interval(own["accuracy_change"], "+.1f"), _shown(own["accuracy_p"]),
-            _interval(own["loss_change"], "+.3f"), _shown(own["loss_p"]),
-        ]
-        for own in audit["conditions"]
-    ]  # fmt: skip
-    never = ", ".join(f"{_interval(own, '.3f')} (from {name} on)" for name, own in across["never"].items())
+    audit = record.audit
+    header, *rows = audit.rows()
     return _Part(
         f"Audit of {record.name}",
-        f"<p><strong>{escape(audit['verdict'])}</strong></p>{_figure(charts[0])}"
-        + _table(header, rows, f"Choices of tokens, {audit['images']} images, {audit['draws']} random draws")
-        + f"<p>{escape(across['verdict'])} Share of the tokens never kept: {escape(never)}.</p>"
+        f"<p><strong>{escape(audit.verdict)}</strong></p>{_figure(charts[0])}"
+        + _table(header, rows, f"Choices of tokens, {audit.images} images, {audit.draws} random draws")
+        + f"<p>{escape(audit.across.verdict)} Never kept: {escape(audit.never())}.</p>"
         + "".join(map(_figure, charts[1:])) + _strata_tables(record)
         + _details("Environment", _lines(record.environment)),
         charts,
@@ -118,7 +108,7 @@ def _audit_part(record: AuditRecord) -> _Part:
 
 def _strata_tables(record: AuditRecord) -> str:
     """Return the tables behind the figures of strata and of other models, and what they say, where there are any."""
-    audit = read_audit(record.audit)
+    audit = record.audit
     own = None if record.flops is None else float(record.flops["routed"])
     counted = {"this model": own, **(record.beside_flops or {})}
     costs = ", ".join(f"{name} {cost / 1e6:.2f}" for name, cost in counted.items() if cost is not None)
@@ -139,7 +129,7 @@ def _agreements(audits: Sequence[AuditRecord]) -> str:
     """Return a table of what scores have to do with the worth of single tokens; nothing where it was not asked for."""
     rows = []
     for record in audits:
-        single = read_audit(record.audit).leave_one_out
+        single = record.audit.leave_one_out
         if single is not None:
             worth = [f"{single.oracle:+.3f}", f"{single.random:+.3f}"]
             rows += [
@@ -165,9 +155,9 @@ def _common_parts(audits: Sequence[AuditRecord]) -> list[_Part]:
     ]
     rows = []
     for record in audits:
-        audit, explained = record.audit, record.audit["explained"]
-        share = "" if explained is None else f"{_interval(explained, '.2f')}, {audit['position']}"
-        rows.append([record.name, _interval(audit["gap"], "+.1f"), share, audit["kind"], audit["across"]["kind"]])
+        audit = record.audit
+        share = "" if audit.explained is None else f"{audit.explained:.2f}, {audit.position}"
+        rows.append([record.name, f"{audit.gap:+.1f}", share, audit.kind, audit.across.kind])
     verdicts = _table(header, rows, "Verdicts, with 95 % intervals over images")
     tables = verdicts + _over_seeds(audits) + _agreements(audits)
     maps = maps_chart(audits)
@@ -180,7 +170,7 @@ def _over_seeds(audits: Sequence[AuditRecord]) -> str:
     groups: dict[str, dict[int, dict[str, float]]] = {}
     for record in audits:
         own = groups.setdefault(record.name.rpartition("/")[2], {})
-        own[len(own)] = {one["name"]: one["accuracy"]["value"] for one in record.audit["conditions"]}
+        own[len(own)] = {one.name: one.accuracy.value for one in record.audit.conditions}
     rows = []
     for name, figures in groups.items():
         common = set.intersection(*map(set, figures.values())) - {"as learned"}
@@ -230,10 +220,6 @@ def _details(title: str, text: str) -> str:
 
 def _lines(values: Mapping[str, Any]) -> str:
     return "\n".join(f"{name}: {value}" for name, value in values.items())
-
-
-def _interval(own: Mapping[str, float] | None, form: str) -> str:
-    return "" if own is None else f"{own['value']:{form}} [{own['low']:{form}}, {own['high']:{form}}]"
 
 
 def _shown(value: str | float | None) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from mmod.analysis.audit.result import Audit, read_audit
 from mmod.io.files import parse_json
 from mmod.values import check_value
 
@@ -54,7 +55,7 @@ class AuditRecord:
         folder: Folder of the audit.
         command: The command that made it.
         environment: What it ran on.
-        audit: What it found, see `mmod.analysis.Audit.to_dict`.
+        audit: What it found.
         flops: FLOPs of an image, see `mmod.analysis.FlopReport.to_dict`; None where they were not counted.
         maps: Sample images and what blocks keep of them; None where none were drawn.
         beside_flops: FLOPs of an image in other models that were judged too, by name, None where they were not counted.
@@ -64,7 +65,7 @@ class AuditRecord:
     folder: Path
     command: str
     environment: Mapping[str, Any]
-    audit: Mapping[str, Any]
+    audit: Audit
     flops: Mapping[str, Any] | None
     maps: Mapping[str, Any] | None
     beside_flops: Mapping[str, float | None] | None = None
@@ -154,9 +155,9 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
     record = parse_json(path.read_bytes(), str(path))
     name = _run_name(path.parent.parent, root)
     try:
-        names = ("command", "environment", "audit", "flops", "maps")
-        fields = {field: record[field] for field in names}
-        found = AuditRecord(name, path.parent, **fields, beside_flops=record.get("beside_flops"))
+        fields = {field: record[field] for field in ("command", "environment", "flops", "maps")}
+        audit, beside = read_audit(record["audit"]), record.get("beside_flops")
+        found = AuditRecord(name, path.parent, audit=audit, beside_flops=beside, **fields)
         if found.maps is not None:
             _check_maps(found.maps)
         return found

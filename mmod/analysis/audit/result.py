@@ -91,10 +91,19 @@ class Audit:
         """Return everything as plain JSON values."""
         return dataclasses.asdict(self)
 
+    def rows(self) -> list[list[str]]:
+        """Return the conditions as rows of a table, its header first."""
+        header = ["tokens kept", "accuracy %", "loss", "accuracy change", "p", "loss change", "p of loss", "effect"]
+        return [header, *map(_cells, self.conditions)]
+
     def table(self) -> str:
         """Return the conditions as a Markdown table."""
-        header = ["tokens kept", "accuracy %", "loss", "accuracy change", "p", "loss change", "p of loss", "effect"]
-        return markdown_table(header, [_cells(own) for own in self.conditions])
+        header, *rows = self.rows()
+        return markdown_table(header, rows)
+
+    def never(self) -> str:
+        """Say how many tokens no block of a span keeps."""
+        return "; ".join(f"{share:.3f} of the tokens from {name} on" for name, share in self.across.never.items())
 
     def __str__(self) -> str:
         across, names = self.across, self.across.decisions
@@ -106,11 +115,10 @@ class Audit:
         matrix = markdown_table(
             ["kept in", *(f"again in {name}" for name in names), "told by position"], [*again, kept]
         )
-        never = "; ".join(f"{share:.3f} of the tokens from {name} on" for name, share in across.never.items())
         return (
             f"{self.verdict}\n\n{self.table()}\n\n{self.images} images, {self.draws} random draws. Intervals are of "
             "95 %, by resampling images; p-values are of paired tests by random signs, corrected by Holm's method.\n\n"
-            f"{across.verdict}\n\n{matrix}\n\nNever kept: {never}.{self._more()}"
+            f"{across.verdict}\n\n{matrix}\n\nNever kept: {self.never()}.{self._more()}"
         )
 
     def _more(self) -> str:
