@@ -32,7 +32,17 @@ if TYPE_CHECKING:
         set_capacity,
         unroute_,
     )
-    from mmod.planning import Option, PlanSearch, attention_ranks, plan_divergence, preset, search_plan
+    from mmod.planning import (
+        LearnedPlan,
+        Option,
+        PlanSearch,
+        attention_ranks,
+        learn_capacity_,
+        plan_divergence,
+        preset,
+        search_plan,
+        settle_capacity_,
+    )
     from mmod.pretrained import load_pretrained, save_pretrained
     from mmod.registry.hub import push_to_hub
     from mmod.routing import Routing

@@ -54,20 +54,24 @@ def model_hooks(model: nn.Module) -> list[ModelHook]:
     return [hook for hook in hooks if isinstance(hook, ModelHook)]
 
 
-def detach_hooks(model: nn.Module) -> None:
+def detach_hooks(model: nn.Module, only: ModelHook | None = None) -> None:
     """Remove the hooks of a model that belong to its routing.
 
     Args:
         model: Any model.
+        only: The one to remove; None removes all.
     """
+    gone = [hook for hook in model_hooks(model) if only is None or only is hook]
+    for hook in gone:
+        hook.release()
+    keys = set(map(id, gone))
     for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, ModelHook):
-                hook.release()
+        for key, before in list(module._forward_pre_hooks.items()):
+            if id(before) in keys:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
         for key, after in list(module._forward_hooks.items()):
-            if isinstance(getattr(after, "__self__", None), ModelHook):
+            if id(getattr(after, "__self__", None)) in keys:
                 for hooks in (
                     module._forward_hooks,
                     module._forward_hooks_with_kwargs,

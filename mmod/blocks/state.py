@@ -218,6 +218,9 @@ class RoutedState(BlockState):
             shared = forward_pass.scores[self.span] = SharedScore(routing.score_BN)
         if shared is not None and reuses:
             shared.remember(router, tokens, routing)
+        if router.partial is not None:
+            # What blocks share is the choice; how much of its last slots runs is each block's own.
+            routing = router.partial.weigh(routing, router.prefix)
         self._record(routing, training)
         return routing
 

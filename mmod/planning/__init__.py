@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from mmod.planning.arank import LayerRanks, attention_ranks
     from mmod.planning.costs import Option
     from mmod.planning.found import PlanSearch
+    from mmod.planning.learned import learn_capacity_, settle_capacity_
     from mmod.planning.presets import preset
     from mmod.planning.schedules import drop_once, falling, ratio_decay, stage_drop
     from mmod.planning.search import plan_divergence, search_plan
+    from mmod.planning.settled import LearnedPlan
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

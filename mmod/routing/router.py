@@ -17,6 +17,7 @@ from mmod.ops.merging import first_rows, group_sizes, nearest_rows
 from mmod.ops.select import kept_count, select_images, select_threshold, select_topk
 from mmod.routing.decision import Routing, TokenGroups, TokenMarks
 from mmod.routing.grouping import Grouping
+from mmod.routing.partial import PartialSlots
 
 
 class Router(nn.Module):
@@ -30,6 +31,9 @@ class Router(nn.Module):
         prefix: Number of tokens that are always kept; the leading ones where a call does not mark others.
         device: Where parameters are created.
         dtype: Type of the parameters; scores are fp32 whatever it is.
+
+    Attributes:
+        partial: Slots at a part of their weight, while the capacity is learned; None where every slot has its own.
 
     Example:
         >>> router = Router(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5, prefix=1)
@@ -55,6 +59,7 @@ class Router(nn.Module):
         self.config = config
         self.prefix = prefix
         self.capacity: Fraction = rational(capacity)
+        self.partial: PartialSlots | None = None
         place = Placement(dim, block, config.gate, prefix, device, dtype)
         self.score: nn.Module | None = config.router.make(place)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         CapacityScheduleConfig,
         DistillConfig,
         ElasticConfig,
+        LearnCapacityConfig,
         LossConfig,
         MixupConfig,
         ModelConfig,

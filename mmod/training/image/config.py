@@ -20,6 +20,7 @@ __all__ = [
     "CapacityScheduleConfig",
     "DistillConfig",
     "ElasticConfig",
+    "LearnCapacityConfig",
     "LossConfig",
     "MixupConfig",
     "ModelConfig",
@@ -29,7 +30,7 @@ __all__ = [
 
 
 # Fields that configs once lacked, left out of what run folders keep where they are None.
-_UNNAMED = ("rival", "elastic", "train_routing", "trained")
+_UNNAMED = ("rival", "elastic", "learn_capacity", "train_routing", "trained")
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,26 @@ class ElasticConfig:
 
 
 @dataclass(frozen=True)
+class LearnCapacityConfig:
+    """A capacity for each routed block, learned in the first epochs; see `mmod.learn_capacity_`.
+
+    Args:
+        budget: Share of the dense model's FLOPs, or milliseconds of a pass over a batch of `data.batch_size`.
+        epochs: Epochs in which capacities are learned; those that follow train at the plan that they became.
+        cost: What the budget is of, "flops" or "milliseconds".
+        rate: How much faster than weights the offsets of capacities learn.
+    """
+
+    budget: float
+    epochs: int
+    cost: Literal["flops", "milliseconds"] = "flops"
+    rate: float = 100.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "learn_capacity", budget="(0, inf)", epochs="[1, inf)", rate="(0, inf)")
+
+
+@dataclass(frozen=True)
 class TrainRoutingConfig:
     """Routing in training alone, for cheaper steps: the model is evaluated and kept dense.
 
@@ -218,6 +239,7 @@ class TrainConfig(engine.LoopConfig):
         distill: The teacher, if any.
         capacity_schedule: Approach the capacity over some epochs; None starts at it.
         elastic: Train one checkpoint for several capacities; None for that of `routing` alone.
+        learn_capacity: Learn the capacity of each routed block, in the place of that of `routing`; None for not.
         train_routing: Routing in training alone, of a model that is dense otherwise; None for none.
         trained: "routers" trains routers alone (Router-Tuning); None trains the whole model.
     """
@@ -231,12 +253,14 @@ class TrainConfig(engine.LoopConfig):
     distill: DistillConfig = field(default_factory=DistillConfig)
     capacity_schedule: CapacityScheduleConfig | None = None
     elastic: ElasticConfig | None = None
+    learn_capacity: LearnCapacityConfig | None = None
     train_routing: TrainRoutingConfig | None = None
     trained: Literal["routers"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_elastic()
+        self._check_learn_capacity()
         if self.distill.features is not None and self.teacher() is None:
             raise ValueError(f"distill.features={self.distill.features:g} needs a teacher: set distill.teacher")
         if self.train_routing is not None:
@@ -288,6 +312,23 @@ class TrainConfig(engine.LoopConfig):
         """
         model = dataclasses.replace(self.model, args={**self.model.args, "img_size": side})
         return dataclasses.replace(self, model=model, data=dataclasses.replace(self.data, image_size=side))
+
+    def _check_learn_capacity(self) -> None:
+        learned = self.learn_capacity
+        if learned is None:
+            return
+        if self.routing is None:
+            raise ValueError("learn_capacity needs a routing config")
+        taken = [
+            name for name in ("elastic", "capacity_schedule", "grad_checkpointing", "compile") if getattr(self, name)
+        ]
+        if taken:
+            raise ValueError(f"learn_capacity cannot be combined with {', '.join(taken)}")
+        if learned.epochs >= self.epochs:
+            raise ValueError(
+                f"learn_capacity.epochs={learned.epochs} must be below epochs={self.epochs}, so that the last epoch "
+                "trains at the plan"
+            )
 
     def routing_config(self) -> RoutingConfig | None:
         """Return the routing this run asks for, presets resolved; None for a dense model."""

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from timm.models import save_for_hf
 from torch import nn
 
-from mmod import is_routed, route_, set_capacity, unroute_
+from mmod import is_routed, learn_capacity_, route_, set_capacity, settle_capacity_, unroute_
 from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream, normalisation
+from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
 from mmod.rivals import rival_of
 from mmod.training.engine.config import resolve_routing
-from mmod.training.engine.distributed import Process
+from mmod.training.engine.distributed import Process, choose_device
 from mmod.training.engine.loop import run
 from mmod.training.engine.recipe import Recipe, Streams
 from mmod.training.engine.run_folder import FitResult
@@ -64,8 +66,14 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
     result = EvalResult
 
     def create_models(self) -> tuple[nn.Module, nn.Module | None]:
-        """Make model and teacher; see `mmod.training.image.model.create_models`."""
-        return create_models(self.config)
+        """Make model and teacher, see `mmod.training.image.model.create_models`, and let capacities be learned."""
+        model, teacher = create_models(self.config)
+        config, data = self.config.learn_capacity, self.config.data
+        if config is not None:
+            device = choose_device(self.config.device)
+            example = torch.zeros(data.batch_size, data.channels, data.image_size, data.image_size, device=device)
+            learn_capacity_(model.to(device), config.budget, example, cost=config.cost, rate=config.rate)
+        return model, teacher
 
     def create_streams(self, process: Process, model: nn.Module) -> Streams:
         """Make the streams that `config.data` names."""
@@ -102,10 +110,15 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for timm's `local-dir:` where that can load the model.
 
-        Of a model whose rival leaves the dense part as it is, timm loads that; `config.json` names the rival.
+        Of a model whose rival leaves the dense part as it is, timm loads that; `config.json` names the rival. Beside
+        capacities that were learned stands `plan.json`.
         """
         rival = rival_of(model)
-        if is_routed(model) or (rival is not None and (rival.routable or rival.replaces)):
+        if capacity_hook(model) is not None:
+            found = settle_capacity_(model)
+            save_pretrained(model, folder)
+            found.plan.save(folder / "plan.json")
+        elif is_routed(model) or (rival is not None and (rival.routable or rival.replaces)):
             save_pretrained(model, folder)
         else:
             mean, std = (values.tolist() for values in normalisation(self.config.data))
@@ -113,7 +126,13 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
             save_for_hf(model, str(folder), own, safe_serialization=True, data_config={"mean": mean, "std": std})
 
     def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
-        """Follow the capacity schedule, and route the model where it is routed in training alone."""
+        """Follow the capacity schedule, end the learning of capacities, and route where that is for training alone."""
+        learned = self.config.learn_capacity
+        if learned is not None and epoch >= learned.epochs:
+            hooks = [hook for hook in map(capacity_hook, models) if hook is not None]
+            for hook in hooks:
+                # A model's average goes by what the model has learned.
+                hook.hold(hooks[0].chosen())
         if self.config.train_routing is not None:
             self._route_in_training(models[0], self.config.train_routing, epoch)
         schedule, routing = self.config.capacity_schedule, self.config.routing_config()

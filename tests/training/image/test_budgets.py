@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mmod
-from mmod.training import ElasticConfig, EmaConfig, TrainRoutingConfig, evaluate
+from mmod.training import ElasticConfig, EmaConfig, LearnCapacityConfig, TrainRoutingConfig, evaluate
 from mmod.training.image.elastic import ElasticTask
 from mmod.training.image.model import create_models
 from mmod.training.image.recipe import ImageRecipe
@@ -154,3 +154,45 @@ def test_wrong_values() -> None:
         ElasticConfig([0.25, 1.5], 2)
     with pytest.raises(ValueError, match="has the router 'linear', which the dense model cannot keep"):
         TrainRoutingConfig({"router": "linear"})
+
+
+LEARNED = {"router": "linear", "blocks": "all"}
+
+
+def learned(output: Path, **changes: Any) -> Any:
+    own = {"routing": LEARNED, "learn_capacity": LearnCapacityConfig(0.7, epochs=2, rate=50.0), "epochs": 3}
+    return tiny_config(output=output, **{**own, **changes})
+
+
+def test_learned_capacities_are_kept_with_the_model(tmp_path: Path) -> None:
+    done = run(learned(tmp_path / "run", ema=EmaConfig(0.5)))
+    plan = mmod.Plan.load(tmp_path / "run/model/plan.json")
+    assert plan == mmod.Plan.load(tmp_path / "run/ema/plan.json")
+    assert len(set(plan.capacities)) > 1
+    model = mmod.load_pretrained(tmp_path / "run/model")
+    assert tuple(mmod.capacities(model).values()) == plan.capacities
+    assert mmod.flops(model, (1, 16, 16)).share <= 0.7 + 1e-6
+    assert evaluate(model, TensorStream(8, seed=None)) == done.evaluation  # type: ignore[arg-type]
+    # Images have 17 tokens.
+    assert list(done.evaluation.kept.values()) == [max(1, int(17 * each + 1e-9)) / 17 for each in plan.capacities]
+
+
+def test_capacities_are_learned_on_where_a_run_stopped(tmp_path: Path) -> None:
+    whole = run(learned(tmp_path / "whole"))
+    with pytest.raises(SystemExit):
+        run(learned(tmp_path / "cut"), signals={3: signal.SIGTERM})
+    assert run(learned(tmp_path / "cut")).evaluation == whole.evaluation
+    assert mmod.Plan.load(tmp_path / "cut/model/plan.json") == mmod.Plan.load(tmp_path / "whole/model/plan.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"routing": None}, "learn_capacity needs a routing config"),
+        ({"compile": True}, "learn_capacity cannot be combined with compile"),
+        ({"epochs": 2}, "learn_capacity.epochs=2 must be below epochs=2"),
+    ],
+)
+def test_where_capacities_are_not_learned(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        learned(tmp_path, **changes)

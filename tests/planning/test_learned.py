@@ -1,0 +1,234 @@
+"""Capacities that are learned: the budget holds in every step, gradients are exact, and a plain plan is kept."""
+
+from __future__ import annotations
+
+import copy
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import mmod
+from mmod.planning import learned
+from mmod.planning.learned import LearnedCapacity, capacity_hook, learn_capacity_, settle_capacity_
+from mmod.routing import Routing, kept_count, select_topk
+from mmod.routing.partial import PartialSlots
+from tests.zoo import make_images, make_model
+
+LINEAR = mmod.RoutingConfig(router="linear", blocks="all")
+# Counting FLOPs takes longest: few models suffice.
+WAYS = {
+    "linear": LINEAR,
+    "attention": mmod.RoutingConfig(router="attention"),
+    "shared": mmod.RoutingConfig(router="attention", blocks="late"),
+    "mlp": mmod.RoutingConfig(router="linear", operator="mlp", blocks=(1, 2)),
+    "all": mmod.RoutingConfig(router="linear", context="all", blocks=(0, 2, 3)),
+}
+MODELS = ["vit_tiny_patch16_224", "vit_base_patch16_siglip_gap_224", "deit_tiny_distilled_patch16_224"]
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def learner(costs: list[list[float]], budget: float, offsets: Tensor | None = None, rate: float = 1.0) -> Any:
+    module = LearnedCapacity(costs, 0.0, budget, rate).double()
+    module.costs_LG, module.room = torch.tensor(costs, dtype=torch.float64), torch.tensor(budget, dtype=torch.float64)
+    if offsets is not None:
+        module.offsets.data = offsets.double()
+    return module
+
+
+def test_two_blocks_share_what_there_is_as_by_hand() -> None:
+    # Costs are 1 and 2 times the capacity, so that a third of 3 is left for c_1 + 2 c_2.
+    costs = [[factor * step / 4 for step in range(5)] for factor in (1.0, 2.0)]
+    module = learner(costs, 1.0, rate=2.0)
+    capacity_L = module()
+    torch.testing.assert_close(capacity_L, torch.full((2,), 1 / 3, dtype=torch.float64))
+    # Of both, s = c (1 - c) is the slope of the sigmoid: dc_1 = 2 s (1 - 1/3), and dc_2 by o_1 is -2 s / 3.
+    (own,) = torch.autograd.grad(capacity_L[0], module.offsets, retain_graph=True)
+    (other,) = torch.autograd.grad(capacity_L[1], module.offsets)
+    slope = 2 * (1 / 3) * (2 / 3)
+    torch.testing.assert_close(own, slope * torch.tensor([2 / 3, -2 / 3], dtype=torch.float64))
+    torch.testing.assert_close(other, slope * torch.tensor([-1 / 3, 1 / 3], dtype=torch.float64))
+
+
+@given(seed=st.integers(0, 99), blocks=st.integers(1, 6), share=st.floats(0.05, 0.95), grid=st.sampled_from([4, 5]))
+def test_costs_add_up_to_the_budget_and_gradients_are_exact(seed: int, blocks: int, share: float, grid: int) -> None:
+    table = numbers(seed, blocks, grid).abs().add(0.1).cumsum(1)
+    least, most = float(table[:, 0].sum()), float(table[:, -1].sum())
+    room = least + share * (most - least)
+    offset_L = numbers(seed + 100, blocks)
+
+    def capacities(offset_L: Tensor) -> tuple[Any, Tensor]:
+        module = learner(table.tolist(), room, offset_L, rate=2.0)
+        return module, module()
+
+    module, capacity_L = capacities(offset_L)
+    places = np.linspace(float(module.grid[0]), 1, grid)
+    spent = sum(np.interp(float(own), places, row) for own, row in zip(capacity_L.detach(), table.numpy()))
+    assert spent == pytest.approx(room, rel=1e-9)
+    weight_L = numbers(seed + 200, blocks)
+    (found,) = torch.autograd.grad((weight_L * capacity_L).sum(), module.offsets)
+    # At a corner of a block's cost there is no one gradient.
+    near = (capacity_L.detach() * 4 - (capacity_L.detach() * 4).round()).abs().min() < 1e-3
+    for block in range(blocks if not near else 0):
+        step = torch.zeros(blocks, dtype=torch.float64)
+        step[block] = 1e-6
+        ends = [(weight_L * capacities(offset_L + sign * step)[1].detach()).sum() for sign in (1, -1)]
+        assert float(ends[0] - ends[1]) / 2e-6 == pytest.approx(float(found[block]), abs=1e-5)
+
+
+@given(
+    seed=st.integers(0, 99), tokens=st.integers(1, 12), prefix=st.integers(0, 2), upper=st.integers(1, 8),
+    padded=st.booleans(), gated=st.booleans(),
+)  # fmt: skip
+def test_weights_are_those_of_a_loop(
+    seed: int, tokens: int, prefix: int, upper: int, padded: bool, gated: bool
+) -> None:
+    # Ties are many.
+    score_BN = numbers(seed, 3, tokens + prefix).mul(2).round()
+    counts = torch.tensor([[tokens + prefix], [prefix + 1], [prefix + 1]])
+    real_BN = torch.arange(tokens + prefix) < counts if padded else None
+    capacity, lower = Fraction(upper, 8), Fraction(upper - 1, 8)
+    gate = "sigmoid" if gated else "identity"
+    index_BK, valid_BK, gate_BK, _ = select_topk(score_BN, capacity, prefix, real_BN, gate=gate)
+    routing = Routing(score_BN, index_BK, gate_BK, valid_BK, real_BN=real_BN)
+    share = torch.tensor(0.25, dtype=torch.float64)
+    found = PartialSlots(lower, share).weigh(routing, prefix)
+    assert found.gate_BK is not None
+    for image in range(3):
+        number = tokens + prefix if real_BN is None else int(real_BN[image].sum())
+        order = sorted(range(number), key=lambda token: (token >= prefix, -float(score_BN[image, token]), token))
+        order = [*range(min(prefix, number)), *(token for token in order if token >= prefix)]
+        whole = set(order[: kept_count(number, lower, prefix)])
+        for slot, token in enumerate(index_BK[image].tolist()):
+            if valid_BK is not None and not valid_BK[image, slot]:
+                continue
+            expected = 1.0 if token in whole else 0.25
+            expected *= float(torch.sigmoid(score_BN[image, token])) if gated else 1.0
+            assert float(found.gate_BK[image, slot]) == pytest.approx(expected)
+
+
+def learning_model(name: str, config: mmod.RoutingConfig, budget: float = 0.6) -> tuple[nn.Module, Tensor]:
+    model = mmod.route_(make_model(name), config).train()
+    images = make_images(name, 2)
+    return learn_capacity_(model, budget, images, rate=1.0), images
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_loss_has_its_gradient(way: str) -> None:
+    model, images = learning_model(MODELS[0], WAYS[way], 0.83 if way in ("mlp", "attention", "all") else 0.7)
+    model, images = model.double(), images.double()
+    offsets = model.learned_capacity.offsets
+    offsets.data = 0.3 * numbers(1, len(offsets))
+
+    def loss() -> Tensor:
+        found: Tensor = model(images)
+        return (found * numbers(2, *found.shape)).sum()
+
+    (gradient,) = torch.autograd.grad(loss(), offsets)
+    assert gradient.abs().max() > 0
+    for block in range(len(offsets)):
+        ends = []
+        for sign in (1, -1):
+            moved = offsets.detach().clone()
+            moved[block] += sign * 1e-3
+            offsets.data, kept = moved, offsets.data
+            ends.append(float(loss()))
+            offsets.data = kept
+        # Scores are in fp32.
+        assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(float(gradient[block]), abs=1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize(("name", "way"), zip(MODELS, ["shared", "linear", "linear"]))
+def test_what_is_settled_is_a_plan_within_the_budget(name: str, way: str, tmp_path: Path) -> None:
+    model, images = learning_model(name, WAYS[way], 0.7)
+    model.learned_capacity.offsets.data = numbers(3, len(model.learned_capacity.offsets)).float()
+    with torch.no_grad():
+        whole = model.eval()(images)
+        other = copy.deepcopy(model)(images)
+    assert torch.equal(other, whole)
+    found = settle_capacity_(model)
+    assert torch.equal(model(images), whole)
+    assert "learned_capacity" not in dict(model.named_modules())
+    assert found.plan.capacities == tuple(mmod.capacities(model).values())
+    counted = mmod.flops(model, tuple(images.shape[1:])).share
+    # Few tokens: a block's next one may not fit any more.
+    assert counted <= 0.7 + 1e-6
+    assert counted == pytest.approx(found.share, abs=2e-3)
+    assert len(set(found.learned)) == len(found.learned)
+    assert found.config.plan(found.plan.depth) == found.plan
+    mmod.save_pretrained(model, tmp_path / "saved")
+    assert torch.equal(mmod.load_pretrained(tmp_path / "saved")(images), whole)
+    assert f"for a budget of {0.7:.4g}" in str(found)
+    found.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size
+
+
+def test_unroute_ends_it_and_held_capacities_stay() -> None:
+    model, images = learning_model(MODELS[0], LINEAR)
+    dense = make_model(MODELS[0])
+    hook = capacity_hook(model)
+    assert hook is not None
+    hook.hold(hook.chosen())
+    held = hook.chosen()
+    model(images).sum().backward()
+    offsets = model.learned_capacity.offsets
+    assert torch.equal(offsets.grad, torch.zeros_like(offsets))
+    offsets.data = numbers(4, len(offsets)).float()
+    assert hook.chosen() == held == [router.capacity for router in hook.routers]
+    mmod.unroute_(model)
+    assert model.state_dict().keys() == dense.state_dict().keys()
+    assert torch.equal(model.eval()(images), dense(images))
+
+
+def test_milliseconds_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopwatch(model: nn.Module, part: str, batch: Tensor) -> Any:
+        assert not mmod.is_routed(model)
+        # Half of the time is outside of the blocks.
+        return lambda configs: (20.0, [0.5 + 0.5 * float(config.capacity) for config in configs])
+
+    monkeypatch.setattr(learned, "stopwatch", stopwatch)
+    model = mmod.route_(make_model(MODELS[0]), LINEAR)
+    learn_capacity_(model, 15.0, make_images(MODELS[0], 2), cost="milliseconds")
+    hook = capacity_hook(model)
+    assert hook is not None
+    assert hook.learned() == pytest.approx([0.5] * 4, abs=1e-3)
+    found = settle_capacity_(model)
+    assert 0.74 < found.share <= 0.75
+    assert "dense model's milliseconds" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (LINEAR.replace(select="threshold"), {}, "select='topk' and skipped='pass'"),
+        (mmod.RoutingConfig(skipped="merge"), {}, "got 'topk' and 'merge'"),
+        (LINEAR, {"budget": 1.5}, r"budget must be a number in \(0, 1\)"),
+        (LINEAR, {"budget": 0.001}, r"budget must be in \(0\.\d+, 1\.\d+\)"),
+        (LINEAR, {"cost": "cache"}, "cost must be one of"),
+        (LINEAR, {"rate": 0.0}, "rate must be"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused(config: mmod.RoutingConfig, options: dict[str, Any], message: str) -> None:
+    model = mmod.route_(make_model(MODELS[0]), config)
+    with pytest.raises(ValueError, match=message):
+        learn_capacity_(model, **{"budget": 0.5, "example": make_images(MODELS[0], 2), **options})
+
+
+def test_learning_begins_and_ends_once() -> None:
+    model, images = learning_model(MODELS[0], LINEAR)
+    with pytest.raises(ValueError, match="being learned already"):
+        learn_capacity_(model, 0.5, images)
+    with pytest.raises(ValueError, match="cannot save"):
+        mmod.save_pretrained(model, "nowhere")
+    settle_capacity_(model)
+    with pytest.raises(ValueError, match="learns no capacities"):
+        settle_capacity_(model)
