@@ -95,7 +95,8 @@ class PlanSearch:
             steps: Number of budgets.
         """
         least = self.costs.least_share
-        plans = [self.plan_for(1 - (1 - least) * step / steps) for step in range(1, steps + 1)]
+        # Rounding must not ask for less than the least.
+        plans = [self.plan_for(max(least, 1 - (1 - least) * step / steps)) for step in range(1, steps + 1)]
         return [(self.share(plan), self.score(plan)) for plan in plans]
 
     def __str__(self) -> str:

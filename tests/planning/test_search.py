@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mmod
+from mmod.planning.costs import Chooser, Costs
 from mmod.planning.divergence import outputs
+from mmod.planning.found import PlanSearch, best_plan
 from mmod.planning.knapsack import best_choices
 from tests.adapters import clip_zoo
 from tests.adapters.vlm_zoo import IMAGE, make_joint, make_language, prompt
@@ -77,6 +79,17 @@ def test_language_models_cost_and_say_what_the_search_says(name: str) -> None:
         assert report.share <= budget + 1e-9
     # Nothing reads the image tokens that leave the last layer.
     assert found.scores[3][1] == 0
+
+
+@given(st.lists(st.tuples(st.floats(1, 9), st.floats(1e-3, 1)), min_size=2, max_size=4), st.floats(0, 3))
+def test_the_frontier_reaches_to_the_least(blocks: list[tuple[float, float]], rest: float) -> None:
+    dense = tuple(size for size, _ in blocks)
+    costs = Costs(tuple((size * share,) for size, share in blocks), dense, sum(dense) + rest)
+    plan, names = best_plan([[0.1]] * len(dense), costs, FEW[:1], costs.least_share), tuple("abcd"[: len(dense)])
+    found = PlanSearch(names, FEW[:1], ((0.1,),) * len(dense), costs, costs.least_share, "flops", 1, Chooser(), plan)
+    shares = [share for share, _ in found.frontier()]
+    assert shares[-1] == pytest.approx(costs.least_share)
+    assert shares == sorted(shares, reverse=True)
 
 
 def test_a_budget_of_the_cache() -> None:
