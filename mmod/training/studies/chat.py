@@ -28,7 +28,7 @@ from mmod.training.studies.config import ChatStudyConfig
 from mmod.training.studies.entrants import DENSE, Entrant, create_rivals
 from mmod.training.studies.jobs import Job, Tick
 from mmod.training.studies.results import Column, table_of
-from mmod.training.studies.study import Study, latencies
+from mmod.training.studies.study import Costs, Study, latencies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["ChatStudy"]
 
 _RIGHT = "right/"
+# A rival may cost so much more in FLOPs and still count as cheap as a model.
+_AS_CHEAP = 1.1
 
 
 class ChatStudy(Study[TrainConfig, EvalResult]):
@@ -57,9 +59,12 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         "right": ("right %", "±.1f"),
         "to_dense": ("to dense", ""),
         "to_control": ("to control", ""),
+        "to_rival": ("to the best as cheap", ""),
+        "rival": ("which", ""),
         "before": ("before tuning", "±.1f"),
     }
     data: ConversationsConfig
+    series: Mapping[str, str]
 
     def create(self, config: TrainConfig) -> nn.Module:
         """Make the model of a run."""
@@ -107,7 +112,9 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
             raise ValueError(f"{self.config.dense!r} has no data.val, so there is nothing to ask")
         self.data = tuned.data
         smaller = create_rivals(self.config.rivals, epochs=0, is_trained=self.config.tune)
-        return [*super().entrants(dense, tuned), *smaller]
+        entrants = [*super().entrants(dense, tuned), *smaller]
+        self.series = {entrant.name: entrant.series for entrant in entrants}
+        return entrants
 
     def examine(self, job: Job[TrainConfig], found: EvalResult) -> dict[str, float]:
         """Count what reading a prompt of mean length costs and holds, and draw which image tokens are kept."""
@@ -134,6 +141,16 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
             "cache_bytes": sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
             // len(prompts["input_ids"]),
         }
+
+    def to_rivals(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> dict[str, dict[str, Any]]:
+        """Return each model's difference to the best of another series that costs about as little, and its name."""
+        best: dict[str, str | None] = {}
+        for name in scores:
+            limit, own = _AS_CHEAP * costs[name]["flops_share"], self.series[name]
+            others = [one for one in scores if self.series[one] != own and costs[one]["flops_share"] <= limit]
+            best[name] = max(others, key=lambda one: mean(scores[one].values()), default=None)
+        gaps = self.compare(scores, best)
+        return {name: {"to_rival": gaps[name], "rival": best[name]} for name in scores}
 
     def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
         """Measure reading a prompt within a batch, and decoding after it."""

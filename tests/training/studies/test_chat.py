@@ -50,6 +50,10 @@ def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypat
         assert kept - 0.1 < points[name].cost["image_share"] < kept
     assert all(len(point.figures) == 2 and point.row()["right_std"] is not None for point in result.points)
     assert dense.to_dense is dense.to_control is None
+    # Of another series, and at most a tenth dearer.
+    assert smaller.to_rivals == {"to_rival": None, "rival": None}
+    assert {points[name].to_rivals["rival"] for name in ("p-mod", "random")} <= {"p-mod", "random", "resolution-0.25"}
+    assert dense.to_rivals["rival"] in ("p-mod", "random", "resolution-0.25")
     for name in ("p-mod", "random"):
         gap = points[name].to_dense
         assert gap is not None
