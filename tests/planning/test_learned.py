@@ -147,7 +147,7 @@ def test_the_loss_has_its_gradient(way: str) -> None:
         assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(float(gradient[block]), abs=1e-3, rel=1e-2)
 
 
-@pytest.mark.parametrize(("name", "way"), zip(MODELS, ["shared", "linear", "linear"]))
+@pytest.mark.parametrize(("name", "way"), list(zip(MODELS, ["shared", "linear", "linear"])))
 def test_what_is_settled_is_a_plan_within_the_budget(name: str, way: str, tmp_path: Path) -> None:
     model, images = learning_model(name, WAYS[way], 0.7)
     model.learned_capacity.offsets.data = numbers(3, len(model.learned_capacity.offsets)).float()

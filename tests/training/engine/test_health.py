@@ -104,7 +104,6 @@ def test_a_planted_collapse_is_told_once_for_each_block(config: mmod.RoutingConf
         routed("linear", capacity=1.0, blocks=(1,)),
         routed("linear", capacity=0.0),
     ],
-    ids=str,
 )
 def test_a_healthy_router_gives_no_warning(config: mmod.RoutingConfig) -> None:
     rows, told = trained(config)
