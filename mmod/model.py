@@ -73,7 +73,7 @@ def _route(model: nn.Module, config: HowToRoute, parts: Mapping[str, HowToRoute]
         if any(is_converted(block) for block in stack.blocks):
             raise ValueError(
                 f"this {type(model).__name__} is already routed; call unroute_ first or set_capacity, or "
-                "mmod.rivals.undo_ where a rival of routing changed it"
+                "mmod.methods.undo_ where a method of mmod.methods changed it"
             )
     conversions = {name: prepare(stack, configs[name]) for name, stack in stacks.items()}
     hooks = [stack.hook(configs[name]) for name, stack in stacks.items() if stack.hook is not None]

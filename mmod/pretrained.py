@@ -16,8 +16,8 @@ from mmod.adapters.described import Saving
 from mmod.config import RoutingConfig
 from mmod.io.files import parse_json, replacing
 from mmod.io.tensors import read_tensors, write_tensors
+from mmod.methods import method_of, read_method
 from mmod.model import capacities, is_routed, restore_capacities, route_, routing_configs
-from mmod.rivals import read_rival, rival_of
 
 FORMAT_VERSION = 3
 # Version 2 has the options of all parts of a routing config side by side.
@@ -35,14 +35,14 @@ def save_pretrained(
     overwrite: bool = False,
     architecture: str | Mapping[str, Any] | None = None,
 ) -> None:
-    """Save the weights of a model that is routed, or has a rival, and everything needed to build it again.
+    """Save the weights of a model that `mmod` changed, and everything needed to build it again.
 
     The folder gets `model.safetensors` and `mmod.json`; the JSON also stands in the header of the weights. Each file
     is written under another name and renamed when it is whole.
 
     Args:
         model: A model that `timm.create_model` or open_clip made and that `mmod.route_`, or a function of
-            `mmod.rivals`, changed; neither wrapped nor compiled.
+            `mmod.methods`, changed; neither wrapped nor compiled.
         folder: Where to save; made when it is not there.
         overwrite: Replace the two files if they are there.
         architecture: For open_clip, whose models do not know it: the name they were created by, or their config.
@@ -147,8 +147,8 @@ def route_again(model: nn.Module, configs: dict[str, RoutingConfig], kept: list[
 
 def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """Return as JSON values what it takes to build the model again."""
-    rival = rival_of(model)
-    configs = {} if rival is not None and not is_routed(model) else routing_configs(model)
+    method = method_of(model)
+    configs = {} if method is not None and not is_routed(model) else routing_configs(model)
     routing = {part: config.to_dict() for part, config in configs.items()}
     library = find_library(model)
     if library is None:
@@ -165,8 +165,8 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
         "routing": routing,
         "capacities": capacities(model) if routing else {},
     }
-    if rival is not None:
-        described["rival"] = rival.to_dict()
+    if method is not None:
+        described["method"] = method.to_dict()
     try:
         plain: dict[str, Any] = json.loads(json.dumps(described))
     except TypeError as error:
@@ -192,8 +192,8 @@ def _build(config: dict[str, Any]) -> nn.Module:
         model = saving.build(config["model"])
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{error}; saved with {config['versions']}") from error
-    if "rival" in config:
-        read_rival(config["rival"]).apply_(model)
+    if "method" in config:
+        read_method(config["method"]).apply_(model)
     if config["routing"]:
         route_(model, **{part: RoutingConfig.from_dict(values) for part, values in config["routing"].items()})
         restore_capacities(model, config["capacities"])
@@ -245,7 +245,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{str(path)!r} has format version {found!r}; this mmod ({_version('mmod')}) reads one of {_READ}"
         )
     if (
-        set(config) - {"rival"} != set(_KEYS)
+        set(config) - {"method"} != set(_KEYS)
         or config["library"] not in ADAPTERS
         or not isinstance(config["routing"], dict)
     ):

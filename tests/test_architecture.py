@@ -30,7 +30,7 @@ IMPORT_ORDER = [
     "adapters",
     "prepare",
     "model",
-    "rivals",
+    "methods",
     "pretrained",
     "losses",
     "speculation",

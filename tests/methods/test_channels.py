@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.analysis import flops
-from mmod.rivals import Channels, channels_, read_rival, rival_of, undo_
-from mmod.rivals.channels import ChannelBlock
+from mmod.methods import Channels, channels_, method_of, read_method, undo_
+from mmod.methods.channels import ChannelBlock
 from mmod.training import evaluate
 from mmod.training.image.model import create_models
 from tests.training.engine.worker import TensorStream, run, tiny_config
@@ -100,7 +100,7 @@ def test_every_narrow_block_by_its_definition(name: str, way: dict[str, Any]) ->
         x = torch.randn(3, block.selector[0].in_features, height, width, generator=generator).double()
         with torch.no_grad():
             found = block(x)
-            torch.testing.assert_close(found, defined(block, rival_of(model), x), rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(found, defined(block, method_of(model), x), rtol=1e-9, atol=1e-10)
             torch.testing.assert_close(found[1:2], block(x[1:2]), rtol=1e-12, atol=1e-12)
         if "into" not in way:
             count = x.shape[1] // MODELS[name][1]
@@ -117,10 +117,10 @@ def test_every_second_block_is_narrow_and_undoing_gives_the_wide_ones_back(name:
         assert list(routed(model)) == ["layer1.1", "layer2.1", "layer4.1", "layer4.3"]
         assert set(before) <= set(model.state_dict())
         assert model(images).shape == expected.shape
-        assert rival_of(copy.deepcopy(model)) == Channels(divisor)
+        assert method_of(copy.deepcopy(model)) == Channels(divisor)
         torch.testing.assert_close(copy.deepcopy(model)(images), model(images), rtol=0, atol=0)
         undo_(model)
-        assert rival_of(model) is None
+        assert method_of(model) is None
         assert {key: value.shape for key, value in before.items()} == {
             key: value.shape for key, value in model.state_dict().items()
         }
@@ -146,7 +146,7 @@ def test_narrow_models_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
     model = lively(channels_(make_model(name), divisor=4, into="own"))
     mmod.save_pretrained(model, tmp_path)
     loaded = mmod.load_pretrained(tmp_path)
-    assert rival_of(loaded) == rival_of(model) == read_rival(rival_of(model).to_dict())
+    assert method_of(loaded) == method_of(model) == read_method(method_of(model).to_dict())
     with torch.no_grad():
         assert torch.equal(loaded(make_images()), model(make_images()))
 
@@ -182,16 +182,16 @@ def test_gradients_reach_selectors_and_narrow_blocks_under_autocast_too(way: dic
 
 
 def test_training_goes_on_from_a_run(tmp_path: Path) -> None:
-    rival = {"kind": "channels", "divisor": 4}
+    method = {"kind": "channels", "divisor": 4}
     args = {"layers": [2, 1, 1, 1], "channels": [8, 8, 8, 8], "in_chans": 1, "num_classes": 4}
     model = {"name": "resnet18", "args": args}
     run(tiny_config(output=tmp_path / "dense", epochs=1, model=model))
-    narrow = tiny_config(output=tmp_path / "run", epochs=1, model=model, rival=rival)
+    narrow = tiny_config(output=tmp_path / "run", epochs=1, model=model, method=method)
     result = run(narrow)
     for folder, is_changed in (("dense", False), ("run", True)):
         start = replace(narrow, model=narrow.model.started_from(str(tmp_path / folder)))
         changed, teacher = create_models(start)
-        assert rival_of(changed) == read_rival(rival)
+        assert method_of(changed) == read_method(method)
         assert (teacher is None) == is_changed
     assert evaluate(changed, TensorStream(8, seed=None)) == result.evaluation
     asked = replace(start, distill=replace(start.distill, teacher="dense"))
@@ -216,12 +216,12 @@ def test_what_does_not_fit_is_refused(name: str, fields: dict[str, Any], message
     model = make_model(name) if name in MODELS else timm.create_model(name)
     with pytest.raises(ValueError, match=message):
         channels_(model, **fields)
-    assert rival_of(model) is None
+    assert method_of(model) is None
 
 
 def test_a_model_is_changed_once() -> None:
     model = channels_(make_model("resnet18"), divisor=4)
-    with pytest.raises(ValueError, match="has a rival already"):
+    with pytest.raises(ValueError, match="changed already"):
         channels_(model, divisor=4)
     with pytest.raises(ValueError, match="cannot route ResNet"):
         mmod.route_(model)

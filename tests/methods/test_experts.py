@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis import flops
 from mmod.blocks import host_class
-from mmod.rivals import Experts, experts_, read_rival, rival_of, undo_
-from mmod.rivals.experts import ExpertMlp, balance_loss, choose_tokens
+from mmod.methods import Experts, experts_, method_of, read_method, undo_
+from mmod.methods.experts import ExpertMlp, balance_loss, choose_tokens
 from mmod.training import ModelConfig, TrainConfig
 from tests.zoo import make_images, make_model
 
@@ -66,7 +66,7 @@ def test_every_mixture_by_its_definition(way: dict[str, Any]) -> None:
     mlp: Any = model.blocks[1].mlp
     x = torch.randn(2, 11, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        torch.testing.assert_close(mlp(x), defined(mlp, rival_of(model), x), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(mlp(x), defined(mlp, method_of(model), x), rtol=1e-9, atol=1e-10)
 
 
 def test_choices_by_hand() -> None:
@@ -136,7 +136,7 @@ def test_models_with_experts_are_saved_copied_and_loaded(tmp_path: Path, way: di
         mmod.route_(model, mmod.RoutingConfig(router="linear", capacity=0.25))
     mmod.save_pretrained(model, tmp_path)
     loaded = mmod.load_pretrained(tmp_path)
-    assert rival_of(loaded) == rival_of(model) == read_rival(rival_of(model).to_dict())
+    assert method_of(loaded) == method_of(model) == read_method(method_of(model).to_dict())
     assert mmod.is_routed(loaded) == staged
     with torch.no_grad():
         assert torch.equal(loaded(images), model(images))
@@ -185,7 +185,7 @@ def test_values_that_do_not_fit_are_refused(fields: dict[str, Any], message: str
     model = make_model("test_vit")
     with pytest.raises(ValueError, match=message):
         experts_(model, **fields)
-    assert rival_of(model) is None
+    assert method_of(model) is None
 
 
 def test_what_does_not_go_together_is_refused() -> None:
@@ -198,15 +198,15 @@ def test_what_does_not_go_together_is_refused() -> None:
         with pytest.raises(ValueError, match=r"possible in blocks\.1"):
             mmod.route_(model, config)
     mmod.route_(model, mmod.preset("mindskip", depth=6))
-    with pytest.raises(ValueError, match="routed or has a rival"):
+    with pytest.raises(ValueError, match="routed or changed"):
         experts_(model)
     with pytest.raises(ValueError, match="may be padding"):
         experts_(make_model("naflexvit_base_patch16_gap"))
     fields: dict[str, Any] = {"output": "run", "model": ModelConfig("test_vit"), "data": {"source": "digits"}}
     for kind, refused in (("experts", False), ("exit", True)):
-        given = {**fields, "model": {"name": "test_vit"}, "rival": {"kind": kind}, "routing": {"router": "random"}}
+        given = {**fields, "model": {"name": "test_vit"}, "method": {"kind": kind}, "routing": {"router": "random"}}
         if refused:
-            with pytest.raises(ValueError, match="routed or has a rival"):
+            with pytest.raises(ValueError, match="routed or changed"):
                 TrainConfig.from_dict(given)
         else:
             TrainConfig.from_dict(given)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mmod
 from mmod.analysis import flops
-from mmod.rivals import Recursions, prune_, read_rival, recursions_, rival_of, undo_
+from mmod.methods import Recursions, method_of, prune_, read_method, recursions_, undo_
 from mmod.training import evaluate
 from mmod.training.image.model import create_models
 from tests.counting import flop_counter
@@ -117,7 +117,7 @@ def test_every_cycle_by_its_definition(name: str, recursions: int, way: dict[str
     cycle, prefix = cycle_of(model), model.num_prefix_tokens
     x = torch.randn(3, 13, model.embed_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        found, expected = cycle(x), defined(cycle, rival_of(model), x, prefix)
+        found, expected = cycle(x), defined(cycle, method_of(model), x, prefix)
     # Scores of linear routers are those of fp32.
     close = 1e-5 if way["choice"] == "recursions" else 1e-9
     torch.testing.assert_close(found, expected, rtol=close, atol=close)
@@ -188,7 +188,7 @@ def test_models_with_recursions_are_saved_and_loaded(tmp_path: Path, way: dict[s
     images, model = make_images("test_vit", 2), lively(recursions_(make_model("test_vit"), **way))
     mmod.save_pretrained(model, tmp_path)
     loaded = mmod.load_pretrained(tmp_path)
-    assert rival_of(loaded) == rival_of(model) == read_rival(rival_of(model).to_dict())
+    assert method_of(loaded) == method_of(model) == read_method(method_of(model).to_dict())
     with torch.no_grad():
         assert torch.equal(loaded(images), model(images))
 
@@ -228,11 +228,11 @@ def test_gradients_reach_routers_and_blocks_under_autocast_too(way: dict[str, An
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[6]], ids=lambda way: "-".join(way.values()))
 def test_training_goes_on_from_a_run(tmp_path: Path, way: dict[str, Any]) -> None:
-    rival = {"kind": "recursions", "recursions": 2, **way}
-    config = tiny_config(output=tmp_path / "run", epochs=1, rival=rival)
+    method = {"kind": "recursions", "recursions": 2, **way}
+    config = tiny_config(output=tmp_path / "run", epochs=1, method=method)
     result = run(config)
     model, teacher = create_models(replace(config, model=config.model.started_from(str(tmp_path / "run"))))
-    assert rival_of(model) == read_rival(rival)
+    assert method_of(model) == read_method(method)
     assert teacher is None
     assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation
 
@@ -251,11 +251,11 @@ def test_what_does_not_fit_is_refused(name: str, fields: dict[str, Any], message
     model = make_model(name)
     with pytest.raises(ValueError, match=message):
         recursions_(model, **fields)
-    assert rival_of(model) is None
+    assert method_of(model) is None
 
 
 @pytest.mark.parametrize("change", [prune_, recursions_, mmod.route_])
 def test_a_model_is_changed_once(change: Callable[[Any], Any]) -> None:
     model = recursions_(timm.create_model("test_vit"))
-    with pytest.raises(ValueError, match=r"has a rival already|cannot route"):
+    with pytest.raises(ValueError, match=r"changed already|cannot route"):
         change(model)

@@ -16,7 +16,7 @@ from mmod.planning.presets import preset
 from mmod.values import Limit, check_fields
 
 if TYPE_CHECKING:
-    from mmod.rivals import Rival
+    from mmod.methods import Method
 
 __all__ = [
     "TeacherConfig",
@@ -161,7 +161,7 @@ class TeacherConfig:
     """Distillation: what a teacher says of the same samples is imitated.
 
     Args:
-        teacher: "auto" is "dense" when a model with trained weights is routed, or has a rival, and "none" otherwise;
+        teacher: "auto" is "dense" when a model with trained weights is routed or changed by a method, "none" otherwise;
             "dense" is the unrouted copy of the starting weights; a path is a checkpoint of the same architecture. For
             image classifiers anything else is a name of timm's registry, with its published weights.
         weight: Weight of the term.
@@ -349,13 +349,13 @@ class LoopConfig(RunConfig):
         """Return the arguments of `mmod.route_`, presets resolved; empty for a dense model."""
         raise NotImplementedError
 
-    def rival_config(self) -> Rival | None:
+    def method_config(self) -> Method | None:
         """Return by what other way than routing the model spends less; None for none."""
         return None
 
     def teacher(self) -> str | None:
         """Return the teacher with "auto" resolved; None for no distillation."""
         if self.distill.teacher == "auto":
-            is_dense = self.routing is None and self.rival_config() is None
+            is_dense = self.routing is None and self.method_config() is None
             return "dense" if not is_dense and self.model.has_weights else None
         return None if self.distill.teacher == "none" else self.distill.teacher

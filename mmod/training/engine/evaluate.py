@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mmod import is_routed, routed_blocks, trace
-from mmod.rivals.exit import counted_images, exit_blocks
+from mmod.methods.exit import counted_images, exit_blocks
 from mmod.training.engine.distributed import sum_over_processes
 
 __all__ = ["KeptShares", "RoutedResult", "evaluating"]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod import route_
-from mmod.rivals import rival_of
+from mmod.methods import method_of
 from mmod.training.engine.config import LoopConfig
 
 __all__ = ["Load", "classifier_names", "converted", "load_weights", "prepare_models"]
@@ -25,7 +25,7 @@ def prepare_models(
     """Load, route and copy a model as a config says.
 
     A dense checkpoint is loaded before routing, so the dense teacher is what the model was when routing began. The
-    routers of a routed checkpoint are loaded after routing. A checkpoint in which weights of a rival replace dense ones
+    routers of a routed checkpoint are loaded after routing. A checkpoint in which a method's weights replace dense ones
     has no dense teacher.
 
     Args:
@@ -43,16 +43,16 @@ def prepare_models(
     """
     dense, checkpoint, name = set(model.state_dict()), config.model.checkpoint, config.teacher()
     routers = {} if checkpoint is None else load(model, checkpoint)
-    if name == "dense" and rival_of(model) is not None:
+    if name == "dense" and method_of(model) is not None:
         if config.distill.teacher == "dense":
             raise ValueError(f"checkpoint {checkpoint!r} holds no dense model that distill.teacher='dense' could be")
         name = None
     teacher = copy.deepcopy(model) if name == "dense" else None if name is None else create_teacher(name)
     if teacher is not None:
         teacher.eval().requires_grad_(False)
-    routing, rival = config.routing_configs(), config.rival_config()
-    if rival is not None and rival_of(model) is None:
-        rival.apply_(model)
+    routing, method = config.routing_configs(), config.method_config()
+    if method is not None and method_of(model) is None:
+        method.apply_(model)
     if routing:
         route_(model, **routing)
     if routers:

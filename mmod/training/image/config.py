@@ -14,7 +14,7 @@ from mmod.training.engine import config as engine
 from mmod.values import check_fields
 
 if TYPE_CHECKING:
-    from mmod.rivals import Rival
+    from mmod.methods import Method
 
 __all__ = [
     "CapacityScheduleConfig",
@@ -30,7 +30,7 @@ __all__ = [
 
 
 # Fields that configs once lacked, left out of what run folders keep where they are None.
-_UNNAMED = ("rival", "elastic", "learn_capacity", "train_routing", "trained")
+_UNNAMED = ("method", "elastic", "learn_capacity", "train_routing", "trained")
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,8 @@ class TrainConfig(engine.LoopConfig):
             and must not pool: `model.args.global_pool: ''`.
         routing: None trains the dense model. Otherwise the fields of `mmod.RoutingConfig`, or
             `preset: NAME` with the fields to change.
-        rival: Another way to spend less, in the place of routing: `kind: prune`, `merge`, `exit`, `experts`,
-            `channels` or `recursions` with the fields of that class in `mmod.rivals`. None for none. A model with
+        method: Another way to spend less, in the place of routing: `kind: prune`, `merge`, `exit`, `experts`,
+            `channels` or `recursions` with the fields of that class in `mmod.methods`. None for none. A model with
             experts may be routed, too.
         loss: The task's criterion.
         mixup: Mixup and cutmix; None for neither.
@@ -247,7 +247,7 @@ class TrainConfig(engine.LoopConfig):
     model: ModelConfig
     data: DataConfig
     routing: dict[str, Any] | None = None
-    rival: dict[str, Any] | None = None
+    method: dict[str, Any] | None = None
     loss: LossConfig = field(default_factory=LossConfig)
     mixup: MixupConfig | None = None
     distill: DistillConfig = field(default_factory=DistillConfig)
@@ -264,7 +264,7 @@ class TrainConfig(engine.LoopConfig):
         if self.distill.features is not None and self.teacher() is None:
             raise ValueError(f"distill.features={self.distill.features:g} needs a teacher: set distill.teacher")
         if self.train_routing is not None:
-            taken = [name for name in ("routing", "rival", "compile") if getattr(self, name)]
+            taken = [name for name in ("routing", "method", "compile") if getattr(self, name)]
             if taken:
                 raise ValueError(f"train_routing cannot be combined with {', '.join(taken)}")
         if self.trained is not None and (self.routing is None or not self.model.has_weights):
@@ -275,12 +275,12 @@ class TrainConfig(engine.LoopConfig):
             raise ValueError(
                 "mixup mixes labels of images: data.label_patch, which gives each patch one, needs mixup: null"
             )
-        rival = self.rival_config()
-        if rival is not None:
-            if self.routing is not None and not rival.routable:
-                raise ValueError("a model is routed or has a rival: set routing or rival to null")
+        method = self.method_config()
+        if method is not None:
+            if self.routing is not None and not method.routable:
+                raise ValueError("a model is routed or changed by a method: set routing or method to null")
             if self.grad_checkpointing:
-                raise ValueError("a model with a rival cannot be trained with grad_checkpointing")
+                raise ValueError("a model that a method changed cannot be trained with grad_checkpointing")
         if self.capacity_schedule is not None:
             if self.routing is None:
                 raise ValueError("capacity_schedule needs a routing config")
@@ -339,19 +339,19 @@ class TrainConfig(engine.LoopConfig):
         routing = self.routing_config()
         return {} if routing is None else {"config": routing}
 
-    def rival_config(self) -> Rival | None:
-        """Return the rival that this run trains; None for none."""
-        if self.rival is None:
+    def method_config(self) -> Method | None:
+        """Return the method that this run trains; None for none."""
+        if self.method is None:
             return None
         # A command line that asks for help only is answered without torch.
-        from mmod.rivals import read_rival
+        from mmod.methods import read_method
 
-        return read_rival(self.rival)
+        return read_method(self.method)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values only, with presets and defaults resolved, as the run folder keeps them."""
-        routing, rival = self.routing_config(), self.rival_config()
+        routing, method = self.routing_config(), self.method_config()
         plain = {**super().to_dict(), "routing": None if routing is None else routing.to_dict()}
         # Folders of runs without one do not name it.
         plain = {name: value for name, value in plain.items() if value is not None or name not in _UNNAMED}
-        return plain if rival is None else {**plain, "rival": rival.to_dict()}
+        return plain if method is None else {**plain, "method": method.to_dict()}

@@ -21,7 +21,7 @@ from mmod.training.image.config import LossConfig, MixupConfig, ModelConfig, Tra
 
 __all__ = ["create_criterion", "create_dense_model", "create_mixup", "create_models"]
 
-# Names of what routing and rivals add to a model.
+# Names of what routing and methods add to a model.
 _ADDED = (".router.", ".exit.", ".others.")
 
 
@@ -145,11 +145,11 @@ def create_mixup(mixup: MixupConfig | None, smoothing: float, num_classes: int) 
 def _load(config: TrainConfig, model: nn.Module, checkpoint: str) -> dict[str, Tensor]:
     """Load the dense part of a checkpoint and return the weights of its routers or early exits.
 
-    Where a rival's weights took the place of dense ones, the model is changed by it and all of them are loaded.
+    Where a method's weights took the place of dense ones, the model is changed by it and all of them are loaded.
     """
-    state, rival = read_weights(checkpoint), config.rival_config()
-    if rival is not None and rival.replaces and any(rival.replaces in name for name in state):
-        rival.apply_(model)
+    state, method = read_weights(checkpoint), config.method_config()
+    if method is not None and method.replaces and any(method.replaces in name for name in state):
+        method.apply_(model)
     own = model.state_dict()
     added = {name: value for name, value in state.items() if any(part in name for part in _ADDED)}
     dense = {name: value for name, value in state.items() if name not in added}

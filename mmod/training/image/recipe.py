@@ -12,9 +12,9 @@ from torch import nn
 
 from mmod import is_routed, learn_capacity_, route_, set_capacity, settle_capacity_, unroute_
 from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream, normalisation
+from mmod.methods import method_of
 from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
-from mmod.rivals import rival_of
 from mmod.training.engine.config import resolve_routing
 from mmod.training.engine.distributed import Process, choose_device
 from mmod.training.engine.loop import run
@@ -83,7 +83,7 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> ClassificationTask:
         """Make the task with the config's criterion, mixup and distillation."""
         config = self.config
-        routing, rival = config.routing_config(), config.rival_config()
+        routing, method = config.routing_config(), config.method_config()
         kind = ClassificationTask if config.elastic is None else partial(ElasticTask, elastic=config.elastic)
         return kind(
             model,
@@ -92,7 +92,7 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
             distill_weight=config.distill.weight,
             temperature=config.distill.temperature,
             feature_weight=config.distill.features,
-            auxiliary=(routing is not None and bool(routing.losses)) or (rival is not None and rival.has_loss),
+            auxiliary=(routing is not None and bool(routing.losses)) or (method is not None and method.has_loss),
             precision=config.precision,
             mixup=create_mixup(config.mixup, config.loss.smoothing, getattr(model, "num_classes", 0)),
         )
@@ -110,19 +110,19 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for timm's `local-dir:` where that can load the model.
 
-        Of a model whose rival leaves the dense part as it is, timm loads that; `config.json` names the rival. Beside
+        Of a model whose method leaves the dense part as it is, timm loads that; `config.json` names the method. Beside
         capacities that were learned stands `plan.json`.
         """
-        rival = rival_of(model)
+        method = method_of(model)
         if capacity_hook(model) is not None:
             found = settle_capacity_(model)
             save_pretrained(model, folder)
             found.plan.save(folder / "plan.json")
-        elif is_routed(model) or (rival is not None and (rival.routable or rival.replaces)):
+        elif is_routed(model) or (method is not None and (method.routable or method.replaces)):
             save_pretrained(model, folder)
         else:
             mean, std = (values.tolist() for values in normalisation(self.config.data))
-            own = None if rival is None else {"rival": rival.to_dict()}
+            own = None if method is None else {"method": method.to_dict()}
             save_for_hf(model, str(folder), own, safe_serialization=True, data_config={"mean": mean, "std": std})
 
     def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:

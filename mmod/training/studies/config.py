@@ -155,7 +155,7 @@ class ImageStudyConfig(StudyConfig):
         isoflop: "scratch" also trains dense models with fewer blocks, as near in FLOPs to the routed ones as can be,
             for as many epochs as training and fine-tuning have together; "none" leaves them out.
         rivals: Name of each series to its budgets, the capacities of the routed models that they are matched to, and
-            what each is: a training config's `rival`, or `kind: resolution`, or `kind: smaller` with `args` of the
+            what each is: a training config's `method`, or `kind: resolution`, or `kind: smaller` with `args` of the
             model that differ. Rivals and series of `routers` may have an `image_size`, their own side of an image.
         rates: Factors by which the learning rate of each model is multiplied to find its best one, on `rate_split`
             with the first seed; its runs then have that rate. None searches nothing.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mmod.rivals.read import KINDS
+from mmod.methods.read import KINDS
 from mmod.training.studies.config import PlanOptions
 from mmod.values import one_of, refuse_unknown
 
@@ -104,11 +104,11 @@ class Reduced(Entrant):
     """The dense model with pruned or merged tokens, with early exits, or with experts.
 
     Args:
-        rival: The training config's `rival`.
+        method: The training config's `method`.
         routing: Its `routing`, where a model with experts is routed too.
     """
 
-    rival: dict[str, Any]
+    method: dict[str, Any]
     routing: Any = None
 
     @property
@@ -117,8 +117,8 @@ class Reduced(Entrant):
         return self.routing is not None
 
     def change(self, dense: Any, tuned: Any) -> Any:
-        """Return the config that fine-tunes the model with its rival."""
-        return dataclasses.replace(tuned, rival=self.rival, routing=self.routing)
+        """Return the config that fine-tunes the model with its method."""
+        return dataclasses.replace(tuned, method=self.method, routing=self.routing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ def create_rivals(
 
     Args:
         rivals: Name of each series to its budgets: the capacity of the routed models that one is matched to, and what
-            it is: `kind: resolution`, `kind: smaller` with `args`, or a training config's `rival`; each may have an
+            it is: `kind: resolution`, `kind: smaller` with `args`, or a training config's `method`; each may have an
             `image_size`, and a resolution must. Experts take a training config's `routing` too.
         epochs: Epochs of training and fine-tuning together, for those that start from scratch.
         is_trained: The others are fine-tuned.
@@ -178,5 +178,5 @@ def create_rivals(
                 entrants.append(Dense(is_trained=is_trained, **common))
             else:
                 routing = fields.pop("routing", None)
-                entrants.append(Reduced(rival=fields, routing=routing, is_trained=is_trained, **common))
+                entrants.append(Reduced(method=fields, routing=routing, is_trained=is_trained, **common))
     return entrants

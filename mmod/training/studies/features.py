@@ -163,7 +163,7 @@ class FeaturesStudy(TimmStudy[Judged]):
         """
         own = self.config
         plain = portable({**config.to_dict(), "output": str(folder)})
-        parts = ("model", "data", "routing", "rival", "precision")
+        parts = ("model", "data", "routing", "method", "precision")
         record = {"feature": own.feature, **{part: plain[part] for part in parts if part in plain}}
         kept_record = read_claim(folder, "config.json")
         if kept_record is None:

@@ -18,8 +18,8 @@ from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_routing_maps
 from mmod.analysis.timing import interleave, relative_times
 from mmod.data.loader import create_eval_stream
+from mmod.methods.exit import exit_blocks
 from mmod.model import is_routed
-from mmod.rivals.exit import exit_blocks
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.image.config import ModelConfig, TrainConfig

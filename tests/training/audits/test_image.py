@@ -96,7 +96,7 @@ def test_an_early_exit_model_is_judged_beside(run: Path, tmp_path: Path) -> None
     fields = yaml.safe_load((run / "config.yaml").read_text())
     leaves = {"kind": "exit", "confidence": 0.105, "blocks": [0]}
     model = {**fields["model"], "checkpoint": str(run.parent / "moved")}
-    config = {"data": fields["data"], "epochs": 1, "epoch_steps": 1, "model": model, "rival": leaves}
+    config = {"data": fields["data"], "epochs": 1, "epoch_steps": 1, "model": model, "method": leaves}
     done = fit(TrainConfig.from_dict({**config, "output": str(tmp_path / "exit")}), progress=False)
     folders = f"[{tmp_path / 'exit'}, {run.parent / 'moved'}]"
     options = ["--audit.reference", str(run.parent / "moved"), "--audit.beside", folders]

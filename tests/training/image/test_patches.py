@@ -156,8 +156,8 @@ def test_a_patch_counts_as_an_image_does(seed: int, images: int, patches: int) -
         {"routing": {"preset": "a-mod", "blocks": "late", "capacity": 0.25}},
         {"routing": {"router": "linear", "select": "threshold", "losses": {"membership": 0.1}}},
         {"routing": {"router": "random", "capacity": 0.5}},
-        {"rival": {"kind": "prune", "keep": 0.5, "blocks": [1]}},
-        {"rival": {"kind": "merge", "r": 3}},
+        {"method": {"kind": "prune", "keep": 0.5, "blocks": [1]}},
+        {"method": {"kind": "merge", "r": 3}},
     ],
     ids=str,
 )

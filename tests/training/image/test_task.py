@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mmod
-from mmod.rivals import prune_
+from mmod.methods import prune_
 from mmod.training import ClassificationTask
 
 

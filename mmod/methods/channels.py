@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_library
 from mmod.blocks import StandingModule, convert
+from mmod.methods.base import Method, Model
 from mmod.ops import gather_rows, scatter_rows, select_topk
-from mmod.rivals.base import Model, Rival
 from mmod.values import check_fields
 
 
 @dataclass(frozen=True)
-class Channels(Rival):
+class Channels(Method):
     """Narrow blocks in a ResNet, each on the few channels of an image that a selector chooses.
 
     They take the place of every second block of a stage, never of its first, which may change the number of channels.
@@ -52,7 +52,7 @@ class Channels(Rival):
     replaces: ClassVar[str] = ".selector."
 
     def __post_init__(self) -> None:
-        check_fields(self, "rival", divisor="[1, inf)", squeeze="[1, inf)")
+        check_fields(self, "method", divisor="[1, inf)", squeeze="[1, inf)")
 
     def find(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return every second block of the stages of a ResNet, by name."""
@@ -81,7 +81,7 @@ class Channels(Rival):
         wide, least = block.conv1.in_channels, block.expansion
         if wide % self.divisor or wide // self.divisor % least:
             raise ValueError(
-                f"rival.divisor={self.divisor} must divide the {wide} channels of {name}, "
+                f"method.divisor={self.divisor} must divide the {wide} channels of {name}, "
                 f"and leave a multiple of {least}"
             )
 
@@ -106,7 +106,7 @@ class Channels(Rival):
 
 
 def channels_(model: Model, **options: Any) -> Model:
-    """Route channels around blocks of a ResNet, in place, see `Channels`; `mmod.rivals.undo_` takes it back.
+    """Route channels around blocks of a ResNet, in place, see `Channels`; `mmod.methods.undo_` takes it back.
 
     Narrow blocks are new, and keep the names of the weights that they replace. Undoing it gives back the blocks that
     they replaced; in a model that was loaded, those are new.

@@ -1,8 +1,8 @@
-"""Models that rivals can change, and rivals that change them."""
+"""Models that methods can change, and methods that change them."""
 
 from __future__ import annotations
 
-from mmod.rivals import Exit, Merge, Prune, Rival
+from mmod.methods import Exit, Merge, Method, Prune
 
 # Class token or none, registers, mean, attention and distilled pooling, rotary positions, norms behind.
 MODELS = [
@@ -20,8 +20,8 @@ MODELS = [
     "vit_small_patch16_rope_mixed_224",
     "naflexvit_base_patch16_gap",
 ]
-# A rival that leaves fewer tokens, and the same with nothing to do.
-REDUCING: list[tuple[Rival, Rival]] = [
+# A method that leaves fewer tokens, and the same with nothing to do.
+REDUCING: list[tuple[Method, Method]] = [
     (Prune(0.6, (0, 2), fuse=True), Prune(1.0, (0, 2), fuse=True)),
     (Prune(0.6, (1, 3), fuse=False, by="mean"), Prune(1.0, (1, 3), fuse=False, by="mean")),
     (Merge(3), Merge(0)),

@@ -1,4 +1,4 @@
-"""Models with rivals, trained by the recipe of routed ones."""
+"""Models with methods, trained by the recipe of routed ones."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 
 import pytest
 
-from mmod.rivals import read_rival, rival_of
+from mmod.methods import method_of, read_method
 from mmod.training import ModelConfig, TrainConfig, evaluate
 from mmod.training.image.model import create_models
 from tests.training.engine.worker import TensorStream, run, tiny_config
 
-RIVALS = [
+METHODS = [
     {"kind": "prune", "keep": 0.5, "blocks": [0]},
     {"kind": "merge", "r": 3},
     {"kind": "exit", "confidence": 0.12, "blocks": [0]},
 ]
 
 
-@pytest.mark.parametrize("rival", RIVALS, ids=lambda rival: rival["kind"])
-def test_a_run_folder_gives_the_same_model_again(rival: dict[str, Any], tmp_path: Path) -> None:
-    config = tiny_config(output=tmp_path / "run", epochs=1, rival=rival)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method["kind"])
+def test_a_run_folder_gives_the_same_model_again(method: dict[str, Any], tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1, method=method)
     result = run(config)
     assert run(TrainConfig.from_dict(config.to_dict())).reused
     start = ModelConfig(config.model.name, config.model.args, checkpoint=str(tmp_path / "run"))
     model, teacher = create_models(replace(config, model=start))
-    assert rival_of(model) == read_rival(rival)
+    assert method_of(model) == read_method(method)
     assert teacher is not None
-    assert rival_of(teacher) is None
+    assert method_of(teacher) is None
     assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation
-    assert json.loads((tmp_path / "run/model/config.json").read_text())["rival"] == read_rival(rival).to_dict()
+    assert json.loads((tmp_path / "run/model/config.json").read_text())["method"] == read_method(method).to_dict()
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(ValueError, match="routing or rival"):
-        tiny_config(output="run", rival=RIVALS[0], routing={"capacity": 0.5})
+    with pytest.raises(ValueError, match="routing or method"):
+        tiny_config(output="run", method=METHODS[0], routing={"capacity": 0.5})
     with pytest.raises(ValueError, match="grad_checkpointing"):
-        tiny_config(output="run", rival=RIVALS[0], grad_checkpointing=True)
-    assert "rival" not in tiny_config(output="run").to_dict()
+        tiny_config(output="run", method=METHODS[0], grad_checkpointing=True)
+    assert "method" not in tiny_config(output="run").to_dict()

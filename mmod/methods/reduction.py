@@ -20,8 +20,8 @@ from mmod.adapters.masks import narrow_rope
 from mmod.blocks import convert
 from mmod.blocks.forward_pass import PerThread, recomputing
 from mmod.blocks.routed import ConvertedBlock
+from mmod.methods.halves import Seen, seen, watch
 from mmod.ops import capture_importance
-from mmod.rivals.halves import Seen, seen, watch
 
 
 class Grid(NamedTuple):

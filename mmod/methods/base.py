@@ -1,6 +1,6 @@
-"""What the rivals of routing have in common: a description by plain values, conversion in place, and its undoing.
+"""What all methods beside routing have in common: a description by plain values, conversion in place, its undoing.
 
-See `mmod.rivals.reduction` for those that leave fewer tokens.
+See `mmod.methods.reduction` for those that leave fewer tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class Rival(ABC):
+class Method(ABC):
     """Another way than routing to spend less on a timm model, described by plain values.
 
     Attributes:
@@ -35,7 +35,7 @@ class Rival(ABC):
     replaces: ClassVar[str] = ""
 
     def apply_(self, model: Model) -> Model:
-        """Change a timm model in place; `mmod.rivals.undo_` takes it back.
+        """Change a timm model in place; `mmod.methods.undo_` takes it back.
 
         Args:
             model: A model made by `timm.create_model`, neither routed nor wrapped nor compiled.
@@ -44,18 +44,18 @@ class Rival(ABC):
             The same model.
 
         Raises:
-            ValueError: The model is routed or has a rival already, or cannot be changed so. It is then unchanged.
+            ValueError: The model is routed or changed already, or cannot be changed so. It is then as it was.
         """
-        if rival_of(model) is not None or any(is_converted(module) for module in model.modules()):
-            raise ValueError(f"this {type(model).__name__} is routed or has a rival already: undo that first")
+        if method_of(model) is not None or any(is_converted(module) for module in model.modules()):
+            raise ValueError(f"this {type(model).__name__} is routed or changed already: undo that first")
         stack = self.find(model)
         self.check(model, stack)
         self.change(model, stack)
-        model.rival = self  # type: ignore[assignment]  # plain, so that no registry of the module sees it
+        model.mod_method = self  # type: ignore[assignment]  # plain, so that no registry of the module sees it
         return model
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values that `mmod.rivals.rival` makes the same from."""
+        """Return plain values that `mmod.methods.read_method` makes the same from."""
         fields = {
             name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
         }
@@ -70,7 +70,7 @@ class Rival(ABC):
         """Return the blocks of a model: those that tokens pass, as a rule."""
         stack = find_stack(model)
         if stack.library != "timm":
-            raise ValueError(f"rivals change models of timm, got a {type(model).__name__} of {stack.library}")
+            raise ValueError(f"methods change models of timm, got a {type(model).__name__} of {stack.library}")
         return stack
 
     @abstractmethod
@@ -99,7 +99,7 @@ def check_blocks(blocks: tuple[int, ...], stack: BlockStack) -> None:
 
 
 def undo_(model: Model) -> Model:
-    """Give a model that was changed by a rival its own classes and keys back.
+    """Give a model that was changed by a method its own classes and keys back.
 
     Args:
         model: The model.
@@ -108,25 +108,25 @@ def undo_(model: Model) -> Model:
         The same model.
 
     Raises:
-        ValueError: No rival changed it, or it was routed afterwards.
+        ValueError: No method changed it, or it was routed afterwards.
     """
-    rival = rival_of(model)
-    if rival is None:
-        raise ValueError(f"no rival changed this {type(model).__name__}")
+    method = method_of(model)
+    if method is None:
+        raise ValueError(f"no method changed this {type(model).__name__}")
     if is_routed(model):
         raise ValueError(f"this {type(model).__name__} was routed afterwards: call mmod.unroute_ first")
-    rival.remove(model)
+    method.remove(model)
     for module in list(model.modules()):
         if is_converted(module):
             make_dense(module)
-    del model.rival
+    del model.mod_method
     return model
 
 
-def rival_of(model: nn.Module) -> Rival | None:
-    """Return the rival that changed a model, None where none did.
+def method_of(model: nn.Module) -> Method | None:
+    """Return the method that changed a model, None where none did.
 
     Args:
         model: Any model.
     """
-    return vars(model).get("rival")
+    return vars(model).get("mod_method")

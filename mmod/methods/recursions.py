@@ -16,10 +16,10 @@ from mmod.adapters import BlockStack
 from mmod.blocks import StandingModule
 from mmod.blocks.forward_pass import PerThread, recomputing
 from mmod.blocks.rows import leave_rows
+from mmod.methods.base import Method, Model
+from mmod.methods.experts import balance_loss, probabilities
 from mmod.ops import gather_rows, select_topk
 from mmod.ops.select import kept_count, select_threshold
-from mmod.rivals.base import Model, Rival
-from mmod.rivals.experts import balance_loss, probabilities
 from mmod.routing import Routing
 from mmod.routing.score.linear import LinearScore
 from mmod.values import check_fields
@@ -29,7 +29,7 @@ GATE = 0.1
 
 
 @dataclass(frozen=True)
-class Recursions(Rival):
+class Recursions(Method):
     """The middle blocks of a ViT become fewer, which are shared and applied up to R times (Middle-Cycle).
 
     Of L blocks, the first and the last ones stay. The `(L - first - last) / R` that follow the first ones are applied
@@ -67,7 +67,7 @@ class Recursions(Rival):
     replaces: ClassVar[str] = ".shared."
 
     def __post_init__(self) -> None:
-        check_fields(self, "rival", recursions="[1, inf)", first="[0, inf)", last="[0, inf)", balance="[0, inf)")
+        check_fields(self, "method", recursions="[1, inf)", first="[0, inf)", last="[0, inf)", balance="[0, inf)")
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the blocks can be shared, and their tokens are all there."""
@@ -110,7 +110,7 @@ class Recursions(Rival):
 
 
 def recursions_(model: Model, **options: Any) -> Model:
-    """Share the middle blocks of a ViT and apply them several times, see `Recursions`; `mmod.rivals.undo_` undoes it.
+    """Share the middle blocks of a ViT and apply them several times, see `Recursions`; `mmod.methods.undo_` undoes it.
 
     The shared blocks keep their weights. Undoing it leaves them theirs, and gives those that were left out back; in a
     model that was loaded, these are new.

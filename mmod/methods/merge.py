@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.rivals.base import Model, Rival
-from mmod.rivals.halves import Seen, check_halves
-from mmod.rivals.reduction import Grid, Reduction, Restore, pooling, reduce_
+from mmod.methods.base import Method, Model
+from mmod.methods.halves import Seen, check_halves
+from mmod.methods.reduction import Grid, Reduction, Restore, pooling, reduce_
 from mmod.values import check_fields
 
 
 @dataclass(frozen=True)
-class Merge(Rival):
+class Merge(Method):
     """Merging between attention and MLP: patches are dealt into two sets by turns, and those of the first that are most
     like one of the second, by keys averaged over heads, join it.
 
@@ -38,7 +38,7 @@ class Merge(Rival):
     def __post_init__(self) -> None:
         if not isinstance(self.r, int):
             object.__setattr__(self, "r", tuple(self.r))
-        check_fields(self, "rival", r="[0, inf)")
+        check_fields(self, "method", r="[0, inf)")
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless there is a number for each block and the blocks can be taken apart."""
@@ -61,7 +61,7 @@ class Merge(Rival):
 
 
 def merge_(model: Model, r: int | tuple[int, ...] = 8) -> Model:
-    """Merge tokens of a timm model in place, see `Merge`; `mmod.rivals.undo_` takes it back.
+    """Merge tokens of a timm model in place, see `Merge`; `mmod.methods.undo_` takes it back.
 
     Args:
         model: A model made by `timm.create_model`.

@@ -1,4 +1,4 @@
-"""Rivals on many models: nothing to do is the dense model, images do not meet, undoing restores."""
+"""Methods on many models: nothing to do is the dense model, images do not meet, undoing restores."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from mmod import RoutingConfig, flops, route_
-from mmod.rivals import Exit, Merge, Prune, Rival, read_rival, rival_of, undo_
-from tests.rivals.rival_zoo import MODELS, REDUCING
+from mmod.methods import Exit, Merge, Method, Prune, method_of, read_method, undo_
+from tests.methods.method_zoo import MODELS, REDUCING
 from tests.zoo import make_images, make_model
 
 IDS = ["prune-fused", "prune-mean", "merge", "exit"]
 SMALL = "vit_tiny_patch16_224"
-RIVALS = [rival for rival, _ in REDUCING]
+METHODS = [method for method, _ in REDUCING]
 
 
 def read(model: nn.Module, images: Tensor) -> Tensor:
@@ -25,14 +25,14 @@ def read(model: nn.Module, images: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("rival", "idle"), REDUCING, ids=IDS)
-def test_invariants(name: str, rival: Rival, idle: Rival) -> None:
+@pytest.mark.parametrize(("method", "idle"), REDUCING, ids=IDS)
+def test_invariants(name: str, method: Method, idle: Method) -> None:
     model, images = make_model(name).double(), make_images(name, 3).double()
     dense, keys = read(model, images), list(model.state_dict())
     idle.apply_(model)
     assert torch.equal(read(model, images), dense)
     undo_(model)
-    rival.apply_(model)
+    method.apply_(model)
     answers = read(model, images)
     assert answers.shape == dense.shape
     assert not torch.equal(answers, dense)
@@ -40,21 +40,21 @@ def test_invariants(name: str, rival: Rival, idle: Rival) -> None:
     torch.testing.assert_close(alone, answers, rtol=0, atol=1e-12)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(read(copied, images), answers)
-    assert rival_of(model) == rival == read_rival(rival.to_dict())
+    assert method_of(model) == method == read_method(method.to_dict())
     undo_(model)
     assert list(model.state_dict()) == keys
-    assert rival_of(model) is None
+    assert method_of(model) is None
     assert torch.equal(read(model, images), dense)
 
 
 @pytest.mark.parametrize("name", ["test_vit", "vit_medium_patch16_gap_240", "eva02_tiny_patch14_224"])
-@pytest.mark.parametrize("rival", RIVALS, ids=IDS)
-def test_every_weight_that_learns_in_the_dense_model_learns(name: str, rival: Rival) -> None:
+@pytest.mark.parametrize("method", METHODS, ids=IDS)
+def test_every_weight_that_learns_in_the_dense_model_learns(name: str, method: Method) -> None:
     model, images = make_model(name).double().train(), make_images(name, 3).double()
     model(images).square().sum().backward()
     learning = {name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
     model.zero_grad(set_to_none=True)
-    rival.apply_(model)(images).square().sum().backward()
+    method.apply_(model)(images).square().sum().backward()
     parameters = dict(model.named_parameters())
     assert all(parameters[name].grad is not None and parameters[name].grad.any() for name in learning)
     heads = [weight.grad for name, weight in parameters.items() if ".exit." in name]
@@ -62,18 +62,18 @@ def test_every_weight_that_learns_in_the_dense_model_learns(name: str, rival: Ri
 
 
 @pytest.mark.parametrize("name", ["test_vit", "vit_medium_patch16_gap_240", "eva02_tiny_patch14_224"])
-@pytest.mark.parametrize("rival", RIVALS, ids=IDS)
-def test_a_model_that_answers_every_patch_gives_its_whole_grid(name: str, rival: Rival) -> None:
+@pytest.mark.parametrize("method", METHODS, ids=IDS)
+def test_a_model_that_answers_every_patch_gives_its_whole_grid(name: str, method: Method) -> None:
     model, images = make_model(name, global_pool="").double(), make_images(name, 2).double()
     dense = read(model, images)
     assert dense.ndim == 3
-    assert read(rival.apply_(model), images).shape == dense.shape
+    assert read(method.apply_(model), images).shape == dense.shape
 
 
-@pytest.mark.parametrize("rival", RIVALS[:3], ids=IDS[:3])
-def test_compiled_rivals_are_the_same(rival: Rival) -> None:
+@pytest.mark.parametrize("method", METHODS[:3], ids=IDS[:3])
+def test_compiled_methods_are_the_same(method: Method) -> None:
     model, images = make_model(SMALL).double(), make_images(SMALL, 2).double()
-    answers = read(rival.apply_(model), images)
+    answers = read(method.apply_(model), images)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(read(compiled, images), answers, rtol=0, atol=1e-12)
@@ -86,16 +86,16 @@ def test_early_exit_compiles_in_parts() -> None:
     torch.testing.assert_close(read(torch.compile(model, backend="aot_eager"), images), answers, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("rival", RIVALS[:3], ids=IDS[:3])
-def test_flops_are_those_of_the_tokens_left(rival: Rival) -> None:
+@pytest.mark.parametrize("method", METHODS[:3], ids=IDS[:3])
+def test_flops_are_those_of_the_tokens_left(method: Method) -> None:
     model = make_model(SMALL)
     dense = flops(model, 64).routed
-    assert flops(rival.apply_(model), 64).routed < dense
+    assert flops(method.apply_(model), 64).routed < dense
 
 
-@pytest.mark.parametrize("rival", RIVALS, ids=IDS)
-def test_checkpointing_is_refused(rival: Rival) -> None:
-    model = rival.apply_(make_model("test_vit").train())
+@pytest.mark.parametrize("method", METHODS, ids=IDS)
+def test_checkpointing_is_refused(method: Method) -> None:
+    model = method.apply_(make_model("test_vit").train())
     model.set_grad_checkpointing(True)
     with pytest.raises(RuntimeError, match="gradient checkpointing"):
         model(make_images("test_vit", 3)).sum().backward()
@@ -114,11 +114,11 @@ def test_checkpointing_is_refused(rival: Rival) -> None:
 )
 def test_bad_values_are_named(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_rival(values)
+        read_method(values)
 
 
 @pytest.mark.parametrize(
-    ("name", "rival", "message"),
+    ("name", "method", "message"),
     [
         ("test_vit", Prune(0.5, (2, 1)), "blocks must ascend"),
         ("test_vit", Prune(0.5, (9,)), "within 0 to 5"),
@@ -130,11 +130,11 @@ def test_bad_values_are_named(values: dict[str, object], message: str) -> None:
         ("vit_dlittle_patch16_reg1_gap_256", Merge(2), "no place between|cannot be read"),
     ],
 )
-def test_models_that_cannot_are_left_as_they_are(name: str, rival: Rival, message: str) -> None:
+def test_models_that_cannot_are_left_as_they_are(name: str, method: Method, message: str) -> None:
     model = make_model(name)
     classes = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match=message):
-        rival.apply_(model)
+        method.apply_(model)
     assert [type(module) for module in model.modules()] == classes
 
 
@@ -145,5 +145,5 @@ def test_one_change_at_a_time() -> None:
     with pytest.raises(ValueError, match="already"):
         route_(model, RoutingConfig())
     undo_(model)
-    with pytest.raises(ValueError, match="no rival changed"):
+    with pytest.raises(ValueError, match="no method changed"):
         undo_(model)

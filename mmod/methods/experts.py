@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.blocks import StandingModule, convert
 from mmod.blocks.forward_pass import PerThread, recomputing
+from mmod.methods.base import Method, Model, check_blocks
 from mmod.ops.select import kept_count
-from mmod.rivals.base import Model, Rival, check_blocks
 from mmod.values import check_fields
 
 
 @dataclass(frozen=True)
-class Experts(Rival):
+class Experts(Method):
     """A mixture of experts in the place of each MLP; every expert starts as a copy of it.
 
     An expert has `floor(capacity * N / experts)` slots for the N tokens that the MLP is given, at least one, so active
@@ -61,9 +61,11 @@ class Experts(Rival):
         if self.blocks is not None:
             object.__setattr__(self, "blocks", tuple(self.blocks))
         limits = {"experts": "[1, inf)", "idle": "[0, inf)", "capacity": "(0, inf)", "balance": "[0, inf)"}
-        check_fields(self, "rival", **limits, blocks="[0, inf)")
+        check_fields(self, "method", **limits, blocks="[0, inf)")
         if self.capacity > self.experts:
-            raise ValueError(f"rival.capacity must be at most the number of experts, {self.experts}: {self.capacity:g}")
+            raise ValueError(
+                f"method.capacity={self.capacity:g} must be at most the number of experts, {self.experts}"
+            )
 
     @property
     def has_loss(self) -> bool:
@@ -104,7 +106,7 @@ class Experts(Rival):
 
 
 def experts_(model: Model, **options: Any) -> Model:
-    """Make the MLPs of a timm model mixtures of experts, in place, see `Experts`; `mmod.rivals.undo_` takes it back.
+    """Make the MLPs of a timm model mixtures of experts, in place, see `Experts`; `mmod.methods.undo_` takes it back.
 
     Keys of the dense state dict keep their names, those of the first experts. Undoing it leaves these alone.
 

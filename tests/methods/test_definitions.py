@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmod.methods import Exit, Merge
+from mmod.methods.halves import Seen
+from mmod.methods.merge import _Merging
+from mmod.methods.prune import _Pruning
+from mmod.methods.reduction import Grid
 from mmod.ops import attention_importance
-from mmod.rivals import Exit, Merge
-from mmod.rivals.halves import Seen
-from mmod.rivals.merge import _Merging
-from mmod.rivals.prune import _Pruning
-from mmod.rivals.reduction import Grid
 from tests.zoo import make_images, make_model
 
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
+from mmod.methods.base import Method, Model, check_blocks
+from mmod.methods.halves import Seen, check_halves
+from mmod.methods.reduction import Grid, Reduction, Restore, pooling, reduce_
 from mmod.ops import class_token_importance, gather_rows
-from mmod.rivals.base import Model, Rival, check_blocks
-from mmod.rivals.halves import Seen, check_halves
-from mmod.rivals.reduction import Grid, Reduction, Restore, pooling, reduce_
 from mmod.values import check_fields
 
 
 @dataclass(frozen=True)
-class Prune(Rival):
+class Prune(Method):
     """Pruning between attention and MLP of some blocks, by the attention a token receives there.
 
     Prefix tokens stay.
@@ -44,7 +44,7 @@ class Prune(Rival):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
-        check_fields(self, "rival", keep="(0, 1]", blocks="[0, inf)")
+        check_fields(self, "method", keep="(0, 1]", blocks="[0, inf)")
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model has the blocks and they can be taken apart."""
@@ -68,7 +68,7 @@ def prune_(
     fuse: bool = True,
     by: Literal["auto", "class_token", "mean"] = "auto",
 ) -> Model:
-    """Prune tokens of a timm model in place, see `Prune`; `mmod.rivals.undo_` takes it back.
+    """Prune tokens of a timm model in place, see `Prune`; `mmod.methods.undo_` takes it back.
 
     Args:
         model: A model made by `timm.create_model`.

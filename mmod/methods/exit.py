@@ -19,14 +19,14 @@ from mmod.adapters import BlockStack
 from mmod.blocks import convert, host_class
 from mmod.blocks.forward_pass import PerThread, recomputing
 from mmod.blocks.routed import ConvertedBlock
-from mmod.rivals.base import Model, Rival, check_blocks
+from mmod.methods.base import Method, Model, check_blocks
 from mmod.values import check_fields
 
 _HEAD = ("norm", "fc_norm", "head", "head_dist")
 
 
 @dataclass(frozen=True)
-class Exit(Rival):
+class Exit(Method):
     """Early exit after some blocks, each with a head of its own.
 
     In evaluation, an image leaves where its head's largest probability reaches the confidence; the images that stay are
@@ -46,7 +46,7 @@ class Exit(Rival):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
-        check_fields(self, "rival", confidence="(0, inf)", blocks="[0, inf)")
+        check_fields(self, "method", confidence="(0, inf)", blocks="[0, inf)")
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model classifies and has blocks after each exit."""
@@ -75,7 +75,7 @@ class Exit(Rival):
 
 
 def exit_(model: Model, confidence: float = 0.9, blocks: tuple[int, ...] = (3, 6, 9)) -> Model:
-    """Let images leave a timm model early, in place, see `Exit`; `mmod.rivals.undo_` takes it back.
+    """Let images leave a timm model early, in place, see `Exit`; `mmod.methods.undo_` takes it back.
 
     Args:
         model: A classifier made by `timm.create_model`.
