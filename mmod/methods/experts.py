@@ -63,9 +63,7 @@ class Experts(Method):
         limits = {"experts": "[1, inf)", "idle": "[0, inf)", "capacity": "(0, inf)", "balance": "[0, inf)"}
         check_fields(self, "method", **limits, blocks="[0, inf)")
         if self.capacity > self.experts:
-            raise ValueError(
-                f"method.capacity={self.capacity:g} must be at most the number of experts, {self.experts}"
-            )
+            raise ValueError(f"method.capacity={self.capacity:g} must be at most the number of experts, {self.experts}")
 
     @property
     def has_loss(self) -> bool:
