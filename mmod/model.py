@@ -76,7 +76,7 @@ def _route(model: nn.Module, config: HowToRoute, parts: Mapping[str, HowToRoute]
                 "mmod.methods.undo_ where a method of mmod.methods changed it"
             )
     conversions = {name: prepare(stack, configs[name]) for name, stack in stacks.items()}
-    hooks = [stack.hook(configs[name]) for name, stack in stacks.items() if stack.hook is not None]
+    hooks = [pair for name, stack in stacks.items() for pair in stack.hooks(configs[name])]
     for name, stack in stacks.items():
         for block, router, state in conversions[name]:
             if isinstance(state, RoutedState):
@@ -89,7 +89,7 @@ def _route(model: nn.Module, config: HowToRoute, parts: Mapping[str, HowToRoute]
             share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
         for module, mixin, shared in stack.companions:
             convert(module, mixin, shared)
-    for module, hook in filter(None, hooks):
+    for module, hook in hooks:
         attach(module, hook)
     model.routing_configs = {**vars(model).get("routing_configs", {}), **configs}  # type: ignore[assignment]
     _describe(model)

@@ -37,10 +37,10 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     if not config.protect_prefix and not config.router.whole:
         _check_free_prefix(stack, plan)
     attends = config.reads_importance(training=True)
-    if attends:
+    if config.wants_importance(training=True):
         stack.check_importance(config.importance)
     training_only = attends and not config.router.reads_importance
-    shares, captioned = attends or config.router.draws, bool(stack.companions)
+    shares, captioned = attends or config.draws, bool(stack.companions)
     common = {"captioned": captioned, "training_only": training_only}
     first = plan.blocks[0] - 1 if attends else plan.blocks[0]
     readers: dict[int, list[Router]] = {}
@@ -65,7 +65,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
             call,
             stack.tracker,
             start if shares else None,
-            writes=config.router.draws and index == start,
+            writes=config.draws and index == start,
             hands_on=configs.get(index + 1) is own and own.hands_on,
             begins=index == first and not captioned,
             ends=index == plan.blocks[-1],

@@ -6,7 +6,7 @@ Axes: B images, N tokens, K slots per image, H heads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,8 +49,7 @@ class BlockStack:
         class_token: Its first token is a class token.
         router: What decides in its routed blocks.
         mixins: What is put in front of the class of a routed block, and of one that computes importance.
-        hook: Returns the module to call before the blocks and what to call, for a config that suits the part, or None
-            where nothing is called.
+        hooks: Returns the modules to call before the blocks and what to call, for a config that suits the part.
     """
 
     library: str
@@ -66,7 +65,7 @@ class BlockStack:
     class_token: bool = False
     router: type[Router] = Router
     mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
-    hook: Callable[[RoutingConfig], tuple[nn.Module, ModelHook] | None] | None = None
+    hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
 
     def check_skipped(self, config: RoutingConfig, call: BlockCall, name: str) -> None:
         """Raise a ValueError where skipped tokens cannot take part in a block as a config has it.
@@ -94,8 +93,8 @@ class BlockStack:
         """
         if importance == "class_token" and not self.class_token:
             raise ValueError(f"importance='class_token': {self.names[0]} and those after it have no class token first")
-        if importance == "last_token" and not self.language:
-            raise ValueError(f"importance='last_token' is for language models: {self.names[0]} is no layer of one")
+        if importance in ("last_token", "vision_tower") and not self.language:
+            raise ValueError(f"importance={importance!r} is for language models: {self.names[0]} is no layer of one")
 
 
 # Finds the blocks of one part, or raises a ValueError that says why that part cannot be routed.
@@ -246,7 +245,7 @@ def _of_images(value: Any, image_S: Tensor) -> Any:
 
 def span_hook(
     owner: nn.Module, blocks: str, tracker: PassTracker, config: RoutingConfig
-) -> tuple[nn.Module, ModelHook] | None:
+) -> Sequence[tuple[nn.Module, ModelHook]]:
     """Return the hook that lets blocks of a span hand on rows, for routers that share their score.
 
     Args:
@@ -255,4 +254,4 @@ def span_hook(
         tracker: That of the stack.
         config: How the blocks are routed.
     """
-    return (owner, SpanHook(tracker, blocks)) if config.hands_on else None
+    return [(owner, SpanHook(tracker, blocks))] if config.hands_on else []

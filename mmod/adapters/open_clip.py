@@ -75,8 +75,8 @@ def _image_tower(tower: Any, name: str) -> BlockStack:
             "mmod.route_(model, text=config)"
         )
     stack = _stack(tower.transformer, f"{name}transformer.resblocks", prefix=1)
-    hook = functools.partial(span_hook, tower.transformer, "resblocks", stack.tracker)
-    return dataclasses.replace(stack, class_token=True, hook=hook)
+    hooks = functools.partial(span_hook, tower.transformer, "resblocks", stack.tracker)
+    return dataclasses.replace(stack, class_token=True, hooks=hooks)
 
 
 def _text_tower(tower: Any, name: str) -> BlockStack:

@@ -98,7 +98,7 @@ def find_blocks(model: nn.Module) -> BlockStack:
         class_token=any(key.rpartition(".")[2] == "cls_token" for key, _ in owner.named_parameters()),
         call_of=lambda block, config: _call_of(block, int(prefix), title),
         tracker=tracker,
-        hook=functools.partial(span_hook, owner, name.rpartition(".")[2], tracker),
+        hooks=functools.partial(span_hook, owner, name.rpartition(".")[2], tracker),
     )
 
 

@@ -23,6 +23,7 @@ else:
     Tensor = Any
 
 LAYOUTS = ("every_other", "late", "all")
+IMPORTANCE = ("per_viewer", "mean", "class_token", "last_token", "vision_tower")
 
 ScoreFunction = Callable[["Tensor"], "Tensor"]
 
@@ -65,7 +66,9 @@ class RoutingConfig:
             weighed by the number of keys it sees, so that causal attention does not rank tokens by position; "mean"
             counts all queries alike, as A-MoD does. They differ only where queries see different keys. "class_token"
             counts the query of the class token alone, as EViT does; "last_token", in language models, that of the
-            last token of each prompt, as FastV does (arXiv 2403.06764).
+            last token of each prompt, as FastV does (arXiv 2403.06764). "vision_tower", in a LLaVA's language model, is
+            what each patch receives in its tower instead, from the class token where there is one, as VisionZip does
+            (arXiv 2412.04467); no layer of the language model has to be dense for it.
         losses: Weight of each auxiliary objective in every routed block: "membership" (binary cross-entropy between
             score and selection, MoD), "load" (kept share times mean gate, MoDification), "capacity" (distance of the
             kept share from `capacity`), "importance" (binary cross-entropy between a learned score and the selection
@@ -143,13 +146,26 @@ class RoutingConfig:
         """Whether blocks that follow each other and keep the same tokens may hand them on in the place of all."""
         return self.router.shared and self.context == "kept" and self.operator == "block"
 
-    def reads_importance(self, training: bool) -> bool:
-        """Return whether importance is computed, for the score or for a loss.
+    def wants_importance(self, training: bool) -> bool:
+        """Return whether the score or a loss asks for importance.
 
         Args:
             training: Whether the model trains.
         """
         return self.router.reads_importance or (training and any(LOSSES[name].reads_importance for name in self.losses))
+
+    def reads_importance(self, training: bool) -> bool:
+        """Return whether importance is computed in dense blocks before routed ones.
+
+        Args:
+            training: Whether the model trains.
+        """
+        return self.importance != "vision_tower" and self.wants_importance(training)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the first of consecutive routed blocks computes the score that they share."""
+        return self.router.shared and not self.reads_importance(training=False)
 
     def _check(self) -> None:
         check_fields(
@@ -161,7 +177,7 @@ class RoutingConfig:
             skipped=("pass", "follow", "merge"),
             enter_at=("block", "mlp"),
             blocks=LAYOUTS,
-            importance=("per_viewer", "mean", "class_token", "last_token"),
+            importance=IMPORTANCE,
             losses="(0, inf)",
         )
         for name in self.losses:

@@ -31,8 +31,8 @@ class Chooser(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The first block that can be routed: importance is read in a dense block before."""
-        return int(self.config.router.reads_importance)
+        """The first block that can be routed: importance may be read in a dense block before."""
+        return int(self.config.reads_importance(training=False))
 
     @property
     def config(self) -> RoutingConfig:

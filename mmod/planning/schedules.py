@@ -90,11 +90,11 @@ def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> Plan:
 
     Args:
         depth: Number of blocks.
-        after: Number of dense blocks at the start, at least 1.
+        after: Number of dense blocks at the start; 0 where no block of the model gives the score.
         keep: Share of tokens that goes on, in (0, 1).
 
     Raises:
-        ValueError: No block left to route, no dense one, or a share outside (0, 1).
+        ValueError: No block left to route, or a share outside (0, 1).
 
     Source: FastV, Chen et al., arXiv 2403.06764, section 4 (after=2, keep=0.5).
 
@@ -102,8 +102,8 @@ def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> Plan:
         >>> drop_once(6).blocks
         (2, 3, 4, 5)
     """
-    if not 0 < after < depth:
-        raise ValueError(f"after must lie between 1 and {depth - 1}, got {after}")
+    if not 0 <= after < depth:
+        raise ValueError(f"after must lie between 0 and {depth - 1}, got {after}")
     if not 0 < keep < 1:
         raise ValueError(f"keep must lie in (0, 1), got {keep!r}")
     return Plan(tuple(range(after, depth)), (keep,) * (depth - after), depth)

@@ -6,6 +6,7 @@ Axes: B images or samples, N tokens, K kept slots per image or sample.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ class TokenGroups(NamedTuple):
         strict: A capacity that keeps no token of a group is an error.
         alone: Every sample has one token, and a slot for it whether it is kept or not.
         causal: A token attends to all valid ones up to itself and to no other, whatever mask says so.
+        importance: Returns the importance (B, N) that was computed elsewhere than in the layers; None where none was.
     """
 
     group_BN: Tensor
@@ -54,6 +56,7 @@ class TokenGroups(NamedTuple):
     strict: bool = True
     alone: bool = False
     causal: bool = False
+    importance: Callable[[], Tensor] | None = None
 
     @property
     def padded(self) -> bool:

@@ -85,10 +85,13 @@ class DecoderRouter(Router):
         earlier: Routing | None = None,
     ) -> Routing:
         """Decide for a batch of tokens, see `Router.forward`."""
-        reads = self.config.router.shared or self.config.reads_importance(self.training)
-        if reads and importance_BN is None and isinstance(tokens, TokenGroups) and not tokens.skips:
-            # With nothing to choose among, no importance was computed: any scores will do.
-            importance_BN = x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
+        wanted = self.config.wants_importance(self.training)
+        if importance_BN is None and isinstance(tokens, TokenGroups):
+            if not tokens.skips and (wanted or self.config.router.shared):
+                # With nothing to choose among, no importance was computed: any scores will do.
+                importance_BN = x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
+            elif wanted and tokens.importance is not None:
+                importance_BN = tokens.importance().to(x_BND.device)
         return super().forward(x_BND, importance_BN, tokens, earlier)
 
     def _score(self, x_BND: Tensor, importance_BN: Tensor | None, tokens: TokenGroups) -> Tensor:

@@ -20,7 +20,8 @@ from mmod.adapters.transformers.layers import GROUPS, DecoderLayerCall
 from mmod.adapters.transformers.masks import first_column
 from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.adapters.transformers.saving import DescribedRouting
-from mmod.blocks import ImportanceDecoderBlock, RoutedDecoderBlock, host_class
+from mmod.adapters.transformers.tower import TowerImportance
+from mmod.blocks import ImportanceDecoderBlock, ModelHook, RoutedDecoderBlock, host_class
 from mmod.config import RoutingConfig, Threshold
 from mmod.routing import DecoderRouter, TokenGroups, assign_groups, decoded_groups
 
@@ -85,8 +86,12 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         language=True,
         router=DecoderRouter,
         mixins=(RoutedDecoderBlock, ImportanceDecoderBlock),
-        hook=lambda routing: (entry, GroupHook(model, entry, text, routing, plain)),
+        hooks=lambda routing: _hooks(GroupHook(model, entry, text, routing, plain), entry),
     )
+
+
+def _hooks(groups: GroupHook, entry: nn.Module) -> list[tuple[nn.Module, ModelHook]]:
+    return [(entry, groups), *(groups.tower.hooks if groups.tower is not None else ())]
 
 
 def _call_of(layer: nn.Module, config: RoutingConfig | None, rotary: CompactRotary | None) -> DecoderLayerCall:
@@ -143,6 +148,10 @@ class GroupHook(DescribedRouting):
             raise ValueError("frames need image tokens, which this model has none of")
         if self.language.positions == "compact" and not plain:
             raise ValueError(f"positions='compact' is not possible in {type(text).__name__}: it has several per token")
+        elsewhere = config.importance == "vision_tower" and config.wants_importance(training=True)
+        self.tower = TowerImportance(entry) if elsewhere else None
+        if elsewhere and self.tokens != "image":
+            raise ValueError("importance='vision_tower' is that of image tokens: route with tokens='image'")
         if isinstance(config.select, Threshold) and config.select != Threshold(config.select.threshold):
             raise ValueError("min_tokens and max_tokens are for images; a language model's threshold takes neither")
 
@@ -211,7 +220,9 @@ class GroupHook(DescribedRouting):
             free_BN, gated_BN, valid_BN, None if frames is None else self.language.frames, self.tokens == "image",
             segment_BN, None if frames is None else frames.first_BN,
         )  # fmt: skip
-        groups = groups._replace(causal=segment_BN is None and self._is_causal(given.get("attention_mask"), tokens))
+        importance = None if self.tower is None else functools.cache(functools.partial(self.tower.of, kind_BN > 0))
+        causal = segment_BN is None and self._is_causal(given.get("attention_mask"), tokens)
+        groups = groups._replace(causal=causal, importance=importance)
         if begun and groups.skips and together:
             self._check_apart(module, groups, frames, cache)
         if not module.training and not groups.skips and sum(groups.always) == samples * tokens:

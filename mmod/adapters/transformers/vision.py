@@ -70,5 +70,5 @@ def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStac
         prefix=LAYERS[host_class(first).__name__],
         dim=int(first.self_attn.config.hidden_size),  # type: ignore[union-attr,arg-type]
         call_of=lambda layer, config: EncoderLayerCall(names=("attention_mask",), operators=OPERATORS),
-        hook=lambda routing: (layers, DescribedRouting(model)),
+        hooks=lambda routing: [(layers, DescribedRouting(model))],
     )

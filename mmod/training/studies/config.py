@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mmod.config import rational
+from mmod.config.routing import IMPORTANCE
 from mmod.values import check_fields, one_of, refuse_unknown
 
 __all__ = [
@@ -51,7 +52,7 @@ class PlanOptions:
             self, "plan", budget="(0, inf)" if self.cost == "milliseconds" else "(0, 1)", batches="[1, inf)",
             batch_size="[1, inf)", cost=("flops", "image_flops", "cache", "milliseconds"), divergence=("kl", "cosine"),
             options="[0, 1]", rounds="[0, inf)",
-            importance=("per_viewer", "mean", "class_token", "last_token"),
+            importance=IMPORTANCE,
         )  # fmt: skip
 
 

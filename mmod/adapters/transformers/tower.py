@@ -1,0 +1,109 @@
+"""Importance of image tokens that comes from the vision tower, in which their patches attended to each other.
+
+Axes: I images, N tokens of a prompt or patches with a class token, H heads, E channels of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmod.adapters.transformers.vision import LAYERS, is_encoder_layer
+from mmod.blocks import ModelHook, host_class
+from mmod.blocks.forward_pass import PerThread, recomputing
+from mmod.ops import attention_with_importance, class_token_importance
+
+
+class _Latest:
+    """What one thread saw last."""
+
+    value: Tensor | None = None
+
+
+class Projected(ModelHook):
+    """Remembers what a projection made of its latest input, for each thread."""
+
+    def __init__(self) -> None:
+        self._latest = PerThread(_Latest)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Leave the arguments as they are."""
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Remember the output."""
+        if isinstance(output, Tensor) and not recomputing():
+            self._latest.own.value = output.detach()
+
+    def take(self) -> Tensor | None:
+        """Return the latest output and forget it."""
+        latest = self._latest.own
+        value, latest.value = latest.value, None
+        return value
+
+
+class TowerImportance:
+    """Reads which patches the class token attends to in the layer of the vision tower that the features come from.
+
+    In a tower without a class token, all patches count alike.
+
+    Args:
+        entry: The model that puts image features among the embedded tokens.
+
+    Raises:
+        ValueError: A model whose image tokens are not the patches of a CLIP or SigLIP tower, one for one.
+
+    Source: VisionZip, Yang et al., arXiv 2412.04467, section 3.2: its dominant tokens.
+    """
+
+    def __init__(self, entry: nn.Module) -> None:
+        config: Any = getattr(entry, "config", None)
+        lists = [item for item in entry.modules() if isinstance(item, nn.ModuleList) and len(item)]
+        layers = next((item for item in lists if is_encoder_layer(item[0])), None)
+        if type(entry).__name__ != "LlavaModel" or layers is None:
+            raise ValueError(
+                "importance='vision_tower' needs a LLaVA whose image tokens are the patches of a CLIP or SigLIP tower: "
+                f"this is a {type(entry).__name__}"
+            )
+        chosen = config.vision_feature_layer
+        last = chosen if isinstance(chosen, int) else chosen[-1]
+        # Hidden states begin with the embeddings, which no layer has read.
+        attention: Any = layers[last if last < 0 else max(last - 1, 0)].self_attn
+        self.class_token = bool(LAYERS[host_class(layers[0]).__name__])
+        self.dropped = int(config.vision_feature_select_strategy == "default")
+        self.heads, self.scale = int(attention.num_heads), float(attention.scale)
+        self.query, self.key = Projected(), Projected()
+        self.hooks: list[tuple[nn.Module, ModelHook]] = [(attention.q_proj, self.query), (attention.k_proj, self.key)]
+
+    def of(self, image_BN: Tensor) -> Tensor:
+        """Return the importance of the image tokens of prompts (B, N), 0 at all others.
+
+        Args:
+            image_BN: True at image tokens (B, N).
+
+        Raises:
+            ValueError: The tower has not seen these images, one value for each token.
+        """
+        query, key = self.query.take(), self.key.take()
+        if query is None or key is None:
+            raise ValueError(
+                "importance='vision_tower' needs the tower to see the images in the same call: give pixel_values"
+            )
+        importance_IN = self._importance(query, key)[:, self.dropped :]
+        tokens, values = int(image_BN.sum()), importance_IN.numel()
+        if values and tokens % values == 0 and tokens // values * len(importance_IN) == len(image_BN):
+            # generate() repeats prompts that bring one image each, whose features it has computed once.
+            importance_IN = importance_IN.repeat_interleave(tokens // values, dim=0)
+        if importance_IN.numel() != tokens:
+            raise ValueError(f"the vision tower saw {values} patches, the prompts have {tokens} image tokens")
+        score_BN = torch.zeros(image_BN.shape, dtype=importance_IN.dtype, device=image_BN.device)
+        return score_BN.masked_scatter(image_BN, importance_IN.to(image_BN.device))
+
+    def _importance(self, query_IND: Tensor, key_IND: Tensor) -> Tensor:
+        q_IHNE, k_IHNE = (rows.unflatten(-1, (self.heads, -1)).transpose(1, 2) for rows in (query_IND, key_IND))
+        if self.class_token:
+            return class_token_importance(q_IHNE, k_IHNE, scale=self.scale)
+        with torch.no_grad():
+            return attention_with_importance(q_IHNE, k_IHNE, k_IHNE, scale=self.scale)[1]

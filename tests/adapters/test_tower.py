@@ -1,0 +1,123 @@
+"""Importance of image tokens as the vision tower has it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import mmod
+from tests.adapters.vlm_zoo import LINEAR, make_joint, make_language, prompt
+from tests.zoo import make_model
+
+CONFIG = mmod.RoutingConfig(router="attention", capacity=0.5, blocks="all", importance="vision_tower")
+GENERATION: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+
+
+def make_siglip(attention: str) -> nn.Module:
+    """Return a LLaVA whose tower has no class token."""
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "image_size": 12, "patch_size": 4,
+    }  # fmt: skip
+    text = make_joint("llava").config.text_config
+    config = transformers.LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=90, vision_feature_select_strategy="full",
+        vision_feature_layer=[1, 3],
+    )  # fmt: skip
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
+def defined(model: nn.Module, batch: dict[str, Tensor], layer: int, class_token: bool) -> Tensor:
+    """Return the attention (B, N) that image tokens receive in a layer of the tower, by its own map."""
+    tower = model.get_submodule("model.vision_tower")
+    map_IHNN = tower(batch["pixel_values"], output_attentions=True).attentions[layer].double()
+    received_IN = map_IHNN.mean(1)[:, 0, 1:] if class_token else map_IHNN.mean((1, 2))
+    image_BN = batch["input_ids"] == 90
+    return torch.zeros(image_BN.shape, dtype=torch.double).masked_scatter(image_BN, received_IN)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("class_token", [True, False])
+@torch.no_grad()
+def test_it_is_what_the_tower_attends_to(class_token: bool, attention: str) -> None:
+    make = make_joint if class_token else lambda name, attention: make_siglip(attention)
+    batch = prompt("llava", (1, 2), side="right")
+    # Hidden state -2 is the output of the last layer but one; hidden state 3 that of the third.
+    expected = defined(make("llava", attention="eager"), batch, 2, class_token)
+    model = make("llava", attention=attention)
+    dense = model(**batch).logits
+    mmod.route_(model, language=CONFIG)
+    with mmod.trace(model) as trace:
+        routed = model(**batch).logits
+    assert len(trace) == 4
+    free, real = batch["input_ids"] == 90, batch["attention_mask"].bool()
+    for routing in trace.values():
+        torch.testing.assert_close(routing.score_BN[free].double(), expected[free], rtol=1e-4, atol=1e-6)
+        assert all(kept[own].sum() == own.sum() // 2 for kept, own in zip(routing.keep_BN, free))
+    mmod.set_capacity(model, 1)
+    torch.testing.assert_close(model(**batch).logits[real], dense[real])
+    assert not torch.equal(routed[real], dense[real])
+    assert torch.equal(mmod.unroute_(model)(**batch).logits, dense)
+
+
+@pytest.mark.parametrize("router", ["attention", "important_diversity"])
+@torch.no_grad()
+def test_prompts_generate_alone_what_they_do_in_a_batch_and_as_beams(router: str) -> None:
+    model = mmod.route_(make_joint("llava"), language=CONFIG.replace(router=router))
+    batch = prompt("llava", (1, 1))
+    together = model.generate(**batch, **GENERATION)[:, -4:]
+    for sample in range(2):
+        real = batch["attention_mask"][sample].bool()
+        alone = {"input_ids": batch["input_ids"][sample : sample + 1, real], "attention_mask": real[real].long()[None]}
+        pixels = batch["pixel_values"][sample : sample + 1]
+        assert torch.equal(model.generate(**alone, pixel_values=pixels, **GENERATION)[0, -4:], together[sample])
+    assert model.generate(**batch, **GENERATION, num_beams=2).shape == (2, batch["input_ids"].shape[1] + 4)
+    assert torch.equal(copy.deepcopy(model).generate(**batch, **GENERATION)[:, -4:], together)
+    words = {name: values[:, -4:] for name, values in batch.items() if name != "pixel_values"}
+    assert torch.isfinite(model(**words).logits).all()
+
+
+def test_scores_learn_from_it_under_checkpointing() -> None:
+    config = LINEAR.replace(losses={"importance": 1.0}, importance="vision_tower", blocks=(0, 1, 2))
+    gradients = []
+    for checkpointed in (False, True):
+        model = mmod.route_(make_joint("llava"), language=config).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = model(**prompt("llava", (1, 2))).logits.square().mean() + mmod.auxiliary_loss(model)
+        loss.backward()
+        gradients.append([router.grad.clone() for name, router in model.named_parameters() if "router" in name])
+    assert len(gradients[0]) == 3
+    for plain, again in zip(*gradients):
+        assert plain.any()
+        torch.testing.assert_close(plain, again)
+
+
+def test_models_and_calls_without_it_are_refused() -> None:
+    with pytest.raises(ValueError, match="importance='vision_tower' is for language models"):
+        mmod.route_(make_model("test_vit"), CONFIG)
+    for model in (make_language("llama"), make_joint("llava-next"), make_joint("qwen2-vl")):
+        with pytest.raises(ValueError, match="whose image tokens are the patches of a CLIP or SigLIP tower"):
+            mmod.route_(model, language=CONFIG)
+    model = make_joint("llava")
+    with pytest.raises(ValueError, match="route with tokens='image'"):
+        mmod.route_(model, language=CONFIG.replace(tokens="all"))
+    mmod.route_(model, language=CONFIG)
+    batch = prompt("llava", (1, 2))
+    pixels = batch.pop("pixel_values")
+    with pytest.raises(ValueError, match="give pixel_values"):
+        model(**batch)
+    embedded = {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"]), **batch}
+    del embedded["input_ids"]
+    with pytest.raises(ValueError, match="give pixel_values"):
+        model(**embedded)
+    model.model.vision_tower(pixels[:2])
+    with pytest.raises(ValueError, match="saw 18 patches, the prompts have 27 image tokens"):
+        model(**batch)
