@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -133,16 +133,25 @@ def _local(folder: str | Path) -> Path:
     return Path(snapshot_download(repo, revision=revision or None, allow_patterns=["*.json", "*.safetensors"]))
 
 
-def route_again(model: nn.Module, configs: dict[str, RoutingConfig], kept: list[float]) -> None:
-    """Route a model as another one was.
+def route_again(
+    model: nn.Module,
+    configs: dict[str, RoutingConfig],
+    kept: Sequence[float] | Mapping[str, float],
+    method: Mapping[str, Any] | None = None,
+) -> None:
+    """Route a model as another one was, or change it by the same method.
 
     Args:
         model: The model, not routed.
-        configs: The configs of its parts.
-        kept: The capacities of its routed blocks, in order.
+        configs: The configs of its routed parts, if any.
+        kept: The capacities of its routed blocks, in order or by name.
+        method: The method in plain values; None for none.
     """
-    route_(model, **configs)
-    restore_capacities(model, kept)
+    if method is not None:
+        read_method(method).apply_(model)
+    if configs:
+        route_(model, **configs)
+        restore_capacities(model, kept)
 
 
 def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -192,11 +201,8 @@ def _build(config: dict[str, Any]) -> nn.Module:
         model = saving.build(config["model"])
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{error}; saved with {config['versions']}") from error
-    if "method" in config:
-        read_method(config["method"]).apply_(model)
-    if config["routing"]:
-        route_(model, **{part: RoutingConfig.from_dict(values) for part, values in config["routing"].items()})
-        restore_capacities(model, config["capacities"])
+    configs = {part: RoutingConfig.from_dict(values) for part, values in config["routing"].items()}
+    route_again(model, configs, config["capacities"], config.get("method"))
     return model
 
 

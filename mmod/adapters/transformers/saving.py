@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from mmod.blocks import ModelHook, host_class, is_converted
+from mmod.blocks import ModelHook, StandingModule, host_class, is_converted
 from mmod.config import RoutingConfig
 from mmod.routing.shared import KEY_MAPPING
 
-FORMAT_VERSION = 2
-# Version 1 has the options of all parts of a routing config side by side.
-_READ = (1, FORMAT_VERSION)
+FORMAT_VERSION = 3
+# Version 1 has the options of all parts of a routing config side by side, and version 2 knows routing alone.
+_READ = (1, 2, FORMAT_VERSION)
 KEY = "mmod"
 # What every way of transformers to batch continuously calls first.
 _CONTINUOUS = "init_continuous_batching"
@@ -35,37 +35,57 @@ class DescribedRouting(ModelHook):
 
     def describe(self, configs: Mapping[str, RoutingConfig], capacities: Mapping[str, float]) -> None:
         """Write the routing into the model's config, and keep routed layers whole when a model is split."""
-        config: Any = self.model.config
         parts = {
             # A function cannot be saved; loading then says so.
             part: {"router": "a function"} if routing.router.name == "function" else routing.to_dict()
             for part, routing in configs.items()
         }
-        setattr(config, KEY, {"version": FORMAT_VERSION, "parts": parts, "capacities": list(capacities.values())})
-        for module, names in self._splits():
-            whole = {type(block).__name__ for block in module.modules() if _whole(block, names)}
-            module._no_split_modules = names | whole  # type: ignore[assignment]
-        for module in self._generating():
-            vars(module)[_CONTINUOUS] = refuse_continuous_batching
+        write_description(self.model, {"parts": parts, "capacities": list(capacities.values())})
 
     def release(self) -> None:
         """Take back what `describe` wrote."""
-        if hasattr(self.model.config, KEY):
-            delattr(self.model.config, KEY)
-        converted = {type(block).__name__ for block in self.model.modules() if is_converted(block)}
-        for module, names in self._splits():
-            module._no_split_modules = names - converted  # type: ignore[assignment]
-        for module in self._generating():
-            vars(module).pop(_CONTINUOUS, None)
+        erase_description(self.model)
 
-    def _generating(self) -> list[nn.Module]:
-        """Return the modules that can batch continuously: the model, or the one in it where peft wraps it."""
-        return [module for module in self.model.modules() if hasattr(type(module), _CONTINUOUS)]
 
-    def _splits(self) -> list[tuple[nn.Module, set[str]]]:
-        """Return the modules that name classes which accelerate must not split over devices, with those names."""
-        found = [(module, vars(module).get("_no_split_modules")) for module in self.model.modules()]
-        return [(module, set(names)) for module, names in found if names]
+def write_description(model: nn.Module, described: Mapping[str, Any]) -> None:
+    """Write into a model's config what it takes to change another one alike, and keep changed layers whole.
+
+    Args:
+        model: A model that was routed, or changed by a method.
+        described: What it takes, in plain values.
+    """
+    setattr(model.config, KEY, {"version": FORMAT_VERSION, **described})
+    for module, names in _splits(model):
+        whole = {type(block).__name__ for block in model.modules() if _whole(block, names)}
+        module._no_split_modules = names | whole  # type: ignore[assignment]
+    for module in _generating(model):
+        vars(module)[_CONTINUOUS] = refuse_continuous_batching
+
+
+def erase_description(model: nn.Module) -> None:
+    """Take back what `write_description` wrote, while the changed layers are still there.
+
+    Args:
+        model: The model.
+    """
+    if hasattr(model.config, KEY):
+        delattr(model.config, KEY)
+    changed = {type(block).__name__ for block in model.modules() if _is_changed(block)}
+    for module, names in _splits(model):
+        module._no_split_modules = names - changed  # type: ignore[assignment]
+    for module in _generating(model):
+        vars(module).pop(_CONTINUOUS, None)
+
+
+def _generating(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that can batch continuously: the model, or the one in it where peft wraps it."""
+    return [module for module in model.modules() if hasattr(type(module), _CONTINUOUS)]
+
+
+def _splits(model: nn.Module) -> list[tuple[nn.Module, set[str]]]:
+    """Return the modules that name classes which accelerate must not split over devices, with those names."""
+    found = [(module, vars(module).get("_no_split_modules")) for module in model.modules()]
+    return [(module, set(names)) for module, names in found if names]
 
 
 def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
@@ -81,15 +101,34 @@ def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
 
 
 def _whole(block: nn.Module, names: set[str]) -> bool:
-    return is_converted(block) and host_class(block).__name__ in names
+    """Whether a changed block is one that must not be split, or holds such."""
+    return _is_changed(block) and any(host_class(each).__name__ in names for each in block.modules())
 
 
-# Routes a model part by part, with the capacities of its routed blocks in order.
-Route = Callable[[nn.Module, dict[str, RoutingConfig], list[float]], None]
+def _is_changed(block: nn.Module) -> bool:
+    return is_converted(block) or isinstance(block, StandingModule)
 
 
-def read_routing(config: Any, folder: str | Path) -> tuple[dict[str, RoutingConfig], list[float]]:
-    """Return how a saved model was routed: the configs of its parts, and the capacities of its blocks in order.
+class Described(NamedTuple):
+    """What a saved folder says of how its model was changed.
+
+    Args:
+        parts: The configs of its routed parts by name.
+        capacities: The capacities of its routed blocks in order.
+        method: The method that changed it, in plain values; None where none did.
+    """
+
+    parts: dict[str, RoutingConfig]
+    capacities: list[float]
+    method: dict[str, Any] | None
+
+
+# Changes a model as a folder says.
+Route = Callable[[nn.Module, dict[str, RoutingConfig], list[float], "dict[str, Any] | None"], None]
+
+
+def read_routing(config: Any, folder: str | Path) -> Described:
+    """Return how a saved model was routed, or else changed.
 
     Args:
         config: The model's config.
@@ -106,8 +145,8 @@ def read_routing(config: Any, folder: str | Path) -> tuple[dict[str, RoutingConf
         )
     if described.get("version") not in _READ:
         raise ValueError(f"{str(folder)!r} was saved as version {described.get('version')!r}, none of {_READ}")
-    parts = {name: RoutingConfig.from_dict(values) for name, values in described["parts"].items()}
-    return parts, list(described["capacities"])
+    parts = {name: RoutingConfig.from_dict(values) for name, values in described.get("parts", {}).items()}
+    return Described(parts, list(described.get("capacities", [])), described.get("method"))
 
 
 def load(folder: str | Path, route: Route, *args: Any, model_class: Any = None, **options: Any) -> Any:
@@ -115,7 +154,7 @@ def load(folder: str | Path, route: Route, *args: Any, model_class: Any = None, 
 
     Args:
         folder: The folder, with one or several files of weights.
-        route: Routes the model while it has no weights yet.
+        route: Routes the model, or changes it otherwise, while it has no weights yet.
         args: Further arguments of the model's `__init__`.
         model_class: The class to make; None means the one that the local folder names.
         options: What the model's `from_pretrained` takes: `dtype`, `device_map`, `quantization_config` ...
@@ -129,10 +168,10 @@ def load(folder: str | Path, route: Route, *args: Any, model_class: Any = None, 
     dense: Any = _class_of(folder) if model_class is None else model_class
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        parts, kept = read_routing(config, folder)
+        described = read_routing(config, folder)
         dense.__init__(self, config, *args, **kwargs)
         # Routed while it has no weights yet: those of the routers are then loaded like all others.
-        route(self, parts, kept)
+        route(self, *described)
 
     # Named like the dense class, by which checkpoints, devices and recorded outputs know it.
     members = {"__init__": build, "__module__": dense.__module__, "routes_itself": True}
