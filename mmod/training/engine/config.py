@@ -26,6 +26,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "StartConfig",
+    "resolve_method",
     "resolve_routing",
 ]
 
@@ -274,6 +275,20 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
             raise ValueError(f"routing takes a preset or a plan, got {name!r} and {plan!r}")
         return RoutingConfig.from_plan(Plan.load(plan), **fields)
     return RoutingConfig.from_dict(fields) if name is None else preset(name, **fields)
+
+
+def resolve_method(fields: Mapping[str, Any] | None) -> Method | None:
+    """Make a method from its kind and fields; None for none.
+
+    Args:
+        fields: `kind`, and fields of a class in `mmod.methods`.
+    """
+    if fields is None:
+        return None
+    # A command line that asks for help only is answered without torch.
+    from mmod.methods import read_method
+
+    return read_method(fields)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -341,12 +341,7 @@ class TrainConfig(engine.LoopConfig):
 
     def method_config(self) -> Method | None:
         """Return the method that this run trains; None for none."""
-        if self.method is None:
-            return None
-        # A command line that asks for help only is answered without torch.
-        from mmod.methods import read_method
-
-        return read_method(self.method)
+        return engine.resolve_method(self.method)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values only, with presets and defaults resolved, as the run folder keeps them."""
