@@ -10,6 +10,7 @@ from torch import nn
 from mmod.adapters import find_stacks
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
 from mmod.blocks import ImportanceBlock, RoutedBlock, model_hooks
+from mmod.methods.recursion_choices import cycle_of
 
 
 def prefill_flops(
@@ -37,8 +38,11 @@ def prefill_flops(
         Counts per layer and in all.
 
     Raises:
-        ValueError: No language part, no tokens, more protected tokens than text, or threshold routing without `kept`.
+        ValueError: No language part, layers that are shared, no tokens, more protected tokens than text, or threshold
+            routing without `kept`.
     """
+    if cycle_of(model) is not None:
+        raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
     stack = find_stacks(model).get("language")
     if stack is None:
         raise ValueError(f"this {type(model).__name__} has no language part")

@@ -1,28 +1,32 @@
-"""Blocks of a ViT that are shared and applied several times, each time to fewer tokens (Mixture-of-Recursions).
+"""Blocks that are shared and applied several times, each time to fewer tokens (Mixture-of-Recursions).
 
 Axes: B images, N tokens, K slots of an image, D channels, R recursions.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack
+from mmod.adapters import BlockStack, find_stack
 from mmod.blocks import StandingModule
 from mmod.blocks.forward_pass import PerThread, recomputing
 from mmod.blocks.rows import leave_rows
 from mmod.methods.base import Method, Model
 from mmod.methods.experts import balance_loss, probabilities
 from mmod.ops import gather_rows, select_topk
+from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold
 from mmod.routing import Routing
 from mmod.routing.score.linear import LinearScore
-from mmod.values import check_fields
+from mmod.values import Limit, check_fields
 
 # Factor of the sigmoid, the best of those that the source compares (Table 13).
 GATE = 0.1
@@ -30,7 +34,7 @@ GATE = 0.1
 
 @dataclass(frozen=True)
 class Recursions(Method):
-    """The middle blocks of a ViT become fewer, which are shared and applied up to R times (Middle-Cycle).
+    """The middle blocks of a ViT or decoder become fewer, which are shared and applied up to R times (Middle-Cycle).
 
     Of L blocks, the first and the last ones stay. The `(L - first - last) / R` that follow the first ones are applied
     to all tokens, then to fewer of them at each recursion; the others go. With f the shared blocks, H a token's state
@@ -50,8 +54,13 @@ class Recursions(Method):
         first: Blocks before those that are shared.
         last: Blocks after them.
         balance: Weight of the load-balance loss, where tokens choose.
+        sampling: How recursions of a decoder choose in evaluation, where each token is decided from those before it: by
+            its own "score", which is kept where its sigmoid reaches 0.5, or by what a "predictor" makes of the token
+            without a gradient to it. Either learns by a loss what the highest gates were. None chooses by these in
+            evaluation too, which generation cannot.
+        membership: Weight of that loss.
 
-    Tokens before the patches run in all recursions.
+    Tokens before the patches of an image run in all recursions.
 
     Source: Bae et al., arXiv 2507.10524; load balance as in Fedus et al., arXiv 2101.03961.
     """
@@ -63,11 +72,22 @@ class Recursions(Method):
     first: int = 1
     last: int = 1
     balance: float = 0.01
+    sampling: Literal["score", "predictor"] | None = None
+    membership: float = 0.001
     kind: ClassVar[str] = "recursions"
     replaces: ClassVar[str] = ".shared."
 
     def __post_init__(self) -> None:
-        check_fields(self, "method", recursions="[1, inf)", first="[0, inf)", last="[0, inf)", balance="[0, inf)")
+        weights: dict[str, Limit] = {"balance": "[0, inf)", "membership": "[0, inf)"}
+        check_fields(self, "method", recursions="[1, inf)", first="[0, inf)", last="[0, inf)", **weights)
+        if self.sampling is not None and self.choice == "tokens":
+            raise ValueError(f"sampling={self.sampling!r} is for choice='recursions': tokens decide alone as it is")
+
+    def find(self, model: nn.Module) -> BlockStack:
+        """Return the blocks of a ViT, or the layers of a language model."""
+        stack = find_stack(model)
+        found: BlockStack = stack if stack.language else super().find(model)
+        return found
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the blocks can be shared, and their tokens are all there."""
@@ -77,6 +97,11 @@ class Recursions(Method):
                 f"{len(stack.blocks)} blocks without the first {self.first} and the last {self.last} are {middle}, "
                 f"which recursions={self.recursions} must divide"
             )
+        if self.sampling is not None and not stack.language:
+            raise ValueError(f"sampling={self.sampling!r} is for decoders: an image is there as a whole")
+        kinds = getattr(getattr(model, "config", None), "layer_types", None) or ()
+        if len(set(kinds)) > 1:
+            raise ValueError(f"layers of this {type(model).__name__} attend in different ways, {', '.join(set(kinds))}")
         if type(model).__name__ == "NaFlexVit":
             raise ValueError("recursions take all tokens for those of an image, and some of a NaFlexVit may be padding")
         if getattr(model, "rope_mixed", False):
@@ -89,19 +114,26 @@ class Recursions(Method):
 
     @property
     def has_loss(self) -> bool:
-        """Whether the loads of recursions are balanced by a loss."""
-        return self.choice == "tokens" and self.balance > 0
+        """Whether the loads of recursions are balanced by a loss, or what they choose is learned."""
+        if self.choice == "tokens":
+            return self.balance > 0
+        return self.sampling is not None and self.membership > 0
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Put a `Cycle` in the place of the middle blocks."""
+        """Put a `Cycle` in the place of the middle blocks, and say so in the config of a language model."""
         container: Any = model.get_submodule(stack.names[0].rpartition(".")[0])
         middle = list(container[self.first : len(container) - self.last])
         shared = len(middle) // self.recursions
         del container[self.first + 1 : len(container) - self.last]
-        container[self.first] = Cycle(self, stack, middle[:shared], middle[shared:])
+        kind = decoders().DecoderCycle if stack.language else Cycle
+        container[self.first] = kind(self, stack, middle[:shared], middle[shared:]).train(container.training)
+        if stack.language:
+            decoders().describe(model, self)
 
     def remove(self, model: nn.Module) -> None:
         """Give the blocks that were left out back, where the model is by then."""
+        if any(isinstance(module, Cycle) and module.mod_state.language for module in model.modules()):
+            decoders().release(model)
         containers: list[Any] = [module for module in model.modules() if any(map(_is_cycle, module.children()))]
         for container in containers:
             blocks = [block for child in container for block in (child.blocks() if _is_cycle(child) else [child])]
@@ -110,13 +142,13 @@ class Recursions(Method):
 
 
 def recursions_(model: Model, **options: Any) -> Model:
-    """Share the middle blocks of a ViT and apply them several times, see `Recursions`; `mmod.methods.undo_` undoes it.
+    """Share middle blocks of a model and apply them several times, see `Recursions`; `mmod.methods.undo_` undoes it.
 
     The shared blocks keep their weights. Undoing it leaves them theirs, and gives those that were left out back; in a
     model that was loaded, these are new.
 
     Args:
-        model: A ViT made by `timm.create_model`.
+        model: A ViT made by `timm.create_model`, or a causal language model of transformers.
         options: Fields of `Recursions`.
 
     Returns:
@@ -132,6 +164,11 @@ def recursions_(model: Model, **options: Any) -> Model:
         (3, 2)
     """
     return Recursions(**options).apply_(model)
+
+
+def decoders() -> Any:
+    """Return the module that knows decoders, which needs transformers."""
+    return importlib.import_module("mmod.methods.decoder_recursions")
 
 
 def _is_cycle(module: nn.Module) -> bool:
@@ -163,9 +200,23 @@ class CycleState:
     def __init__(self, config: Recursions, stack: BlockStack, shared: list[nn.Module], others: list[nn.Module]) -> None:
         self.config = config
         self.prefix = stack.prefix
+        self.language = stack.language
         self.calls: list[Any] = [stack.call_of(block, None) for block in shared]
         self.others = others
-        self.records: PerThread[dict[str, Tensor]] = PerThread(dict)
+        self.records: PerThread[Records] = PerThread(Records)
+
+
+class Records:
+    """What a `Cycle` leaves behind in one thread.
+
+    Attributes:
+        losses: Weighed losses of the last pass in training mode.
+        decisions: One for each recursion of the last pass; None where nobody asks.
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.decisions: list[Routing] | None = None
 
 
 class Cycle(StandingModule):
@@ -210,55 +261,84 @@ class Cycle(StandingModule):
             args: Further arguments of the shared blocks.
             kwargs: The same by name.
         """
-        config, calls = self.mod_state.config, self.mod_state.calls
-        arguments = [call.bind(args, kwargs) for call in calls]
+        config, records = self.mod_state.config, self.mod_state.records.own
+        arguments = self.mod_state.calls[0].bind(args, kwargs)
+        valid_BN = self._valid(arguments, x_BND)
+        learns = self.training and not recomputing()
+        if learns:
+            records.losses = []
+        if records.decisions is not None:
+            records.decisions.clear()
         first_BND = x_BND
         # Keys and values of all tokens in each shared block, from the first recursion on.
-        taken: list[list[tuple[Tensor, Tensor]]] = [[] for _ in calls]
-        depths = self._depths(x_BND) if config.choice == "tokens" else None
-        keep_BN: Tensor | None = None
+        taken: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.shared]
+        depths = self._depths(x_BND, valid_BN) if config.choice == "tokens" else None
+        before_BN = valid_BN
         for recursion in range(config.recursions):
-            routing = self._choose(x_BND, keep_BN, recursion) if depths is None else self._follow(depths, recursion)
-            keep_BN = routing.keep_BN
-            if not routing.index_BK.shape[1]:
-                # Nor does any token run in the recursions that follow.
-                break
+            if depths is None:
+                routing = self._choose(x_BND, before_BN, valid_BN, recursion)
+                if learns and config.sampling is not None and recursion:
+                    records.losses.append(config.membership * membership(routing, before_BN))
+            else:
+                routing = self._follow(depths, recursion)
+            before_BN = routing.keep_BN if recursion else valid_BN
+            if records.decisions is not None:
+                records.decisions.append(routing.detach())
             z = y = gather_rows(x_BND, routing.index_BK)
-            for block, call, given, keys in zip(self.shared, calls, arguments, taken):
-                if config.keys == "kept":
-                    y = block(y, **call.select_tokens(given, x_BND, routing))
-                else:
-                    y = call.attend_to_all(block, block, given, x_BND if recursion else y, y, routing, keys)
-            x_BND = self._leave(x_BND, z, y, first_BND, depths, routing, recursion)
+            for number, keys in enumerate(taken):
+                y = self._run(number, recursion, arguments, x_BND, y, routing, keys)
+            if y.shape[1]:
+                x_BND = self._leave(x_BND, z, y, first_BND, depths, routing, recursion)
         return x_BND
 
-    def _choose(self, x_BND: Tensor, keep_BN: Tensor | None, recursion: int) -> Routing:
-        """Choose among the tokens that the recursion before kept."""
+    def _valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """Return which tokens are no padding (B, N); None where all are."""
+        return None
+
+    def _run(
+        self, number: int, recursion: int, arguments: Mapping[str, Any], x_BND: Tensor, y: Tensor, routing: Routing,
+        keys: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:  # fmt: skip
+        """Return the rows of a recursion after one of the shared blocks."""
+        block, call = self.shared[number], self.mod_state.calls[number]
+        if not y.shape[1]:
+            return y
+        if self.mod_state.config.keys == "first":
+            # The first recursion has all tokens in its rows.
+            return cast(
+                Tensor, call.attend_to_all(block, block, arguments, x_BND if recursion else y, y, routing, keys)
+            )
+        return cast(Tensor, block(y, **call.select_tokens(arguments, x_BND, routing)))
+
+    def _choose(self, x_BND: Tensor, before_BN: Tensor | None, valid_BN: Tensor | None, recursion: int) -> Routing:
+        """Choose the highest gates among the tokens that the recursion before kept; the first one takes all."""
         count = self.mod_state.config.recursions
         score_BN = self.routers[recursion](x_BND)
-        among_BN = score_BN if keep_BN is None else score_BN.masked_fill(~keep_BN, -torch.inf)
-        capacity = Fraction(count - recursion, count)
-        index_BK, _, gate_BK, inverse_BN = select_topk(
-            among_BN, capacity, self.mod_state.prefix, gate="sigmoid", scale=GATE
+        if not recursion:
+            return _everyone(score_BN, apply_gate(score_BN, "sigmoid", GATE))
+        among_BN = score_BN if before_BN is None else score_BN.masked_fill(~before_BN, -torch.inf)
+        index_BK, valid_BK, gate_BK, inverse_BN = select_topk(
+            among_BN, Fraction(count - recursion, count), self.mod_state.prefix, valid_BN, gate="sigmoid", scale=GATE
         )
-        return Routing(score_BN, index_BK, gate_BK, inverse_BN=inverse_BN)
+        return Routing(score_BN, index_BK, gate_BK, valid_BK, inverse_BN=inverse_BN)
 
-    def _depths(self, x_BND: Tensor) -> Depths:
+    def _depths(self, x_BND: Tensor, valid_BN: Tensor | None) -> Depths:
         """Let tokens decide in how many recursions they run."""
-        prefix = self.mod_state.prefix
+        prefix, config = self.mod_state.prefix, self.mod_state.config
         prob_BNR = probabilities(x_BND, self.routers[0])
-        if self.training and not recomputing():
-            self.mod_state.records.own["prob_BNR"] = prob_BNR[:, prefix:]
         last_BN = prob_BNR.argmax(dim=-1)
-        return Depths(
-            prob_BNR,
-            torch.cat([torch.full_like(last_BN[:, :prefix], prob_BNR.shape[2] - 1), last_BN[:, prefix:]], dim=1),
-        )
+        last_BN = torch.cat([torch.full_like(last_BN[:, :prefix], prob_BNR.shape[2] - 1), last_BN[:, prefix:]], dim=1)
+        if self.training and not recomputing() and config.balance:
+            counted = prob_BNR[:, prefix:] if valid_BN is None else prob_BNR[valid_BN].unsqueeze(0)
+            self.mod_state.records.own.losses.append(config.balance * balance_loss(counted))
+        return Depths(prob_BNR, last_BN if valid_BN is None else last_BN.masked_fill(~valid_BN, -1))
 
     def _follow(self, depths: Depths, recursion: int) -> Routing:
         """Take the tokens whose last recursion is not over."""
         batch, tokens, count = depths.prob_BNR.shape
-        valid_BK = None
+        prob_BN, valid_BK = depths.prob_BNR[..., recursion], None
+        if not recursion:
+            return _everyone(prob_BN, prob_BN)
         if depths.last_BN.is_meta:
             # Costs are counted there, as if all depths were as frequent.
             slots = kept_count(tokens, Fraction(count - recursion, count), self.mod_state.prefix)
@@ -266,7 +346,6 @@ class Cycle(StandingModule):
         else:
             level_BN = depths.last_BN.to(depths.prob_BNR.dtype)
             index_BK, valid_BK, _ = select_threshold(level_BN, recursion, prefix=self.mod_state.prefix)
-        prob_BN = depths.prob_BNR[..., recursion]
         return Routing(prob_BN, index_BK, prob_BN.gather(1, index_BK), valid_BK)
 
     def _leave(
@@ -286,7 +365,24 @@ class Cycle(StandingModule):
         return leave_rows(x_BND, z, y, routing._replace(gate_BK=None))
 
     def auxiliary_loss(self) -> Tensor | None:
-        """Return the weighed load-balance loss of the last pass in training mode, once; None where there is none."""
-        prob_BNR = self.mod_state.records.own.pop("prob_BNR", None)
-        balance = self.mod_state.config.balance
-        return None if prob_BNR is None or not balance else balance * balance_loss(prob_BNR)
+        """Return the weighed losses of the last pass in training mode, once; None where there are none."""
+        records = self.mod_state.records.own
+        losses, records.losses = records.losses, []
+        return torch.stack(losses).sum() if losses else None
+
+
+def membership(routing: Routing, before_BN: Tensor | None) -> Tensor:
+    """Return the binary cross-entropy between what decides alone and what was kept, of tokens that ran before.
+
+    Args:
+        routing: The decision of a recursion.
+        before_BN: Which tokens the recursion before kept (B, N); None for all.
+    """
+    logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
+    loss_BN = F.binary_cross_entropy_with_logits(logit_BN, routing.keep_BN.to(logit_BN.dtype), reduction="none")
+    return loss_BN.mean() if before_BN is None else loss_BN[before_BN].mean()
+
+
+def _everyone(score_BN: Tensor, gate_BN: Tensor | None) -> Routing:
+    """Return the decision that takes all tokens."""
+    return Routing(score_BN, torch.arange(score_BN.shape[1], device=score_BN.device).expand_as(score_BN), gate_BN)

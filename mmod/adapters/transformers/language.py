@@ -193,7 +193,7 @@ class GroupHook(DescribedRouting):
         begun = decodes or bool(seen)
         if self.tokens == "all" and begun:
             self._check_causal()
-        valid_BN = _valid(given.get("attention_mask"), source, seen)
+        valid_BN = valid_tokens(given.get("attention_mask"), source, seen)
         if decodes and cache.is_compileable and torch.compiler.is_compiling():
             return decoded_groups(valid_BN)
         together = not self._decides_alone(module)
@@ -278,8 +278,14 @@ class GroupHook(DescribedRouting):
             )
 
 
-def _valid(mask: Any, source: Tensor, seen: Tensor | int) -> Tensor:
-    """Read padding off the attention mask: of tokens (B, length), or of pairs (B, 1 or H, N, length)."""
+def valid_tokens(mask: Any, source: Tensor, seen: Tensor | int) -> Tensor:
+    """Return which tokens are no padding (B, N), as an attention mask says.
+
+    Args:
+        mask: Of tokens (B, length), or of pairs (B, 1 or H, N, length); None where all are valid.
+        source: The tokens (B, N), or their embeddings (B, N, D).
+        seen: Tokens before them.
+    """
     samples, tokens = source.shape[:2]
     if isinstance(mask, Mapping):
         mask = next(iter(mask.values()))

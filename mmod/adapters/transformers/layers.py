@@ -16,8 +16,8 @@ from transformers.utils.output_capturing import _active_collector
 from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
 from mmod.adapters.transformers.cache_base import KeptTokens
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
-from mmod.adapters.transformers.context import attend_to_all
-from mmod.adapters.transformers.masks import mask_of_kept
+from mmod.adapters.transformers.context import attend_and_keep, attend_to_all, attend_to_given
+from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries
 from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.blocks import ForwardPass
 from mmod.ops import Packing, gather_rows
@@ -125,17 +125,28 @@ class DecoderLayerCall:
 
     def attend_to_all(
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
-        z_BKD: Tensor, routing: Routing,
+        z_BKD: Tensor, routing: Routing, taken: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Any:  # fmt: skip
         """Return what the host's forward makes of the kept tokens, which attend to all tokens in it.
+
+        Where `taken` is given, keys and values are those that it holds; a call with an empty one runs all tokens, whose
+        keys and values fill it.
 
         Raises:
             ValueError: Flash attention, which has no mask for that.
         """
         if self._is_flash:
             raise ValueError(
-                "context='all' needs attention with a mask: load the model with attn_implementation='sdpa'"
+                "attention to tokens that do not run needs a mask: load the model with attn_implementation='sdpa'"
             )
+        if taken:
+            narrowed = self._rows_of(arguments, routing)
+            mask = mask_of_queries(arguments.get("attention_mask"), x_BND, routing, taken[0][0].shape[2])
+            return attend_to_given(block, forward, {**narrowed, "attention_mask": mask}, z_BKD, taken[0])
+        if taken is not None:
+            y, kept = attend_and_keep(block, forward, arguments, x_BND)
+            taken.append(kept)
+            return y
         narrowed = self._narrowed(arguments, x_BND, routing, self._cache(arguments), all_keys=True)
         self.begin_update(arguments, x_BND, routing, whole=True)
         return attend_to_all(block, forward, arguments, narrowed, x_BND, z_BKD)
@@ -223,7 +234,7 @@ class DecoderLayerCall:
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, cache: KeptTokens | None,
         all_keys: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
-        narrowed, attention = dict(arguments), self.config._attn_implementation
+        attention = self.config._attn_implementation
         flash = "flash" in attention
         if not flash and attention not in ("sdpa", "eager"):
             raise ValueError(
@@ -232,16 +243,20 @@ class DecoderLayerCall:
             )
         if flash and arguments.get("cu_seq_lens_q") is not None:
             raise ValueError("packed samples with flash attention cannot be routed: use sdpa, or pad")
+        narrowed = self._rows_of(arguments, routing)
         mask = arguments.get("attention_mask")
         narrowed["attention_mask"] = mask_of_kept(mask, x_BND, routing, cache, flash, all_keys)
-        embeddings = arguments.get("position_embeddings")
         if self.compact is not None:
             slots = x_BND.shape[1] if routing is None else routing.index_BK.shape[1]
             narrowed.update(self._compact_positions(x_BND, slots, cache))
-        elif routing is not None and embeddings is not None:
-            narrowed["position_embeddings"] = tuple(_rows(each, routing.index_BK) for each in embeddings)
+        return narrowed
+
+    def _rows_of(self, arguments: Mapping[str, Any], routing: Routing | None) -> dict[str, Any]:
+        """Return the arguments with the positions of the kept tokens."""
         # Attention reads them for one thing only: gaps between positions as the borders of packed samples.
-        narrowed["position_ids"] = None
+        narrowed, embeddings = {**arguments, "position_ids": None}, arguments.get("position_embeddings")
+        if routing is not None and embeddings is not None and self.compact is None:
+            narrowed["position_embeddings"] = tuple(_rows(each, routing.index_BK) for each in embeddings)
         return narrowed
 
     def _check_window(self, window: int, tokens: int, cache: KeptTokens | None, whole: bool) -> None:

@@ -60,11 +60,31 @@ def mask_of_kept(
     else:
         pairs = _narrow(mask, index_BK, key_BL, seen + x_BND.shape[1])
     pairs = _hide(pairs, ~valid_BL[:, None, None, :])
-    if valid_BK is None:
-        return pairs
-    # A softmax over nothing is NaN: the query of an empty slot, which nobody reads, sees every key.
-    unread = ~valid_BK[:, None, :, None]
-    return pairs | unread if pairs.dtype == torch.bool else pairs.masked_fill(unread, 0.0)
+    return pairs if valid_BK is None else _show_all(pairs, valid_BK)
+
+
+def mask_of_queries(mask: Tensor | None, x_BND: Tensor, routing: Routing, keys: int) -> Tensor:
+    """Return the mask between some queries and all keys.
+
+    Args:
+        mask: The mask of all tokens, bool or a bias (1 or B, H, N, L); None where attention is causal.
+        x_BND: All tokens.
+        routing: Which of them are queries.
+        keys: Number of keys L.
+
+    Returns:
+        A mask (B, 1 or H, K, L).
+    """
+    index_BK, tokens = routing.index_BK, x_BND.shape[1]
+    if mask is None:
+        # Hosts have none where a single token sees all keys, or the first key is that of the first token.
+        before = keys - 1 if tokens == 1 else 0
+        place_L = torch.arange(keys, device=index_BK.device)
+        pairs = (place_L <= (before + index_BK).unsqueeze(2)).unsqueeze(1)
+    else:
+        rows = index_BK[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
+        pairs = mask.expand(len(index_BK), -1, -1, -1).gather(2, rows)
+    return pairs if routing.valid_BK is None else _show_all(pairs, routing.valid_BK)
 
 
 def first_column(columns: int, length: Tensor | int) -> Tensor | int:
@@ -77,6 +97,12 @@ def first_column(columns: int, length: Tensor | int) -> Tensor | int:
         length: Tokens seen, those of this step included.
     """
     return (length - columns).clamp(min=0) if isinstance(length, Tensor) else max(length - columns, 0)
+
+
+def _show_all(pairs: Tensor, valid_BK: Tensor) -> Tensor:
+    """Let queries of empty slots, which nobody reads, see every key: a softmax over nothing is NaN."""
+    unread = ~valid_BK[:, None, :, None]
+    return pairs | unread if pairs.dtype == torch.bool else pairs.masked_fill(unread, 0.0)
 
 
 def _hide(pairs: Tensor, hidden: Tensor) -> Tensor:

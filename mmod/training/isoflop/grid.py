@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmod import is_routed, prefill_flops
+from mmod import prefill_flops
 from mmod.data.readers.text import create_train_text
 from mmod.io.yaml import read_yaml
-from mmod.model import routing_config
 from mmod.training.engine.loop import steps_of_epoch
 from mmod.training.isoflop.config import IsoflopConfig
 from mmod.training.studies.jobs import Job
@@ -101,7 +100,7 @@ def forward_flops(model: Any, length: int) -> int:
     Raises:
         ValueError: A model routed by threshold, whose cost follows from the text.
     """
-    if is_routed(model) and decides_both_ways(routing_config(model)):
+    if decides_both_ways(model):
         with together(model):
             counts = prefill_flops(model, text_tokens=length)
     else:

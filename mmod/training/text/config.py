@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmod.config import RoutingConfig
 from mmod.data.config import TextConfig
-from mmod.training.engine.config import LoopConfig, StartConfig, resolve_routing
+from mmod.training.engine.config import LoopConfig, StartConfig, resolve_method, resolve_routing
+
+if TYPE_CHECKING:
+    from mmod.methods import Method
 
 __all__ = ["BYTES", "ModelConfig", "TrainConfig"]
 
@@ -52,6 +55,8 @@ class TrainConfig(LoopConfig):
         data: The text.
         routing: How the model is routed: fields of `mmod.RoutingConfig`, or `preset: NAME` with the fields to change.
             None trains the dense model.
+        method: Another way to spend less, in the place of routing: `kind: recursions` with the fields of
+            `mmod.methods.Recursions`. None for none.
         elastic: Each step also passes all tokens through all layers. That pass learns the text, and the routed one
             learns what it says: the same weights then write drafts with the one and verify them with the other.
     """
@@ -59,12 +64,18 @@ class TrainConfig(LoopConfig):
     model: ModelConfig
     data: TextConfig = field(default_factory=TextConfig)
     routing: dict[str, Any] | None = None
+    method: dict[str, Any] | None = None
     elastic: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.elastic and self.routing is None:
             raise ValueError("elastic trains a routed model: set routing, or elastic: false")
+        if self.method_config() is not None:
+            if self.routing is not None:
+                raise ValueError("a model is routed or changed by a method: set routing or method to null")
+            if self.grad_checkpointing:
+                raise ValueError("a model that a method changed cannot be trained with grad_checkpointing")
 
     def routing_configs(self) -> dict[str, RoutingConfig]:
         """Return the routing by the name of its part, presets resolved; empty for a dense model."""
@@ -74,7 +85,14 @@ class TrainConfig(LoopConfig):
         known = {"depth": depth} if "preset" in self.routing and depth is not None else {}
         return {"language": resolve_routing({**known, **self.routing})}
 
+    def method_config(self) -> Method | None:
+        """Return the method that this run trains; None for none."""
+        return resolve_method(self.method)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values only, with a routing preset resolved, as the run folder keeps them."""
-        routing = [config.to_dict() for config in self.routing_configs().values()]
-        return {**super().to_dict(), "routing": routing[0] if routing else None}
+        routing, method = [config.to_dict() for config in self.routing_configs().values()], self.method_config()
+        plain = {**super().to_dict(), "routing": routing[0] if routing else None}
+        # Folders of runs without one do not name it.
+        plain.pop("method")
+        return plain if method is None else {**plain, "method": method.to_dict()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,15 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mmod import Routing, is_routed, routed_blocks, trace
+from mmod import Routing
 from mmod.data.stream import BatchStream
-from mmod.model import routing_config
 from mmod.speculation import every_token
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import RoutedResult, evaluating
 from mmod.training.engine.task import autocast
 from mmod.training.text.model import logits_of
-from mmod.training.text.ways import decides_both_ways, together
+from mmod.training.text.ways import alone, decides_alone, decides_both_ways, decision_names, decisions, together
 
 __all__ = ["EvalResult", "evaluate"]
 
@@ -35,7 +34,7 @@ class EvalResult(RoutedResult):
         loss: Loss with the decisions of training: the top-k of each window, which sees tokens to come, where the model
             is routed so.
         samples: Windows seen.
-        kept: Name of each routed block to its mean kept share of tokens with these decisions.
+        kept: Name of each routed block, or recursion, to its mean kept share of tokens with these decisions.
         causal_loss: Loss where each token is decided from the tokens before it alone, as in generation: that of a dense
             model, or of one that is routed by threshold, is `loss`. None where a token cannot be decided alone.
         causal_kept: Name of each routed block to its mean kept share then.
@@ -109,8 +108,7 @@ def evaluate(
         The figures.
     """
     device = torch.device(device)
-    config = routing_config(model) if is_routed(model) else None
-    both = config is not None and decides_both_ways(config)
+    both = decides_both_ways(model)
     trained, alone, full = (_Sums(model, device) for _ in range(3))
     agreement = _Agreement(model, device) if both else None
     bar = tqdm(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False)
@@ -127,13 +125,12 @@ def evaluate(
                     full.add(tokens, following)
     loss, kept, samples = trained.means()
     causal_loss, causal_kept, _ = alone.means() if both else (loss, {}, samples)
-    is_causal = config is None or both or (config.select != "topk" and config.router.learns)
     shares = {} if agreement is None else agreement.means()
     return EvalResult(
         loss=loss,
         samples=samples,
         kept=kept,
-        causal_loss=causal_loss if is_causal else None,
+        causal_loss=causal_loss if decides_alone(model) else None,
         causal_kept=causal_kept,
         agreement={name: sum(parts) / len(parts) for name, parts in shares.items()},
         agreement_by_position=[sum(parts) / len(parts) for parts in zip(*shares.values())],
@@ -146,16 +143,13 @@ class _Sums:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
-        self._names = list(routed_blocks(model)) if is_routed(model) else []
+        self._names = decision_names(model)
         # Samples, tokens and loss, then the sum of shares of each block.
         self._sums = torch.zeros(3 + len(self._names), dtype=torch.float64, device=device)
 
     def add(self, tokens: Tensor, following: Tensor) -> Mapping[str, Routing]:
         """Pass a batch through the model; return what its blocks decided."""
-        routings: Mapping[str, Routing] = {}
-        with ExitStack() as stack:
-            if self._names:
-                routings = stack.enter_context(trace(self._model))
+        with decisions(self._model) as routings:
             logits = logits_of(self._model, tokens)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum")
         kept = [routings[name].keep_BN.double().mean(1).sum() for name in self._names]
@@ -172,28 +166,27 @@ class _Agreement:
     """How many tokens are decided alike by the top-k and one by one, by block and place in the window."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._routers = {name: block.router for name, block in routed_blocks(model).items()}
+        self._model = model
+        self._names = decision_names(model)
         # Samples, then those decided alike.
         self._sums = torch.zeros(1, dtype=torch.float64, device=device)
 
     def add(self, routings: Mapping[str, Routing]) -> None:
         """Count the decisions on a batch, taken by top-k."""
-        alike = []
-        for name, router in self._routers.items():
-            routing, threshold = routings[name], router.config.language.inference_threshold
-            assert threshold is not None
-            score_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
-            alone_BN = router.config.router.squashed(score_BN) >= threshold
-            alike.append((alone_BN == routing.keep_BN).double().sum(0))
+        alike = [
+            (alone_BN == routings[name].keep_BN).double().sum(0)
+            for name, alone_BN in alone(self._model, routings).items()
+        ]
         counts = torch.stack(alike)
-        found = torch.cat([counts.new_tensor([len(alone_BN)]), counts.flatten()])
+        samples = len(routings[self._names[0]].score_BN)
+        found = torch.cat([counts.new_tensor([samples]), counts.flatten()])
         self._sums = found + (self._sums if len(self._sums) > 1 else 0)
 
     def means(self) -> dict[str, list[float]]:
         """Return the shares of each block by eighths of the window; all processes must ask."""
         samples, *_ = sums = sum_over_processes(self._sums)
-        shares = (sums[1:] / samples).unflatten(0, (len(self._routers), -1))
+        shares = (sums[1:] / samples).unflatten(0, (len(self._names), -1))
         return {
             name: [float(part.mean()) for part in own.tensor_split(_PARTS) if len(part)]
-            for name, own in zip(self._routers, shares)
+            for name, own in zip(self._names, shares)
         }

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mmod.data.readers.text import END
+from mmod.methods import Method
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.model import load_weights, prepare_models
 from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
@@ -33,12 +34,16 @@ def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
 
     def create_teacher(checkpoint: str) -> nn.Module:
         teacher = create_dense(config.model)
-        if _load(teacher, checkpoint):
+        if _load(teacher, checkpoint, None):
             raise ValueError(f"teacher {checkpoint!r} is routed; distill from a dense model")
         return teacher
 
     plain = dataclasses.replace(config, grad_checkpointing=False)
-    model, teacher = prepare_models(plain, create_dense(config.model), _load, create_teacher)
+
+    def load(model: Any, checkpoint: str) -> dict[str, Tensor]:
+        return _load(model, checkpoint, config.method_config())
+
+    model, teacher = prepare_models(plain, create_dense(config.model), load, create_teacher)
     if config.grad_checkpointing:
         checkpointing: Any = model
         checkpointing.gradient_checkpointing_enable({"use_reentrant": False})
@@ -81,9 +86,15 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
     return logits
 
 
-def _load(model: Any, checkpoint: str) -> dict[str, Tensor]:
-    """Load the dense part of a checkpoint, and return the weights of its routers."""
-    state, own = read_weights(find_weights(Path(checkpoint))), set(model.state_dict())
+def _load(model: Any, checkpoint: str, method: Method | None) -> dict[str, Tensor]:
+    """Load the dense part of a checkpoint, and return the weights of its routers.
+
+    Where a method's weights took the place of dense ones, the model is changed by it and all of them are loaded.
+    """
+    state = read_weights(find_weights(Path(checkpoint)))
+    if method is not None and method.replaces and any(method.replaces in name for name in state):
+        method.apply_(model)
+    own = set(model.state_dict())
     # What is tied is saved once.
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         state.setdefault(name, state[source])

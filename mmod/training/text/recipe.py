@@ -54,13 +54,14 @@ class TextRecipe(Recipe[TrainConfig, EvalResult]):
 
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> TextTask:
         """Make the task with the config's distillation and auxiliary losses."""
-        config = self.config
+        config, method = self.config, self.config.method_config()
         return TextTask(
             model,
             elastic=config.elastic,
             teacher=teacher,
             distill_weight=config.distill.weight,
-            auxiliary=any(routing.losses for routing in config.routing_configs().values()),
+            auxiliary=any(routing.losses for routing in config.routing_configs().values())
+            or (method is not None and method.has_loss),
             precision=config.precision,
         )
 

@@ -1,0 +1,327 @@
+"""Mixture-of-Recursions on decoders: against a loop over tokens, generated with a cache, saved, undone, counted."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mmod
+from mmod.adapters.transformers.cache import RoutedLayer
+from mmod.methods import Recursions, method_of, read_method, recursions_, undo_
+from mmod.methods.recursion_choices import choosing_together, cycle_of, deciding
+from mmod.training.engine.distributed import Process
+from mmod.training.engine.loop import run
+from mmod.training.text.evaluate import evaluate
+from mmod.training.text.model import create_models
+from mmod.training.text.recipe import TextRecipe
+from tests.adapters.vlm_zoo import make_joint, make_language
+from tests.counting import flop_counter
+from tests.training.text.configs import text_config
+
+CHOICES: list[dict[str, Any]] = [
+    {"choice": "recursions", "sampling": "score"},
+    {"choice": "recursions", "sampling": "predictor"},
+    {"choice": "tokens"},
+]
+WAYS = [
+    {**choice, "keys": keys, "adds": adds}
+    for choice, keys, adds in itertools.product(CHOICES, ("kept", "first"), ("output", "change"))
+]
+one_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
+FULL = {"layer_types": ["full_attention"] * 6}
+HOSTS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": FULL, "phi3": {}, "mistral-window": {}, "gemma": {}}
+GREEDY: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def make(name: str, **options: Any) -> Any:
+    """Return a model in float64 whose tokens differ in what routers make of them."""
+    model = recursions_(make_language(name, num_hidden_layers=6, **HOSTS[name]).double().eval(), **options)
+    generator = torch.Generator().manual_seed(3)
+    for own, parameter in model.named_parameters():
+        if ".routers." in own or ".predictors." in own:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model
+
+
+def words(*shape: int) -> Tensor:
+    return torch.randint(3, 80, shape, generator=torch.Generator().manual_seed(7))
+
+
+def rotated(x_HNE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
+    low, high = x_HNE.chunk(2, dim=-1)
+    return x_HNE * cos_NE + torch.cat([-high, low], dim=-1) * sin_NE
+
+
+def attended(layer: Any, x_ND: Tensor, source_ND: Tensor, sees_NN: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Return what a Llama layer makes of tokens that see some of the tokens of a source."""
+    attention, size = layer.self_attn, layer.self_attn.head_dim
+    own, other = layer.input_layernorm(x_ND), layer.input_layernorm(source_ND)
+    q = rotated(attention.q_proj(own).unflatten(-1, (-1, size)).transpose(0, 1), *rotary)
+    k = rotated(attention.k_proj(other).unflatten(-1, (-1, size)).transpose(0, 1), *rotary)
+    v = attention.v_proj(other).unflatten(-1, (-1, size)).transpose(0, 1)
+    k, v = (each.repeat_interleave(len(q) // len(k), dim=0) for each in (k, v))
+    logits = (q @ k.transpose(1, 2) / size**0.5).masked_fill(~sees_NN, -torch.inf)
+    z = x_ND + attention.o_proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1))
+    return z + layer.mlp(layer.post_attention_layernorm(z))
+
+
+def chosen(cycle: Any, config: Recursions, x: Tensor, recursion: int, ran: list[bool], alone: bool) -> list[bool]:
+    """Choose the tokens of a recursion one by one."""
+    if not recursion:
+        return ran
+    scores = [float(x[n] @ cycle.routers[recursion].weight[0]) for n in range(len(x))]
+    if alone and config.sampling == "predictor":
+        scores = cycle.predictors[recursion - 1](x[None])[0].tolist()
+    if alone:
+        return [ran[n] and scores[n] >= 0 for n in range(len(x))]
+    room = max(1, len(x) * (config.recursions - recursion) // config.recursions)
+    best = sorted((n for n in range(len(x)) if ran[n]), key=lambda n: -scores[n])[:room]
+    return [n in best for n in range(len(x))]
+
+
+def defined(model: Any, ids_N: Tensor, alone: bool) -> Tensor:
+    """Return the logits (N, V) of a text by the formulas: every token runs, and masks say who sees and keeps what."""
+    body, config, cycle = model.model, method_of(model), cycle_of(model)
+    assert isinstance(config, Recursions)
+    assert cycle is not None
+    x, tokens = body.embed_tokens(ids_N), len(ids_N)
+    rotary = tuple(each[0] for each in body.rotary_emb(x[None], torch.arange(tokens)[None]))
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    x = first = attended(body.layers[0], x, x, causal, rotary)
+    runs, sources = [True] * tokens, []
+    prob = (x @ cycle.routers[0].weight.T).softmax(-1) if config.choice == "tokens" else x
+    for recursion in range(config.recursions):
+        if config.choice == "tokens":
+            runs = [int(prob[n].argmax()) >= recursion for n in range(tokens)]
+        else:
+            runs = chosen(cycle, config, x, recursion, runs, alone)
+        y = x
+        for number, layer in enumerate(cycle.shared):
+            if config.keys == "first" and not recursion:
+                sources.append(y)
+            source = sources[number] if config.keys == "first" else y
+            seen = torch.tensor(runs) if config.keys == "kept" else torch.ones(tokens, dtype=torch.bool)
+            # Somebody must be seen by those whose result is thrown away.
+            y = attended(layer, y, source, causal & (seen | ~torch.tensor(runs)[:, None]), rotary)
+        new = x.clone()
+        for n in range(tokens):
+            if config.choice == "tokens":
+                gate, last = prob[n, recursion], int(prob[n].argmax()) == recursion
+                update = gate * y[n] + (first[n] if last else 0)
+            else:
+                gate = 0.1 * torch.sigmoid(x[n] @ cycle.routers[recursion].weight[0])
+                update = x[n] + gate * y[n]
+            if runs[n]:
+                new[n] = x[n] + gate * (y[n] - x[n]) if config.adds == "change" else update
+        x = new
+    x = attended(body.layers[-1], x, x, causal, rotary)
+    logits: Tensor = model.lm_head(body.norm(x))
+    return logits
+
+
+@one_way
+@pytest.mark.parametrize("recursions", [2, 4])
+@torch.no_grad()
+def test_both_ways_to_choose_by_their_definition(recursions: int, way: dict[str, Any]) -> None:
+    model, ids = make("llama", recursions=recursions, **way), words(2, 13)
+    # Scores of linear routers are those of fp32.
+    close = 1e-9 if way["choice"] == "tokens" else 1e-5
+    found = model(input_ids=ids, use_cache=False).logits
+    for text, logits in zip(ids, found):
+        torch.testing.assert_close(logits, defined(model, text, alone=True), rtol=close, atol=close)
+    with choosing_together(cycle_of(model)):  # type: ignore[arg-type]
+        found = model(input_ids=ids, use_cache=False).logits
+    for text, logits in zip(ids, found):
+        torch.testing.assert_close(logits, defined(model, text, alone=False), rtol=close, atol=close)
+
+
+@one_way
+@torch.no_grad()
+def test_generation_with_a_cache_is_that_of_whole_passes(way: dict[str, Any]) -> None:
+    model, ids = make("llama", recursions=4, **way), words(1, 9)
+    whole = ids
+    for _ in range(GREEDY["max_new_tokens"]):
+        logits = defined(model, whole[0], alone=True)
+        whole = torch.cat([whole, logits[-1:].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(model.generate(ids, **GREEDY), whole)
+    assert torch.equal(model.generate(ids, **GREEDY, cache_implementation="static"), whole)
+    # Takes tokens back where a guess was wrong.
+    assert torch.equal(model.generate(ids, **GREEDY, prompt_lookup_num_tokens=3), whole)
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[6], WAYS[8], WAYS[10]], ids=lambda way: "-".join(way.values()))
+@pytest.mark.parametrize("name", HOSTS)
+@torch.no_grad()
+def test_padded_batches_are_decoded_as_in_one_pass(name: str, way: dict[str, Any]) -> None:
+    model, ids = make(name, **way), words(3, 14)
+    mask = torch.ones_like(ids)
+    mask[1, :3], mask[2, :6] = 0, 0
+    place = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = model(input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False).logits
+    cache, found = None, []
+    for start, end in [(0, 8), *((n, n + 1) for n in range(8, 14))]:
+        given = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end], "position_ids": place[:, start:end]}
+        out = model(**given, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        found.append(out.logits)
+    torch.testing.assert_close(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
+    # Nor does a text depend on the others, or on what pads it.
+    single = model(input_ids=ids[2:, 6:], use_cache=False).logits
+    torch.testing.assert_close(expected[2:, 6:], single, rtol=1e-5, atol=1e-5)
+    beams = model.generate(ids, attention_mask=mask, **GREEDY, num_beams=2)
+    assert beams.shape == (3, 21)
+
+
+@pytest.mark.parametrize("keys", ["kept", "first"])
+@torch.no_grad()
+def test_a_cache_holds_what_ran(keys: str) -> None:
+    model, ids = make("llama", recursions=4, first=1, last=1, choice="tokens", keys=keys), words(2, 12)
+    with deciding(cycle_of(model)) as decisions:  # type: ignore[arg-type]
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    kept = [int(each.keep_BN.sum(1).max()) for each in decisions]
+    assert 12 == kept[0] > kept[-1]
+    held = [0 if layer.keys is None else layer.keys.shape[2] for layer in cache.layers[1:5]]
+    assert held == (kept if keys == "kept" else [12, 0, 0, 0])
+    assert [isinstance(layer, RoutedLayer) for layer in cache.layers[1:5]] == [False, *[keys == "kept"] * 3]
+
+
+def test_decisions_alone_are_learned_from_the_highest_gates() -> None:
+    ids = words(2, 12)
+    for sampling, weight in (("score", 0.5), ("predictor", 2.0)):
+        model = make("llama", sampling=sampling, membership=weight).train()
+        cycle = cycle_of(model)
+        assert cycle is not None
+        with deciding(cycle) as decisions:
+            model(input_ids=ids)
+        routing = decisions[1]
+        logit_BN = routing.score_BN if sampling == "score" else routing.predicted_BN
+        assert logit_BN is not None
+        assert (routing.predicted_BN is None) == (sampling == "score")
+        terms = [
+            -F.logsigmoid(logit_BN[b, n] if n in routing.index_BK[b] else -logit_BN[b, n])
+            for b in range(2)
+            for n in range(12)
+        ]
+        loss = mmod.auxiliary_loss(model)
+        torch.testing.assert_close(loss.detach(), weight * sum(terms) / 24, check_dtype=False)
+        loss.backward()
+        learned = {name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.abs().sum() > 0)}
+        # The predictor leaves the text alone; the score does not.
+        alone = {name for name in learned if ".predictors." in name}
+        assert learned == alone if sampling == "predictor" else "model.embed_tokens.weight" in learned
+
+
+@one_way
+def test_gradients_reach_everything_and_what_was_saved_is_loaded(tmp_path: Path, way: dict[str, Any]) -> None:
+    model, ids = make("llama", **way).float().train(), words(2, 12)
+    keys = list(make_language("llama", num_hidden_layers=6).state_dict())
+    loss = model(input_ids=ids, labels=ids).loss + mmod.auxiliary_loss(model)
+    loss.backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+    model.eval().save_pretrained(tmp_path)
+    loaded: Any = mmod.load_pretrained(tmp_path)
+    assert method_of(loaded) == method_of(model) == read_method(method_of(model).to_dict())  # type: ignore[union-attr]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+    for changed in (model, loaded):
+        undo_(changed)
+        assert list(changed.state_dict()) == keys
+        assert not hasattr(changed.config, "mmod")
+        assert "DecoderCycle" not in changed._no_split_modules
+    with torch.no_grad():
+        # What had been left out of a loaded model is new.
+        assert bool(loaded(input_ids=ids).logits.isfinite().all())
+
+
+@torch.no_grad()
+def test_undoing_gives_the_dense_model_back() -> None:
+    model, ids = make_language("llama", num_hidden_layers=6), words(2, 9)
+    expected = model(input_ids=ids).logits
+    recursions_(model, recursions=1, choice="tokens", adds="change")
+    # The softmax of one depth is 1.
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)
+    undo_(model)
+    undo_(recursions_(model, recursions=2, sampling="predictor"))
+    assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize("keys", ["kept", "first"])
+def test_flops_are_those_that_training_runs(keys: str) -> None:
+    dense = make_language("llama", num_hidden_layers=6).eval()
+    counts = mmod.flops(dense, {"input_ids": words(1, 40)})
+    report = mmod.flops(recursions_(dense, recursions=4, keys=keys, sampling="score"), {"input_ids": words(1, 40)})
+    with choosing_together(cycle_of(dense)), torch.no_grad(), flop_counter() as counter:  # type: ignore[arg-type]
+        dense(input_ids=words(1, 40), use_cache=False)
+    # The counter of torch misses products with vectors, by which tokens are scored.
+    scored, width = 4 * 2 * 40 * 32, 32
+    assert report.routed == pytest.approx(counter.get_total_flops() + scored, rel=1e-3)
+    saved = 0
+    for kept in (30, 20, 10):
+        seen, own = (40, 0) if keys == "first" else (kept, kept)
+        # Half as many heads have keys and values.
+        projected = 2 * kept * 2 * width * width + 2 * own * width * width
+        saved += counts.blocks[1].dense - projected - 4 * kept * seen * width - 2 * kept * 3 * width * 48
+    assert report.routed == counts.dense - saved + scored
+
+
+SINGLE = Process(0, 1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("sampling", ["score", "predictor"])
+def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, sampling: str) -> None:
+    method = {"kind": "recursions", "recursions": 2, "sampling": sampling, "membership": 0.1}
+    config = text_config(tmp_path / "run", method=method, epochs=1)
+    found: Any = run(TextRecipe(config), progress=False).evaluation
+    assert list(found.kept) == ["model.layers.1.recursion2"]
+    assert found.mean_kept == 0.5
+    assert found.causal_loss != found.loss
+    assert 0 < found.mean_agreement <= 1
+    start = {"config": None, "checkpoint": str(tmp_path / "run")}
+    again, teacher = create_models(text_config(tmp_path / "next", model=start, method=method))
+    assert teacher is None
+    assert method_of(again) == method_of(mmod.load_pretrained(tmp_path / "run" / "model"))
+    assert evaluate(again, TextRecipe(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(found.loss)
+
+
+def test_what_decides_in_one_way_has_one_loss(tmp_path: Path) -> None:
+    tokens, best = (
+        run(TextRecipe(text_config(tmp_path / way["choice"], method=way, epochs=1)), progress=False).evaluation
+        for way in ({"kind": "recursions", "choice": "tokens"}, {"kind": "recursions", "choice": "recursions"})
+    )
+    assert tokens.causal_loss == tokens.loss
+    assert 0 <= tokens.mean_kept <= 1
+    assert best.causal_loss is None
+    assert best.mean_kept == 0.5
+
+
+@torch.no_grad()
+def test_what_cannot_be_is_refused() -> None:
+    model = make("llama", recursions=2)
+    with pytest.raises(ValueError, match="text cannot be generated where recursions choose"):
+        model.generate(words(1, 5), **GREEDY)
+    with pytest.raises(ValueError, match="counted as a whole"):
+        mmod.prefill_flops(model, 8)
+    with pytest.raises(ValueError, match="cannot batch continuously"):
+        model.init_continuous_batching()
+    undo_(model)
+    for fields, message in (
+        ({"sampling": "score", "choice": "tokens"}, "tokens decide alone"),
+        ({"sampling": "guess"}, "sampling"),
+        ({"recursions": 3}, "are 4, which recursions=3 must divide"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recursions_(model, **fields)
+    with pytest.raises(ValueError, match="attend in different ways"):
+        recursions_(make_language("gemma2"), recursions=2)
+    with pytest.raises(ValueError, match="several parts"):
+        recursions_(make_joint("llava"), recursions=2)
+    routing = {"preset": "mod"}
+    for changes in ({"routing": routing}, {"grad_checkpointing": True}):
+        with pytest.raises(ValueError, match="method"):
+            text_config(Path("none"), method={"kind": "recursions"}, **changes)
