@@ -42,7 +42,10 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     training_only = attends and not config.router.reads_importance
     shares, captioned = attends or config.draws, bool(stack.companions)
     common = {"captioned": captioned, "training_only": training_only}
-    first = plan.blocks[0] - 1 if attends else plan.blocks[0]
+    # A block that decides after its attention reads the importance there.
+    observes = attends and config.enter_at == "mlp"
+    before = attends and not observes
+    first = plan.blocks[0] - 1 if before else plan.blocks[0]
     readers: dict[int, list[Router]] = {}
     conversions: list[Conversion] = []
     configs = _configs_by_block(config, plan)
@@ -53,7 +56,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
         stack.check_skipped(own, call, stack.names[index])
         _check_standing(own, block, call, stack.names[index])
         start = _span_start(index, plan)
-        if attends and start == 0:
+        if before and start == 0:
             raise ValueError(
                 f"block {index} needs the importance of a dense block before it, but none precedes it: keep block 0 "
                 f"dense (routed are {list(plan.blocks)})"
@@ -65,14 +68,15 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
             call,
             stack.tracker,
             start if shares else None,
-            writes=config.draws and index == start,
+            writes=(config.draws or observes) and index == start,
             hands_on=configs.get(index + 1) is own and own.hands_on,
+            observes=observes and index == start,
             begins=index == first and not captioned,
             ends=index == plan.blocks[-1],
             **common,
         )
         conversions.append((block, router, state))
-    for start, routers in readers.items() if attends else ():
+    for start, routers in readers.items() if before else ():
         # The dense block before the span: only there has every token a fresh importance.
         block = stack.blocks[start - 1]
         begins = start - 1 == first and not captioned

@@ -6,7 +6,7 @@ Axes: B images, N tokens, K slots per image, D channels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from mmod.blocks.rows import enter_rows, leave_rows
 from mmod.blocks.span import HeldRows
 from mmod.blocks.state import ImportanceState, RoutedState
 from mmod.ops import Packing, capture_importance
-from mmod.routing import Router, Routing
+from mmod.routing import Router, Routing, TokenMarks
 
 
 class ConvertedBlock(nn.Module):
@@ -34,6 +34,35 @@ class ConvertedBlock(nn.Module):
     def run_host(self, z: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Return what the host's own forward makes of tokens (B, K, D), given its arguments by name."""
         y: Tensor = super().forward(z, **arguments)
+        return y
+
+    def observe(
+        self, run: Callable[[], Tensor], marks: TokenMarks, average: str, forward_pass: ForwardPass | None
+    ) -> Tensor:
+        """Return what `run` does, and share the attention that each token received in it.
+
+        Args:
+            run: Runs the host's attention on all tokens.
+            marks: Which of them are padding.
+            average: See `RoutingConfig.importance`.
+            forward_pass: The pass that the block runs in.
+
+        Raises:
+            RuntimeError: The host calls no attention that can be read.
+        """
+        span = self.mod_state.span
+        assert forward_pass is not None
+        assert span is not None
+        # Compilers lose what `with ... as` binds.
+        captured = capture_importance(marks.valid_BN, average)
+        with captured:
+            y = run()
+        if captured.importance_BN is None:
+            raise RuntimeError(
+                f"no attention was seen in this {type(self).__name__}: it calls neither scaled_dot_product_attention "
+                "nor softmax over (B, H, N, N), so importance cannot be read from it"
+            )
+        forward_pass.scores[span] = SharedScore(captured.importance_BN)
         return y
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -107,7 +136,12 @@ class RoutedBlock(ConvertedBlock):
         z = x if held is not None or earlier is None else enter_rows(x, earlier)
         if earlier is not None:
             arguments = call.select_tokens(arguments, x if held is None else held.x_BND, earlier)
-        y = halves.attend(self, z, arguments)
+        attend = partial(halves.attend, self, z, arguments)
+        if self.mod_state.observes:
+            marks = call.marks(arguments, z, forward_pass)
+            y = self.observe(attend, marks, self.router.config.importance, forward_pass)
+        else:
+            y = attend()
         x = y if earlier is None or held is not None else leave_rows(x, z, y, earlier)
         routing = self.decide(x, arguments, forward_pass)
         hands_on = self._hands_on(forward_pass, routing)
@@ -183,17 +217,7 @@ class ImportanceBlock(ConvertedBlock):
         if not state.wanted:
             return super().forward(x, *args, **kwargs)
         forward_pass = state.enter(x, training=True)
-        assert forward_pass is not None
-        assert state.span is not None
         marks = state.call.marks(state.call.bind(args, kwargs), x, forward_pass)
-        captured = capture_importance(marks.valid_BN, state.average)
-        with captured:
-            y = super().forward(x, *args, **kwargs)
-        if captured.importance_BN is None:
-            raise RuntimeError(
-                f"no attention was seen in this {type(self).__name__}: it calls neither scaled_dot_product_attention "
-                "nor softmax over (B, H, N, N), so importance cannot be read from it"
-            )
-        forward_pass.scores[state.span] = SharedScore(captured.importance_BN)
+        y = self.observe(partial(super().forward, x, *args, **kwargs), marks, state.average, forward_pass)
         state.leave(forward_pass)
         return y

@@ -119,6 +119,7 @@ class RoutedState(BlockState):
         tracker: As there.
         span: As there.
         hands_on: The block that follows shares the span's scores, and may be given rows in place of all tokens.
+        observes: The span reads the importance in this block's own attention, after which it decides.
         options: As there.
     """
 
@@ -129,10 +130,12 @@ class RoutedState(BlockState):
         span: int | None = None,
         *,
         hands_on: bool = False,
+        observes: bool = False,
         **options: bool,
     ) -> None:
         super().__init__(call, tracker, span, **options)
         self.hands_on = hands_on
+        self.observes = observes
         self._records = PerThread(_Record)
 
     @property

@@ -56,8 +56,8 @@ class RoutingConfig:
             attention counts as so many tokens, and then get its update. Consecutive blocks whose router shares its
             score choose among the kept tokens of the blocks before, wherever capacity falls.
         enter_at: Where tokens that merge become one row: at the input of the "block", or before its "mlp", so that they
-            attend apart once more, as in ToMe. The latter is for blocks of timm, and for routers that share a score of
-            the tokens alone ("redundancy", "random", "stride").
+            attend apart once more, as in ToMe. The latter is for blocks of timm, and for routers that share a score;
+            "attention" then reads the importance in the first of consecutive routed blocks, not in a dense one before.
         blocks: "every_other" (1, 3, 5, ...), "late" (all after the first third; attention routing then keeps the same
             tokens in all of them, those that the last dense block attends to, and the random control draws once for
             all of them), "all", or the indices of the blocks.
@@ -193,10 +193,10 @@ class RoutingConfig:
                 f"skipped={self.skipped!r} needs select='topk', context='kept', operator='block' and a gate without "
                 "reweight_skipped"
             )
-        if self.enter_at == "mlp" and (self.skipped != "merge" or not router.draws):
+        if self.enter_at == "mlp" and (self.skipped != "merge" or not router.shared):
             raise ValueError(
-                "enter_at='mlp' needs skipped='merge' and a router that shares a score of tokens alone, such as "
-                f"'redundancy'; got skipped={self.skipped!r} and router {router.name!r}"
+                "enter_at='mlp' needs skipped='merge' and a router that shares its score, such as 'redundancy'; got "
+                f"skipped={self.skipped!r} and router {router.name!r}"
             )
         if in_part and (gate.reweight_skipped or language.gate_on != "update"):
             raise ValueError(

@@ -43,7 +43,7 @@ def test_most_models_can_be_run_in_halves() -> None:
 @pytest.mark.parametrize("name", SPLIT)
 def test_rows_handed_on_batches_and_training_change_nothing(name: str) -> None:
     images = make_images(name, 2).double()
-    for router in ("redundancy", "random", "stride"):
+    for router in ("redundancy", "random", "stride", "attention"):
         model = routed(name, router=router)
         with torch.no_grad():
             out, single = model(images), torch.cat([model(image[None]) for image in images])
@@ -66,10 +66,12 @@ def test_rows_handed_on_batches_and_training_change_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", SPLIT)
 def test_capacity_one_is_the_dense_model_and_unrouting_too(name: str) -> None:
     dense, images = make_model(name).double().eval(), make_images(name, 2).double()
-    model = mmod.route_(copy.deepcopy(dense), mmod.RoutingConfig(**{"router": "stride", **FIELDS, "capacity": 1.0}))
-    with torch.no_grad():
-        torch.testing.assert_close(model(images), dense(images), rtol=1e-9, atol=1e-9)
-        assert torch.equal(mmod.unroute_(model)(images), dense(images))
+    for router, blocks in (("stride", (1, 2, 3)), ("attention", (0, 2, 3))):
+        fields = {**FIELDS, "router": router, "blocks": blocks, "capacity": 1.0}
+        model = mmod.route_(copy.deepcopy(dense), mmod.RoutingConfig(**fields))
+        with torch.no_grad():
+            torch.testing.assert_close(model(images), dense(images), rtol=1e-9, atol=1e-9)
+            assert torch.equal(mmod.unroute_(model)(images), dense(images))
     assert [type(module) for module in model.modules()] == [type(module) for module in dense.modules()]
 
 
@@ -82,32 +84,41 @@ def merged(x: Tensor, slot_of: list[int], size: list[float]) -> tuple[Tensor, li
     return torch.stack(means), sizes
 
 
-def joins(x: Tensor, keep: int) -> list[int]:
-    """Return the slot of each row: redundant ones go to the kept row that is most like them, none to the prefix."""
-    score = RedundancyScore(1)(x[None])[0]
+def received(block: nn.Module, x: Tensor) -> Tensor:
+    """Return the mean attention that each token receives in a block, the class token always most."""
+    query, key, _ = block.attn.qkv(block.norm1(x)).view(len(x), 3, block.attn.num_heads, -1).permute(1, 2, 0, 3)
+    score = (query @ key.transpose(1, 2) / query.shape[-1] ** 0.5).softmax(-1).mean((0, 1))
+    return score.index_fill(0, torch.tensor(0), torch.inf)
+
+
+def joins(x: Tensor, score: Tensor, keep: int) -> tuple[list[int], list[int]]:
+    """Return the kept rows, and the slot of each row: that of the kept one most like it, none of the prefix."""
     kept = sorted(sorted(range(len(x)), key=lambda row: (-float(score[row]), row))[:keep])
     unit = torch.nn.functional.normalize(x, dim=-1)
     nearest = [
         max(range(1, keep), key=lambda slot, row=row: float(unit[row] @ unit[kept[slot]])) for row in range(len(x))
     ]
-    return [kept.index(row) if row in kept else nearest[row] for row in range(len(x))]
+    return kept, [kept.index(row) if row in kept else nearest[row] for row in range(len(x))]
 
 
-def by_loop(model: nn.Module, image: Tensor) -> Tensor:
+def by_loop(model: nn.Module, image: Tensor, router: str) -> Tensor:
     """Return the tokens of one image after the blocks, in plain loops over images and groups."""
     seen: list[Tensor] = []
     handle = model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model(image[None])
     handle.remove()
-    x, size, undone = seen[0][0], None, []
+    x, size, undone, score = seen[0][0], None, [], torch.empty(0)
     tokens = len(x)
     for index, block in enumerate(model.blocks):
         mask = None if size is None else torch.tensor(size).log().to(x)[None, None, None]
+        score = received(block, x) if index == min(FALLING) else score
         x = x + block.ls1(block.attn(block.norm1(x[None]), attn_mask=mask))[0]
         keep = int(tokens * FALLING.get(index, 2))
         if keep < len(x):
-            slot_of = joins(x, keep)
+            score = score if router == "attention" else RedundancyScore(1)(x[None])[0]
+            kept, slot_of = joins(x, score, keep)
             rows, size = merged(x, slot_of, size or [1.0] * len(x))
+            score = score[kept]
             undone.append((x, rows, slot_of))
             x = rows
         x = x + block.ls2(block.mlp(block.norm2(x)))
@@ -118,16 +129,18 @@ def by_loop(model: nn.Module, image: Tensor) -> Tensor:
     return model.norm(x)
 
 
-def test_it_is_what_a_loop_over_tokens_makes() -> None:
+@pytest.mark.parametrize("router", ["redundancy", "attention"])
+def test_it_is_what_a_loop_over_tokens_makes(router: str) -> None:
     dense, images = make_model("vit_tiny_patch16_224").double().eval(), make_images("vit_tiny_patch16_224", 2).double()
     with torch.no_grad():
-        expected = torch.stack([by_loop(dense, image) for image in images])
-        model = mmod.route_(dense, mmod.RoutingConfig(router="redundancy", **FIELDS))
+        expected = torch.stack([by_loop(dense, image, router) for image in images])
+        model = mmod.route_(dense, mmod.RoutingConfig(router=router, **FIELDS))
         torch.testing.assert_close(model.forward_features(images), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_checkpointing_gives_the_same_gradients() -> None:
-    model, gradients = routed("vit_tiny_patch16_224").train(), []
+@pytest.mark.parametrize("router", ["redundancy", "attention"])
+def test_checkpointing_gives_the_same_gradients(router: str) -> None:
+    model, gradients = routed("vit_tiny_patch16_224", router=router).train(), []
     for checkpointed in (False, True):
         model.set_grad_checkpointing(checkpointed)
         images = make_images("vit_tiny_patch16_224", 2).double().requires_grad_()
@@ -137,8 +150,9 @@ def test_checkpointing_gives_the_same_gradients() -> None:
     assert torch.equal(*gradients)
 
 
-def test_compiled_it_is_the_same() -> None:
-    model, images = routed("vit_tiny_patch16_224"), make_images("vit_tiny_patch16_224", 2).double()
+@pytest.mark.parametrize("router", ["redundancy", "attention"])
+def test_compiled_it_is_the_same(router: str) -> None:
+    model, images = routed("vit_tiny_patch16_224", router=router), make_images("vit_tiny_patch16_224", 2).double()
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(images)
         torch.testing.assert_close(compiled, model(images), rtol=1e-9, atol=1e-9)
@@ -153,7 +167,7 @@ def test_the_attention_costs_more_and_the_mlp_as_much() -> None:
     ("changes", "message"),
     [
         ({"skipped": "follow"}, "enter_at='mlp' needs skipped='merge'"),
-        ({"router": "attention"}, "router 'attention'"),
+        ({"router": "important_diversity"}, "router 'important_diversity'"),
         ({"router": "linear"}, "router 'linear'"),
         ({"enter_at": "norm"}, "enter_at must be one of 'block', 'mlp', got 'norm'"),
     ],
