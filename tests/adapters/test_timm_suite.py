@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-import torch.multiprocessing as mp
 from timm.layers import set_reentrant_ckpt, use_reentrant_ckpt
 from timm.models import create_feature_extractor, get_graph_node_names
 from timm.optim import param_groups_layer_decay
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod import RoutingConfig
+from tests.processes import run_processes
 from tests.zoo import make_model
 
 NAME = "vit_tiny_patch16_224"
@@ -104,21 +104,21 @@ def test_checkpointing_compiles(routing: str) -> None:
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-3)
 
 
-def train_in_a_process(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+def train_in_a_process(folder: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
     torch.manual_seed(0)
     model, x = routed().train(), images(4)
     parallel = nn.parallel.DistributedDataParallel(model)
     part = x[rank * 2 : rank * 2 + 2]
     (parallel(part).square().mean() + mmod.auxiliary_loss(parallel)).backward()
     if rank == 0:
-        torch.save({name: parameter.grad for name, parameter in model.named_parameters()}, f"{folder}/gradients.pt")
+        torch.save({name: parameter.grad for name, parameter in model.named_parameters()}, folder / "gradients.pt")
     torch.distributed.destroy_process_group()
 
 
 def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
-    mp.spawn(train_in_a_process, args=(str(tmp_path),), nprocs=2)
+    assert run_processes(train_in_a_process, tmp_path, world=2) == [0, 0]
     found = torch.load(tmp_path / "gradients.pt", weights_only=True)
     torch.manual_seed(0)
     model, x = routed().train(), images(4)

@@ -1,11 +1,8 @@
-"""One of two processes that train a model: the second keeps no token. `starved_worker.py FOLDER ddp|fsdp`."""
+"""One of two processes that train a model: the second keeps no token."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -30,8 +27,8 @@ def loss_of(model: nn.Module, rank: int) -> Tensor:
     return model(make_images(NAME, 2, seed=rank)).square().mean()
 
 
-def main(folder: Path, way: str) -> None:
-    """Take gradients together and save them."""
+def save_gradients(folder: Path, way: str) -> None:
+    """Take gradients together, by "ddp" or "fsdp", and save them."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = starved(rank)
@@ -49,7 +46,3 @@ def main(folder: Path, way: str) -> None:
     if rank == 0:
         torch.save(found, folder / f"{way}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

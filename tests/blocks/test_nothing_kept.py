@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +9,10 @@ import torch
 
 import mmod
 from tests.adapters.vlm_zoo import make_language
-from tests.blocks.starved_worker import NAME, loss_of, starved
+from tests.blocks.starved_worker import NAME, loss_of, save_gradients, starved
+from tests.processes import run_processes
 from tests.zoo import make_images, make_model
 
-ROOT = Path(__file__).parents[2]
 NONE = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), select=mmod.Threshold(1.0), blocks="all")
 
 
@@ -48,10 +45,7 @@ def test_every_parameter_of_a_starved_language_model_has_a_gradient(gate_on: str
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_a_process_that_keeps_nothing_does_not_hold_the_others_up(way: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(Path(__file__).with_name("starved_worker.py")), str(tmp_path), way]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert run_processes(save_gradients, tmp_path, way, world=2) == [0, 0]
     found, expected = torch.load(tmp_path / f"{way}.pt"), {}
     for rank in (0, 1):
         model = starved(rank)

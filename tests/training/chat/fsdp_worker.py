@@ -1,15 +1,12 @@
-"""One of two processes that split a model on the CPU: `torchrun --nproc-per-node 2 fsdp_worker.py FOLDER`."""
+"""One of two processes that split a model on the CPU."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
@@ -40,7 +37,7 @@ def run_config(folder: Path, name: str, processes: int) -> TrainConfig:
     return vlm_config(folder, f"{name}-{processes}", fields, data=data, **RUNS[name])
 
 
-def main(folder: Path) -> None:
+def train_split(folder: Path) -> None:
     """Train every run, take its second half back, and train that again."""
     made, split = recipe.training_arguments, []
 
@@ -72,7 +69,3 @@ def main(folder: Path) -> None:
         assert not recipe.fit(config, progress=False).reused
     if PartialState().is_main_process:
         (folder / "split.json").write_text(json.dumps(split))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

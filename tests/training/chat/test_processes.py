@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,9 @@ import torch
 
 import mmod
 from mmod.training.chat.recipe import fit, read_outcome
+from tests.processes import run_processes
 from tests.training.chat.configs import P_MOD, same, vlm_config, weights
-from tests.training.chat.fsdp_worker import RUNS, run_config
-
-ROOT = Path(__file__).parents[3]
-
+from tests.training.chat.fsdp_worker import RUNS, run_config, train_split
 
 PREDICTOR = {
     "language": {
@@ -28,26 +24,15 @@ PREDICTOR = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("routing", [P_MOD, PREDICTOR], ids=["p-mod", "predictor"])
 def test_two_processes_train_as_one(folder: Path, routing: Any) -> None:
     fields = {"max_steps": 3, "save_strategy": "no", "logging_steps": 1, "max_grad_norm": 0.0}
     name = f"predicted-{routing is PREDICTOR}"
     one = vlm_config(folder, f"one-{name}", {**fields, "per_device_train_batch_size": 4}, routing=routing)
     single = fit(one, progress=False)
-    script = (
-        "import sys; from pathlib import Path; sys.path[:0] = sys.argv[2:]\n"
-        "from tests.training.chat.configs import vlm_config; from mmod.training.chat.recipe import fit\n"
-        f"fields = {fields!r} | {{'per_device_train_batch_size': 2, 'use_cpu': True, 'ddp_backend': 'gloo'}}\n"
-        f"fit(vlm_config(Path(sys.argv[1]), 'two-{name}', fields, routing={routing!r}), progress=False)\n"
-    )
-    (folder / "two.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command += [str(folder / "two.py"), str(folder), str(ROOT)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    fields |= {"per_device_train_batch_size": 2, "use_cpu": True, "ddp_backend": "gloo"}
+    two = vlm_config(folder, f"two-{name}", fields, routing=routing)
+    assert run_processes(partial(fit, progress=False), two, world=2) == [0, 0]
     other = read_outcome(folder / f"two-{name}")
     assert other is not None
     losses = [[entry["loss"] for entry in result.history if "loss" in entry] for result in (single, other)]
@@ -63,12 +48,7 @@ def test_two_processes_train_as_one(folder: Path, routing: Any) -> None:
 def test_two_processes_that_split_the_model_train_as_one(folder: Path) -> None:
     for name in RUNS:
         fit(run_config(folder, name, 1), progress=False)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command += [str(Path(__file__).with_name("fsdp_worker.py")), str(folder)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert run_processes(train_split, folder, world=2) == [0, 0]
     split = json.loads((folder / "split.json").read_text())
     assert len(split) == len(RUNS) * (4 + 2)
     assert all(split)

@@ -8,11 +8,10 @@ import pickle
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +28,9 @@ from mmod.training.engine.checkpoint import (
     save_checkpoint,
 )
 from mmod.training.engine.run_folder import run_once
-from tests.training.engine.worker import run, tiny_config, weights
+from tests.processes import run_processes
+from tests.training.engine.worker import main, run, tiny_config, weights
 from tests.trap import Trap
-
-ROOT = Path(__file__).parents[3]
-
-
-def start(options: dict[str, Any], path: Path) -> subprocess.Popen[str]:
-    path.write_text(json.dumps(options))
-    command = [sys.executable, "-m", "tests.training.engine.worker", str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
-
-
-def kill_at(options: dict[str, Any], path: Path, step: int) -> None:
-    """Start a run and kill it with SIGKILL when it begins `step`."""
-    process = start(options, path)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip() == f"step {step}":
-            process.kill()
-            break
-    process.stdout.read()
-    assert process.wait() == -9, f"the run ended before step {step}"
 
 
 @pytest.mark.parametrize(
@@ -78,9 +57,8 @@ def test_killed_run_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any], 
     whole = run(tiny_config(output=tmp_path / "whole", **options))
     interrupted = {**options, "output": str(tmp_path / "killed")}
     for step in steps:
-        kill_at(interrupted, tmp_path / "options.json", step)
-    process = start(interrupted, tmp_path / "options.json")
-    assert process.wait() == 0, f"killed at {steps}"
+        assert run_processes(partial(main, signals={step: signal.SIGKILL}), interrupted) == [-signal.SIGKILL]
+    assert run_processes(main, interrupted) == [0], f"killed at {steps}"
     for name in ("model", "ema")[: 1 + ("ema" in options)]:
         left, right = weights(tmp_path / "whole" / name), weights(tmp_path / "killed" / name)
         assert left.keys() == right.keys()
@@ -157,32 +135,20 @@ def test_a_signal_ends_a_run_after_its_step_and_another_start_goes_on(
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    options = {"output": str(tmp_path / "run"), "signals": {"2": signal.SIGTERM}, "hold": True}
-    process = start(options, tmp_path / "options.json")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip() == "held":
-            process.terminate()
-            break
-    process.stdout.read()
-    assert process.wait() == -signal.SIGTERM
+    stopped = partial(main, signals={2: signal.SIGTERM}, twice=True)
+    assert run_processes(stopped, {"output": str(tmp_path / "run")}) == [-signal.SIGTERM]
     assert not list_checkpoints(tmp_path / "run/checkpoints")
 
 
 def test_processes_that_train_together_stop_after_the_same_step(tmp_path: Path) -> None:
     options = {"output": str(tmp_path / "run"), "epochs": 1, "batch_size": 4}
-    path = tmp_path / "options.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--module", "tests.training.engine.worker", str(path)]
     # Only the second process hears of it.
-    path.write_text(json.dumps({**options, "signals": {"2": signal.SIGTERM}, "hears": 1}))
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode != 0
-    assert "SIGTERM after step 3, which is saved; the same command goes on" in done.stderr
+    stopped = partial(main, signals={2: signal.SIGTERM}, hears=1)
+    assert run_processes(stopped, options, world=2, log=tmp_path / "log") == [128 + signal.SIGTERM] * 2
+    assert "SIGTERM after step 3, which is saved; the same command goes on" in (tmp_path / "log").read_text()
     (newest,) = list_checkpoints(tmp_path / "run/checkpoints")
     assert newest.name == "step-000000003-epoch-00000"
-    path.write_text(json.dumps(options))
-    subprocess.run(command, check=True, cwd=ROOT)
+    assert run_processes(main, options, world=2) == [0, 0]
     assert json.loads((tmp_path / "run/result.json").read_text())["steps"] == 6
 
 

@@ -1,8 +1,6 @@
 """Small runs on tensors made from a seed, for the tests and for the processes they start and kill.
 
-Run as a module, it trains the config in a JSON file and prints each optimiser step as it begins. Beside fields of the
-config the file may say at which steps of an epoch (`signals`) the process sends itself a signal, of which rank that is
-meant (`hears`), and whether it then waits (`hold`).
+Run as a module, it trains the config whose fields are in a JSON file.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +42,16 @@ GROUPS = {
 
 
 class TensorStream:
-    """Batches of learnable noise; with several processes each takes every `world`-th image."""
+    """Batches of learnable noise.
+
+    Args:
+        batch_size: Images of a batch.
+        seed: Of the order of images, None for that in which they are.
+        rank: Number of this process.
+        world: Number of processes, each of which takes every `world`-th image.
+        signals: Signals that the process sends itself, by the step before which it does so.
+        twice: Whether it sends them twice.
+    """
 
     def __init__(
         self,
@@ -54,15 +60,14 @@ class TensorStream:
         seed: int | None,
         rank: int = 0,
         world: int = 1,
-        loud: bool = False,
         signals: Mapping[int, int] | None = None,
-        hold: bool = False,
+        twice: bool = False,
     ):
-        self.signals, self.hold = dict(signals or {}), hold
+        self.signals, self.times = dict(signals or {}), 1 + twice
         generator = torch.Generator().manual_seed(5)
         self.targets = torch.arange(48) % 4
         self.images = torch.randn(48, 1, 16, 16, generator=generator) + self.targets[:, None, None, None]
-        self.batch_size, self.seed, self.rank, self.world, self.loud = batch_size, seed, rank, world, loud
+        self.batch_size, self.seed, self.rank, self.world = batch_size, seed, rank, world
         self.num_samples = len(self.targets)
         self.steps_per_epoch = self.num_samples // (batch_size * world)
         self.report = CorruptReport()
@@ -74,13 +79,9 @@ class TensorStream:
             order = torch.randperm(self.num_samples, generator=generator)
         order = order[self.rank :: self.world]
         for step in range(start, self.steps_per_epoch):
-            if self.loud:
-                print(f"step {epoch * self.steps_per_epoch + step}", flush=True)
-            if step in self.signals:
-                signal.raise_signal(self.signals.pop(step))
-                if self.hold:
-                    print("held", flush=True)
-                    time.sleep(60)
+            number = self.signals.pop(epoch * self.steps_per_epoch + step, None)
+            for _ in range(self.times if number else 0):
+                signal.raise_signal(number)
             rows = order[step * self.batch_size : (step + 1) * self.batch_size]
             yield self.images[rows], self.targets[rows]
 
@@ -109,15 +110,11 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return load_file(next(folder.glob("*.safetensors")))
 
 
-def main(path: str) -> None:
+def main(options: Mapping[str, Any], hears: int = 0, **signals: Any) -> None:
+    """Train as one of the processes that were started together; `signals` are for the one of rank `hears`."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    options = json.loads(Path(path).read_text())
-    signals = {int(step): number for step, number in options.pop("signals", {}).items()}
-    if options.pop("hears", rank) != rank:
-        signals = {}
-    hold = options.pop("hold", False)
-    run(tiny_config(**options), rank=rank, world=world, loud=True, signals=signals, hold=hold)
+    run(tiny_config(**options), rank=rank, world=world, **(signals if rank == hears else {}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,9 @@ from mmod.data.corrupt import CorruptDataError
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.model import create_models, create_transforms
 from tests.data.pair_files import png, write_tar
+from tests.processes import run_processes
 from tests.training.engine.worker import weights
-from tests.training.pairs.worker import clip_config, run, write_model
+from tests.training.pairs.worker import clip_config, run, train_together, train_until, write_model
 
 ROOT = Path(__file__).parents[3]
 ROUTED = {"image": {"router": "linear", "capacity": 0.5, "losses": {"membership": 0.1}}, "text": {"capacity": 0.5}}
@@ -86,10 +85,7 @@ def test_two_processes_equal_one_with_the_same_global_batch(folder: Path) -> Non
         ones[name] = run(clip_config(folder, f"one-{name}", data={"batch_size": 12}, **changes))
         changes |= {"data": {"batch_size": 6 // accumulate}, "accumulate": accumulate}
         configs.append(clip_config(folder, f"two-{name}", **changes))
-    (folder / "two.json").write_text(json.dumps(configs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--module", "tests.training.pairs.worker", str(folder / "two.json")]
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert run_processes(train_together, configs, world=2) == [0, 0]
     for name, one in ones.items():
         assert_close(folder / f"one-{name}", folder / f"two-{name}")
         two = json.loads((folder / f"two-{name}/result.json").read_text())
@@ -104,18 +100,8 @@ def test_killed_run_ends_bitwise_equal(folder: Path) -> None:
     changes["optim"] = {"opt": "adamw", "lr": 1e-3}
     run(clip_config(folder, "whole", **changes))
     killed = clip_config(folder, "killed", **changes)
-    (folder / "killed.json").write_text(json.dumps([killed]))
-    command = [sys.executable, "-m", "tests.training.pairs.worker", str(folder / "killed.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     last = random.Random().randrange(3, 11)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip() == f"step {last}":
-            process.kill()
-            break
-    process.stdout.read()
-    assert process.wait() == -9, f"the run ended before step {last}"
+    assert run_processes(train_until, killed, last) == [-signal.SIGKILL], f"killed after step {last}"
     run(killed)
     assert_equal(folder / "whole", folder / "killed")
 

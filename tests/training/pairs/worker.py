@@ -1,15 +1,10 @@
-"""Small runs on pairs, for the tests and for the processes they start and kill.
-
-Run as a module, it trains the configs in a JSON file one after the other and prints the number of each optimiser step
-when it is done.
-"""
+"""Small runs on pairs, for the tests and for the processes they start and kill."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +50,22 @@ def run(fields: dict[str, Any]) -> FitResult[EvalResult]:
     return fit(TrainConfig.from_dict(fields), progress=False)
 
 
-def main(path: str) -> None:
-    steps = itertools.count(1)
-    real = PairsTask.after_step
-
-    def loud(self: PairsTask) -> None:
-        real(self)
-        print(f"step {next(steps)}", flush=True)
-
-    PairsTask.after_step = loud  # type: ignore[method-assign]
-    if "WORLD_SIZE" in os.environ:
-        # One group for all runs, because a second one would need another port.
-        dist.init_process_group("gloo")
-    for fields in json.loads(Path(path).read_text()):
+def train_together(configs: list[dict[str, Any]]) -> None:
+    """Train one after the other in one group of processes, because a second one would need another port."""
+    dist.init_process_group("gloo")
+    for fields in configs:
         run(fields)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+def train_until(fields: dict[str, Any], last: int) -> None:
+    """Train, and die after that optimiser step."""
+    steps = itertools.count(1)
+    real = PairsTask.after_step
+
+    def die(self: PairsTask) -> None:
+        real(self)
+        if next(steps) == last:
+            signal.raise_signal(signal.SIGKILL)
+
+    PairsTask.after_step = die  # type: ignore[method-assign]
+    run(fields)
