@@ -19,10 +19,10 @@ from tests.zoo import make_model
 ROUTINGS = {
     "attention": RoutingConfig(capacity=0.5),
     "linear": RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.3),
-    "stride": RoutingConfig(router="stride", capacity=(0.5, 0.25)),
+    "stride": RoutingConfig(router="stride", capacity=(0.5, 0.25), blocks="all"),
     "norm": RoutingConfig(router="norm", capacity=0.5),
     "distilled": mmod.preset("distilled", init_std=0.3),
-    "p-mod": mmod.preset("p-mod", depth=4, init_std=0.3),
+    "p-mod": mmod.preset("p-mod", depth=2, init_std=0.3),
     "threshold": RoutingConfig(router="attention", select=mmod.Threshold(1.0, max_tokens=7)),
     "context": RoutingConfig(capacity=0.5, context="all"),
     "learned threshold": mmod.preset("modification", max_tokens=7, init_std=0.3),
@@ -38,7 +38,8 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def routed(routing: str, name: str = "vit_tiny_patch16_224") -> nn.Module:
-    return mmod.route_(make_model(name), ROUTINGS[routing])
+    # What is traced grows with the depth, and so does the time it takes.
+    return mmod.route_(make_model(name, depth=2), ROUTINGS[routing])
 
 
 def images(batch: int, size: int = 64) -> Tensor:
@@ -77,8 +78,10 @@ def test_inductor_gives_the_same_output() -> None:
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("routing", ROUTINGS)
+# A strict export reads the code as a compiler without graph breaks does.
+@pytest.mark.parametrize(
+    ("routing", "strict"), [*((name, False) for name in ROUTINGS), ("attention", True), ("learned threshold", True)]
+)
 def test_exports_with_a_dynamic_batch(routing: str, strict: bool) -> None:
     model = routed(routing)
     program = torch.export.export(

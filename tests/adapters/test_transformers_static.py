@@ -186,18 +186,14 @@ def test_decoding_compiles_to_one_graph(name: str, config: mmod.RoutingConfig) -
         assert graphs <= counter.frame_count <= graphs + (seed > 0)
 
 
+# What decodes by itself: text that always runs, text that is predicted to run, text that runs above a threshold.
 BY_INDUCTOR = {
-    "mod": PRESETS["mod"],
+    "gamma-mod": PRESETS["gamma-mod"],
     "mod of text": PRESETS["mod"].replace(tokens="all", inference_threshold=0.5, losses={"membership": 0.01}),
     "modification": mmod.preset("modification", tokens="all", init_std=0.2),
-    "gamma-mod": PRESETS["gamma-mod"],
-    "p-mod": PRESETS["p-mod"].replace(capacity=0.5),
-    "a-mod": PRESETS["a-mod"],
-    "videollm-mod": PRESETS["videollm-mod"],
 }
 
 
-@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("method", BY_INDUCTOR)
 def test_inductor_decodes_the_same(method: str) -> None:

@@ -66,7 +66,7 @@ def plant(score: object, blocks: tuple[int, ...] = (0, 1), capacity: object = 0.
 
 def content(x_BND: Tensor) -> Tensor:
     """Score tokens by how far they are from the others of their image."""
-    return (x_BND - x_BND.median(dim=1, keepdim=True).values).norm(dim=-1)
+    return (x_BND - x_BND.mean(dim=1, keepdim=True)).norm(dim=-1)
 
 
 def position(x_BND: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ SMALL = "vit_tiny_patch16_224"
 
 def told(kind: str, seed: int) -> str:
     conditions = ["random", "centre", "mean mask"]
-    return mmod.audit(plant(PLANTED[kind]), batches_of(1500, seed), conditions=conditions, draws=3).kind
+    return mmod.audit(plant(PLANTED[kind]), batches_of(1500, seed), conditions=conditions, draws=3, resamples=300).kind
 
 
 @pytest.mark.parametrize("kind", PLANTED)
