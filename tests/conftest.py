@@ -1,3 +1,4 @@
+import gc
 import os
 
 # Two cores shared by several workers: spinning OpenMP threads would starve each other.
@@ -14,6 +15,8 @@ if not torch.cuda.is_available():
     # Read when kernels are defined, so before anything imports them.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# What is imported for the tests lives to the end: no garbage is looked for in it, now or later.
+gc.disable()
 settings.register_profile(
     "mmod", deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -29,3 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()

@@ -74,6 +74,7 @@ class Study(ABC, Generic[Config, Found]):
 
     def __init__(self, config: StudyConfig) -> None:
         self.config = config
+        self._searched: dict[str, dict[str, Any]] = {}
 
     @abstractmethod
     def create(self, config: Config) -> nn.Module:
@@ -150,7 +151,12 @@ class Study(ABC, Generic[Config, Found]):
         if job.search is None:
             return job
         own: Any = job.config
-        routing = self.routing(search_for(own, *job.search).config.to_dict(), None)
+        options, folder = job.search
+        # One run asks for its plan several times: to try rates, to be done, to be examined.
+        key = f"{folder} {options}"
+        if key not in self._searched:
+            self._searched[key] = search_for(own, options, folder).config.to_dict()
+        routing = self.routing(self._searched[key], None)
         return dataclasses.replace(job, config=dataclasses.replace(own, routing=routing), search=None)
 
     def drawn(self, row: dict[str, Any]) -> dict[str, Any]:
