@@ -164,7 +164,7 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
     assert planned[0].name == ("base" if config.tune_dense and config.train_dense else "dense")
     # No method stands without choices at random and evenly spread ones beside it.
     assert {"random", "stride"} <= {fields.get("router") for fields in config.routers.values()}
-    routed = [job for job in planned if job.config.routing is not None and job.config.rival is None]
+    routed = [job for job in planned if job.config.routing is not None and job.config.method is None]
     per_series = [1 if "capacity" in fields else len(config.capacities) for fields in config.routers.values()]
     assert len(routed) == config.seeds * sum(per_series)
     assert all(job.config.model.has_weights and job.config.routing_config() for job in routed)
