@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import mmod
+from tests.scripts import ROOT, run_script
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mmod"
 IMPORT_ORDER = [
     "extras",
@@ -64,16 +64,16 @@ def imports(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_each_folder_imports_only_from_those_above_it(path: Path) -> None:
-    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    # The package itself offers what stands in the core, up to the registries.
-    own = "registry" if own == "__init__" else own
-    assert own in IMPORT_ORDER, f"{own} has no place in the order of imports"
-    place = IMPORT_ORDER.index(own)
-    allowed = IMPORT_ORDER[: place + 1] + (["mmod"] if place > PUBLIC else [])
-    below = {module for module, _ in imports(path) if [*module.split("."), "mmod"][1] not in allowed}
-    assert not below, f"{path.name} imports {below}, which {own} stands above"
+def test_each_folder_imports_only_from_those_above_it() -> None:
+    for path in SOURCES:
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        # The package itself offers what stands in the core, up to the registries.
+        own = "registry" if own == "__init__" else own
+        assert own in IMPORT_ORDER, f"{own} has no place in the order of imports"
+        place = IMPORT_ORDER.index(own)
+        allowed = IMPORT_ORDER[: place + 1] + (["mmod"] if place > PUBLIC else [])
+        below = {module for module, _ in imports(path) if [*module.split("."), "mmod"][1] not in allowed}
+        assert not below, f"{path} imports {below}, which {own} stands above"
 
 
 def test_no_modules_import_each_other() -> None:
@@ -119,13 +119,13 @@ def test_public_names_say_what_they_do(name: str) -> None:
         assert all(p.annotation is not inspect.Parameter.empty for p in inspect.signature(thing).parameters.values())
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_functions_stay_short(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            doc = node.body[0].end_lineno - node.body[0].lineno + 1 if ast.get_docstring(node) else 0
-            length = (node.end_lineno or 0) - node.lineno - doc
-            assert length <= 60, f"{node.name} has {length} lines"
+def test_functions_stay_short() -> None:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                doc = node.body[0].end_lineno - node.body[0].lineno + 1 if ast.get_docstring(node) else 0
+                length = (node.end_lineno or 0) - node.lineno - doc
+                assert length <= 60, f"{node.name} in {path} has {length} lines"
 
 
 def test_no_file_is_long_and_most_are_short() -> None:
@@ -165,7 +165,7 @@ def test_readme_commands_exist() -> None:
     ids=lambda command: command[0],
 )
 def test_options_are_never_guessed(command: list[str]) -> None:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+    done = run_script(*command)
     assert done.returncode == 2
     assert command[-2].lstrip("-") in done.stderr
     assert not (ROOT / "folder").exists()
@@ -177,25 +177,42 @@ sys.modules[sys.argv[1]] = None
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+EACH_WITHOUT = """
+import sys
+from tests.scripts import run_script
+sys.modules[sys.argv[1]] = None
+for command in sys.argv[2:]:
+    done = run_script(*command.split())
+    print(done.returncode, done.stderr)
+"""
 
 
 @pytest.mark.parametrize(
-    ("package", "command"),
+    ("package", "commands"),
     [
-        ("open_clip", ["tools/train_clip.py", "configs/clip/scenes.yaml"]),
-        ("open_clip", ["tools/tradeoff.py", "configs/tradeoff/clip-scenes.yaml"]),
-        ("open_clip", ["tools/train_open_clip.py", "--image", "{}"]),
-        ("transformers", ["tools/finetune_vlm.py", "configs/vlm/tiny-llava.yaml"]),
-        ("transformers", ["tools/tradeoff.py", "configs/tradeoff/vlm.yaml"]),
-        ("vl_convert", ["tools/report.py", "runs"]),
+        (
+            "open_clip",
+            [
+                "tools/train_clip.py configs/clip/scenes.yaml",
+                "tools/tradeoff.py configs/tradeoff/clip-scenes.yaml",
+                "tools/train_open_clip.py --image {}",
+            ],
+        ),
+        (
+            "transformers",
+            ["tools/finetune_vlm.py configs/vlm/tiny-llava.yaml", "tools/tradeoff.py configs/tradeoff/vlm.yaml"],
+        ),
+        ("vl_convert", ["tools/report.py runs"]),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else value,
+    ids=["open_clip", "transformers", "vl_convert"],
 )
-def test_tools_say_which_extra_to_install(package: str, command: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-c", MISSING, package, *command], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1
-    assert f"error: this needs the package {package}, which is not installed: pip install" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_tools_say_which_extra_to_install(package: str, commands: list[str]) -> None:
+    command = [sys.executable, "-c", EACH_WITHOUT, package, *commands]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    said = f"1 error: this needs the package {package}, which is not installed: pip install"
+    found = done.stdout.strip().split("\n\n")
+    assert len(found) == len(commands)
+    assert all(line.startswith(said) and "\n" not in line for line in found)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +234,7 @@ def test_help_needs_no_torch(tool: str) -> None:
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_values_a_config_refuses_are_one_line(command: list[str], message: str) -> None:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+    done = run_script(*command)
     assert done.returncode == 2
     assert f"error: {message}" in done.stderr
     assert "Traceback" not in done.stderr

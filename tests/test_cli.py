@@ -12,11 +12,8 @@ import pytest
 from mmod.cli import COMMANDS, main
 from mmod.extras import EXTRAS
 from mmod.io.configs import config_names, find_config
-from tests.test_architecture import MISSING, ROOT
-
-
-def run(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "mmod", *words], capture_output=True, text=True, cwd=folder)
+from tests.scripts import ROOT, run_script
+from tests.test_architecture import MISSING
 
 
 def test_help_and_version_import_nothing_heavy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,17 +47,17 @@ def test_every_command_is_a_function_with_arguments(command: str) -> None:
 
 
 def test_commands_show_their_own_help() -> None:
-    done = run("train", "image", "--help")
+    done = run_script("-m mmod", "train", "image", "--help")
     assert done.returncode == 0
     assert done.stdout.startswith("usage: mmod train image CONFIG")
 
 
-def test_errors_are_one_line(tmp_path: Path) -> None:
-    done = run("tradeoff", "digits-smalest", folder=tmp_path)
+def test_errors_are_one_line() -> None:
+    done = run_script("-m mmod", "tradeoff", "digits-smalest")
     assert done.returncode != 0
     assert "error: no config file at 'digits-smalest'; near ones: tradeoff/digits-smallest" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-    assert "`mmod configs` lists the known ones" in run("configs", "zzz", folder=tmp_path).stderr
+    assert "`mmod configs` lists the known ones" in run_script("-m mmod", "configs", "zzz").stderr
 
 
 def test_configs_are_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,10 +74,9 @@ def flops(
     inputs = _inputs(model, input_size)
     routed = _meta_copy(model)
     whole = _fix_thresholds(routed, kept)
-    dense = _meta_copy(routed)
-    if is_routed(dense):
-        unroute_(dense)
-    dense_count, routed_count = _follow(dense, inputs), _follow(routed, inputs)
+    dense = unroute_(_meta_copy(routed)) if is_routed(routed) else routed
+    dense_count = _follow(dense, inputs)
+    routed_count = dense_count if dense is routed else _follow(routed, inputs)
     rows = [
         _row(name, block, dense_count, routed_count, whole.get(name))
         for stack in _stacks(routed).values()

@@ -91,7 +91,8 @@ def test_auxiliary_loss_refuses_reentrant_checkpointing() -> None:
 @pytest.mark.parametrize("routing", ["attention", "learned", "p-mod"])
 def test_checkpointing_compiles(routing: str) -> None:
     torch.compiler.reset()
-    plain, x = routed(routing).train(), images()
+    config = mmod.preset("p-mod", depth=2, init_std=0.3) if routing == "p-mod" else ROUTINGS[routing]
+    plain, x = mmod.route_(make_model(NAME, depth=2), config).train(), images()
     saving = copy.deepcopy(plain)
     saving.set_grad_checkpointing()
     # A decision is recorded in the forward pass alone, which is what this switch of torch says.

@@ -164,7 +164,7 @@ def test_text_goes_on_in_chunks(name: str) -> None:
 
 
 COMPILED = [
-    *[("llava", PRESETS[method]) for method in ("p-mod", "gamma-mod", "a-mod")],
+    *[("llava", PRESETS[method]) for method in ("p-mod", "gamma-mod")],
     ("llava-mistral-window", IMAGES_ONLY["linear"]),
     ("gemma3", EVERYTHING["predictor"]),
 ]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import mmod
 from mmod import RoutingConfig, Threshold
 from mmod.analysis.calibrate import match_topk_
 from tests.config.own_methods import Contrast, ContrastScore
+from tests.processes import run_processes
 from tests.zoo import make_images, make_model
 
 NAME = "test_vit"
@@ -64,13 +63,13 @@ def test_a_registered_score_learns_and_is_squashed_as_it_says() -> None:
 def test_names_that_nobody_registered_are_refused_with_the_valid_ones(tmp_path: Path) -> None:
     model = mmod.route_(make_model(NAME), RoutingConfig(router="contrast"))
     mmod.save_pretrained(model, tmp_path)
-    code = f"import mmod; mmod.load_pretrained({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run_processes(mmod.load_pretrained, tmp_path, log=tmp_path / "log") == [1]
+    said = (tmp_path / "log").read_text()
     assert (
         "router must be one of 'attention', 'cells', 'diversity', 'function', 'important_diversity', "
-        "'linear', 'norm', 'random', 'redundancy', 'stride', got" in done.stderr
+        "'linear', 'norm', 'random', 'redundancy', 'stride', got" in said
     )
-    assert "mmod.register_score" in done.stderr
+    assert "mmod.register_score" in said
     with pytest.raises(ValueError, match=r"a loss must be one of 'capacity', .*'spread', got 'sprad'.*register_loss"):
         RoutingConfig(router="contrast", losses={"sprad": 1.0})
     with pytest.raises(ValueError, match=r"preset must be one of 'a-mod', .*'contrast-mod', .*, got 'contrast'"):

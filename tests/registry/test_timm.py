@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.config import ROUTING_FIELDS
 from mmod.registry.timm import ROUTED_MODELS, routed_name
+from tests.scripts import run_script
 
 NAME = "test_vit_mod"
 WANTED = {
@@ -139,14 +138,12 @@ def test_launcher_runs_a_script_with_the_registry(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n"
         "    print(timm.is_model('test_vit_mod'), beside.ANSWER, sys.argv[1:])\n"
     )
-    command = [sys.executable, "-m", "mmod.registry.timm", str(script), "--model", "x"]
-    out = subprocess.run(command, capture_output=True, text=True, check=True)
+    out = run_script("-m mmod.registry.timm", str(script), "--model", "x")
     assert out.stdout.strip() == "True 42 ['--model', 'x']"
 
 
 def test_launcher_says_how_to_use_it() -> None:
-    command = [sys.executable, "-m", "mmod.registry.timm"]
-    out = subprocess.run(command, capture_output=True, text=True, check=False)
+    out = run_script("-m mmod.registry.timm")
     assert out.returncode == 1
     assert "usage" in out.stderr
 

@@ -74,7 +74,7 @@ class Study(ABC, Generic[Config, Found]):
 
     def __init__(self, config: StudyConfig) -> None:
         self.config = config
-        self._searched: dict[str, dict[str, Any]] = {}
+        self._searched: dict[str, dict[str, Any]] = {}  # Runs ask for their plan several times.
 
     @abstractmethod
     def create(self, config: Config) -> nn.Module:
@@ -151,11 +151,8 @@ class Study(ABC, Generic[Config, Found]):
         if job.search is None:
             return job
         own: Any = job.config
-        options, folder = job.search
-        # One run asks for its plan several times: to try rates, to be done, to be examined.
-        key = f"{folder} {options}"
-        if key not in self._searched:
-            self._searched[key] = search_for(own, options, folder).config.to_dict()
+        if (key := str(job.search)) not in self._searched:
+            self._searched[key] = search_for(own, *job.search).config.to_dict()
         routing = self.routing(self._searched[key], None)
         return dataclasses.replace(job, config=dataclasses.replace(own, routing=routing), search=None)
 

@@ -1,17 +1,9 @@
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 from mmod.data.synthetic.digits import DIGITS
+from tests.scripts import run_script
 
-ROOT = Path(__file__).parents[3]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "datasets" / "cluttered_digits.py"), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+run = partial(run_script, "datasets/cluttered_digits.py")
 
 
 def test_a_level_gives_defaults_and_flags_change_them(tmp_path):

@@ -1,7 +1,5 @@
 import json
-import os
-import subprocess
-import sys
+import signal
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmod.data.synthetic import build
 from mmod.data.synthetic.build import MANIFEST
 from mmod.data.synthetic.digits import DIFFICULTIES, DIGITS, DigitsConfig, compose_scenes
 from mmod.data.synthetic.handwriting import SPLITS, load_sources
+from tests.processes import run_processes
 
 TINY = DIFFICULTIES["tiny"]
 
@@ -151,22 +151,21 @@ def test_a_damaged_build_is_an_error(tmp_path, damage):
         DIGITS.build(tmp_path / "set", TINY)
 
 
+def build_two_shards(folder):
+    write, opened = build.open_shard, []
+
+    def dying(*arguments):
+        opened.append(arguments)
+        if len(opened) == 3:
+            signal.raise_signal(signal.SIGKILL)
+        return write(*arguments)
+
+    build.open_shard = dying
+    DIGITS.build(folder, "tiny")
+
+
 def test_a_killed_build_leaves_nothing_and_restarts(tmp_path):
-    code = (
-        "import os, sys, mmod.data.synthetic.build as build, mmod.data.synthetic.digits as digits\n"
-        "count = 0\n"
-        "write = build.open_shard\n"
-        "def dying(*arguments):\n"
-        "    global count\n"
-        "    count += 1\n"
-        "    if count == 3: os.kill(os.getpid(), 9)\n"
-        "    return write(*arguments)\n"
-        "build.open_shard = dying\n"
-        "digits.DIGITS.build(sys.argv[1], 'tiny')\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "set")], env=environment, check=False)
-    assert done.returncode == -9
+    assert run_processes(build_two_shards, tmp_path / "set") == [-signal.SIGKILL]
     assert not (tmp_path / "set").exists()
     DIGITS.build(tmp_path / "set", TINY)
     DIGITS.build(tmp_path / "other", TINY)
@@ -184,11 +183,11 @@ def test_an_exception_removes_the_partial_build(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [".set.lock"]
 
 
+def build_tiny(folder):
+    DIGITS.build(folder, "tiny")
+
+
 def test_processes_that_build_at_once_agree(tmp_path):
-    code = "import sys; from mmod.data.synthetic.digits import *; DIGITS.build(sys.argv[1], 'tiny')"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", code, str(tmp_path / "set")]
-    running = [subprocess.Popen(command, env=environment) for _ in range(2)]
-    assert [process.wait() for process in running] == [0, 0]
+    assert run_processes(build_tiny, tmp_path / "set", world=2) == [0, 0]
     manifest = json.loads((tmp_path / "set" / MANIFEST).read_text())
     assert len(contents(tmp_path / "set")) == len(manifest["shards"]) + 1

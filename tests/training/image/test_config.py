@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import mmod.training
 from mmod import RoutingConfig
 from mmod.training import TrainConfig
 from mmod.training.image.command import main
+from tests.scripts import run_script
 
 ROOT = Path(__file__).parents[3]
 MINIMAL = """
@@ -104,9 +102,7 @@ def test_resolved_config_reads_back_as_itself(path: Path, tmp_path: Path) -> Non
 
 
 def test_command_line_ends_with_an_error_that_names_valid_keys(path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "tools/train.py"), str(path), "--optim.lrr", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = run_script("tools/train.py", str(path), "--optim.lrr", "1")
     assert done.returncode == 2
     assert "valid keys in group 'optim'" in done.stderr
     assert "Traceback" not in done.stderr
