@@ -35,11 +35,12 @@ def whole(model: nn.Module, images: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("skipped", ["follow", "merge"])
 @pytest.mark.parametrize("name", ZOO)
-def test_every_model_merges_and_rows_handed_on_change_nothing(name: str, skipped: str) -> None:
-    images = make_images(name, 2).double()
-    for router in ("redundancy", "cells", "attention", "random"):
+def test_every_model_merges_and_rows_handed_on_change_nothing(name: str) -> None:
+    images, place = make_images(name, 2).double(), list(ZOO).index(name)
+    # Both ways in every model, and every router with each of them in half of the models.
+    for each, router in enumerate(("redundancy", "cells", "attention", "random")):
+        skipped = ("follow", "merge")[(place + each) % 2]
         model = routed(name, router=router, skipped=skipped, **SPAN)
         with torch.no_grad():
             out, single = model(images), torch.cat([model(image[None]) for image in images])
@@ -152,7 +153,7 @@ def test_scores_that_learn_get_a_gradient(skipped: str, gate: str) -> None:
     assert all(block.router.score.weight.grad.any() for block in mmod.routed_blocks(model).values())
 
 
-@pytest.mark.parametrize(("router", "skipped"), [("redundancy", "pass"), ("redundancy", "merge"), ("cells", "merge")])
+@pytest.mark.parametrize(("router", "skipped"), [("redundancy", "pass"), ("cells", "merge")])
 def test_copies_pickles_and_graphs_do_the_same(router: str, skipped: str) -> None:
     name = "vit_tiny_patch16_224"
     model, images = routed(name, double=False, router=router, skipped=skipped, **SPAN), make_images(name, 2)

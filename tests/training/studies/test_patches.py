@@ -37,6 +37,7 @@ def study(tmp_path: Path) -> ImageStudyConfig:
             "resolution": {0.5: {"kind": "resolution", "image_size": 24}},
             "narrow": {0.5: {"kind": "smaller", "args": {"embed_dim": 8}}},
         },
+        latency_batch=16,
         latency_batches=[],
         latency_rounds=2,
         maps=2,

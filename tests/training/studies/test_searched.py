@@ -28,6 +28,7 @@ def image_study(folder: Path) -> tuple[Study[Any, Any], ImageStudyConfig]:
         output=str(folder / "out"), dense=str(folder / "dense.yaml"), capacities=[0.8, 0.7], isoflop="none",
         changes={"epoch_steps": 1, "data": {"root": str(folder / "data")}}, rates=[0.5, 1.0], rate_split="test",
         routers={"searched": {"search": QUICK}}, controls={"searched": None}, latency_rounds=1, maps=0,
+        latency_batch=16, latency_batches=[],
     )  # fmt: skip
     return ImageStudy(config), config
 
