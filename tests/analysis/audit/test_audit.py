@@ -32,7 +32,6 @@ def test_planted_routers_are_told_apart(kind: str) -> None:
     assert told(kind, seed=0) == kind
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLANTED)
 def test_planted_routers_are_told_apart_with_most_seeds(kind: str) -> None:
     assert Counter(told(kind, seed) for seed in range(1, 11))[kind] >= 9
