@@ -35,8 +35,13 @@ def run_processes(task: Callable[..., Any], *args: Any, world: int = 1, log: Pat
     processes = [_CONTEXT.Process(target=_enter, args=(own, log, task, args)) for own in ranks]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join()
+    try:
+        for process in processes:
+            process.join()
+    finally:
+        # A test that takes too long leaves none behind.
+        for process in processes:
+            process.kill()
     return [process.exitcode for process in processes]
 
 
