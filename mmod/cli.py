@@ -33,7 +33,7 @@ COMMANDS = {
     ),
     "plan CONFIG": ("mmod.training.studies.plan", "which tokens may miss which operator, searched without training"),
     "report FOLDER...": ("mmod.report.command", "one page of what studies and audits found, for a browser"),
-    "benchmark MODE": ("mmod.benchmarks.command", "time models, ops, generation, or a suite of them"),
+    "benchmark MODE": ("mmod.benchmarks.command", "time models, ops, generation, drafts, or a suite of them"),
     "data COMMAND": ("mmod.data.commands", "build an embedded set, convert a table of pairs, check conversations"),
     "configs [NAME]": ("mmod.io.configs", "list the configs that come with mmod, or print one"),
 }

@@ -113,7 +113,9 @@ class DraftReport:
 
 
 @torch.no_grad()
-def judge_drafts(model: Any, input_ids: Tensor, new_tokens: int = 64, rounds: int = 3) -> DraftReport:
+def judge_drafts(
+    model: Any, input_ids: Tensor, new_tokens: int = 64, rounds: int = 3, draft_tokens: int | None = None
+) -> DraftReport:
     """Generate greedily with the full pass of a routed model, with and without its own drafts.
 
     Args:
@@ -121,6 +123,8 @@ def judge_drafts(model: Any, input_ids: Tensor, new_tokens: int = 64, rounds: in
         input_ids: A prompt (1, N); transformers drafts for one sample.
         new_tokens: Tokens to generate.
         rounds: How often each way is timed; the first round also counts.
+        draft_tokens: Tokens that are drafted before each full pass; None leaves transformers its own choice, up to 20
+            and fewer where the draft is unsure.
 
     Returns:
         Acceptance, time, and whether the tokens are the same.
@@ -135,14 +139,15 @@ def judge_drafts(model: Any, input_ids: Tensor, new_tokens: int = 64, rounds: in
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     ways: dict[str, dict[str, Any]] = {"plain": {}, "draft": {"assistant_model": model}}
     seconds, tokens = {name: float("inf") for name in ways}, {}
-    with _counted(full) as verified, _counted(model) as drafted:
-        tokens["draft"] = full.generate(**inputs, **options, assistant_model=model)
-    for _ in range(rounds):
-        for name, own in ways.items():
-            start = time.perf_counter()
-            tokens[name] = full.generate(**inputs, **options, **own)
-            _wait(input_ids)
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
+    with _drafting(model, draft_tokens):
+        with _counted(full) as verified, _counted(model) as drafted:
+            tokens["draft"] = full.generate(**inputs, **options, assistant_model=model)
+        for _ in range(rounds):
+            for name, own in ways.items():
+                start = time.perf_counter()
+                tokens[name] = full.generate(**inputs, **options, **own)
+                _wait(input_ids)
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
     return DraftReport(
         new_tokens=new_tokens,
         drafted=drafted[0],
@@ -158,6 +163,20 @@ def judge_drafts(model: Any, input_ids: Tensor, new_tokens: int = 64, rounds: in
 def _all_kept(config: RoutingConfig) -> RoutingConfig:
     """Return a config by which the same router keeps every token: each squashed score reaches 0."""
     return config.replace(select=Threshold(0.0), language={"inference_threshold": None, "predictor": False})
+
+
+@contextmanager
+def _drafting(model: Any, tokens: int | None) -> Iterator[None]:
+    """Let a model draft a number of tokens at a time; its own settings, which drafting changes, are back afterwards."""
+    own = copy.deepcopy(model.generation_config)
+    if tokens is not None:
+        # No draft ends early.
+        fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+        model.generation_config.update(num_assistant_tokens=tokens, **fixed)
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 @contextmanager

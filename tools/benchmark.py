@@ -1,4 +1,4 @@
-"""Time models, ops, generation, or a suite: `python tools/benchmark.py models|ops|generation|suite [--key value]`."""
+"""Time models, ops, generation, drafts, or a suite: `python tools/benchmark.py MODE [--key value]`."""
 
 import sys
 

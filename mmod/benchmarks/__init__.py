@@ -1,8 +1,9 @@
-"""Benchmarks of ops, routed models and generation; each speed is that of a path whose output was checked."""
+"""Benchmarks of ops, routed models, generation and drafts; each speed is that of a path whose output was checked."""
 
 import warnings
 from typing import Any
 
+from mmod.benchmarks.drafts import DraftConfig, DraftRow, benchmark_drafts
 from mmod.benchmarks.generation.benchmark import benchmark_generation
 from mmod.benchmarks.generation.config import GenerationConfig, GenerationRow
 from mmod.benchmarks.models.benchmark import benchmark
@@ -26,6 +27,8 @@ __all__ = [
     "BenchmarkConfig",
     "BenchmarkReport",
     "BenchmarkRow",
+    "DraftConfig",
+    "DraftRow",
     "GenerationConfig",
     "GenerationRow",
     "OpBenchmarkConfig",
@@ -36,6 +39,7 @@ __all__ = [
     "Threshold",
     "WrongOutputError",
     "benchmark",
+    "benchmark_drafts",
     "benchmark_generation",
     "benchmark_ops",
     "benchmark_suite",

@@ -1,12 +1,12 @@
-"""Command line of the benchmarks: `models`, `ops`, `generation`, or a `suite` of them.
+"""Command line of the benchmarks: `models`, `ops`, `generation`, `drafts`, or a `suite` of them.
 
 `models --batch_sizes "[1, 8]" --execution "[eager]" --threads 2` times dense, routed and freely routed models side by
 side, `ops` each op on each backend beside its bound and other implementations, `generation` prefill and decoding of a
-routed LLaVA beside the dense one, and `suite --config configs/benchmark/h200.yaml` runs several of these and says
-which thresholds are met. `--config FILE` reads the same keys from YAML and `MODE --help` lists them. The table goes to
-stdout and, with its environment, to `benchmark.md` and `benchmark.json` in the folder `out`; the same command goes on
-where it was killed. A part of a suite that fails is named in the report, the others run, and the command ends with an
-error.
+routed LLaVA beside the dense one, `drafts --run runs/text/elastic` a language model that verifies drafts of its own,
+and `suite --config configs/benchmark/h200.yaml` runs several of the first three and says which thresholds are met.
+`--config FILE` reads the same keys from YAML and `MODE --help` lists them. The table goes to stdout and, with its
+environment, to `benchmark.md` and `benchmark.json` in the folder `out`; the same command goes on where it was killed. A
+part of a suite that fails is named in the report, the others run, and the command ends with an error.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from jsonargparse import ArgumentParser
 
 from mmod.benchmarks import (
     BenchmarkConfig,
+    DraftConfig,
     GenerationConfig,
     OpBenchmarkConfig,
     SuiteConfig,
     SuiteFailedError,
     benchmark,
+    benchmark_drafts,
     benchmark_generation,
     benchmark_ops,
     benchmark_suite,
@@ -34,6 +36,7 @@ MODES: dict[str, tuple[Any, Any, str]] = {
     "models": (BenchmarkConfig, benchmark, "Time dense, routed and freely routed models side by side."),
     "ops": (OpBenchmarkConfig, benchmark_ops, "Time each op on each backend beside its bound and its baselines."),
     "generation": (GenerationConfig, benchmark_generation, "Time prefill and decoding of vision-language models."),
+    "drafts": (DraftConfig, benchmark_drafts, "Time self-speculative decoding of a trained language model."),
     "suite": (SuiteConfig, benchmark_suite, "Run several benchmarks and say which thresholds are met."),
 }
 
@@ -49,7 +52,7 @@ def main(arguments: list[str]) -> None:
         FileExistsError: The output folder holds a finished benchmark.
     """
     parser = ArgumentParser(
-        description="Time models, ops, generation, or a suite.", allow_abbrev=False, parser_mode=STRICT
+        description="Time models, ops, generation, drafts, or a suite.", allow_abbrev=False, parser_mode=STRICT
     )
     modes = parser.add_subcommands(dest="mode")
     for name, (config, _, purpose) in MODES.items():

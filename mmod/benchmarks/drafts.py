@@ -1,0 +1,173 @@
+"""Benchmark of self-speculative decoding: a trained language model with drafts of its own beside plain generation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmod.analysis.timing import Spread
+from mmod.benchmarks.report import BenchmarkReport, Row, number_cell, spread_cell
+from mmod.benchmarks.resume import run_all
+from mmod.data.readers.text import TextReader, read_text
+from mmod.io.yaml import read_yaml
+from mmod.pretrained import load_pretrained
+from mmod.speculation import DraftReport, judge_drafts
+from mmod.training.text.config import TrainConfig
+from mmod.values import check_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """Options of the benchmark: greedy generation by all tokens in all layers, with and without drafts of routed ones.
+
+    Prompts are windows of the run's validation text, spread evenly over it, and each is continued on its own.
+
+    Args:
+        run: Folder of a finished run of `mmod train text` with `elastic: true`.
+        draft_tokens: Tokens that are drafted before each full pass, a row of the table for each number; 0 is
+            transformers' own choice, up to 20 and fewer where the draft is unsure.
+        prompts: How many texts are continued.
+        prompt_tokens: Tokens of each.
+        new_tokens: Tokens that are generated.
+        rounds: How often each way is timed for each prompt, one after the other; the fastest counts.
+        threads: CPU threads; None leaves torch's choice.
+        device: "cpu" or "cuda".
+        dtype: Type of the weights. In float64 no two logits are equal but for rounding.
+        out: Folder for `benchmark.json` and `benchmark.md`, which are never overwritten. A benchmark that was killed
+            goes on in the same folder.
+
+    Raises:
+        ValueError: A number out of range, or one of drafted tokens twice.
+    """
+
+    run: str
+    draft_tokens: list[int] = field(default_factory=lambda: [0, 3, 6])
+    prompts: int = 8
+    prompt_tokens: int = 64
+    new_tokens: int = 128
+    rounds: int = 3
+    threads: int | None = None
+    device: str = "cpu"
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    out: str = "runs/benchmark_drafts"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "", **dict.fromkeys(("prompts", "prompt_tokens", "new_tokens", "rounds"), "[1, inf)"))
+        if not self.draft_tokens or len(set(self.draft_tokens)) < len(self.draft_tokens) or min(self.draft_tokens) < 0:
+            raise ValueError(f"draft_tokens must name numbers from 0 on, each once, got {self.draft_tokens}")
+
+
+@dataclass(frozen=True)
+class DraftRow(Row):
+    """What drafts of one length were worth.
+
+    Args:
+        draft_tokens: Tokens drafted before each full pass; 0 is transformers' own choice.
+        prompts: Texts that were continued.
+        identical: Those that are the same with drafts and without.
+        acceptance: Share of the drafted tokens that the full pass agreed with.
+        per_pass: Tokens for each full pass.
+        plain_rate: Tokens a second without drafts.
+        rate: Tokens a second with them.
+        speedup: Time without drafts over that with them, by prompt.
+        reports: The figures of each prompt.
+    """
+
+    HEADER = (
+        "drafted at a time", "texts", "identical", "acceptance", "tokens per full pass", "plain tokens/s", "tokens/s",
+        "speed-up",
+    )  # fmt: skip
+
+    draft_tokens: int
+    prompts: int
+    identical: int
+    acceptance: float
+    per_pass: float
+    plain_rate: float
+    rate: float
+    speedup: Spread
+    reports: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, draft_tokens: int, reports: Sequence[DraftReport]) -> DraftRow:
+        """Summarise what drafts of one length were worth for several prompts.
+
+        Args:
+            draft_tokens: Tokens drafted before each full pass.
+            reports: The figures of each prompt.
+        """
+        tokens, drafted = (sum(each) for each in zip(*((report.new_tokens, report.drafted) for report in reports)))
+        return cls(
+            draft_tokens=draft_tokens,
+            prompts=len(reports),
+            identical=sum(report.identical for report in reports),
+            acceptance=sum(report.accepted for report in reports) / max(drafted, 1),
+            per_pass=tokens / sum(report.passes for report in reports),
+            plain_rate=tokens / sum(report.plain_seconds for report in reports),
+            rate=tokens / sum(report.draft_seconds for report in reports),
+            speedup=Spread.of([report.speedup for report in reports]),
+            reports=[asdict(report) for report in reports],
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the line as text."""
+        return (
+            str(self.draft_tokens or "transformers' choice"), str(self.prompts), str(self.identical),
+            number_cell(self.acceptance), f"{self.per_pass:.2f}", f"{self.plain_rate:.1f}", f"{self.rate:.1f}",
+            spread_cell(self.speedup),
+        )  # fmt: skip
+
+
+def benchmark_drafts(config: DraftConfig, progress: bool = True) -> BenchmarkReport:
+    """Time greedy generation with and without drafts, compare the tokens, and write the results.
+
+    Args:
+        config: What to time.
+        progress: Show a progress bar on stderr.
+
+    Returns:
+        The rows, with the environment they were measured in.
+
+    Raises:
+        FileExistsError: The output folder holds a benchmark already, or the run is not there.
+        ValueError: The run has not learned both passes, or the output folder holds an unfinished benchmark with other
+            options or of another machine.
+    """
+    fields = read_yaml(Path(config.run) / "config.yaml")
+    trained = TrainConfig.from_dict({name: value for name, value in fields.items() if name != "world_size"})
+    if not trained.elastic:
+        raise ValueError(
+            f"{config.run!r} was not trained with elastic: true, by which all tokens in all layers learn to verify "
+            "what the routed pass drafts"
+        )
+    model: Any = load_pretrained(Path(config.run) / "model", config.device, dtype=getattr(torch, config.dtype))
+    prompts = _prompts(config, trained)
+    runs = {
+        f"{length} drafted": functools.partial(_run, config, model, prompts, length) for length in config.draft_tokens
+    }
+    title = f"Drafts of {config.run}, {len(prompts)} texts, {config.new_tokens} tokens each, {config.dtype}"
+    return run_all(config, title, DraftRow, runs, progress, _notes)
+
+
+def _prompts(config: DraftConfig, trained: TrainConfig) -> list[Tensor]:
+    text = read_text(trained.data.source, trained.data.val_split)
+    reader = TextReader(text, config.prompt_tokens, config.prompts)
+    tokens = reader.read(np.arange(len(reader)), (0, 0))[0]
+    return list(tokens.to(config.device).split(1))
+
+
+def _run(config: DraftConfig, model: Any, prompts: Sequence[Tensor], length: int) -> list[DraftRow]:
+    reports = [judge_drafts(model, prompt, config.new_tokens, config.rounds, length or None) for prompt in prompts]
+    return [DraftRow.of(length, reports)]
+
+
+def _notes(rows: Sequence[DraftRow]) -> list[str]:
+    differ = [row for row in rows if row.identical < row.prompts]
+    return ["Texts differ where two logits are equal but for rounding: --dtype float64 tells."] if differ else []
