@@ -60,7 +60,7 @@ class BenchmarkConfig:
         select: "topk", "threshold" (its thresholds are set so that it keeps as many tokens of the timed images), or
             both.
         context: What kept tokens attend to: "kept", "all", or both.
-        blocks: Which blocks are routed: "every_other", "all", or their indices.
+        blocks: Which blocks are routed: "every_other", "late", "all", or their indices.
         controls: Time other ways to go about the first router's decisions, too: "loop" (image by image), "masked"
             (every token computed), "removed" (the routed blocks left out).
         batch_sizes: Images per call.

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from mmod.benchmarks.oracle import WrongOutputError, check_close
 
-EXECUTIONS = ("eager", "compiled", "cudagraphs")
 # The compiler fuses and reorders; its error is a few units of the last place for outputs, more for summed gradients.
 COMPILED_TOLERANCE = 1e-4
 COMPILED_GRADIENT_TOLERANCE = 1e-3
