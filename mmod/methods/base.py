@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -53,6 +54,14 @@ class Method(ABC):
         self.change(model, stack)
         model.mod_method = self  # type: ignore[assignment]  # plain, so that no registry of the module sees it
         return model
+
+    def replaced_in(self, names: Iterable[str]) -> bool:
+        """Return whether some weights of a checkpoint took the place of dense ones.
+
+        Args:
+            names: Names of its weights.
+        """
+        return bool(self.replaces) and any(self.replaces in name for name in names)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that `mmod.methods.read_method` makes the same from."""

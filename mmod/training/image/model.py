@@ -148,7 +148,7 @@ def _load(config: TrainConfig, model: nn.Module, checkpoint: str) -> dict[str, T
     Where a method's weights took the place of dense ones, the model is changed by it and all of them are loaded.
     """
     state, method = read_weights(checkpoint), config.method_config()
-    if method is not None and method.replaces and any(method.replaces in name for name in state):
+    if method is not None and method.replaced_in(state):
         method.apply_(model)
     own = model.state_dict()
     added = {name: value for name, value in state.items() if any(part in name for part in _ADDED)}

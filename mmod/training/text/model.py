@@ -92,7 +92,7 @@ def _load(model: Any, checkpoint: str, method: Method | None) -> dict[str, Tenso
     Where a method's weights took the place of dense ones, the model is changed by it and all of them are loaded.
     """
     state = read_weights(find_weights(Path(checkpoint)))
-    if method is not None and method.replaces and any(method.replaces in name for name in state):
+    if method is not None and method.replaced_in(state):
         method.apply_(model)
     own = set(model.state_dict())
     # What is tied is saved once.
