@@ -17,7 +17,6 @@ from mmod.benchmarks.report import BenchmarkReport, Row, number_cell, spread_cel
 from mmod.benchmarks.resume import run_all
 from mmod.data.readers.text import TextReader, read_text
 from mmod.io.yaml import read_yaml
-from mmod.pretrained import load_pretrained
 from mmod.speculation import DraftReport, judge_drafts
 from mmod.training.text.config import TrainConfig
 from mmod.values import check_fields
@@ -140,6 +139,8 @@ def benchmark_drafts(config: DraftConfig, progress: bool = True) -> BenchmarkRep
         ValueError: The run has not learned both passes, or the output folder holds an unfinished benchmark with other
             options or of another machine.
     """
+    from mmod.pretrained import load_pretrained  # brings timm, which other benchmarks may not need
+
     fields = read_yaml(Path(config.run) / "config.yaml")
     trained = TrainConfig.from_dict({name: value for name, value in fields.items() if name != "world_size"})
     if not trained.elastic:
