@@ -40,7 +40,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     if config.wants_importance(training=True):
         stack.check_importance(config.importance)
     training_only = attends and not config.router.reads_importance
-    shares, captioned = attends or config.draws, bool(stack.companions)
+    shares, captioned = attends or config.scored_by_first, bool(stack.companions)
     common = {"captioned": captioned, "training_only": training_only}
     # A block that decides after its attention reads the importance there.
     observes = attends and config.enter_at == "mlp"
@@ -68,7 +68,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
             call,
             stack.tracker,
             start if shares else None,
-            writes=(config.draws or observes) and index == start,
+            writes=(config.scored_by_first or observes) and index == start,
             hands_on=configs.get(index + 1) is own and own.hands_on,
             observes=observes and index == start,
             begins=index == first and not captioned,

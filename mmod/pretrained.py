@@ -16,7 +16,7 @@ from mmod.adapters.described import Saving
 from mmod.config import RoutingConfig
 from mmod.io.files import parse_json, replacing
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.methods import method_of, read_method
+from mmod.methods.base import method_of
 from mmod.model import capacities, is_routed, restore_capacities, route_, routing_configs
 
 FORMAT_VERSION = 3
@@ -148,6 +148,9 @@ def route_again(
         method: The method in plain values; None for none.
     """
     if method is not None:
+        # Methods import timm, whose models they change.
+        from mmod.methods.read import read_method
+
         read_method(method).apply_(model)
     if configs:
         route_(model, **configs)

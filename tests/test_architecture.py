@@ -101,6 +101,15 @@ def test_import_is_lean() -> None:
     assert heavy.strip() == "[]"
 
 
+def test_names_of_the_package_need_no_host_library() -> None:
+    code = (
+        "import sys, mmod; [getattr(mmod, name) for name in mmod.__all__];"
+        f" print([m for m in {HEAVY!r} if m != 'torch' and m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)

@@ -163,7 +163,7 @@ class RoutingConfig:
         return self.importance != "vision_tower" and self.wants_importance(training)
 
     @property
-    def draws(self) -> bool:
+    def scored_by_first(self) -> bool:
         """Whether the first of consecutive routed blocks computes the score that they share."""
         return self.router.shared and not self.reads_importance(training=False)
 
