@@ -6,12 +6,13 @@ leave nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mmod.ops.multihead import multihead_attention
@@ -75,3 +76,23 @@ class AttentionIntercept(TorchFunctionMode):
 
     def observe(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
         """See any other call, with its positional arguments and its result."""
+
+
+@contextmanager
+def inside(modes: Sequence[tuple[nn.Module, AttentionIntercept]]) -> Iterator[None]:
+    """Run modules inside modes, in forward passes inside the block.
+
+    Args:
+        modes: Modules, none of which holds another one, and the mode of each.
+    """
+    handles = []
+    try:
+        for module, mode in modes:
+            handles.append(module.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None))
+            handles.append(
+                module.register_forward_hook(lambda *_, mode=mode: mode.__exit__(None, None, None), always_call=True)
+            )
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

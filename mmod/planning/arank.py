@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack, find_stacks
 from mmod.config import Plan
 from mmod.extras import name_missing_extra
-from mmod.ops.intercept import AttentionCall, AttentionIntercept
+from mmod.ops.intercept import AttentionCall, AttentionIntercept, inside
 
 
 @dataclass(frozen=True)
@@ -183,17 +183,8 @@ def _one_part(model: nn.Module, part: str | None) -> BlockStack:
 @torch.no_grad()
 def _run_inside(model: nn.Module, stack: BlockStack, modes: list[_Ranks], batch: Any) -> None:
     """Run a batch, each block inside its own mode."""
-    handles = []
-    try:
-        for block, mode in zip(stack.blocks, modes):
-            handles.append(block.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None))
-            handles.append(
-                block.register_forward_hook(lambda *_, mode=mode: mode.__exit__(None, None, None), always_call=True)
-            )
+    with inside(list(zip(stack.blocks, modes))):
         model(**batch) if isinstance(batch, Mapping) else model(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Ranks(AttentionIntercept):

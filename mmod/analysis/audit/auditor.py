@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.analysis.audit.across import Counter
-from mmod.analysis.audit.choices import RANDOM, Choice, Kept, Place
+from mmod.analysis.audit.choices import DENSE_ATTENTION, RANDOM, Choice, Kept, Place
 from mmod.analysis.audit.oracle import TokenValues
 from mmod.analysis.audit.replace import free_tokens, keep_best, only_free, replaced_decisions
 from mmod.analysis.audit.result import LEARNED
@@ -22,6 +22,8 @@ from mmod.analysis.audit.statistics import Values
 from mmod.analysis.audit.strata import Outcomes
 from mmod.blocks import RoutedBlock
 from mmod.model import routed_blocks
+from mmod.ops.capture import capture_importance
+from mmod.ops.intercept import inside
 from mmod.routing import Routing
 
 __all__ = ["Auditor", "Judge", "Shift"]
@@ -44,6 +46,7 @@ class _Seen(NamedTuple):
     free: dict[str, Tensor]
     partners: dict[str, Kept]
     images: range
+    attention: Mapping[str, Tensor] = {}
 
 
 class Auditor:
@@ -57,6 +60,7 @@ class Auditor:
         grid: Rows and columns of the tokens that may be skipped, None to ask the model.
         shifts: Names to functions that return a batch changed, given it and the numbers of its images.
         beside: Other models that are judged on the same batches, by name.
+        reference: A dense model that is judged first.
 
     Attributes:
         positions: What the model keeps at each position.
@@ -66,7 +70,7 @@ class Auditor:
 
     def __init__(
         self, model: nn.Module, judge: Judge, made: Mapping[str, Choice], draws: int, grid: tuple[int, int] | None,
-        shifts: Mapping[str, Shift], beside: Mapping[str, nn.Module],
+        shifts: Mapping[str, Shift], beside: Mapping[str, nn.Module], reference: nn.Module | None,
     ) -> None:  # fmt: skip
         self.model = model
         self.judge = judge
@@ -74,6 +78,7 @@ class Auditor:
         self.draws = draws
         self.shifts = shifts
         self.beside = beside
+        self.reference = reference
         self.grid = grid or getattr(getattr(model, "patch_embed", None), "grid_size", None)
         self.blocks = routed_blocks(model)
         self.positions, self.across = Counter(list(self.blocks)), Counter(list(self.blocks))
@@ -95,7 +100,7 @@ class Auditor:
         _, _, learned = self._as_learned(batch)
         self.positions.add({name: routing.keep_BN for name, routing in learned.items()}, self._free(learned))
 
-    def judge_batch(self, batch: Any, *, leave_one_out: bool = False) -> int:
+    def judge_batch(self, batch: Any, *, leave_one_out: bool = False) -> tuple[int, Tensor | None]:
         """Judge a batch with every choice of tokens.
 
         Args:
@@ -103,9 +108,13 @@ class Auditor:
             leave_one_out: Whether to find out what each of its tokens is worth.
 
         Returns:
-            Number of its images.
+            Number of its images, and the loss (B,) of the dense model on each, None without one.
         """
         seen, loss_B = self._see(batch)
+        dense_loss_B = None
+        if self.reference is not None:
+            dense_loss_B, attention = self._refer(self.reference, seen)
+            seen = seen._replace(attention=attention)
         self.across.add({name: routing.keep_BN for name, routing in seen.learned.items()}, seen.free)
         for name, choice in self.made.items():
             self._note((name, ""), *self._judge(seen, choice))
@@ -120,7 +129,7 @@ class Auditor:
         for name, other in self.beside.items():
             self._note((name, _BESIDE), *self.judge(other, batch))
         self._images = seen.images.stop
-        return len(seen.images)
+        return len(seen.images), dense_loss_B
 
     def outcomes(self, choice: str, shift: str = "") -> tuple[Values, Values]:
         """Return accuracy and loss of each image with a choice of tokens.
@@ -166,6 +175,24 @@ class Auditor:
         images = range(self._images, self._images + len(loss_B))
         return _Seen(batch, learned, free, partners or self._partners(learned, free), images), loss_B
 
+    def _refer(self, reference: nn.Module, seen: _Seen) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of the dense model, and what attention tokens receive in the blocks that are routed here."""
+        if DENSE_ATTENTION not in self.made:
+            return self.judge(reference, seen.batch)[0], {}
+        modules = dict(reference.named_modules())
+        captured = {name: capture_importance(routing.real_BN) for name, routing in seen.learned.items()}
+        known = [(modules[name], own) for name, own in captured.items() if name in modules]
+        with inside(known):
+            loss_B, _ = self.judge(reference, seen.batch)
+        attention = {name: own.importance_BN for name, own in captured.items() if own.importance_BN is not None}
+        for name, routing in seen.learned.items():
+            if name not in attention or attention[name].shape != routing.score_BN.shape:
+                raise ValueError(
+                    f"the dense model has no attention over {routing.score_BN.shape[1]} tokens in {name}: give the one "
+                    f"that the routed model was made from, or leave {DENSE_ATTENTION!r} out of `conditions`"
+                )
+        return loss_B, attention
+
     def _judge(self, seen: _Seen, choice: Choice) -> list[Tensor]:
         """Return loss and accuracy with another choice of tokens, the mean over draws where it is random."""
         draws = range(self.draws if choice.family == "random" else 1)
@@ -209,7 +236,7 @@ class Auditor:
             learned, free_BN = seen.learned[name], seen.free[name]
             place = Place(
                 name, self._number[name], x_BND, learned, free_BN, seen.partners[name], seen.images, frequency_F,
-                self._grid(free_BN), draw,
+                self._grid(free_BN), seen.attention.get(name), draw,
             )  # fmt: skip
             return keep_best(choice.rank(place), learned, routing, self.blocks[name].router, left_BN)
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from mmod.routing import Routing
 from mmod.routing.score.stride import spread_evenly
 
-__all__ = ["CHOICES", "RANDOM", "Choice", "Family", "Place", "choices", "first"]
+__all__ = ["CHOICES", "DENSE_ATTENTION", "RANDOM", "Choice", "Family", "Place", "choices", "default_choices", "first"]
 
 Family = Literal["random", "position", "other"]
-RANDOM = "random"
+RANDOM, DENSE_ATTENTION = "random", "dense attention"
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Place:
         images: Numbers of the images, in the order in which they come.
         frequency_F: How often the router keeps each of the tokens that may be skipped, by their order, in [0, 1].
         grid: Rows and columns of the tokens that may be skipped.
+        attention_BN: Attention that each token receives in the same block of the dense model, the mean over heads and
+            queries; None without such a model.
         draw: Number of the draw, for what is drawn at random.
     """
 
@@ -48,6 +50,7 @@ class Place:
     images: range
     frequency_F: Tensor
     grid: tuple[int, int]
+    attention_BN: Tensor | None = None
     draw: int = 0
 
     @property
@@ -121,6 +124,11 @@ def _norm(place: Place) -> Tensor:
     return place.x_BND.float().norm(dim=-1)
 
 
+def _dense_attention(place: Place) -> Tensor:
+    assert place.attention_BN is not None
+    return place.attention_BN
+
+
 def first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
     """Return ranks by score in which marked tokens come before all others, from 0 (B, N).
 
@@ -143,29 +151,49 @@ CHOICES: Mapping[str, Choice] = {
     "token norm": Choice("other", _norm),
     "inverted": Choice("other", _inverted),
     "shuffled": Choice("other", _shuffled),
+    DENSE_ATTENTION: Choice("other", _dense_attention),
 }
-"""The choices that an audit makes unless it is told otherwise, by name."""
+"""The choices that an audit makes unless it is told otherwise, by name; the last one where it has a dense model."""
+
+
+def default_choices(has_reference: bool) -> list[str]:
+    """Return the names of the choices that are made unless others are asked for.
+
+    Args:
+        has_reference: Whether there is a dense model.
+
+    Example:
+        >>> set(default_choices(True)) - set(default_choices(False))
+        {'dense attention'}
+    """
+    return [name for name in CHOICES if has_reference or name != DENSE_ATTENTION]
 
 
 def choices(
-    conditions: tuple[str, ...] | None, own: Mapping[str, Callable[[Place], Tensor]] | None
+    conditions: tuple[str, ...] | None,
+    own: Mapping[str, Callable[[Place], Tensor]] | None,
+    *,
+    has_reference: bool = False,
 ) -> dict[str, Choice]:
     """Return the choices that an audit makes, by name.
 
     Args:
         conditions: Names of those of `CHOICES` that are wanted, None for all.
         own: Further ones, as functions from a `Place` to ranks (B, N).
+        has_reference: Whether there is a dense model.
 
     Raises:
-        ValueError: A name that there is not, one that is taken, or no random choice.
+        ValueError: A name that there is not, one that is taken, no random choice, or the attention of no model.
     """
-    wanted, own = list(CHOICES) if conditions is None else list(conditions), own or {}
+    wanted, own = default_choices(has_reference) if conditions is None else list(conditions), own or {}
     unknown = sorted(set(wanted) - set(CHOICES))
     if unknown:
         raise ValueError(f"conditions names {', '.join(unknown)}; valid are {', '.join(CHOICES)}")
     taken = sorted(set(own) & {*CHOICES, "as learned"})
     if taken:
         raise ValueError(f"own names {', '.join(taken)}, which an audit has already: choose another name")
+    if DENSE_ATTENTION in wanted and not has_reference:
+        raise ValueError(f"the condition {DENSE_ATTENTION!r} needs a dense model: give `reference`")
     if RANDOM not in wanted:
         raise ValueError(f"conditions must name {RANDOM!r}, which the verdict compares with, got {wanted}")
     return {name: CHOICES[name] for name in wanted} | {name: Choice("other", rank) for name, rank in own.items()}

@@ -50,7 +50,8 @@ def audit(
     each condition: at "random"; by position alone ("stride", "centre", "border", and "mean mask", the positions that
     the router keeps most often); by "token norm"; "inverted", what the router dropped, lowest score first, and then,
     where fewer were dropped than kept, of the rest those of lowest score; "shuffled", what it keeps of the image
-    before. Routers that share a score choose once. The best fixed position is picked on the audited images.
+    before; with a `reference`, "dense attention", what receives most attention in the same block of that model. Routers
+    that share a score choose once. The best fixed position is picked on the audited images.
 
     Memory holds two numbers for each image and condition, whatever the size of images.
 
@@ -72,7 +73,8 @@ def audit(
         resamples: How often images are resampled, and signs drawn.
         strata: Returns for a batch what its images are sorted by, such as `{"kind": ["a", "b"], "size": [3, 9]}`.
             The learned choice is compared with the random one among images of one name, or of one third of the numbers.
-        reference: A dense model, by whose loss on an image, as `judge` finds it, images are sorted too.
+        reference: The dense model that the routed one was made from, or one with the same blocks: images are sorted by
+            its loss too, as `judge` finds it, and the tokens that it attends to are a condition.
         shifts: The comparison is made once more on changed images: names to functions that return a batch changed,
             given it and the numbers of its images. `mmod.analysis.audit.SHIFTS` has some for images.
         leave_one_out: On how many of the batches, from the first, each token is left out once from each decision, to
@@ -100,23 +102,23 @@ def audit(
     """
     for name, value, limit in (("draws", draws, "[1, inf)"), ("resamples", resamples, "[100, inf)")):
         check_value(name, value, int, limit)
-    made = choices(None if conditions is None else tuple(conditions), own)
+    made = choices(None if conditions is None else tuple(conditions), own, has_reference=reference is not None)
     for given in (batches, positions_from):
         if isinstance(given, Iterator):
             raise TypeError(f"batches are passed twice, so they must be a list or a loader, got {given!r}")
     check_value("leave_one_out", leave_one_out, int, "[0, inf)")
     beside = beside or {}
-    auditor, sorted_by = Auditor(model, judge, made, draws, grid, shifts or {}, beside), Strata()
+    auditor, sorted_by = Auditor(model, judge, made, draws, grid, shifts or {}, beside, reference), Strata()
     with ExitStack() as stack:
         for frozen in filter(None, (model, reference, *beside.values())):
             stack.enter_context(_frozen(frozen))
         for batch in tqdm(batches if positions_from is None else positions_from, "positions", disable=not progress):
             auditor.learn(batch)
         for number, batch in enumerate(tqdm(batches, "audit", disable=not progress)):
-            images = auditor.judge_batch(batch, leave_one_out=number < leave_one_out)
+            images, dense_loss_B = auditor.judge_batch(batch, leave_one_out=number < leave_one_out)
             values = dict(strata(batch)) if strata is not None else {}
-            if reference is not None:
-                values[DIFFICULTY] = judge(reference, batch)[0]
+            if dense_loss_B is not None:
+                values[DIFFICULTY] = dense_loss_B
             sorted_by.add(values, images)
     outcomes = {name: auditor.outcomes(name) for name in (LEARNED, *made)}
     found = compare(outcomes, made, resamples=resamples, margin=margin, draws=draws, across=auditor.across.result())

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from mmod.analysis.audit.choices import CHOICES
 from mmod.analysis.audit.judges import judge_answers
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
-from mmod.training.audits.config import ChatAuditConfig
+from mmod.training.audits.config import AuditOptions, ChatAuditConfig
 from mmod.training.audits.subject import Again, Sorted, Subject
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.model import create_model, create_processor
@@ -28,7 +27,10 @@ _IMAGES = "pixel_values"
 class ChatSubject(Subject[ChatAuditConfig]):
     """A vision-language model of transformers; see `Subject`."""
 
-    conditions: ClassVar = [name for name in CHOICES if name != "shuffled"]
+    def conditions(self, options: AuditOptions) -> list[str]:
+        """Return the names of the choices that are compared, by default without one that needs images alike."""
+        own = super().conditions(options)
+        return [name for name in own if name != "shuffled"] if options.conditions is None else own
 
     def create(self, reference: str | None = None) -> nn.Module:
         """Make the routed model, or the dense one of another run."""

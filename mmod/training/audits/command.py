@@ -109,7 +109,7 @@ def _audited(
         subject.batches(),
         judge=judge,
         positions_from=None if options.positions_split is None else subject.batches(options.positions_split),
-        conditions=subject.conditions if options.conditions is None else options.conditions,
+        conditions=subject.conditions(options),
         draws=options.draws,
         margin=options.margin,
         resamples=options.resamples,

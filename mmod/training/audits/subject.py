@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
+from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.shifts import SHIFTS
 from mmod.training.audits.config import AuditOptions
 from mmod.values import refuse_unknown
@@ -52,15 +53,18 @@ class Subject(ABC, Generic[Config]):
 
     Args:
         config: Says which.
-
-    Attributes:
-        conditions: Choices of tokens that fit all sets of this kind; None for all.
     """
-
-    conditions: ClassVar[list[str] | None] = None
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    def conditions(self, options: AuditOptions) -> list[str]:
+        """Return the names of the choices of tokens that are compared.
+
+        Args:
+            options: How to audit.
+        """
+        return default_choices(options.reference is not None) if options.conditions is None else options.conditions
 
     @abstractmethod
     def create(self, reference: str | None = None) -> nn.Module:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis import judge_answers, judge_classes
-from mmod.analysis.audit.choices import CHOICES
+from mmod.analysis import Place, judge_answers, judge_classes
+from mmod.analysis.audit.choices import default_choices
 from tests.adapters.clip_zoo import make_captions, make_clip
 from tests.adapters.clip_zoo import make_images as make_clip_images
 from tests.adapters.vlm_zoo import IMAGE, LINEAR, make_joint, prompt
@@ -61,10 +61,10 @@ def test_batches_do_not_matter() -> None:
 def test_findings_are_plain_values_and_a_page() -> None:
     found = small_audit(9)
     assert json.loads(json.dumps(found.to_dict()))["conditions"][0]["name"] == "as learned"
-    assert [condition.name for condition in found.conditions] == ["as learned", *CHOICES]
+    assert [condition.name for condition in found.conditions] == ["as learned", *default_choices(False)]
     page = str(found)
     assert page.startswith(found.verdict)
-    assert all(f"| {name}" in page for name in CHOICES)
+    assert all(f"| {name}" in page for name in default_choices(False))
 
 
 def test_inverted_keeps_exactly_what_was_dropped() -> None:
@@ -110,6 +110,30 @@ def test_a_choice_of_the_users_and_positions_of_another_set() -> None:
     assert own.accuracy_change.low > 10
     assert own.accuracy_p is not None
     assert own.accuracy_p < 0.05
+
+
+def test_dense_attention_is_that_of_the_same_block_of_the_reference() -> None:
+    """Beside a slow definition: the map from queries and keys, its columns averaged."""
+    dense = mmod.unroute_(plant("norm"))
+
+    def received(place: Place) -> Tensor:
+        (images, _), name = next(iter(batches)), place.block
+        states: dict[str, Tensor] = {}
+        attention = dense.get_submodule(name).attn
+        handle = attention.register_forward_pre_hook(lambda _, args: states.update(x=args[0]))
+        dense(images)
+        handle.remove()
+        q, k, _ = attention.qkv(states["x"]).unflatten(2, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4).double()
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1).mean((1, 2))
+
+    batches = batches_of(60, seed=3)
+    found = mmod.audit(
+        plant("random"), batches, conditions=["random", "dense attention"], own={"slow": received}, reference=dense,
+        draws=1, resamples=100,
+    )  # fmt: skip
+    fast, slow = found.conditions[-2:]
+    assert (fast.accuracy, fast.loss) == (slow.accuracy, slow.loss)
+    assert (fast.name, fast.family) == ("dense attention", "other")
 
 
 def test_modes_and_decisions_are_left_as_they_were() -> None:
@@ -177,6 +201,11 @@ def test_answers_of_patches_are_averaged_over_each_image() -> None:
     [
         ({"conditions": ["stride"]}, "conditions must name 'random'"),
         ({"conditions": ["random", "middle"]}, "conditions names middle; valid are random, stride"),
+        ({"conditions": ["random", "dense attention"]}, "'dense attention' needs a dense model"),
+        (
+            {"reference": nn.Sequential(nn.Flatten(), nn.Linear(256, 4))},
+            "the dense model has no attention over 17 tokens in blocks.0",
+        ),
         ({"own": {"stride": content}}, "own names stride, which an audit has already"),
         ({"draws": 0}, "draws must be"),
         ({"judge": lambda model, batch: (torch.zeros(8), torch.zeros(8))}, "no router of the model decided"),

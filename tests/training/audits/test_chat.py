@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmod.analysis.audit.choices import CHOICES
+from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.result import read_audit
 from mmod.training.audits.command import main
 from mmod.training.audits.config import ChatAuditConfig
@@ -26,7 +26,10 @@ def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.Captur
     found = read_audit(record["audit"])
     assert capsys.readouterr().out.startswith(str(found))
     assert found.images == 24
-    assert [own.name for own in found.conditions] == ["as learned", *(name for name in CHOICES if name != "shuffled")]
+    assert [own.name for own in found.conditions] == [
+        "as learned",
+        *(name for name in default_choices(False) if name != "shuffled"),
+    ]
     assert len(found.across.decisions) == 2
     kinds = [own for own in found.strata if own.group == "kind of question"]
     assert len(kinds) > 1
