@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmod.analysis.audit.statistics import Estimate
-from mmod.report.charts import COLOURS, Chart, described
+from mmod.report.charts import COLOURS, TICKS, Chart, described
 from mmod.report.sources import AuditRecord
 
 __all__ = ["conditions_chart", "flops_chart", "gaps_chart", "kept_chart", "matrix_chart"]
@@ -22,7 +22,7 @@ def conditions_chart(record: AuditRecord) -> Chart:
         {"tokens kept": own.name, "kind": own.family, **_ends("accuracy", own.accuracy), "p": own.accuracy_p}
         for own in record.audit.conditions
     ]
-    spec = _intervals(rows, "accuracy in %, 95 % interval", {"orient": "bottom"}, {"zero": False})
+    spec = _intervals(rows, "accuracy in %, 95 % interval", {"orient": "bottom"}, {"zero": False}, {})
     figures = ", ".join(f"{row['tokens kept']} {row['accuracy']:.1f}" for row in rows)
     text = f"Accuracy in percent of {record.name} with as many tokens chosen otherwise: {figures}."
     return _chart(record, "conditions", "accuracy with each choice of tokens", text, rows, spec)
@@ -49,22 +49,35 @@ def gaps_chart(record: AuditRecord, part: str) -> Chart | None:
     if not rows:
         return None
     other = "random tokens" if part == "strata" else "other models"
-    spec = _intervals(rows, f"points of accuracy over {other}, intervals hold together in 95 %", None, {})
+    # The two parts of a name below each other, so that both can be read on a phone.
+    lines = {"labelExpr": "split(datum.label, ': ')"}
+    spec = {**_intervals(rows, f"points over {other}", None, {}, lines), "height": {"step": 30}}
     figures = ", ".join(f"{row['stratum']} {row['gap']:+.1f}" for row in rows)
     text = f"Points of accuracy that {record.name} is above {other}: {figures}."
-    return _chart(record, part, f"points over {other} in parts of the set", text, rows, spec)
+    return _chart(
+        record,
+        part,
+        f"points over {other} in parts of the set, with intervals that hold together in 95 %",
+        text,
+        rows,
+        spec,
+    )
 
 
 def _intervals(
-    rows: Sequence[Mapping[str, Any]], title: str, legend: Mapping[str, Any] | None, scale: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]],
+    title: str,
+    legend: Mapping[str, Any] | None,
+    scale: Mapping[str, Any],
+    lines: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return intervals below each other; rows have a name, what colours it, a figure, `low`, `high` and more."""
     name, colour, figure, *_ = rows[0]
-    x = {"type": "quantitative", "title": title, "scale": scale}
+    x = {"type": "quantitative", "title": title, "scale": scale, "axis": TICKS}
     rule = {"x": {"field": "low", **x}, "x2": {"field": "high"}}
     return {
         "encoding": {
-            "y": {"field": name, "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 260}},
+            "y": {"field": name, "type": "nominal", "sort": None, "title": None, "axis": lines},
             "color": {"field": colour, "scale": {"range": COLOURS}, "legend": legend},
             "tooltip": _tooltip(*rows[0]),
         },
@@ -167,18 +180,20 @@ def flops_chart(record: AuditRecord) -> Chart | None:
         for place, model in enumerate(("dense", "routed"))
         for part, both in parts.items()
     ]
-    legend = {"orient": "bottom", "columns": 3}
+    legend = {"orient": "bottom", "columns": 2}
     spec = {
         "height": {"step": 36},
         "mark": "bar",
         "encoding": {
             "y": {"field": "model", "type": "nominal", "title": None},
-            "x": {"field": "MFLOPs", "type": "quantitative", "stack": "zero", "title": "MFLOPs per image"},
+            "x": {
+                "field": "MFLOPs", "type": "quantitative", "stack": "zero", "title": "MFLOPs per image", "axis": TICKS
+            },
             "color": {"field": "part", "sort": None, "scale": {"range": COLOURS}, "legend": legend},
             "order": {"field": "part"},
             "tooltip": _tooltip("model", "part", "MFLOPs"),
         },
-    }
+    }  # fmt: skip
     text = (
         f"MFLOPs of an image in {record.name}: {report['dense'] / 1e6:.2f} dense, {report['routed'] / 1e6:.2f} routed, "
         f"of which {parts['router'][1] / 1e6:.2f} in routers and {parts['importance'][1] / 1e6:.2f} in importance."

@@ -8,11 +8,14 @@ from typing import Any
 
 from mmod.report.sources import StudyRecord
 
-__all__ = ["COLOURS", "Chart", "described", "tradeoff_charts"]
+__all__ = ["COLOURS", "TICKS", "Chart", "described", "tradeoff_charts"]
 
 # Okabe and Ito's palette, which stays apart for all common kinds of colour vision, on white and on black.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8a8f98"]
 _UNITS = {"gflops": "GFLOPs per image", "ms": "ms per image"}
+_SCORES = {"top1": "top-1 accuracy", "mean_iou": "mean IoU", "objects": "accuracy of patches of objects"}
+TICKS = {"tickCount": {"expr": "ceil(width / 80)"}}
+"""The axis of a quantity, with room for its numbers."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +50,25 @@ def tradeoff_charts(study: StudyRecord, command: str) -> list[Chart]:
 
 
 def _tradeoff(study: StudyRecord, cost: str, command: str) -> Chart:
-    score, rows = study.score, [_point(study, row, cost) for row in study.rows]
+    measure = _SCORES.get(study.score, study.score)
+    rows = [_point(study, row, cost) for row in study.rows]
     columns = list(dict.fromkeys(name for row in rows for name in row if name not in ("low", "high", "x", "y")))
-    y = {"type": "quantitative", "scale": {"zero": False}, "title": f"{score} in %"}
+    y = {"type": "quantitative", "scale": {"zero": False}, "title": f"{measure} in %"}
+    # One legend of colours and shapes, for their domains are alike.
+    series, legend = list(dict.fromkeys(row["series"] for row in rows)), {"orient": "bottom", "columns": 2}
     points = {
         "y": {"field": "y", **y},
-        "shape": {"field": "series", "legend": None},
+        "shape": {"field": "series", "scale": {"domain": series}, "legend": legend},
         "tooltip": [{"field": name} for name in columns],
     }
     spec = {
         "height": 320,
         "encoding": {
-            "x": {"field": "x", "type": "quantitative", "title": _title(cost), "scale": {"zero": False, "padding": 16}},
-            "color": {"field": "series", "scale": {"range": COLOURS}, "legend": {"orient": "bottom", "columns": 3}},
+            "x": {
+                "field": "x", "type": "quantitative", "title": _title(cost), "scale": {"zero": False, "padding": 16},
+                "axis": TICKS,
+            },
+            "color": {"field": "series", "scale": {"domain": series, "range": COLOURS}, "legend": legend},
             "opacity": {"condition": {"param": "chosen", "value": 1}, "value": 0.12},
         },
         "layer": [
@@ -71,16 +80,16 @@ def _tradeoff(study: StudyRecord, cost: str, command: str) -> Chart:
                 "encoding": points,
             },
         ],
-    }
+    }  # fmt: skip
     dense = next((row for row in rows if row["series"] == "dense"), rows[0])
     best = max((row for row in rows if row is not dense), key=lambda row: float(row["y"]), default=dense)
     text = (
-        f"{len(rows)} models of the study {study.name}: {score} in percent against {_title(cost)}. {dense['model']} "
+        f"{len(rows)} models of the study {study.name}: {measure} in percent against {_title(cost)}. {dense['model']} "
         f"has {dense['y']:.1f} at {dense['x']:.3g}; of the others {best['model']} has most, {best['y']:.1f} at "
         f"{best['x']:.3g}."
     )
     bars = "; bars are the standard deviation over seeds" if any(row["low"] != row["high"] for row in rows) else ""
-    title = f"{score} against {_title(cost)}{bars}"
+    title = f"{measure[:1].upper()}{measure[1:]} against {_title(cost)}{bars}"
     return Chart(f"{study.name}-{cost}", title, text, rows, described(spec, text, rows), command)
 
 
@@ -100,10 +109,13 @@ def _point(study: StudyRecord, row: Mapping[str, Any], cost: str) -> dict[str, A
         mean, low, high = (row.get(f"{name}/{part}") for part in ("mean", "low", "high"))
         if mean is not None:
             point[title] = f"{mean:+.1f}" + ("" if low is None else f" [{low:+.1f}, {high:+.1f}]")
-    config = study.config.get("routers", {}).get(series)
+    capacity = row.get("capacity")
+    budget = "" if capacity is None else f"{capacity:g}"
+    rival = study.config.get("rivals", {}).get(series, {}).get(budget)
+    config = rival or study.config.get("routers", {}).get(series)
     if config is not None:
         shown = ", ".join(f"{name}: {value}" for name, value in config.items())
-        point["config"] = shown if row.get("capacity") is None else f"{shown}, capacity: {row['capacity']:g}"
+        point["config"] = f"{shown}, capacity: {budget}" if budget and not rival else shown
     return point
 
 

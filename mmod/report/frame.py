@@ -29,7 +29,7 @@ figcaption { color: var(--faint); font-size: .9rem; }
 code, pre { font: .8rem/1.4 ui-monospace, monospace; } figcaption code { display: block; overflow-wrap: anywhere;
   white-space: pre-wrap; }
 pre { overflow-x: auto; border: 1px solid var(--line); padding: .5rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; }
+.wide { overflow-x: auto; margin: 1rem 0; } table { border-collapse: collapse; font-size: .85rem; }
 caption { text-align: left; color: var(--faint); } th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line);
   text-align: right; white-space: nowrap; } th:first-child { text-align: left; }
 nav ul { columns: 18rem; margin: 0; padding-left: 1.2rem; }
@@ -45,7 +45,8 @@ async function draw() {
     const spec = JSON.parse(figure.querySelector("script").textContent);
     const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name);
     const config = { background: null, autosize: { type: "fit-x", contains: "padding" },
-      text: { color: colour("--ink") }, axis: { gridColor: colour("--line") } };
+      text: { color: colour("--ink") }, axis: { gridColor: colour("--line") },
+      axisY: { labelLimit: Math.min(260, 0.35 * figure.clientWidth) } };
     await vegaEmbed(figure.querySelector(".chart"), spec,
       { renderer: "svg", actions: false, theme: dark.matches ? "dark" : undefined, config });
     // The page is shown and answers before all figures are there.

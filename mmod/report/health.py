@@ -52,11 +52,11 @@ def health_chart(runs: Sequence[RunRecord]) -> Chart | None:
         "encoding": {
             "x": {"field": "step", "type": "quantitative", "title": "optimiser steps"},
             "y": {"field": "value", "type": "quantitative", "title": None},
-            "color": {"field": "block", "sort": None, "scale": scale, "legend": {"orient": "bottom", "columns": 4}},
+            "color": {"field": "block", "sort": None, "scale": scale, "legend": {"orient": "bottom", "columns": 3}},
             "strokeDash": {
                 "field": "data",
                 "scale": {"domain": ["train", "val", "ema"]},
-                "legend": {"orient": "bottom"},
+                "legend": {"orient": "bottom", "symbolType": "stroke"},
             },
             "tooltip": [{"field": "block"}, {"field": "data"}, {"field": "step"}, *shown],
         },

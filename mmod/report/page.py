@@ -17,7 +17,7 @@ from mmod.report.charts import Chart, tradeoff_charts
 from mmod.report.frame import frame
 from mmod.report.health import health_chart
 from mmod.report.maps import maps_chart
-from mmod.report.sources import AuditRecord, StudyRecord, read_sources
+from mmod.report.sources import PAGE, AuditRecord, StudyRecord, read_sources
 from mmod.training.engine.logging import write_csv
 from mmod.training.studies.paired import difference
 
@@ -60,8 +60,8 @@ def write_report(folders: Sequence[str | Path], output: str | Path | None = None
         still = {**chart.spec, "width": _WIDTH} if chart.spec.get("width") == "container" else dict(chart.spec)
         write_atomically(target / f"{chart.name}.png", vl_convert.vegalite_to_png(still, vl_version=version, scale=2))
         write_csv(target / f"{chart.name}.csv", chart.rows)
-    write_atomically(target / "report.html", frame([(part.title, part.content) for part in parts], bundle))
-    return target / "report.html"
+    write_atomically(target / PAGE, frame([(part.title, part.content) for part in parts], bundle))
+    return target / PAGE
 
 
 class _Part(NamedTuple):
@@ -75,13 +75,12 @@ class _Part(NamedTuple):
 def _study_part(study: StudyRecord) -> _Part:
     charts = tradeoff_charts(study, _STUDY_COMMAND)
     told = "".join(f"<p>{escape(part)}</p>" for part in study.told.split("\n\n") if part)
-    columns = [name for name in study.rows[0] if any(row[name] is not None for row in study.rows)]
-    rows = [[_shown(row[name]) for name in columns] for row in study.rows]
+    header, *rows = study.table
     pictures = "".join(_picture(path) for path in sorted(study.folder.glob("maps-*.png")))
     drawn = f"<details><summary>Routing maps of single models</summary>{pictures}</details>" if pictures else ""
     return _Part(
         f"Study {study.name}",
-        told + "".join(map(_figure, charts)) + _table(columns, rows, f"Models of {study.name}") + drawn
+        told + "".join(map(_figure, charts)) + _table(header, rows, f"Models of {study.name}") + drawn
         + _details("Config", json.dumps(study.config, indent=2)) + _details("Environment", _lines(study.environment)),
         charts,
     )  # fmt: skip
@@ -220,7 +219,3 @@ def _details(title: str, text: str) -> str:
 
 def _lines(values: Mapping[str, Any]) -> str:
     return "\n".join(f"{name}: {value}" for name, value in values.items())
-
-
-def _shown(value: str | float | None) -> str:
-    return "" if value is None else value if isinstance(value, str) else f"{value:.4g}"

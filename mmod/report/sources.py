@@ -13,9 +13,11 @@ from mmod.analysis.audit.result import Audit, read_audit
 from mmod.io.files import parse_json
 from mmod.values import check_value
 
-__all__ = ["AuditRecord", "RunRecord", "Sources", "StudyRecord", "read_sources"]
+__all__ = ["PAGE", "AuditRecord", "RunRecord", "Sources", "StudyRecord", "read_sources"]
 
 _STUDY, _AUDIT, _RUN = "tradeoff.json", "audit/audit.json", "routers.csv"
+PAGE = "report.html"
+"""The file of a report."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class StudyRecord:
         folder: The folder.
         config: Its config as plain values.
         rows: Its points, one mapping for each model: texts and numbers by column.
+        table: The same as the study shows them, a row of cells for each, the header first.
         score: The column by which models are compared; `SCORE_std` is its standard deviation over seeds.
         told: What the study says of its models.
         environment: What it ran on.
@@ -36,6 +39,7 @@ class StudyRecord:
     folder: Path
     config: Mapping[str, Any]
     rows: Sequence[Mapping[str, str | float | None]]
+    table: Sequence[Sequence[str]]
     score: str
     told: str
     environment: Mapping[str, Any]
@@ -115,7 +119,9 @@ def read_sources(folders: Sequence[Path]) -> Sources:
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {str(folder)!r}")
-        studies, runs = sorted(folder.rglob(_STUDY)), sorted(folder.rglob(_RUN))
+        # A report holds a figure of that name.
+        runs = [path for path in sorted(folder.rglob(_RUN)) if not (path.parent / PAGE).exists()]
+        studies = sorted(folder.rglob(_STUDY))
         audits = sorted(path for path in folder.rglob("audit.json") if path.parent.name == "audit")
         if not studies and not audits and not runs:
             raise ValueError(
@@ -140,15 +146,16 @@ def _read_study(path: Path) -> StudyRecord:
             score = "accuracy"
         rows = [{"series" if name == "router" else name: value for name, value in row.items()} for row in rows]
         config = record["config"]
-        told = path.with_suffix(".md").read_text().rpartition("|\n\n")[2].strip()
-    except (KeyError, IndexError, StopIteration, TypeError, OSError) as error:
+        table, _, told = path.with_suffix(".md").read_text().rpartition("|\n\n")
+        header, _, *cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
+    except (KeyError, IndexError, StopIteration, TypeError, ValueError, OSError) as error:
         raise ValueError(
             f"{str(path)!r} is no study with its table beside it ({type(error).__name__}: {error})"
         ) from error
     environment = {
         name: value for name, value in record.items() if name in ("torch", "threads", "cores", "cpu_seconds")
     }
-    return StudyRecord(path.parent.name, path.parent, config, rows, score, told, environment)
+    return StudyRecord(path.parent.name, path.parent, config, rows, [header, *cells], score, told.strip(), environment)
 
 
 def _read_audit(path: Path, root: Path) -> AuditRecord:

@@ -17,6 +17,7 @@ from tests.analysis.audit.planted import SIDE, batches_of, plant
 TABLE = """| model | top-1 % |
 |:--|--:|
 | dense | 90.0 |
+| early exit | |
 
 Paired over 2 seeds, 95 % intervals do not tell apart: dense and a <b>&amp; b</b>.
 """
@@ -25,12 +26,14 @@ ROWS = f"""{COLUMNS},to_dense/mean,to_dense/low,to_dense/high
 dense,dense,1.0,2,90.0,0.5,0.045,2.0,3.0,,,
 a <b>& b</b>-0.5,a <b>& b</b>,0.5,2,89.0,0.7,0.03,1.5,2.5,-1.0,-2.0,0.1
 a <b>& b</b>-0.25,a <b>& b</b>,0.25,2,85.0,,0.02,1.0,2.0,-5.0,,
+early exit-0.25,early exit,0.25,2,84.0,,0.025,1.0,2.0,-6.0,,
 """
 
 
 def write_study(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    config = {"routers": {"a <b>& b</b>": {"router": "norm"}}, "seeds": 2}
+    rivals = {"early exit": {"0.25": {"kind": "exit", "confidence": 0.8}}}
+    config = {"routers": {"a <b>& b</b>": {"router": "norm"}}, "rivals": rivals, "seeds": 2}
     (folder / "tradeoff.json").write_text(json.dumps({"config": config, "torch": "2", "points": []}))
     (folder / "tradeoff.csv").write_text(ROWS)
     (folder / "tradeoff.md").write_text(TABLE)

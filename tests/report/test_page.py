@@ -15,6 +15,7 @@ import pytest
 
 from mmod import cli
 from mmod.report import write_report
+from mmod.report.charts import tradeoff_charts
 from mmod.report.command import main
 from mmod.report.health import health_chart
 from mmod.report.sources import read_sources
@@ -126,12 +127,25 @@ def test_a_report_is_renewed_and_another_one_refused(report: Path, folders: list
         write_report(folders, tmp_path)
 
 
+@needs_charts
+def test_a_report_among_what_it_is_made_from_is_no_part_of_it(tmp_path: Path) -> None:
+    write_run(write_study(tmp_path / "study") / "run")
+    before = write_report([tmp_path / "study"]).read_text()
+    assert (tmp_path / "study/report/routers.csv").exists()
+    assert write_report([tmp_path / "study"]).read_text() == before
+
+
 def test_sources_are_read_as_they_were_written(folders: list[Path]) -> None:
     studies, audits, runs = read_sources([*folders, folders[0]])
     assert [study.name for study in studies] == ["study", "study (2)"]
     assert studies[0].score == "top1"
     assert studies[0].costs() == ["gflops", "latency_ms", "latency_ms_b8"]
     assert studies[0].told.startswith("Paired over 2 seeds")
+    assert studies[0].table == [["model", "top-1 %"], ["dense", "90.0"], ["early exit", ""]]
+    points = {row["model"]: row.get("config") for row in tradeoff_charts(studies[0], "")[0].rows}
+    assert list(points.values()) == [
+        None, "router: norm, capacity: 0.5", "router: norm, capacity: 0.25", "kind: exit, confidence: 0.8"
+    ]  # fmt: skip
     assert [record.name for record in audits] == ["audits/norm", "audits/seed0/random"]
     assert [run.name for run in runs] == ["audits/seed0/random", "audits/seed1/random"]
 
