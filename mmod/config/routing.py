@@ -183,7 +183,8 @@ class RoutingConfig:
         for name in self.losses:
             LOSSES.check(name)
         router, gate, language = self.router, self.gate, self.language
-        if not router.learns and gate.name != "identity":
+        steps = gate.name == "step" and router.whole  # A draw of 0 or 1 for a whole image needs no gradient.
+        if not router.learns and gate.name != "identity" and not steps:
             raise ValueError(f"gate {gate.name!r} needs a score that learns; router {router.name!r} takes 'identity'")
         if not router.learns and self.losses:
             raise ValueError(f"router {router.name!r} learns nothing, so it takes no losses, got {dict(self.losses)}")
@@ -204,10 +205,9 @@ class RoutingConfig:
                 "weighs what tokens miss"
             )
         whole_update = self.context == "all" or self.operator == "mlp" or router.whole
-        if gate.name == "step" and not (isinstance(self.select, Threshold) and router.learns and whole_update):
+        if gate.name == "step" and not (isinstance(self.select, Threshold) and whole_update):
             raise ValueError(
-                "gate='step' needs a threshold and a score that learns, and context='all', operator='mlp' or a score "
-                "for the whole sequence: all tokens run in training"
+                "gate='step' needs a threshold, and context='all', operator='mlp' or a score for the whole sequence"
             )
         if router.whole and (self.select == "topk" or self.select != Threshold(self.select.threshold) or among_all):
             raise ValueError(

@@ -6,6 +6,7 @@ from mmod.routing.decision import Routing, TokenGroups, TokenMarks
 from mmod.routing.decoder import DecoderRouter, Predictor
 from mmod.routing.groups import assign_groups, decoded_groups, select_within
 from mmod.routing.router import Router
+from mmod.routing.score.coin import CoinScore
 from mmod.routing.score.diversity import DiversityScore
 from mmod.routing.score.function import FunctionScore
 from mmod.routing.score.linear import LinearScore
@@ -17,6 +18,7 @@ from mmod.routing.shared import BorrowedScore, share_score, unshare_score
 
 __all__ = [
     "BorrowedScore",
+    "CoinScore",
     "DiversityScore",
     "FunctionScore",
     "LinearScore",

@@ -240,7 +240,7 @@ def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
         ({"select": "topk", "gate": "identity", "losses": {}}, "without min_tokens"),
         ({"select": mmod.Threshold(0.5, min_tokens=1)}, "without min_tokens"),
         ({"context": "all"}, "context='kept'"),
-        ({"router": {"per": "token"}}, "all tokens run in training"),
+        ({"router": {"per": "token"}}, "a score for the whole sequence"),
         ({"router": "norm", "losses": {}}, "needs a score that learns"),
         ({"router": {"per": "image"}}, "'token', 'sequence'"),
     ],
@@ -253,3 +253,22 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: 
 def test_a_language_model_decides_by_token() -> None:
     with pytest.raises(ValueError, match="its router decides by token"):
         mmod.route_(make_language("llama"), mmod.preset("mindskip", depth=4))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_coin_skips_as_many_whole_images_by_chance_and_each_image_the_same_way_again(operator: str) -> None:
+    images, model = make_images("test_vit", 40).double(), make_model("test_vit").double()
+    coin = mmod.RoutingConfig(router="coin", select=mmod.Threshold(0.75), blocks=(1, 2), operator=operator)
+    dense = flops(model, tuple(images.shape[1:])).routed
+    mmod.route_(model, coin)
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        found = model(images)
+    kept = [decision.keep_BN for decision in decisions.values()]
+    assert not torch.equal(*kept)  # Each block draws for itself.
+    # At a chance of a quarter, 20 of 80 draws with a standard deviation of 4.
+    assert 6 <= sum(int(own_BN[:, 0].sum()) for own_BN in kept) <= 36
+    assert all(torch.equal(own_BN, own_BN[:, :1].expand_as(own_BN)) for own_BN in kept)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat([model(image[None]) for image in images[:3]]), found[:3])
+    costs = [flops(model, tuple(images.shape[1:]), kept=kept).routed for kept in (0.0, decisions, 1.0)]
+    assert costs[0] < costs[1] < costs[2] == dense
