@@ -18,6 +18,7 @@ from mmod.adapters import find_library
 from mmod.blocks import StandingModule, convert
 from mmod.methods.base import Method, Model
 from mmod.ops import gather_rows, scatter_rows, select_topk
+from mmod.routing.score.random import RandomScore
 from mmod.values import check_fields
 
 
@@ -40,6 +41,8 @@ class Channels(Method):
             those that were chosen, its "own".
         adds: What is weighed and added: the narrow block's "output", which has a shortcut within, or the "change"
             that the block makes to the chosen channels, as MoD weighs it.
+        chosen: By what K channels are chosen: their "score", or as controls at "random" for each image, or the "first"
+            ones of every image. Scores weigh what is added in each case.
 
     Source: Cakaj, Mehnert and Yang, arXiv 2409.17016, whose options are the defaults.
     """
@@ -48,6 +51,7 @@ class Channels(Method):
     squeeze: int = 16
     into: Literal["first", "own"] = "first"
     adds: Literal["output", "change"] = "output"
+    chosen: Literal["score", "random", "first"] = "score"
     kind: ClassVar[str] = "channels"
     replaces: ClassVar[str] = ".selector."
 
@@ -87,12 +91,12 @@ class Channels(Method):
 
     def change(self, model: nn.Module, stack: dict[str, nn.Module]) -> None:
         """Make the blocks narrow and give each a selector."""
-        for block in stack.values():
+        for number, block in enumerate(stack.values()):
             narrow, selector = _narrow(block, self.divisor), _selector(block, self.squeeze)
             wide = {name: child for name, child in block.named_children() if any(True for _ in child.parameters())}
             for name in wide:
                 setattr(block, name, getattr(narrow, name))
-            convert(block, ChannelBlock, ChannelState(self, wide))
+            convert(block, ChannelBlock, ChannelState(self, wide, RandomScore(0, number)))
             block.selector = selector
 
     def remove(self, model: nn.Module) -> None:
@@ -136,10 +140,12 @@ class ChannelState(NamedTuple):
     Args:
         config: How its channels are routed.
         wide: The modules that the narrow ones replaced, by name.
+        draw: Draws channels at random.
     """
 
     config: Channels
     wide: dict[str, nn.Module]
+    draw: RandomScore
 
 
 class ChannelBlock(StandingModule):
@@ -159,16 +165,25 @@ class ChannelBlock(StandingModule):
         logit_BC = self.selector(x_BCHW.mean(dim=(2, 3)))
         # Their order and weights are those of fp32 under autocast, too.
         logit_BC = logit_BC.to(torch.promote_types(logit_BC.dtype, torch.float32))
-        index_BK, _, gate_BK, _ = select_topk(logit_BC, Fraction(1, config.divisor), gate="sigmoid")
         flat = x_BCHW.flatten(2)
+        index_BK, gate_BK = self._choose(flat, logit_BC)
         z = gather_rows(flat, index_BK).unflatten(2, x_BCHW.shape[2:])
         y = super().forward(z)
-        assert gate_BK is not None
         added = (y - z if config.adds == "change" else y) * gate_BK.to(y.dtype)[..., None, None]
         if config.into == "own":
             return scatter_rows(flat, index_BK, (z + added).flatten(2)).view_as(x_BCHW)
         count = index_BK.shape[1]
         return torch.cat([x_BCHW[:, :count] + added, x_BCHW[:, count:]], dim=1)
+
+    def _choose(self, flat: Tensor, logit_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of the channels that run, ascending, and their scores (B, K)."""
+        config, by_BC = self.mod_state.config, logit_BC
+        if config.chosen == "random":
+            by_BC = self.mod_state.draw(flat)
+        elif config.chosen == "first":
+            by_BC = -torch.arange(logit_BC.shape[1], device=flat.device, dtype=logit_BC.dtype).expand_as(logit_BC)
+        index_BK = select_topk(by_BC, Fraction(1, config.divisor))[0]
+        return index_BK, logit_BC.gather(1, index_BK).sigmoid()
 
 
 def _narrow(block: Any, divisor: int) -> nn.Module:

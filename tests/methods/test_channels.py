@@ -35,6 +35,8 @@ WAYS: list[dict[str, Any]] = [
     {"into": "own"},
     {"adds": "change", "squeeze": 4},
     {"into": "own", "adds": "change", "squeeze": 1},
+    {"into": "own", "chosen": "first"},
+    {"into": "own", "chosen": "random"},
 ]
 
 
@@ -76,7 +78,9 @@ def defined(block: Any, config: Channels, x_BCHW: Tensor) -> Tensor:
         hidden = (first.weight @ x_CHW.flatten(1).mean(1) + first.bias).clamp(min=0)
         score = torch.sigmoid(second.weight @ hidden + second.bias)
         count = len(score) // config.divisor
-        chosen = sorted(range(len(score)), key=lambda c: -float(score[c]))[:count]
+        drawn = block.mod_state.draw(x_CHW.flatten(1)[None])[0]
+        by = {"score": score, "random": drawn, "first": -torch.arange(len(score))}[config.chosen]
+        chosen = sorted(range(len(score)), key=lambda c: -float(by[c]))[:count]
         chosen.sort()
         z = x_CHW[chosen][None]
         y = act(convolved(z, block.conv1, block.bn1))
