@@ -71,6 +71,11 @@ class Method(ABC):
         return {"kind": self.kind, **fields}
 
     @property
+    def starts_anew(self) -> bool:
+        """Whether dense weights are of no use to a changed model, so that it is trained from scratch."""
+        return bool(self.replaces)
+
+    @property
     def has_loss(self) -> bool:
         """Whether a changed model has a loss of its own in training, see `mmod.auxiliary_loss`."""
         return False

@@ -12,9 +12,9 @@ from mmod.data.readers.text import create_train_text
 from mmod.io.yaml import read_yaml
 from mmod.training.engine.loop import steps_of_epoch
 from mmod.training.isoflop.config import IsoflopConfig
+from mmod.training.studies.entrants import merged
 from mmod.training.studies.jobs import Job
 from mmod.training.studies.rates import with_rate
-from mmod.training.studies.study import merged
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.model import create_models
 from mmod.training.text.ways import decides_both_ways, together

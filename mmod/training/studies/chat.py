@@ -111,7 +111,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         if dense.data.val is None or tuned.data.val is None:
             raise ValueError(f"{self.config.dense!r} has no data.val, so there is nothing to ask")
         self.data = tuned.data
-        smaller = create_rivals(self.config.rivals, epochs=0, is_trained=self.config.tune)
+        smaller = create_rivals(self.config.rivals, self.config.controls, epochs=0, is_trained=self.config.tune)
         entrants = [*super().entrants(dense, tuned), *smaller]
         self.series = {entrant.name: entrant.series for entrant in entrants}
         return entrants

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from mmod.config.routing import IMPORTANCE
 from mmod.values import check_fields, one_of, refuse_unknown
 
 __all__ = [
+    "BESIDE",
     "ChatStudyConfig",
     "FeaturesStudyConfig",
     "ImageStudyConfig",
@@ -17,7 +19,12 @@ __all__ = [
     "PlanOptions",
     "SegmentationStudyConfig",
     "StudyConfig",
+    "refuse_set_by_study",
 ]
+
+
+BESIDE = ("image_size", "changes", "tune")
+"""What a series of routed models may say of its runs beside how they are routed."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,9 @@ class StudyConfig:
         dense: Training config of the dense model, a YAML file; the study sets its `output`, `seed` and `routing`.
         routers: Name of each series to its routing: fields of `RoutingConfig`, or `preset: NAME` with changes, or
             `plan: FILE` with other fields; or `search` with fields of `PlanOptions`, which searches a plan for each
-            seed's dense model. Each is run at every capacity, which is the budget of what is searched.
+            seed's dense model. Each is run at every capacity, which is the budget of what is searched. Beside them a
+            series may have `changes`, fields of the training config that differ in its runs, and `tune: false`, which
+            evaluates it as routing leaves it.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         finetune: Fields to set differently again when a model is fine-tuned from the dense one.
         capacities: Capacities of the routed blocks; null takes a series as it is, like one that sets `capacity` itself.
@@ -78,12 +87,13 @@ class StudyConfig:
         processes: Runs done side by side, each in a process of one thread; 1 does one after another in this process.
         bases: Folder of another study of the same dense model and as many seeds, whose models to start from are taken
             and, where they are missing, trained.
-        controls: Name of a series to the series that is its control, null for none; "random" is that of all others.
+        controls: Name of a series to the series that is its control, null for none; "random" is that of all other
+            series of `routers`.
     """
 
     output: str
     dense: str
-    routers: dict[str, dict[str, Any]]
+    routers: dict[str, dict[str, Any]] = field(default_factory=dict)
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)
     finetune: dict[str, Any] = field(default_factory=dict)
@@ -98,23 +108,26 @@ class StudyConfig:
     controls: dict[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.routers or not self.capacities:
-            raise ValueError("a study needs at least one entry in routers and in capacities")
+        if not self.series or not self.capacities:
+            raise ValueError("a study needs at least one entry in routers or rivals, and in capacities")
         for capacity in self.capacities:
             if capacity is not None:
                 rational(capacity)
         if self.tune_dense and not self.tune:
             raise ValueError("tune=False leaves nothing to fine-tune: set tune_dense to False too")
-        unknown = sorted({*self.controls, *filter(None, self.controls.values())} - set(self.routers))
+        unknown = sorted({*self.controls, *filter(None, self.controls.values())} - set(self.series))
         if unknown:
-            raise ValueError(f"controls names {', '.join(unknown)}; routers has {', '.join(self.routers)}")
+            raise ValueError(f"controls names {', '.join(unknown)}; series are {', '.join(self.series)}")
         for name in self.routers:
             self.search_of(name, None)
-        for group, given in (("changes", self.changes), ("finetune", self.finetune)):
-            taken = sorted({"output", "seed", "routing"} & set(given))
-            if taken:
-                raise ValueError(f"{group} must not set {', '.join(taken)}: the study sets them")
+        refuse_set_by_study("changes", self.changes)
+        refuse_set_by_study("finetune", self.finetune)
         check_fields(self, seeds="[1, inf)", processes="[1, inf)")
+
+    @property
+    def series(self) -> list[str]:
+        """Names of all series apart from the dense model's."""
+        return list(self.routers)
 
     def is_one(self, series: str) -> bool:
         """Whether a series says its own capacity or budget, so that it is run once.
@@ -140,7 +153,7 @@ class StudyConfig:
         fields = self.routers.get(series, {})
         if "search" not in fields:
             return None
-        refuse_unknown(f"field beside routers.{series}.search", fields, ("search", "image_size"))
+        refuse_unknown(f"field beside routers.{series}.search", fields, ("search", *BESIDE))
         budget = {} if capacity is None else {"budget": capacity}
         return config_from({**fields["search"], **budget}, PlanOptions)
 
@@ -157,7 +170,9 @@ class ImageStudyConfig(StudyConfig):
             for as many epochs as training and fine-tuning have together; "none" leaves them out.
         rivals: Name of each series to its budgets, the capacities of the routed models that they are matched to, and
             what each is: a training config's `method`, or `kind: resolution`, or `kind: smaller` with `args` of the
-            model that differ. Rivals and series of `routers` may have an `image_size`, their own side of an image.
+            model that differ. Rivals and series of `routers` may have an `image_size`, their own side of an image, and
+            rivals `changes` too. What is `smaller`, and methods to which dense weights are of no use, are trained from
+            scratch for as many epochs as training and fine-tuning have together.
         rates: Factors by which the learning rate of each model is multiplied to find its best one, on `rate_split`
             with the first seed; its runs then have that rate. None searches nothing.
         rate_split: Split that the search evaluates on.
@@ -184,6 +199,11 @@ class ImageStudyConfig(StudyConfig):
         check_fields(self, **whole, rates="(0, inf)", maps="[0, inf)")
         if self.rates is not None and len(set(self.rates)) < 2:
             raise ValueError(f"rates must name two factors or more to choose from, or be null, got {self.rates}")
+
+    @property
+    def series(self) -> list[str]:
+        """Names of all series apart from the dense model's."""
+        return [*super().series, *self.rivals]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,3 +345,20 @@ class ChatStudyConfig(StudyConfig):
         for name, budgets in self.rivals.items():
             for fields in budgets.values():
                 one_of(f"rivals.{name}.kind", fields.get("kind"), ["resolution"])
+
+    @property
+    def series(self) -> list[str]:
+        """Names of all series apart from the dense model's."""
+        return [*super().series, *self.rivals]
+
+
+def refuse_set_by_study(what: str, changes: Mapping[str, Any]) -> None:
+    """Raise a ValueError where changes of a training config name what a study sets itself.
+
+    Args:
+        what: What the changes are, for the error.
+        changes: The changes.
+    """
+    taken = sorted({"output", "seed", "routing"} & set(changes))
+    if taken:
+        raise ValueError(f"{what} must not set {', '.join(taken)}: the study sets them")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mmod.methods.read import KINDS
-from mmod.training.studies.config import PlanOptions
+from mmod.methods.read import KINDS, read_method
+from mmod.training.studies.config import PlanOptions, refuse_set_by_study
 from mmod.values import one_of, refuse_unknown
 
-__all__ = ["DENSE", "Dense", "Entrant", "Reduced", "Routed", "Smaller", "create_rivals"]
+__all__ = ["DENSE", "Anew", "Dense", "Entrant", "Reduced", "Routed", "create_rivals", "merged"]
 
 DENSE = "dense"
 """Name of the entrant that all others are compared with."""
@@ -32,6 +32,7 @@ class Entrant(ABC):
         image_size: Side of its images in pixels, where it is not the dense model's; weights are the same, position
             embeddings resampled.
         search: How its routing is searched, for each seed in its own dense model; None where it is known.
+        changes: Fields of its training config that differ, nested as there.
 
     Attributes:
         is_tuned: It starts from the trained dense model; otherwise from scratch.
@@ -45,7 +46,11 @@ class Entrant(ABC):
     is_trained: bool = True
     image_size: int | None = None
     search: PlanOptions | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
     is_tuned: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        refuse_set_by_study(f"{self.name}: changes", self.changes)
 
     @property
     def is_routed(self) -> bool:
@@ -60,6 +65,8 @@ class Entrant(ABC):
             tuned: Config that fine-tunes the trained dense model.
         """
         config = self.change(dense, tuned)
+        if self.changes:
+            config = type(config).from_dict(merged(config.to_dict(), self.changes))
         return config if self.image_size is None else config.at_size(self.image_size)
 
     @abstractmethod
@@ -122,33 +129,46 @@ class Reduced(Entrant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Smaller(Entrant):
-    """A dense model of other dimensions, trained from scratch for as long as the others in all.
+class Anew(Entrant):
+    """A model that is trained from scratch for as long as the others in all: dense, or of a method that starts so.
 
     Args:
-        args: Arguments of `timm.create_model` that differ, such as `depth`, or `embed_dim` and `num_heads`.
         epochs: Epochs of its training.
+        args: Arguments of `timm.create_model` that differ, such as `depth`, or `embed_dim` and `num_heads`.
+        method: The training config's `method`; None for a dense model.
     """
 
     is_tuned: ClassVar[bool] = False
-    args: dict[str, Any]
     epochs: int
+    args: Mapping[str, Any] = field(default_factory=dict)
+    method: dict[str, Any] | None = None
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether its blocks choose what they run on."""
+        return self.method is not None
 
     def change(self, dense: Any, tuned: Any) -> Any:
         """Return the config that trains it."""
         model = type(dense.model)(dense.model.name, {**dense.model.args, **self.args})
-        return dataclasses.replace(dense, model=model, epochs=self.epochs)
+        config = dataclasses.replace(dense, model=model, epochs=self.epochs)
+        return config if self.method is None else dataclasses.replace(config, method=self.method)
 
 
 def create_rivals(
-    rivals: Mapping[str, Mapping[float, Mapping[str, Any]]], *, epochs: int, is_trained: bool
+    rivals: Mapping[str, Mapping[float, Mapping[str, Any]]],
+    controls: Mapping[str, str | None],
+    *,
+    epochs: int,
+    is_trained: bool,
 ) -> list[Entrant]:
     """Return the entrants of a study that no router is part of.
 
     Args:
         rivals: Name of each series to its budgets: the capacity of the routed models that one is matched to, and what
             it is: `kind: resolution`, `kind: smaller` with `args`, or a training config's `method`; each may have an
-            `image_size`, and a resolution must. Experts take a training config's `routing` too.
+            `image_size`, and a resolution must, and `changes` of the training config. Experts take its `routing` too.
+        controls: Name of a series to the one that it is compared with besides the dense model.
         epochs: Epochs of training and fine-tuning together, for those that start from scratch.
         is_trained: The others are fine-tuned.
 
@@ -157,26 +177,49 @@ def create_rivals(
 
     Example:
         >>> small = {"resolution": {0.5: {"kind": "resolution", "image_size": 24}}}
-        >>> [entrant.name for entrant in create_rivals(small, epochs=5, is_trained=True)]
+        >>> [entrant.name for entrant in create_rivals(small, {}, epochs=5, is_trained=True)]
         ['resolution-0.5']
     """
     entrants: list[Entrant] = []
     for series, budgets in rivals.items():
         for capacity, given in budgets.items():
             name, fields = f"{series}-{capacity:g}", dict(given)
-            kind, size = fields.get("kind"), fields.pop("image_size", None)
+            kind, size, changes = fields.get("kind"), fields.pop("image_size", None), fields.pop("changes", {})
             one_of(f"rivals.{name}.kind", kind, [*KINDS, "resolution", "smaller"])
             needed = {"resolution": ("image_size", size), "smaller": ("args", fields.get("args"))}.get(str(kind))
             if needed is not None:
                 refuse_unknown(f"field of rivals.{name}", fields, ["kind", needed[0]])
                 if needed[1] is None:
                     raise ValueError(f"rivals.{name} needs {needed[0]}")
+            control = controls.get(series)
             common: dict[str, Any] = {"name": name, "series": series, "capacity": capacity, "image_size": size}
+            common |= {"changes": changes, "control": None if control is None else f"{control}-{capacity:g}"}
             if kind == "smaller":
-                entrants.append(Smaller(args=fields["args"], epochs=epochs, **common))
+                entrants.append(Anew(args=fields["args"], epochs=epochs, **common))
             elif kind == "resolution":
                 entrants.append(Dense(is_trained=is_trained, **common))
             else:
-                routing = fields.pop("routing", None)
-                entrants.append(Reduced(method=fields, routing=routing, is_trained=is_trained, **common))
+                routing = fields.pop("routing", None) if KINDS[str(kind)].routable else None
+                if read_method(fields).starts_anew:
+                    entrants.append(Anew(method=fields, epochs=epochs, **common))
+                else:
+                    entrants.append(Reduced(method=fields, routing=routing, is_trained=is_trained, **common))
     return entrants
+
+
+def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested fields with some of them changed.
+
+    Args:
+        fields: The fields.
+        changes: The changes, nested alike.
+
+    Example:
+        >>> merged({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 4}})
+        {'a': 1, 'b': {'c': 2, 'd': 4}}
+    """
+    result = dict(fields)
+    for name, value in changes.items():
+        old = result.get(name)
+        result[name] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result

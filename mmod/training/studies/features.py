@@ -28,12 +28,12 @@ from mmod.training.engine.run_folder import portable
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import Features, extract, read_features
 from mmod.training.studies.config import FeaturesStudyConfig
-from mmod.training.studies.entrants import DENSE
+from mmod.training.studies.entrants import DENSE, merged
 from mmod.training.studies.image import TimmStudy
 from mmod.training.studies.jobs import Job, Tick
 from mmod.training.studies.paired import Difference
 from mmod.training.studies.probes import Resampling, linear_probe, nearest_neighbours, split_by_class
-from mmod.training.studies.study import Costs, Outcome, merged
+from mmod.training.studies.study import Costs, Outcome
 
 __all__ = ["FeaturesStudy", "Judged", "Probed"]
 

@@ -26,7 +26,7 @@ from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, evaluate
 from mmod.training.image.recipe import ImageRecipe
 from mmod.training.studies.config import ImageStudyConfig
-from mmod.training.studies.entrants import DENSE, Entrant, Routed, Smaller, create_rivals
+from mmod.training.studies.entrants import DENSE, Anew, Entrant, create_rivals
 from mmod.training.studies.jobs import Job, Runner, Tick
 from mmod.training.studies.loop import LoopStudy, by_data, kept_shares
 from mmod.training.studies.paired import as_fast, unbeaten
@@ -50,6 +50,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         super().__init__(config)
         self.rates: dict[str, float] = {}
         self.routed_names: set[str] = set()
+        self.epochs: dict[str, str] = {}
 
     def prepare(self, runner: Runner) -> None:
         """Find the learning rate of each model, if the config asks for it."""
@@ -80,8 +81,14 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         """Return what is compared, and the runs with the learning rates that were found."""
         entrants, jobs = super().plan()
         self.routed_names = {entrant.name for entrant in entrants if entrant.is_routed}
+        base = f"{jobs[0].config.epochs} " if starts_others(jobs[0]) else ""
+        self.epochs = {job.name: _epochs(job, base) for job in jobs}
         rated = [dataclasses.replace(job, config=with_rate(job.config, self.rates.get(job.name, 1.0))) for job in jobs]
         return entrants, rated
+
+    def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows with how long each model was trained."""
+        return [{**row, "epochs": self.epochs[row["name"]]} for row in rows]
 
     def facts(self) -> dict[str, Any]:
         """Return the factors of the learning rates that were found."""
@@ -92,12 +99,9 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         epochs = dense.epochs + (tuned.epochs if self.config.tune else 0)
         entrants = super().entrants(dense, tuned)
         shallow = [] if self.config.isoflop == "none" else self._shallow(entrants, dense, epochs)
-        return [*entrants, *shallow, *create_rivals(self.config.rivals, epochs=epochs, is_trained=self.config.tune)]
-
-    def routed(self, fields: dict[str, Any], capacity: float | None, **common: Any) -> Routed:
-        """Return a routed entrant, perhaps on smaller images."""
-        routing = {name: value for name, value in fields.items() if name != "image_size"}
-        return super().routed(routing, capacity, image_size=fields.get("image_size"), **common)
+        config = self.config
+        rivals = create_rivals(config.rivals, config.controls, epochs=epochs, is_trained=config.tune)
+        return [*entrants, *shallow, *rivals]
 
     def _shallow(self, entrants: Sequence[Entrant], dense: TrainConfig, epochs: int) -> list[Entrant]:
         """Return dense models of fewer blocks, as near in FLOPs to the routed ones as can be."""
@@ -114,9 +118,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
                 cost = flops(routed, _size(config)).routed
                 depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - cost)))
         return [
-            Smaller(
-                name=f"isoflop-{fewer}", series="shallow", args={"depth": fewer}, epochs=epochs, share=fewer / depth
-            )
+            Anew(name=f"isoflop-{fewer}", series="shallow", args={"depth": fewer}, epochs=epochs, share=fewer / depth)
             for fewer in sorted(depths - {depth})
         ]
 
@@ -243,6 +245,7 @@ class ImageStudy(TimmStudy[EvalResult]):
     columns: ClassVar = {
         "series": ("model", ""),
         "capacity": ("capacity", "g"),
+        "epochs": ("epochs", ""),
         "gflops": ("GFLOPs", ".4f"),
         "latency_ms": ("ms / image", ".3f"),
         "speedup": ("speed-up", ".2f"),
@@ -287,6 +290,20 @@ class ImageStudy(TimmStudy[EvalResult]):
 def _read(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
     for images in batches:
         model(images)
+
+
+def _epochs(job: Job[TrainConfig], base: str) -> str:
+    """Say for how many epochs a model was trained: from scratch, or those of the dense model and its own.
+
+    Args:
+        job: Its run.
+        base: Epochs of the dense model that others start from and a space; empty where it was not trained.
+    """
+    if not job.is_tuned:
+        return str(job.config.epochs) if job.is_trained else ""
+    if not job.is_trained:
+        return base.strip()
+    return f"{base}+ {job.config.epochs}{'' if job.config.trained is None else f' ({job.config.trained})'}"
 
 
 def image_flops(model: nn.Module, config: TrainConfig, found: RoutedResult) -> float:

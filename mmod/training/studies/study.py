@@ -24,8 +24,8 @@ from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.logging import write_csv
 from mmod.training.engine.loop import seed_draws
 from mmod.training.engine.run_folder import portable
-from mmod.training.studies.config import StudyConfig
-from mmod.training.studies.entrants import DENSE, Dense, Entrant, Routed
+from mmod.training.studies.config import BESIDE, StudyConfig
+from mmod.training.studies.entrants import DENSE, Dense, Entrant, Routed, merged
 from mmod.training.studies.jobs import Job, Runner, Search, Tick
 from mmod.training.studies.paired import Difference, compare, verdict
 from mmod.training.studies.plan import search_for
@@ -34,7 +34,7 @@ from mmod.training.studies.results import Column, Point, StudyResult, flat, tabl
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Study", "latencies", "merged"]
+__all__ = ["Study", "latencies"]
 
 Config = TypeVar("Config")
 Found = TypeVar("Found")
@@ -133,14 +133,15 @@ class Study(ABC, Generic[Config, Found]):
             control = config.controls.get(series, _CONTROL)
             name, against = name_of(series, capacity), None if control is None else name_of(control, capacity)
             search = config.search_of(series, capacity)
-            common: dict[str, Any] = {"series": series, "is_trained": config.tune, "search": search}
-            entrants.append(self.routed(fields, capacity, name=name, control=against, **common))
+            own = {key: value for key, value in fields.items() if key not in BESIDE}
+            entrants.append(
+                Routed(
+                    name=name, series=series, capacity=capacity, control=against, search=search,
+                    routing=None if search else self.routing(own, capacity), image_size=fields.get("image_size"),
+                    changes=fields.get("changes", {}), is_trained=config.tune and fields.get("tune", True),
+                )
+            )  # fmt: skip
         return entrants
-
-    def routed(self, fields: dict[str, Any], capacity: float | None, **common: Any) -> Routed:
-        """Return a routed entrant from the fields of its series and its capacity."""
-        routing = None if common["search"] else self.routing(fields, capacity)
-        return Routed(routing=routing, capacity=capacity, **common)
 
     def ready(self, job: Job[Config]) -> Job[Config]:
         """Return a run as it starts: with the plan of its seed's dense model, where one is searched.
@@ -380,21 +381,3 @@ def latencies(
     with torch.inference_mode():
         times = interleave(calls, seconds=0, rounds=rounds, device=device)
     return {name: (ms / count, speedup) for name, (ms, speedup) in relative_times(times, DENSE).items()}
-
-
-def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested fields with some of them changed.
-
-    Args:
-        fields: The fields.
-        changes: The changes, nested alike.
-
-    Example:
-        >>> merged({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 4}})
-        {'a': 1, 'b': {'c': 2, 'd': 4}}
-    """
-    result = dict(fields)
-    for name, value in changes.items():
-        old = result.get(name)
-        result[name] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return result

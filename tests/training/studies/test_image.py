@@ -131,10 +131,10 @@ def test_an_evaluation_of_another_routing_is_not_taken(study: ImageStudyConfig, 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"routers": {}}, ValueError, "at least one entry in routers and in capacities"),
+        ({"routers": {}}, ValueError, "at least one entry in routers or rivals, and in capacities"),
         ({"processes": 0}, ValueError, "processes must be an integer of at least 1, got 0"),
         ({"tune": False}, ValueError, "tune=False leaves nothing to fine-tune"),
-        ({"controls": {"a-mod": "rand"}}, ValueError, "controls names rand; routers has a-mod, threshold, random"),
+        ({"controls": {"a-mod": "rand"}}, ValueError, "controls names rand; series are a-mod, threshold, random"),
         ({"seeds": 0}, ValueError, "seeds must be an integer of at least 1, got 0"),
         ({"changes": {"seed": 3}}, ValueError, "changes must not set seed: the study sets them"),
         ({"dense": "nowhere.yaml"}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
@@ -156,15 +156,27 @@ def test_wrong_studies_fail_before_the_first_run(
 STUDIES = sorted(path for path in Path("configs/tradeoff").glob("*.yaml") if "\nkind:" not in path.read_text())
 
 
+# Those of studies that choose something else.
+CONTROLS = {
+    "digits-capacities": {"uniform"},
+    "digits-cnn": {"random", "random, own"},
+    "digits-mindskip": {"coin"},
+}
+
+
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_study_configs_plan_their_runs(path: Path) -> None:
     config = ImageStudyConfig(**yaml.safe_load(path.read_text()))
     _, planned = ImageStudy(config).plan()
     assert planned[0].name == ("base" if config.tune_dense and config.train_dense else "dense")
-    # No method stands without choices at random and evenly spread ones beside it.
-    assert {"random", "stride"} <= {fields.get("router") for fields in config.routers.values()}
+    # No method stands without its controls: where tokens are chosen, those at random and evenly spread ones.
+    controls = {series for series in map(config.controls.get, config.series) if series}
+    assert CONTROLS.get(path.stem, {"random", "stride"}) <= controls | {
+        fields.get("router") for fields in config.routers.values()
+    }
     routed = [job for job in planned if job.config.routing is not None and job.config.method is None]
-    per_series = [1 if "capacity" in fields else len(config.capacities) for fields in config.routers.values()]
+    chosen = {name: fields for name, fields in config.routers.items() if "search" not in fields}
+    per_series = [1 if config.is_one(name) else len(config.capacities) for name in chosen]
     assert len(routed) == config.seeds * sum(per_series)
     assert all(job.config.model.has_weights and job.config.routing_config() for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
