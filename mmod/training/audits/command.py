@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmod.training.audits.config import AuditConfig, ChatAuditConfig, PairsAuditConfig
+from mmod.training.audits.config import AuditConfig, ChatAuditConfig, PairsAuditConfig, TextAuditConfig
 from mmod.training.engine.parse import parse_config
 
 if TYPE_CHECKING:
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["audit_run", "main"]
 
-AnyConfig = AuditConfig | PairsAuditConfig | ChatAuditConfig
+AnyConfig = AuditConfig | PairsAuditConfig | ChatAuditConfig | TextAuditConfig
 
 _RECORD, _FOUND = "config.json", "audit.json"
 _RUN = "config.yaml"
-# Parts that only models of one kind have, and keys that only their runs do.
+# Parts that only models of one kind have, and keys that only their runs, or the data of these, do.
 _KINDS: dict[type[AnyConfig], tuple[set[str], set[str]]] = {
     ChatAuditConfig: ({"language", "vision"}, {"trainer", "lora", "max_new_tokens"}),
     PairsAuditConfig: ({"image", "text"}, {"zero_shot"}),
+    TextAuditConfig: (set(), {"elastic", "length"}),
 }
 
 
@@ -133,6 +134,10 @@ def _subject(config: AnyConfig) -> Subject[Any]:
         from mmod.training.audits.chat import ChatSubject
 
         return ChatSubject(config)
+    if isinstance(config, TextAuditConfig):
+        from mmod.training.audits.text import TextSubject
+
+        return TextSubject(config)
     from mmod.training.audits.image import ImageSubject
 
     return ImageSubject(config)
@@ -222,9 +227,9 @@ def main(arguments: Sequence[str]) -> Path:
 def _kind_of(fields: Any) -> type[AnyConfig]:
     """Return of which kind of training a config is, by the parts that it routes and by its keys."""
     if isinstance(fields, Mapping):
-        routed = set(fields.get("routing") or ())
+        routed, known = set(fields.get("routing") or ()), {*fields, *(fields.get("data") or ())}
         for kind, (parts, keys) in _KINDS.items():
-            if (routed and routed <= parts) or keys & set(fields):
+            if (routed and routed <= parts) or keys & known:
                 return kind
     return AuditConfig
 

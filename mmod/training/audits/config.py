@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from mmod.training.chat import config as chat
 from mmod.training.image.config import TrainConfig
 from mmod.training.pairs import config as pairs
+from mmod.training.text import config as text
 from mmod.values import check_fields
 
-__all__ = ["AuditConfig", "AuditOptions", "ChatAuditConfig", "PairsAuditConfig"]
+__all__ = ["AuditConfig", "AuditOptions", "ChatAuditConfig", "PairsAuditConfig", "TextAuditConfig"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,17 @@ class PairsAuditConfig(pairs.TrainConfig):
 
     Args:
         audit: How it is audited. Images and captions have to find each other within a batch of `data.batch_size`.
+    """
+
+    audit: AuditOptions = field(default_factory=AuditOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextAuditConfig(text.TrainConfig):
+    """The keys of a training config on text; see `AuditConfig`.
+
+    Args:
+        audit: How it is audited.
     """
 
     audit: AuditOptions = field(default_factory=AuditOptions)

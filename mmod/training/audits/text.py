@@ -1,0 +1,66 @@
+"""Audits of causal language models of bytes.
+
+Axes: B windows, N bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmod.data.readers.text import create_eval_text
+from mmod.training.audits.config import TextAuditConfig
+from mmod.training.audits.subject import Again, Sorted, Subject
+from mmod.training.engine.config import TeacherConfig
+from mmod.training.engine.distributed import choose_device
+from mmod.training.text.model import create_models, logits_of
+
+__all__ = ["TextSubject", "judge_text"]
+
+
+class TextSubject(Subject[TextAuditConfig]):
+    """A language model of bytes, which decides as in generation where it was trained for that; see `Subject`."""
+
+    def create(self, reference: str | None = None) -> nn.Module:
+        """Make the routed model, or the dense one of another run."""
+        plain: dict[str, Any] = {"distill": TeacherConfig(teacher="none"), "grad_checkpointing": False}
+        config = dataclasses.replace(self.config, elastic=False, **plain)
+        if reference is not None:
+            config = dataclasses.replace(config, model=config.model.started_from(reference), routing=None)
+        return create_models(config)[0].to(choose_device(config.device)).eval()
+
+    def batches(self, split: str | None = None) -> Again:
+        """Return the windows of the evaluation split, sorted by nothing."""
+        data = self.config.data if split is None else dataclasses.replace(self.config.data, val_split=split)
+        stream = create_eval_text(data)
+
+        def make() -> Iterator[Sorted]:
+            return (Sorted(batch, {}) for batch in stream.batches(0))
+
+        return Again(make, stream.steps_per_epoch)
+
+    def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss of each window, and the share of its bytes that are foretold."""
+        return judge_text(model, batch)
+
+    def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """Refuse: shifts change images."""
+        raise ValueError("audit.shifts change images, and text has none: leave them out")
+
+
+def judge_text(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return cross entropy in nats a byte and the share of bytes that are the most likely ones, of each window.
+
+    Args:
+        model: A causal language model of bytes.
+        batch: Bytes (B, N) and the byte after each of them (B, N).
+    """
+    device = next(model.parameters()).device
+    tokens_BN, following_BN = (part.to(device) for part in batch)
+    logits = logits_of(model, tokens_BN).float()
+    loss_BN = F.cross_entropy(logits.movedim(-1, 1), following_BN, reduction="none")
+    return loss_BN.mean(1), (logits.argmax(-1) == following_BN).float().mean(1)
