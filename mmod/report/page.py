@@ -17,9 +17,9 @@ from mmod.report.charts import Chart, tradeoff_charts
 from mmod.report.frame import frame
 from mmod.report.health import health_chart
 from mmod.report.maps import maps_chart
+from mmod.report.over_runs import HEADER, rows_over_runs
 from mmod.report.sources import PAGE, AuditRecord, StudyRecord, read_sources
 from mmod.training.engine.logging import write_csv
-from mmod.training.studies.paired import difference
 
 __all__ = ["write_report"]
 
@@ -158,28 +158,17 @@ def _common_parts(audits: Sequence[AuditRecord]) -> list[_Part]:
         share = "" if audit.explained is None else f"{audit.explained:.2f}, {audit.position}"
         rows.append([record.name, f"{audit.gap:+.1f}", share, audit.kind, audit.across.kind])
     verdicts = _table(header, rows, "Verdicts, with 95 % intervals over images")
-    tables = verdicts + _over_seeds(audits) + _agreements(audits)
+    tables = verdicts + _over_runs(audits) + _agreements(audits)
     maps = maps_chart(audits)
     drawn = [] if maps is None else [_Part("Routing maps", _figure(maps), [maps])]
     return [_Part("Audits", tables, []), *drawn]
 
 
-def _over_seeds(audits: Sequence[AuditRecord]) -> str:
-    """Return a table of the audits whose runs have one name, as those of a study's seeds have; nothing without any."""
-    groups: dict[str, dict[int, dict[str, float]]] = {}
-    for record in audits:
-        own = groups.setdefault(record.name.rpartition("/")[2], {})
-        own[len(own)] = {one.name: one.accuracy.value for one in record.audit.conditions}
-    rows = []
-    for name, figures in groups.items():
-        common = set.intersection(*map(set, figures.values())) - {"as learned"}
-        for other in sorted(common) if len(figures) > 1 else []:
-            learned, chosen = ({run: own[one] for run, own in figures.items()} for one in ("as learned", other))
-            gap = difference(learned, chosen)
-            rows.append([name, other, str(gap.seeds), str(gap)])
-    header = ["model", "tokens kept", "runs", "points that the learned choice is above it"]
+def _over_runs(audits: Sequence[AuditRecord]) -> str:
+    """Return a table of what audits of runs of one name found together; nothing without any."""
     caption = "Runs of one name, with 95 % intervals over runs, not corrected for their number"
-    return _table(header, rows, caption) if rows else ""
+    rows = rows_over_runs(audits)
+    return _table(HEADER, rows, caption) if rows else ""
 
 
 def _figure(chart: Chart) -> str:

@@ -1,0 +1,54 @@
+"""What audits of several runs of one name found together, as those of a study's seeds have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmod.analysis.audit.result import Audit
+from mmod.report.sources import AuditRecord
+from mmod.training.studies.paired import difference
+
+__all__ = ["HEADER", "rows_over_runs"]
+
+_RANKS = "rank correlation"
+HEADER = ["model", "figure", "runs", "mean over runs"]
+
+
+def rows_over_runs(audits: Sequence[AuditRecord]) -> list[list[str]]:
+    """Return a row for each figure of each name that several runs have, with 95 % intervals over these.
+
+    Args:
+        audits: The audits.
+    """
+    groups: dict[str, list[dict[str, float]]] = {}
+    for record in audits:
+        groups.setdefault(record.name.rpartition("/")[2], []).append(_figures(record.audit))
+    return [
+        [name, figure, str(len(runs)), _told(figure, [own[figure] for own in runs])]
+        for name, runs in groups.items()
+        if len(runs) > 1
+        for figure in runs[0]
+        if all(figure in own for own in runs)
+    ]
+
+
+def _figures(audit: Audit) -> dict[str, float]:
+    """Return the figures of an audit that can be averaged over runs."""
+    learned, *others = audit.conditions
+    figures = {f"points above {own.name}": learned.accuracy.value - own.accuracy.value for own in others}
+    figures |= {f"points above random, {own.group}: {own.name}": own.gap.value for own in audit.strata}
+    figures |= {f"points above {own.group}, {own.name}": own.gap.value for own in audit.beside}
+    if audit.leave_one_out is not None:
+        parts = {"score": audit.leave_one_out.agreement, "token norm": audit.leave_one_out.norm}
+        figures |= {
+            f"{_RANKS} of {what} and worth in {block}": own.value
+            for what, blocks in parts.items()
+            for block, own in blocks.items()
+        }
+    return figures
+
+
+def _told(figure: str, values: Sequence[float]) -> str:
+    """Return the mean of a figure with its interval."""
+    over = difference(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
+    return f"{over.mean:+.2f} [{over.low:+.2f}, {over.high:+.2f}]" if figure.startswith(_RANKS) else str(over)
