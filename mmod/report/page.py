@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -26,6 +27,13 @@ __all__ = ["write_report"]
 # Pixels of a figure's width where nothing says how wide it is.
 _WIDTH = 640
 _STUDY_COMMAND = "mmod tradeoff study.yaml  # the config below, saved as study.yaml"
+_MAPS = "Patches that routed blocks of {} keep"
+# Those of other seeds lie beside it.
+_PLANS = "seed0/*.plans/*.png"
+_PLAN = (
+    "Plan of {}, {}, searched for the first seed: what each choice adds to the divergence in each block, those "
+    "that were taken as dots, and the least that a budget costs"
+)
 
 
 @name_missing_extra()
@@ -76,8 +84,9 @@ def _study_part(study: StudyRecord) -> _Part:
     charts = tradeoff_charts(study, _STUDY_COMMAND)
     told = "".join(f"<p>{escape(part)}</p>" for part in study.told.split("\n\n") if part)
     header, *rows = study.table
-    pictures = "".join(_picture(path) for path in sorted(study.folder.glob("maps-*.png")))
-    drawn = f"<details><summary>Routing maps of single models</summary>{pictures}</details>" if pictures else ""
+    maps = {path: _MAPS.format(path.stem.removeprefix("maps-")) for path in sorted(study.folder.glob("maps-*.png"))}
+    plans = {path: _PLAN.format(path.parent.stem, path.stem) for path in sorted(study.folder.glob(_PLANS))}
+    drawn = _pictures("Routing maps of single models", maps) + _pictures("Plans that were searched", plans)
     return _Part(
         f"Study {study.name}",
         told + "".join(map(_figure, charts)) + _table(header, rows, f"Models of {study.name}") + drawn
@@ -193,13 +202,14 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -
     )
 
 
-def _picture(path: Path) -> str:
-    import base64
-
-    text = f"Patches that routed blocks of {path.stem.removeprefix('maps-')} keep"
-    data = base64.b64encode(path.read_bytes()).decode()
-    image = f'<img alt="{escape(text)}" src="data:image/png;base64,{data}">'
-    return f"<figure>{image}<figcaption>{escape(text)}</figcaption></figure>"
+def _pictures(title: str, paths: Mapping[Path, str]) -> str:
+    """Return pictures with what they show, folded away; nothing without any."""
+    shown = "".join(
+        f'<figure><img alt="{escape(text)}" src="data:image/png;base64,{b64encode(path.read_bytes()).decode()}">'
+        f"<figcaption>{escape(text)}</figcaption></figure>"
+        for path, text in paths.items()
+    )
+    return f"<details><summary>{escape(title)}</summary>{shown}</details>" if shown else ""
 
 
 def _details(title: str, text: str) -> str:

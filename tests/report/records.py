@@ -38,6 +38,9 @@ def write_study(folder: Path) -> Path:
     (folder / "tradeoff.csv").write_text(ROWS)
     (folder / "tradeoff.md").write_text(TABLE)
     (folder / "maps-a.png").write_bytes(_png(torch.rand(8, 8)))
+    plans = folder / "seed0/searched.plans"
+    plans.mkdir(parents=True)
+    (plans / "flops-0.5.png").write_bytes(_png(torch.rand(8, 8)))
     return folder
 
 
