@@ -29,7 +29,7 @@ from mmod.training.studies.config import ImageStudyConfig
 from mmod.training.studies.entrants import DENSE, Anew, Entrant, create_rivals
 from mmod.training.studies.jobs import Job, Runner, Tick
 from mmod.training.studies.loop import LoopStudy, by_data, kept_shares
-from mmod.training.studies.paired import as_fast, unbeaten
+from mmod.training.studies.paired import as_fast, quoted, unbeaten
 from mmod.training.studies.rates import best_rates, starts_others, trials, with_rate
 from mmod.training.studies.results import Column, table_of
 from mmod.training.studies.study import Costs, Outcome
@@ -195,7 +195,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
             gap = self.compare(scores, {one: other})[one]
             return gap is not None and gap.is_clear and gap.mean > 0
 
-        found = {size: ", ".join(unbeaten(ms, is_better)) for size, ms in times.items()}
+        found = {size: ", ".join(map(quoted, unbeaten(ms, is_better))) for size, ms in times.items()}
         return "\n\n".join(
             f"At batch {size}, no entrant that is as fast is clearly better (95 % interval of the paired difference) "
             f"than any of these, which are not ranked: {names}."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import mean, stdev
 
-__all__ = ["Difference", "as_fast", "compare", "difference", "unbeaten", "verdict"]
+__all__ = ["Difference", "as_fast", "compare", "difference", "quoted", "unbeaten", "verdict"]
 
 # The figure of one model for each seed.
 BySeed = Mapping[int, float]
@@ -132,6 +132,19 @@ def unbeaten(ms: Mapping[str, float], is_better: Callable[[str, str], bool]) -> 
     return [name for name in ms if not any(is_better(other, name) for other in as_fast(ms, name))]
 
 
+def quoted(name: str) -> str:
+    """Return a name as it stands in a list: in quotes where it has a comma.
+
+    Args:
+        name: The name.
+
+    Example:
+        >>> quoted("dense"), quoted("attention, merged")
+        ('dense', "'attention, merged'")
+    """
+    return f"'{name}'" if "," in name else name
+
+
 def spread(values: Sequence[float]) -> float | None:
     """Return the sample standard deviation over seeds; None for a single one."""
     return stdev(values) if len(values) > 1 else None
@@ -152,7 +165,8 @@ def _close_groups(figures: Mapping[str, BySeed]) -> list[list[str]]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    shown = [quoted(name) for name in names]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _is_clear(own: BySeed, other: BySeed) -> bool:
