@@ -47,7 +47,8 @@ def isoflop(folder: Path, **changes: Any) -> IsoflopConfig:
 
 def test_the_config_that_comes_with_mmod_is_the_grid_of_its_header() -> None:
     config = load_config(ROOT / "configs" / "isoflop" / "text.yaml", kind=IsoflopConfig)
-    assert (len(config.budgets), len(config.sizes), list(config.routings), config.seeds) == (3, 4, ["dense", "mod"], 3)
+    assert (len(config.budgets), len(config.sizes), config.seeds) == (3, 4, 3)
+    assert list(config.routings) == ["dense", "mod", "random"]
     assert (ROOT / config.base).is_file()
 
 
