@@ -30,7 +30,7 @@ _RUN = "config.yaml"
 _KINDS: dict[type[AnyConfig], tuple[set[str], set[str]]] = {
     ChatAuditConfig: ({"language", "vision"}, {"trainer", "lora", "max_new_tokens"}),
     PairsAuditConfig: ({"image", "text"}, {"zero_shot"}),
-    TextAuditConfig: (set(), {"elastic", "length"}),
+    TextAuditConfig: (set(), {"length"}),
 }
 
 

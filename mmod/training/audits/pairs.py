@@ -6,7 +6,7 @@ Axes: B pairs, D dimensions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmod.analysis import flops
 from mmod.data.readers.pairs import create_eval_pairs
 from mmod.training.audits.config import PairsAuditConfig
-from mmod.training.audits.subject import Again, Sorted, Subject
+from mmod.training.audits.subject import Again, Subject, unsorted
 from mmod.training.engine.config import TeacherConfig
 from mmod.training.engine.distributed import choose_device
 from mmod.training.pairs.evaluate import rank_matches
@@ -41,11 +41,7 @@ class PairsSubject(Subject[PairsAuditConfig]):
         """Return the pairs that `data.val` names, sorted by nothing, for the model that was made."""
         data = self.config.data if split is None else dataclasses.replace(self.config.data, val=split)
         stream = create_eval_pairs(data, self._transform, self._tokenizer)
-
-        def make() -> Iterator[Sorted]:
-            return (Sorted(batch, {}) for batch in stream.batches(0))
-
-        return Again(make, stream.steps_per_epoch)
+        return unsorted(stream)
 
     def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return how well each pair finds itself among those of its batch."""

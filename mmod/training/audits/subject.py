@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from mmod.analysis.audit.auditor import Shift
+    from mmod.data.stream import BatchStream
 
-__all__ = ["Again", "Sorted", "Subject"]
+__all__ = ["Again", "Sorted", "Subject", "unsorted"]
 
 Config = TypeVar("Config")
 
@@ -46,6 +47,15 @@ class Again:
 
     def __iter__(self) -> Iterator[Sorted]:
         return self._make()
+
+
+def unsorted(stream: BatchStream) -> Again:
+    """Return the batches of an evaluation set whose samples are sorted by nothing.
+
+    Args:
+        stream: The set.
+    """
+    return Again(lambda: (Sorted(batch, {}) for batch in stream.batches(0)), stream.steps_per_epoch)
 
 
 class Subject(ABC, Generic[Config]):

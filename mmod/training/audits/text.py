@@ -6,7 +6,7 @@ Axes: B windows, N bytes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmod.data.readers.text import create_eval_text
 from mmod.training.audits.config import TextAuditConfig
-from mmod.training.audits.subject import Again, Sorted, Subject
+from mmod.training.audits.subject import Again, Subject, unsorted
 from mmod.training.engine.config import TeacherConfig
 from mmod.training.engine.distributed import choose_device
 from mmod.training.text.model import create_models, logits_of
@@ -37,11 +37,7 @@ class TextSubject(Subject[TextAuditConfig]):
         """Return the windows of the evaluation split, sorted by nothing."""
         data = self.config.data if split is None else dataclasses.replace(self.config.data, val_split=split)
         stream = create_eval_text(data)
-
-        def make() -> Iterator[Sorted]:
-            return (Sorted(batch, {}) for batch in stream.batches(0))
-
-        return Again(make, stream.steps_per_epoch)
+        return unsorted(stream)
 
     def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the loss of each window, and the share of its bytes that are foretold."""

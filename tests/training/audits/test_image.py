@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,19 @@ def test_a_run_is_audited_as_it_was_trained(run: Path, tmp_path: Path, capsys: p
     assert found.conditions[0].loss.value == pytest.approx(trained["loss"], rel=1e-4)
     assert {name: len(images) for name, images in record["maps"]["blocks"].items()} == {"blocks.1": 2, "blocks.3": 2}
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == files
+
+
+def test_a_run_of_one_checkpoint_for_many_budgets_is_audited(run: Path, tmp_path: Path) -> None:
+    elastic = tmp_path / "elastic"
+    shutil.copytree(run, elastic)
+    config = yaml.safe_load((run / "config.yaml").read_text()) | {
+        "elastic": {"capacities": [0.25, 0.5], "samples": 2},
+    }
+    (elastic / "config.yaml").write_text(yaml.safe_dump(config))
+    main([str(elastic), *QUICK])
+    record = json.loads((elastic / "audit" / "audit.json").read_text())
+    trained = json.loads((run / "result.json").read_text())["evaluation"]
+    assert read_audit(record["audit"]).conditions[0].accuracy.value == pytest.approx(trained["top1"])
 
 
 def test_a_finished_audit_is_read_and_never_overwritten(run: Path, tmp_path: Path) -> None:
