@@ -180,9 +180,9 @@ class ChannelBlock(StandingModule):
         config, by_BC = self.mod_state.config, logit_BC
         if config.chosen == "random":
             by_BC = self.mod_state.draw(flat)
-        elif config.chosen == "first":
-            by_BC = -torch.arange(logit_BC.shape[1], device=flat.device, dtype=logit_BC.dtype).expand_as(logit_BC)
         index_BK = select_topk(by_BC, Fraction(1, config.divisor))[0]
+        if config.chosen == "first":
+            index_BK = torch.arange(index_BK.shape[1], device=flat.device).expand_as(index_BK)
         return index_BK, logit_BC.gather(1, index_BK).sigmoid()
 
 
