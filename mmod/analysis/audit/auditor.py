@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from mmod.analysis.audit.across import Counter
-from mmod.analysis.audit.choices import DENSE_ATTENTION, RANDOM, Choice, Kept, Place
+from mmod.analysis.audit.choices import RANDOM, Choice, Kept, Place
 from mmod.analysis.audit.oracle import TokenValues
+from mmod.analysis.audit.reference import Reference, consult
 from mmod.analysis.audit.replace import free_tokens, keep_best, only_free, replaced_decisions
 from mmod.analysis.audit.result import LEARNED
 from mmod.analysis.audit.statistics import Values
 from mmod.analysis.audit.strata import Outcomes
 from mmod.blocks import RoutedBlock
 from mmod.model import routed_blocks
-from mmod.ops.capture import capture_importance
-from mmod.ops.intercept import inside
 from mmod.routing import Routing
 
 __all__ = ["Auditor", "Judge", "Shift"]
@@ -46,7 +45,7 @@ class _Seen(NamedTuple):
     free: dict[str, Tensor]
     partners: dict[str, Kept]
     images: range
-    attention: Mapping[str, Tensor] = {}
+    reference: Reference | None = None
 
 
 class Auditor:
@@ -111,10 +110,10 @@ class Auditor:
             Number of its images, and the loss (B,) of the dense model on each, None without one.
         """
         seen, loss_B = self._see(batch)
-        dense_loss_B = None
-        if self.reference is not None:
-            dense_loss_B, attention = self._refer(self.reference, seen)
-            seen = seen._replace(attention=attention)
+        dense = self.reference
+        if dense is not None:
+            consulted = consult(dense, lambda: self.judge(dense, batch)[0], seen.learned, self.made)
+            seen = seen._replace(reference=consulted)
         self.across.add({name: routing.keep_BN for name, routing in seen.learned.items()}, seen.free)
         for name, choice in self.made.items():
             self._note((name, ""), *self._judge(seen, choice))
@@ -129,7 +128,7 @@ class Auditor:
         for name, other in self.beside.items():
             self._note((name, _BESIDE), *self.judge(other, batch))
         self._images = seen.images.stop
-        return len(seen.images), dense_loss_B
+        return len(seen.images), None if seen.reference is None else seen.reference.loss_B
 
     def outcomes(self, choice: str, shift: str = "") -> tuple[Values, Values]:
         """Return accuracy and loss of each image with a choice of tokens.
@@ -175,24 +174,6 @@ class Auditor:
         images = range(self._images, self._images + len(loss_B))
         return _Seen(batch, learned, free, partners or self._partners(learned, free), images), loss_B
 
-    def _refer(self, reference: nn.Module, seen: _Seen) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of the dense model, and what attention tokens receive in the blocks that are routed here."""
-        if DENSE_ATTENTION not in self.made:
-            return self.judge(reference, seen.batch)[0], {}
-        modules = dict(reference.named_modules())
-        captured = {name: capture_importance(routing.real_BN) for name, routing in seen.learned.items()}
-        known = [(modules[name], own) for name, own in captured.items() if name in modules]
-        with inside(known):
-            loss_B, _ = self.judge(reference, seen.batch)
-        attention = {name: own.importance_BN for name, own in captured.items() if own.importance_BN is not None}
-        for name, routing in seen.learned.items():
-            if name not in attention or attention[name].shape != routing.score_BN.shape:
-                raise ValueError(
-                    f"the dense model has no attention over {routing.score_BN.shape[1]} tokens in {name}: give the one "
-                    f"that the routed model was made from, or leave {DENSE_ATTENTION!r} out of `conditions`"
-                )
-        return loss_B, attention
-
     def _judge(self, seen: _Seen, choice: Choice) -> list[Tensor]:
         """Return loss and accuracy with another choice of tokens, the mean over draws where it is random."""
         draws = range(self.draws if choice.family == "random" else 1)
@@ -234,9 +215,10 @@ class Auditor:
         def replace(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
             frequency_F = self.positions.frequency(name, x_BND.shape[1]).to(x_BND.device)
             learned, free_BN = seen.learned[name], seen.free[name]
+            dense = seen.reference
             place = Place(
                 name, self._number[name], x_BND, learned, free_BN, seen.partners[name], seen.images, frequency_F,
-                self._grid(free_BN), seen.attention.get(name), draw,
+                self._grid(free_BN), dense and dense.attention.get(name), dense and dense.entropy_BN, draw,
             )  # fmt: skip
             return keep_best(choice.rank(place), learned, routing, self.blocks[name].router, left_BN)
 

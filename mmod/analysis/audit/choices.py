@@ -16,10 +16,21 @@ from torch import Tensor
 from mmod.routing import Routing
 from mmod.routing.score.stride import spread_evenly
 
-__all__ = ["CHOICES", "DENSE_ATTENTION", "RANDOM", "Choice", "Family", "Place", "choices", "default_choices", "first"]
+__all__ = [
+    "CHOICES",
+    "DENSE_ATTENTION",
+    "RANDOM",
+    "REFERENCE_ENTROPY",
+    "Choice",
+    "Family",
+    "Place",
+    "choices",
+    "default_choices",
+    "first",
+]
 
 Family = Literal["random", "position", "other"]
-RANDOM, DENSE_ATTENTION = "random", "dense attention"
+RANDOM, DENSE_ATTENTION, REFERENCE_ENTROPY = "random", "dense attention", "reference entropy"
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,9 @@ class Place:
         frequency_F: How often the router keeps each of the tokens that may be skipped, by their order, in [0, 1].
         grid: Rows and columns of the tokens that may be skipped.
         attention_BN: Attention that each token receives in the same block of the dense model, the mean over heads and
-            queries; None without such a model.
+            queries; None where nobody asks a dense model.
+        entropy_BN: How unsure the dense model is at each token, see `mmod.analysis.audit.reference.token_entropy`; None
+            where nobody asks it.
         draw: Number of the draw, for what is drawn at random.
     """
 
@@ -51,6 +64,7 @@ class Place:
     frequency_F: Tensor
     grid: tuple[int, int]
     attention_BN: Tensor | None = None
+    entropy_BN: Tensor | None = None
     draw: int = 0
 
     @property
@@ -129,6 +143,11 @@ def _dense_attention(place: Place) -> Tensor:
     return place.attention_BN
 
 
+def _reference_entropy(place: Place) -> Tensor:
+    assert place.entropy_BN is not None
+    return place.entropy_BN
+
+
 def first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
     """Return ranks by score in which marked tokens come before all others, from 0 (B, N).
 
@@ -152,8 +171,10 @@ CHOICES: Mapping[str, Choice] = {
     "inverted": Choice("other", _inverted),
     "shuffled": Choice("other", _shuffled),
     DENSE_ATTENTION: Choice("other", _dense_attention),
+    REFERENCE_ENTROPY: Choice("other", _reference_entropy),
 }
-"""The choices that an audit makes unless it is told otherwise, by name; the last one where it has a dense model."""
+"""The choices that an audit makes unless it is told otherwise, by name; the last two where it has a dense model."""
+_OF_REFERENCE = (DENSE_ATTENTION, REFERENCE_ENTROPY)
 
 
 def default_choices(has_reference: bool) -> list[str]:
@@ -163,10 +184,10 @@ def default_choices(has_reference: bool) -> list[str]:
         has_reference: Whether there is a dense model.
 
     Example:
-        >>> set(default_choices(True)) - set(default_choices(False))
-        {'dense attention'}
+        >>> sorted(set(default_choices(True)) - set(default_choices(False)))
+        ['dense attention', 'reference entropy']
     """
-    return [name for name in CHOICES if has_reference or name != DENSE_ATTENTION]
+    return [name for name in CHOICES if has_reference or name not in _OF_REFERENCE]
 
 
 def choices(
@@ -183,7 +204,7 @@ def choices(
         has_reference: Whether there is a dense model.
 
     Raises:
-        ValueError: A name that there is not, one that is taken, no random choice, or the attention of no model.
+        ValueError: A name that there is not, one that is taken, no random choice, or one that needs a dense model.
     """
     wanted, own = default_choices(has_reference) if conditions is None else list(conditions), own or {}
     unknown = sorted(set(wanted) - set(CHOICES))
@@ -192,8 +213,9 @@ def choices(
     taken = sorted(set(own) & {*CHOICES, "as learned"})
     if taken:
         raise ValueError(f"own names {', '.join(taken)}, which an audit has already: choose another name")
-    if DENSE_ATTENTION in wanted and not has_reference:
-        raise ValueError(f"the condition {DENSE_ATTENTION!r} needs a dense model: give `reference`")
+    for name in () if has_reference else _OF_REFERENCE:
+        if name in wanted:
+            raise ValueError(f"the condition {name!r} needs a dense model: give `reference`")
     if RANDOM not in wanted:
         raise ValueError(f"conditions must name {RANDOM!r}, which the verdict compares with, got {wanted}")
     return {name: CHOICES[name] for name in wanted} | {name: Choice("other", rank) for name, rank in own.items()}

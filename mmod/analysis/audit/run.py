@@ -50,8 +50,9 @@ def audit(
     each condition: at "random"; by position alone ("stride", "centre", "border", and "mean mask", the positions that
     the router keeps most often); by "token norm"; "inverted", what the router dropped, lowest score first, and then,
     where fewer were dropped than kept, of the rest those of lowest score; "shuffled", what it keeps of the image
-    before; with a `reference`, "dense attention", what receives most attention in the same block of that model. Routers
-    that share a score choose once. The best fixed position is picked on the audited images.
+    before; with a `reference`, "dense attention", what receives most attention in the same block of that model, and
+    "reference entropy", where that model is least sure of its answer. Routers that share a score choose once. The best
+    fixed position is picked on the audited images.
 
     Memory holds two numbers for each image and condition, whatever the size of images.
 
@@ -74,7 +75,8 @@ def audit(
         strata: Returns for a batch what its images are sorted by, such as `{"kind": ["a", "b"], "size": [3, 9]}`.
             The learned choice is compared with the random one among images of one name, or of one third of the numbers.
         reference: The dense model that the routed one was made from, or one with the same blocks: images are sorted by
-            its loss too, as `judge` finds it, and the tokens that it attends to are a condition.
+            its loss too, as `judge` finds it, and the tokens that it attends to and those of which it is unsure are
+            conditions.
         shifts: The comparison is made once more on changed images: names to functions that return a batch changed,
             given it and the numbers of its images. `mmod.analysis.audit.SHIFTS` has some for images.
         leave_one_out: On how many of the batches, from the first, each token is left out once from each decision, to

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from mmod.analysis.audit.choices import REFERENCE_ENTROPY
 from mmod.analysis.audit.judges import judge_answers
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
-from mmod.training.audits.config import AuditOptions, ChatAuditConfig
+from mmod.training.audits.config import ChatAuditConfig
 from mmod.training.audits.subject import Again, Sorted, Subject
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.model import create_model, create_processor
@@ -27,10 +28,8 @@ _IMAGES = "pixel_values"
 class ChatSubject(Subject[ChatAuditConfig]):
     """A vision-language model of transformers; see `Subject`."""
 
-    def conditions(self, options: AuditOptions) -> list[str]:
-        """Return the names of the choices that are compared, by default without one that needs images alike."""
-        own = super().conditions(options)
-        return [name for name in own if name != "shuffled"] if options.conditions is None else own
+    # Not all conversations have equally many tokens, and no loss asked the head what follows an image token.
+    unasked = frozenset({"shuffled", REFERENCE_ENTROPY})
 
     def create(self, reference: str | None = None) -> nn.Module:
         """Make the routed model, or the dense one of another run."""

@@ -19,14 +19,16 @@ class AuditOptions:
 
     Args:
         conditions: Choices of tokens that are compared, "random" among them; null for all, of conversations without
-            "shuffled", which needs equally many tokens in all of them.
+            "shuffled", which needs equally many tokens in all of them, and only of images and text with
+            "reference entropy", for which a head has to answer for tokens.
         draws: Random choices for each image.
         margin: Points of accuracy below which a gain over random tokens may count as none.
         resamples: How often images are resampled.
         positions_split: Split from which the positions that the router keeps are counted, for pairs and conversations
             given as `data.val` is; null for the evaluation set.
         maps: Sample images of a classifier over which routing is drawn; 0 draws none.
-        reference: Folder of a dense run of the same kind, by whose loss images are sorted; null for none.
+        reference: Folder of a dense run of the same kind, by whose loss images are sorted, and whose attention and
+            entropy choose tokens; null for none.
         shifts: Names of `mmod.analysis.audit.SHIFTS` by which the images are changed for further comparisons.
         leave_one_out: Batches on which each token is left out once.
         beside: Folders of runs of the same kind, such as one of early exit at the same budget, whose models are judged

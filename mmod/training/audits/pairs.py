@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.analysis import flops
+from mmod.analysis.audit.choices import REFERENCE_ENTROPY
 from mmod.data.readers.pairs import create_eval_pairs
 from mmod.training.audits.config import PairsAuditConfig
 from mmod.training.audits.subject import Again, Subject, unsorted
@@ -26,6 +27,9 @@ __all__ = ["PairsSubject", "judge_pairs"]
 
 class PairsSubject(Subject[PairsAuditConfig]):
     """An open_clip model; see `Subject`."""
+
+    # No head of such a model answers for a token.
+    unasked = frozenset({REFERENCE_ENTROPY})
 
     def create(self, reference: str | None = None) -> nn.Module:
         """Make the routed model, or the dense one of another run."""

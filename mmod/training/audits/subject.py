@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -63,7 +63,12 @@ class Subject(ABC, Generic[Config]):
 
     Args:
         config: Says which.
+
+    Attributes:
+        unasked: Conditions that are made only where they are named.
     """
+
+    unasked: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -74,7 +79,9 @@ class Subject(ABC, Generic[Config]):
         Args:
             options: How to audit.
         """
-        return default_choices(options.reference is not None) if options.conditions is None else options.conditions
+        if options.conditions is not None:
+            return options.conditions
+        return [name for name in default_choices(options.reference is not None) if name not in self.unasked]
 
     @abstractmethod
     def create(self, reference: str | None = None) -> nn.Module:

@@ -202,8 +202,9 @@ def test_answers_of_patches_are_averaged_over_each_image() -> None:
         ({"conditions": ["stride"]}, "conditions must name 'random'"),
         ({"conditions": ["random", "middle"]}, "conditions names middle; valid are random, stride"),
         ({"conditions": ["random", "dense attention"]}, "'dense attention' needs a dense model"),
+        ({"conditions": ["random", "reference entropy"]}, "'reference entropy' needs a dense model"),
         (
-            {"reference": nn.Sequential(nn.Flatten(), nn.Linear(256, 4))},
+            {"reference": nn.Sequential(nn.Flatten(), nn.Linear(256, 4)), "conditions": ["random", "dense attention"]},
             "the dense model has no attention over 17 tokens in blocks.0",
         ),
         ({"own": {"stride": content}}, "own names stride, which an audit has already"),

@@ -29,7 +29,7 @@ def test_a_run_on_text_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[
     found = read_audit(record["audit"])
     assert capsys.readouterr().out.startswith(str(found))
     assert found.images == 6
-    assert found.conditions[-1].name == "dense attention"
+    assert [own.name for own in found.conditions[-2:]] == ["dense attention", "reference entropy"]
     assert {own.group for own in found.strata} == {"loss of the dense model"}
     with pytest.raises(ValueError, match="shifts change images"):
         main([str(tmp_path / "routed"), *QUICK, "--audit.shifts", "[noise]", "--output", str(tmp_path / "other")])

@@ -1,0 +1,151 @@
+"""What a dense model says of a batch: its loss, which tokens it attends to, and of which it is unsure.
+
+Axes: B images, N tokens, D channels, C classes or tokens of a vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmod.adapters import adapted_model, find_library, find_stack
+from mmod.analysis.audit.choices import DENSE_ATTENTION, REFERENCE_ENTROPY
+from mmod.ops.capture import capture_importance
+from mmod.ops.intercept import inside
+from mmod.routing import Routing
+
+__all__ = ["Reference", "consult", "token_entropy"]
+
+
+class Reference(NamedTuple):
+    """What a dense model says of a batch.
+
+    Args:
+        loss_B: Its loss on each image (B,).
+        attention: By block, what attention each token receives (B, N).
+        entropy_BN: How unsure it is at each token, see `token_entropy` (B, N); None where nobody asks.
+    """
+
+    loss_B: Tensor
+    attention: Mapping[str, Tensor]
+    entropy_BN: Tensor | None
+
+
+def consult(
+    model: nn.Module, judged: Callable[[], Tensor], learned: Mapping[str, Routing], wanted: Collection[str]
+) -> Reference:
+    """Ask a dense model of a batch, in one pass.
+
+    Args:
+        model: The dense model.
+        judged: Runs it on the batch and returns the loss (B,).
+        learned: The decisions of the routed model on the batch.
+        wanted: Names of the conditions that are made, of which some need it.
+
+    Raises:
+        ValueError: It says nothing of the tokens that a condition is about.
+    """
+    captured: dict[str, capture_importance] = {}
+    if DENSE_ATTENTION in wanted:
+        modules = dict(model.named_modules())
+        captured = {name: capture_importance(own.real_BN) for name, own in learned.items() if name in modules}
+    entropies: list[Tensor] = []
+    with ExitStack() as stack:
+        stack.enter_context(inside([(modules[name], own) for name, own in captured.items()]))
+        if REFERENCE_ENTROPY in wanted:
+            entropies = stack.enter_context(token_entropy(model))
+        loss_B = judged()
+    attention = {name: own.importance_BN for name, own in captured.items() if own.importance_BN is not None}
+    entropy_BN = entropies[-1] if entropies else None
+    for name, routing in learned.items():
+        shape = routing.score_BN.shape
+        if DENSE_ATTENTION in wanted and (name not in attention or attention[name].shape != shape):
+            raise ValueError(
+                f"the dense model has no attention over {shape[1]} tokens in {name}: give the one that the routed "
+                f"model was made from, or leave {DENSE_ATTENTION!r} out of `conditions`"
+            )
+        if REFERENCE_ENTROPY in wanted and (entropy_BN is None or entropy_BN.shape != shape):
+            of = "none" if entropy_BN is None else f"{entropy_BN.shape[1]}"
+            raise ValueError(
+                f"the dense model says of {of} of the {shape[1]} tokens in {name} how unsure it is: give the one that "
+                f"the routed model was made from, or leave {REFERENCE_ENTROPY!r} out of `conditions`"
+            )
+    return Reference(loss_B, attention, entropy_BN)
+
+
+@contextmanager
+def token_entropy(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Record how unsure a model is at each token, in forward passes inside the block.
+
+    A language model, or a classifier of patches, answers for each token: it is the entropy of that answer, of a
+    language model that of what it expects next. An image classifier's own head answers for one image: it is given each
+    token's final state in the place of a whole image.
+
+    Args:
+        model: A dense model of transformers with a head over its vocabulary, or a classifier of timm.
+
+    Yields:
+        The entropies in nats (B, N), one tensor for each pass. It is empty until there was one.
+
+    Raises:
+        ValueError: A model with no such head.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("test_vit", num_classes=3).eval()
+        >>> with torch.no_grad(), token_entropy(model) as found:
+        ...     _ = model(torch.randn(2, 3, 160, 160))
+        >>> found[0].shape, bool((found[0] <= torch.tensor(3.0).log() + 1e-5).all())
+        (torch.Size([2, 101]), True)
+    """
+    host: Any = adapted_model(model)
+    found: list[Tensor] = []
+
+    def read(_: nn.Module, inputs: tuple[Any, ...], answer: Any) -> None:
+        found.append(_entropy(answer.logits))
+
+    if find_library(model) == "transformers" and host.get_output_embeddings() is not None:
+        handle = host.register_forward_hook(read)
+        try:
+            yield found
+        finally:
+            handle.remove()
+    elif find_library(model) == "timm" and bool(getattr(host, "num_classes", 0)):
+        with _head_watched(host, found):
+            yield found
+    else:
+        raise ValueError(
+            f"{type(host).__name__} has no head that answers for single tokens, as language models of transformers and "
+            f"classifiers of timm have: leave {REFERENCE_ENTROPY!r} out of `conditions`"
+        )
+
+
+@contextmanager
+def _head_watched(host: Any, found: list[Tensor]) -> Iterator[None]:
+    """Record the entropies of what a classifier's own head makes of each token."""
+    head, prefix = host.forward_head, find_stack(host).prefix
+
+    def forward_head(x_BND: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # An image of that token alone, whichever of its tokens the head reads.
+        alone = x_BND.flatten(0, 1).unsqueeze(1).expand(-1, prefix + 1, -1)
+        answer = head(alone)
+        logits = answer[:, -1] if answer.ndim == 3 else answer
+        found.append(_entropy(logits).view(x_BND.shape[:2]))
+        whole: Tensor = head(x_BND, *args, **kwargs)
+        return whole
+
+    # The host calls it by name; an attribute of its own stands before the method of its class.
+    host.forward_head = forward_head
+    try:
+        yield
+    finally:
+        del host.forward_head
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """Return the entropy of each answer in nats, given logits (..., C)."""
+    return torch.special.entr(logits.float().softmax(-1)).sum(-1)
