@@ -125,7 +125,7 @@ def matrix_chart(record: AuditRecord) -> Chart | None:
 
 
 def kept_chart(record: AuditRecord) -> Chart:
-    """Return the share of tokens that each block keeps, and what position says of it.
+    """Return the share of tokens that each block keeps.
 
     Args:
         record: The audit.
@@ -136,7 +136,6 @@ def kept_chart(record: AuditRecord) -> Chart:
             "block": block,
             "decided in": name,
             "kept": across.kept[name].value,
-            "told by position": across.information[name],
         }
         for name, blocks in across.blocks.items()
         for block in blocks
@@ -149,7 +148,7 @@ def kept_chart(record: AuditRecord) -> Chart:
             "x": {"field": "block", "type": "nominal", "sort": None},
             "y": shares,
             "color": {"field": "decided in", "scale": {"range": COLOURS}, "legend": {"orient": "bottom"}},
-            "tooltip": _tooltip("block", "decided in", "kept", "told by position"),
+            "tooltip": _tooltip("block", "decided in", "kept"),
         },
     }
     listed = ", ".join(f"{row['block']} {row['kept']:.2f}" for row in rows)

@@ -38,6 +38,11 @@ def _figures(audit: Audit) -> dict[str, float]:
     figures = {f"points above {own.name}": learned.accuracy.value - own.accuracy.value for own in others}
     figures |= {f"points above random, {own.group}: {own.name}": own.gap.value for own in audit.strata}
     figures |= {f"points above {own.group}, {own.name}": own.gap.value for own in audit.beside}
+    figures |= {
+        f"% of the decision in {block} told by {known}": 100 * own.share.value
+        for block, told in audit.across.information.items()
+        for known, own in told.items()
+    }
     if audit.leave_one_out is not None:
         parts = {"score": audit.leave_one_out.agreement, "token norm": audit.leave_one_out.norm}
         figures |= {

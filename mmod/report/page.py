@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmod.analysis.audit.information import information_rows
 from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
 from mmod.extras import name_missing_extra
 from mmod.io.claim import claim_folder
@@ -108,10 +109,17 @@ def _audit_part(record: AuditRecord) -> _Part:
         f"<p><strong>{escape(audit.verdict)}</strong></p>{_figure(charts[0])}"
         + _table(header, rows, f"Choices of tokens, {audit.images} images, {audit.draws} random draws")
         + f"<p>{escape(audit.across.verdict)} Never kept: {escape(audit.never())}.</p>"
-        + "".join(map(_figure, charts[1:])) + _strata_tables(record)
+        + _known(record) + "".join(map(_figure, charts[1:])) + _strata_tables(record)
         + _details("Environment", _lines(record.environment)),
         charts,
     )  # fmt: skip
+
+
+def _known(record: AuditRecord) -> str:
+    """Return a table of what is known of tokens and says of decisions; nothing where an earlier version wrote none."""
+    header, *rows = information_rows(record.audit.across.information)
+    caption = "What is known of a token says so much of whether it is kept, with 95 % intervals over images"
+    return _table(header, rows, caption) if rows else ""
 
 
 def _strata_tables(record: AuditRecord) -> str:

@@ -1,4 +1,4 @@
-"""How the decisions of a model's blocks hang together: who is kept again, who never, and what position says of it.
+"""How the decisions of a model's blocks hang together: who is kept again, who never, and what tells it beforehand.
 
 Axes: B images, N tokens.
 """
@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
-from mmod.analysis.audit.replace import only_free
+from mmod.analysis.audit.information import Information, KindCounts
 from mmod.analysis.audit.statistics import Estimate, Sums
 
 __all__ = ["Across", "Counter"]
 
 # What `returning` is between 0, where tokens leave for good, and 1, where decisions are independent.
 _HALF = 0.5
+_POSITION = "position"
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ class Across:
         never: Share of tokens that no decision keeps, by the first block of their part.
         returning: How often a token is kept that an earlier decision has dropped, over the share that is kept: 0 where
             tokens leave for good, as in early exit, 1 where decisions are independent. None with one decision.
-        information: For each decision the share of its entropy that position takes away, from 0 (position says
-            nothing) to 1 (it says all).
+        information: For each decision what is known of tokens and says of whether they are kept: their "position", and
+            what else an audit was told of them.
         kind: "early exit", "block-specific", "one decision", or "cannot be told".
         verdict: The same in a sentence.
     """
@@ -46,7 +50,7 @@ class Across:
     again: list[list[Estimate | None]]
     never: dict[str, Estimate]
     returning: Estimate | None
-    information: dict[str, float]
+    information: dict[str, dict[str, Information]]
     kind: Literal["early exit", "block-specific", "one decision", "cannot be told"]
     verdict: str
 
@@ -64,22 +68,43 @@ class Counter:
         self._pairs: dict[tuple[str, str], Sums] = {}
         self._never: dict[str, Sums] = {}
         self._returning = Sums()
-        # Of each decision, for each place in the order of tokens that may be skipped, how many are kept, and how many
-        # there are.
-        self._positions: dict[str, Tensor] = {}
+        # By decision and by what is known of tokens.
+        self._kinds: dict[str, dict[str, KindCounts]] = {}
+        self._images = 0
 
-    def add(self, kept: Mapping[str, Tensor], free: Mapping[str, Tensor]) -> None:
+    def add(
+        self,
+        kept: Mapping[str, Tensor],
+        free: Mapping[str, Tensor],
+        kinds: Mapping[str, ArrayLike] = MappingProxyType({}),
+    ) -> None:
         """Count the decisions of a batch.
 
         Args:
             kept: For each decision, True where a token is kept (B, N).
             free: The same where a token may be skipped.
+            kinds: What is known of the tokens, see `KindsOf`; it says of decisions on as many images and tokens.
+
+        Raises:
+            ValueError: No decision is about as many tokens as have kinds.
         """
         self.decisions = self.decisions or list(kept)
+        shapes = {name: tuple(keep_BN.shape) for name, keep_BN in kept.items()}
+        for known, names in kinds.items():
+            if np.shape(names) not in shapes.values():
+                raise ValueError(
+                    f"token_kinds give {known!r} of {np.shape(names)} tokens, and decisions are on "
+                    f"{', '.join(map(str, dict.fromkeys(shapes.values())))}"
+                )
         for name, keep_BN in kept.items():
-            both = (keep_BN & free[name], free[name])
-            counts = torch.stack([only_free(own, free[name]).sum(0) for own in both]).double().cpu()
-            self._positions[name] = _longer(self._positions.get(name), counts)
+            free_BN, counts = free[name], self._kinds.setdefault(name, {_POSITION: KindCounts()})
+            images = range(self._images, self._images + len(keep_BN))
+            order_BN = (free_BN.cumsum(1) - 1).clamp(min=0)
+            counts[_POSITION].add(order_BN, keep_BN, free_BN, images)
+            for known, names in kinds.items():
+                if np.shape(names) == shapes[name]:
+                    counts.setdefault(known, KindCounts()).add_names(names, keep_BN, free_BN, images)
+        self._images += len(next(iter(kept.values())))
         for part in self._parts():
             self._add_part(part, [kept[name] & free[name] for name in part], free[part[0]])
 
@@ -107,8 +132,7 @@ class Counter:
             name: The decision.
             tokens: Number of such tokens F.
         """
-        kept_F, free_F = _longer(self._positions[name], torch.zeros(2, tokens, dtype=torch.float64))[:, :tokens]
-        return kept_F / free_F.clamp(min=1)
+        return self._kinds[name][_POSITION].frequency(tokens)
 
     def result(self) -> Across:
         """Return what was counted."""
@@ -121,7 +145,7 @@ class Counter:
             again=[[self._pairs[i, j].mean() if (i, j) in self._pairs else None for j in names] for i in names],
             never={name: sums.mean() for name, sums in self._never.items()},
             returning=returning,
-            information={name: _information(self._positions[name]) for name in names},
+            information={name: _informed(self._kinds[name]) for name in names},
             kind=kind,
             verdict=verdict,
         )
@@ -160,23 +184,7 @@ def _judge(
     return "cannot be told", f"Whether tokens leave for good or blocks choose their own cannot be told: {told}."
 
 
-def _information(counts_2N: Tensor) -> float:
-    """Return the mutual information of being kept with the position, over the entropy of being kept."""
-    kept_N, free_N = counts_2N[:, counts_2N[1] > 0]
-    entropy = float(_entropy(kept_N.sum() / free_N.sum()))
-    left = float((_entropy(kept_N / free_N) * free_N).sum() / free_N.sum())
-    return 1 - left / entropy if entropy else 0.0
-
-
-def _entropy(share: Tensor) -> Tensor:
-    """Return the entropy in bits of what happens with a probability."""
-    return -(torch.xlogy(share, share) + torch.xlogy(1 - share, 1 - share)) / torch.log(share.new_tensor(2.0))
-
-
-def _longer(earlier: Tensor | None, counts: Tensor) -> Tensor:
-    """Return the sum of counts by position, of sequences of any length."""
-    if earlier is None:
-        return counts
-    positions = max(earlier.shape[1], counts.shape[1])
-    padded = [torch.nn.functional.pad(own, (0, positions - own.shape[1])) for own in (earlier, counts)]
-    return padded[0] + padded[1]
+def _informed(counts: Mapping[str, KindCounts]) -> dict[str, Information]:
+    """Return what is known of tokens and says something; nothing where all are of one kind."""
+    found = {known: own.information() for known, own in counts.items()}
+    return {known: own for known, own in found.items() if own is not None}

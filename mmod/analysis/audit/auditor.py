@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from mmod.analysis.audit.across import Counter
@@ -99,11 +100,14 @@ class Auditor:
         _, _, learned = self._as_learned(batch)
         self.positions.add({name: routing.keep_BN for name, routing in learned.items()}, self._free(learned))
 
-    def judge_batch(self, batch: Any, *, leave_one_out: bool = False) -> tuple[int, Tensor | None]:
+    def judge_batch(
+        self, batch: Any, kinds: Mapping[str, ArrayLike], *, leave_one_out: bool = False
+    ) -> tuple[int, Tensor | None]:
         """Judge a batch with every choice of tokens.
 
         Args:
             batch: A batch.
+            kinds: What is known of its tokens.
             leave_one_out: Whether to find out what each of its tokens is worth.
 
         Returns:
@@ -114,7 +118,7 @@ class Auditor:
         if dense is not None:
             consulted = consult(dense, lambda: self.judge(dense, batch)[0], seen.learned, self.made)
             seen = seen._replace(reference=consulted)
-        self.across.add({name: routing.keep_BN for name, routing in seen.learned.items()}, seen.free)
+        self.across.add({name: routing.keep_BN for name, routing in seen.learned.items()}, seen.free, kinds)
         for name, choice in self.made.items():
             self._note((name, ""), *self._judge(seen, choice))
         if leave_one_out:

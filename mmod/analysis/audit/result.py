@@ -11,6 +11,7 @@ import numpy as np
 
 from mmod.analysis.audit.across import Across
 from mmod.analysis.audit.choices import Choice
+from mmod.analysis.audit.information import Information, information_rows
 from mmod.analysis.audit.oracle import LeaveOneOut
 from mmod.analysis.audit.statistics import Estimate, Values, adjusted, estimate_of, resampled_means, sign_test
 from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
@@ -108,13 +109,10 @@ class Audit:
     def __str__(self) -> str:
         across, names = self.across, self.across.decisions
         again = [
-            [name, *("" if own is None else f"{own:.2f}" for own in row), f"{across.information[name]:.3f}"]
-            for name, row in zip(names, across.again)
+            [name, *("" if own is None else f"{own:.2f}" for own in row)] for name, row in zip(names, across.again)
         ]
-        kept = ["kept by chance", *(f"{across.kept[name]:.2f}" for name in names), ""]
-        matrix = markdown_table(
-            ["kept in", *(f"again in {name}" for name in names), "told by position"], [*again, kept]
-        )
+        kept = ["kept by chance", *(f"{across.kept[name]:.2f}" for name in names)]
+        matrix = markdown_table(["kept in", *(f"again in {name}" for name in names)], [*again, kept])
         return (
             f"{self.verdict}\n\n{self.table()}\n\n{self.images} images, {self.draws} random draws. Intervals are of "
             "95 %, by resampling images; p-values are of paired tests by random signs, corrected by Holm's method.\n\n"
@@ -122,8 +120,14 @@ class Audit:
         )
 
     def _more(self) -> str:
-        """Return what was found in strata and about single tokens, where that was asked for."""
+        """Return what is known of tokens, and what was found in strata and about single ones."""
         parts = []
+        header, *known = information_rows(self.across.information)
+        if known:
+            parts += [
+                markdown_table(header, known),
+                "What is known of a token says so much of whether it is kept, without the bias of counts.",
+            ]
         if self.strata:
             header, *rows = strata_rows(self.strata, "random")
             parts += [
@@ -166,6 +170,14 @@ def read_audit(fields: Mapping[str, Any]) -> Audit:
     across: dict[str, Any] = {
         name: {key: _estimate(own) for key, own in value.items()} if name in ("kept", "never") else value
         for name, value in fields["across"].items()
+    }
+    # Earlier versions wrote one share for each decision, without an interval.
+    across["information"] = {
+        name: {
+            kind: Information(**{key: _estimate(value) for key, value in own.items()}) for kind, own in known.items()
+        }
+        for name, known in across["information"].items()
+        if isinstance(known, Mapping)
     }
     across["again"] = [[_estimate(own) for own in row] for row in across["again"]]
     across["returning"] = _estimate(across["returning"])

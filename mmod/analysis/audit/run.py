@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from mmod.analysis.audit.auditor import Auditor, Judge, Shift
 from mmod.analysis.audit.choices import Place, choices
+from mmod.analysis.audit.information import KindsOf
 from mmod.analysis.audit.judges import judge_classes
 from mmod.analysis.audit.result import LEARNED, Audit, compare
 from mmod.analysis.audit.strata import ALL, DIFFICULTY, SHIFT, Strata, StratumOf, compare_strata
@@ -38,6 +39,7 @@ def audit(
     margin: float = 5.0,
     resamples: int = 2000,
     strata: StratumOf | None = None,
+    token_kinds: KindsOf | None = None,
     reference: nn.Module | None = None,
     shifts: Mapping[str, Shift] | None = None,
     leave_one_out: int = 0,
@@ -74,6 +76,9 @@ def audit(
         resamples: How often images are resampled, and signs drawn.
         strata: Returns for a batch what its images are sorted by, such as `{"kind": ["a", "b"], "size": [3, 9]}`.
             The learned choice is compared with the random one among images of one name, or of one third of the numbers.
+        token_kinds: Returns for a batch what is known of its tokens, prefix and padding included, such as
+            `{"region": [["class token", "object", "background"]]}` (B, N): the mutual information of that and of each
+            decision on as many tokens is found, as it is of their positions.
         reference: The dense model that the routed one was made from, or one with the same blocks: images are sorted by
             its loss too, as `judge` finds it, and the tokens that it attends to and those of which it is unsure are
             conditions.
@@ -117,7 +122,9 @@ def audit(
         for batch in tqdm(batches if positions_from is None else positions_from, "positions", disable=not progress):
             auditor.learn(batch)
         for number, batch in enumerate(tqdm(batches, "audit", disable=not progress)):
-            images, dense_loss_B = auditor.judge_batch(batch, leave_one_out=number < leave_one_out)
+            images, dense_loss_B = auditor.judge_batch(
+                batch, {} if token_kinds is None else token_kinds(batch), leave_one_out=number < leave_one_out
+            )
             values = dict(strata(batch)) if strata is not None else {}
             if dense_loss_B is not None:
                 values[DIFFICULTY] = dense_loss_B

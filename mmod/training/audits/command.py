@@ -115,6 +115,7 @@ def _audited(
         margin=options.margin,
         resamples=options.resamples,
         strata=lambda batch: batch.strata,
+        token_kinds=lambda batch: batch.kinds,
         reference=None if options.reference is None else subject.create(options.reference),
         shifts=shifts,
         leave_one_out=options.leave_one_out,

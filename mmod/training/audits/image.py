@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
@@ -16,7 +18,10 @@ from mmod import flops, trace
 from mmod.adapters import find_stack
 from mmod.analysis.audit.judges import judge_classes
 from mmod.analysis.plots import draw_routing_maps
+from mmod.data.config import DataConfig
 from mmod.data.loader import create_eval_stream
+from mmod.data.subset import spread
+from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
 from mmod.training.audits.config import AuditConfig
 from mmod.training.audits.subject import Again, Sorted, Subject
 from mmod.training.engine.distributed import choose_device
@@ -41,21 +46,23 @@ class ImageSubject(Subject[AuditConfig]):
         config = dataclasses.replace(self.config, distill=DistillConfig(teacher="none"), grad_checkpointing=False)
         if reference is not None:
             config = dataclasses.replace(config, model=config.model.started_from(reference), routing=None)
-        return create_models(config)[0].to(choose_device(config.device)).eval()
+        model = create_models(config)[0].to(choose_device(config.device)).eval()
+        if reference is None:
+            self._prefix = find_stack(model).prefix
+            self._grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+        return model
 
     def batches(self, split: str | None = None) -> Again:
-        """Return the images by the size and place of their object, where the set says them."""
+        """Return the images by the size and place of their object, and their patches by what they show."""
         data = self.config.data if split is None else dataclasses.replace(self.config.data, val_split=split)
-        stream, objects = create_eval_stream(data), self._objects(split)
+        stream, scenes = create_eval_stream(data), _scenes(data)
 
         def make() -> Iterator[Sorted]:
             start = 0
             for images, targets in stream.batches(0):
-                own = {name: values[start : start + len(images)] for name, values in objects.items()}
-                if targets.ndim == 2:
-                    own["patches with an object"] = (targets > 0).sum(1).tolist()
+                own = scenes[start : start + len(images)]
                 start += len(images)
-                yield Sorted((images, targets), own)
+                yield Sorted((images, targets), _strata(own, targets), self._kinds(own, targets))
 
         return Again(make, stream.steps_per_epoch)
 
@@ -94,26 +101,49 @@ class ImageSubject(Subject[AuditConfig]):
         blocks = {name: [row.nonzero().flatten().tolist() for row in own] for name, own in zip(decisions, kept)}
         return {"grid": [rows, columns], "blocks": blocks, "images": [_png(image) for image in shown]}, figure
 
-    def _objects(self, split: str | None) -> dict[str, list[float]]:
-        """Return size and place of the digit in each scene of the embedded set, in order; nothing of other sets."""
-        from mmod.data.subset import spread
-        from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
-
-        data = self.config.data
-        kind, _, difficulty = data.source.partition(":")
-        if kind != _DIGITS:
+    def _kinds(self, scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, NDArray[np.str_]]:
+        """Return what each token of a batch shows; nothing where the set does not say it."""
+        if targets.ndim == 2:
+            shown = np.where(targets > 0, "object", "background")
+        elif scenes and self._grid is not None:
+            shown = np.stack([_regions(scene, self._grid) for scene in scenes])
+        else:
             return {}
-        made = DIFFICULTIES[difficulty or "default"]
-        scenes = list(compose_scenes(made, split or data.val_split))
-        if data.val_limit is not None:
-            labels = [scene.label for scene in scenes]
-            scenes = [scenes[int(place)] for place in spread(labels, data.val_limit)]
+        return {"region": np.pad(shown.astype(object), ((0, 0), (self._prefix, 0)), constant_values="prefix token")}
+
+
+def _scenes(data: DataConfig) -> list[DigitScene]:
+    """Return the scenes of the embedded digits in the order of the set; nothing of other sets."""
+    kind, _, difficulty = data.source.partition(":")
+    if kind != _DIGITS:
+        return []
+    scenes = list(compose_scenes(DIFFICULTIES[difficulty or "default"], data.val_split))
+    if data.val_limit is None:
+        return scenes
+    return [scenes[int(place)] for place in spread([scene.label for scene in scenes], data.val_limit)]
+
+
+def _strata(scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, list[float]]:
+    """Return size and place of the digit in each scene, and how many patches have an object where they have classes."""
+    found: dict[str, list[float]] = {}
+    if scenes:
         boxes = torch.tensor([scene.box for scene in scenes], dtype=torch.float64)
-        middle = (boxes[:, :2] + boxes[:, 2:] - made.canvas) / 2
-        return {
-            "side of the object": (boxes[:, 2] - boxes[:, 0]).tolist(),
-            "distance of the object from the middle": middle.norm(dim=1).tolist(),
-        }
+        middle = (boxes[:, :2] + boxes[:, 2:] - len(scenes[0].image)) / 2
+        found["side of the object"] = (boxes[:, 2] - boxes[:, 0]).tolist()
+        found["distance of the object from the middle"] = middle.norm(dim=1).tolist()
+    if targets.ndim == 2:
+        found["patches with an object"] = (targets > 0).sum(1).tolist()
+    return found
+
+
+def _regions(scene: DigitScene, grid: tuple[int, int]) -> NDArray[np.str_]:
+    """Return of each patch whether its middle lies in the digit's box, there is ink of others, or nothing (P)."""
+    pixels = torch.from_numpy(scene.image)[None].float()
+    has_ink = torch.nn.functional.adaptive_max_pool2d(pixels, grid)[0] > 0
+    left, top, right, bottom = scene.box
+    rows, columns = ((np.arange(count) + 0.5) * len(scene.image) / count for count in grid)
+    is_object = ((rows >= top) & (rows < bottom))[:, None] & ((columns >= left) & (columns < right))
+    return np.where(is_object, "object", np.where(has_ink, "clutter", "background")).flatten()
 
 
 def _png(image: Tensor) -> str:

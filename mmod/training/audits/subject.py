@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from mmod.analysis.audit.choices import default_choices
@@ -25,10 +27,11 @@ Config = TypeVar("Config")
 
 
 class Sorted(NamedTuple):
-    """A batch, and what its samples are sorted by."""
+    """A batch, what its samples are sorted by, and what is known of its tokens; see `mmod.audit`."""
 
     batch: Any
-    strata: Mapping[str, Sequence[str] | Sequence[float]]
+    strata: Mapping[str, Sequence[str] | Sequence[float]] = MappingProxyType({})
+    kinds: Mapping[str, ArrayLike] = MappingProxyType({})
 
 
 class Again:
@@ -55,7 +58,7 @@ def unsorted(stream: BatchStream) -> Again:
     Args:
         stream: The set.
     """
-    return Again(lambda: (Sorted(batch, {}) for batch in stream.batches(0)), stream.steps_per_epoch)
+    return Again(lambda: (Sorted(batch) for batch in stream.batches(0)), stream.steps_per_epoch)
 
 
 class Subject(ABC, Generic[Config]):

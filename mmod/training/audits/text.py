@@ -6,20 +6,34 @@ Axes: B windows, N bytes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.data.readers.text import create_eval_text
 from mmod.training.audits.config import TextAuditConfig
-from mmod.training.audits.subject import Again, Subject, unsorted
+from mmod.training.audits.subject import Again, Sorted, Subject
 from mmod.training.engine.config import TeacherConfig
 from mmod.training.engine.distributed import choose_device
+from mmod.training.text.config import BYTES
 from mmod.training.text.model import create_models, logits_of
 
 __all__ = ["TextSubject", "judge_text"]
+
+
+def _role(byte: bytes) -> str:
+    """Return what a byte is in a text."""
+    if byte.isspace():
+        return "end of line" if byte in b"\r\n" else "space"
+    if byte.isalnum() or byte == b"_":
+        return "digit" if byte.isdigit() else "letter"
+    return "punctuation" if byte.isascii() and byte >= b" " else "other"
+
+
+_ROLES = np.array([_role(bytes([value])) for value in range(BYTES)])
 
 
 class TextSubject(Subject[TextAuditConfig]):
@@ -34,10 +48,15 @@ class TextSubject(Subject[TextAuditConfig]):
         return create_models(config)[0].to(choose_device(config.device)).eval()
 
     def batches(self, split: str | None = None) -> Again:
-        """Return the windows of the evaluation split, sorted by nothing."""
+        """Return the windows of the evaluation split, sorted by nothing, with what each byte is."""
         data = self.config.data if split is None else dataclasses.replace(self.config.data, val_split=split)
         stream = create_eval_text(data)
-        return unsorted(stream)
+
+        def make() -> Iterator[Sorted]:
+            for tokens, following in stream.batches(0):
+                yield Sorted((tokens, following), kinds={"role": _ROLES[tokens.numpy()]})
+
+        return Again(make, stream.steps_per_epoch)
 
     def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the loss of each window, and the share of its bytes that are foretold."""

@@ -49,17 +49,6 @@ def test_counts_are_those_of_a_slow_definition() -> None:
     assert found.never["blocks.1"].value == pytest.approx(float(never.float().mean()))
 
 
-def test_position_says_all_of_a_fixed_choice_and_nothing_of_chance() -> None:
-    fixed = torch.arange(10).expand(4000, -1) < 3
-    chance = torch.rand(4000, 10).argsort(1) < 3
-    free = torch.ones_like(fixed)
-    counter = Counter(["a", "b"])
-    counter.add({"a": fixed, "b": chance}, {"a": free, "b": free})
-    found = counter.result().information
-    assert found["a"] == pytest.approx(1)
-    assert found["b"] == pytest.approx(0, abs=0.01)
-
-
 def test_intervals_cover_and_tests_hold_their_level() -> None:
     rng = torch.Generator().manual_seed(0)
     covered = rejected = 0

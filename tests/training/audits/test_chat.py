@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.result import read_audit
+from mmod.training.audits.chat import _roles
 from mmod.training.audits.command import main
 from mmod.training.audits.config import ChatAuditConfig
 from mmod.training.chat.recipe import fit
@@ -31,6 +34,10 @@ def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.Captur
         *(name for name in default_choices(False) if name != "shuffled"),
     ]
     assert len(found.across.decisions) == 2
+    for known in found.across.information.values():
+        # None but image tokens may be skipped, so that they have one role.
+        assert set(known) == {"position", "kind of question"}
+        assert known["kind of question"].share.value == pytest.approx(0, abs=0.01)
     kinds = [own for own in found.strata if own.group == "kind of question"]
     assert len(kinds) > 1
     assert "text" not in {own.name for own in kinds}
@@ -39,3 +46,10 @@ def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.Captur
         main([str(tmp_path / "run"), *QUICK, "--questions", "8", "--audit.leave_one_out", "1"])
     with pytest.raises(ValueError, match="questions must be"):
         ChatAuditConfig.from_dict({**vlm_config(tmp_path).to_dict(), "questions": 1})
+
+
+def test_tokens_of_a_conversation_have_roles() -> None:
+    processor = SimpleNamespace(tokenizer=SimpleNamespace(all_special_ids=[0, 9]), image_token_id=9)
+    batch = {"input_ids": torch.tensor([[9, 9, 5, 6, 0]]), "labels": torch.tensor([[-100, -100, -100, 6, 0]])}
+    (names,) = _roles(batch, processor)["role"].tolist()
+    assert names == ["image", "image", "question", "answer", "answer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 import yaml
 
 from mmod.analysis.audit.result import read_audit
+from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 from mmod.training.audits.command import audit_run, main
 from mmod.training.audits.config import AuditConfig, AuditOptions
+from mmod.training.audits.image import _regions
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import fit
 
@@ -100,10 +103,26 @@ def test_strata_of_objects_shifts_and_a_dense_model(run: Path, tmp_path: Path) -
         "side of the object": 20, "distance of the object from the middle": 20, "loss of the dense model": 20,
         "shift": 40,
     }  # fmt: skip
+    known = found.across.information["blocks.1"]
+    assert set(known) == {"position", "region"}
+    # On a grid of patches of 8 pixels, fragments of ink lie nearly everywhere.
+    assert {"object", "clutter"} <= set(known["region"].kept) <= {"object", "clutter", "background"}
     assert found.leave_one_out is not None
     assert set(found.leave_one_out.agreement) == {"blocks.1", "blocks.3"}
     with pytest.raises(ValueError, match=r"unknown shift of audit\.shifts fog"):
         main([str(run), *QUICK, "--audit.shifts", "[fog]", "--output", str(tmp_path / "other")])
+
+
+def test_patches_show_the_object_clutter_or_nothing() -> None:
+    for scene in itertools.islice(compose_scenes(DIFFICULTIES["tiny"], "test"), 20):
+        shown = _regions(scene, (8, 8)).reshape(8, 8)
+        left, top, right, bottom = scene.box
+        for row, column in itertools.product(range(8), repeat=2):
+            x, y = 4 * column + 2, 4 * row + 2
+            has_ink = bool(scene.image[4 * row : 4 * row + 4, 4 * column : 4 * column + 4].any())
+            outside = "clutter" if has_ink else "background"
+            expected = "object" if left <= x < right and top <= y < bottom else outside
+            assert shown[row, column] == expected
 
 
 def test_an_early_exit_model_is_judged_beside(run: Path, tmp_path: Path) -> None:

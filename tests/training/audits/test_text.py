@@ -30,6 +30,9 @@ def test_a_run_on_text_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith(str(found))
     assert found.images == 6
     assert [own.name for own in found.conditions[-2:]] == ["dense attention", "reference entropy"]
+    for known in found.across.information.values():
+        assert set(known) == {"position", "role"}
+        assert {"letter", "space", "end of line", "punctuation"} <= set(known["role"].kept)
     assert {own.group for own in found.strata} == {"loss of the dense model"}
     with pytest.raises(ValueError, match="shifts change images"):
         main([str(tmp_path / "routed"), *QUICK, "--audit.shifts", "[noise]", "--output", str(tmp_path / "other")])

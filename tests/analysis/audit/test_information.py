@@ -1,0 +1,144 @@
+"""What kinds of tokens say of decisions: exact where it is known, without bias, whatever the batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import mmod
+from mmod.analysis.audit.across import Counter
+from mmod.analysis.audit.information import KindCounts
+from mmod.analysis.audit.result import read_audit
+from mmod.report.sources import read_sources
+from tests.analysis.audit.planted import FAVOURED, TOKENS, batches_of, plant, position
+from tests.report.records import write_audit
+
+
+def counted(kind_BN: Tensor, keep_BN: Tensor) -> KindCounts:
+    counts = KindCounts()
+    counts.add(kind_BN, keep_BN, torch.ones_like(keep_BN), range(len(keep_BN)))
+    return counts
+
+
+def plain(kind_BN: Tensor, keep_BN: Tensor) -> float:
+    """Return the mutual information in bits that counts show, by its definition."""
+    kind, keep = kind_BN.flatten().numpy(), keep_BN.flatten().numpy()
+    bits = 0.0
+    for k in np.unique(kind):
+        for kept in (False, True):
+            both = float(np.mean((kind == k) & (keep == kept)))
+            if both:
+                bits += both * np.log2(both / (np.mean(kind == k) * np.mean(keep == kept)))
+    return bits
+
+
+def test_position_says_all_of_a_fixed_choice_and_nothing_of_chance() -> None:
+    fixed = torch.arange(10).expand(4000, -1) < 3
+    chance = torch.rand(4000, 10).argsort(1) < 3
+    free = torch.ones_like(fixed)
+    counter = Counter(["a", "b"])
+    counter.add({"a": fixed, "b": chance}, {"a": free, "b": free})
+    found = counter.result().information
+    assert found["a"]["position"].share.value == pytest.approx(1)
+    entropy = -(0.3 * np.log2(0.3) + 0.7 * np.log2(0.7))
+    assert found["a"]["position"].bits.value == pytest.approx(entropy)
+    assert found["b"]["position"].share.value == pytest.approx(0, abs=0.001)
+    assert found["b"]["position"].kept == {}
+
+
+def test_many_images_come_near_the_definition_and_few_have_no_bias() -> None:
+    rng = torch.Generator().manual_seed(0)
+    kinds, odds = torch.randint(4, (3000, 20), generator=rng), torch.tensor([0.1, 0.2, 0.3, 0.6])
+    keeps = torch.rand(kinds.shape, generator=rng) < odds[kinds]
+    truth = counted(kinds, keeps).information()
+    assert truth is not None
+    assert truth.bits.value == pytest.approx(plain(kinds, keeps), rel=0.01)
+    covered, corrected, counts = 0, [], []
+    for part in range(150):
+        own = kinds[20 * part : 20 * part + 20], keeps[20 * part : 20 * part + 20]
+        found = counted(*own).information()
+        assert found is not None
+        corrected.append(found.bits.value)
+        counts.append(plain(*own))
+        covered += found.bits.low <= truth.bits.value <= found.bits.high
+    assert covered >= 130
+    assert abs(np.mean(corrected) - truth.bits.value) < 0.25 * abs(np.mean(counts) - truth.bits.value)
+
+
+def test_chance_says_nothing_where_tokens_of_an_image_hang_together() -> None:
+    """The baseline of chance is that of kinds dealt out to other images."""
+    rng = torch.Generator().manual_seed(0)
+    within, found, biased = 0, [], []
+    for _ in range(100):
+        # Whole images are kept or not, and each has one kind, so that there are few draws and many tokens.
+        kinds = torch.randint(3, (60, 1), generator=rng).expand(-1, 16)
+        keeps = (torch.rand(60, 1, generator=rng) < 0.5).expand(-1, 16)
+        own = counted(kinds, keeps).information()
+        assert own is not None
+        within += own.bits.low <= 0 <= own.bits.high
+        found.append(own.bits.value)
+        biased.append(plain(kinds, keeps))
+    assert within >= 85
+    assert abs(np.mean(found)) < 0.2 * np.mean(biased)
+
+
+def test_batches_do_not_matter_and_names_are_those_of_kinds() -> None:
+    kinds = np.random.default_rng(0).choice(["object", "background"], size=(30, 12), p=[0.3, 0.7])
+    keep = torch.from_numpy(kinds == "object") ^ (torch.rand(30, 12) < 0.1)
+    free = torch.ones_like(keep)
+    free[:, 0] = False
+    found = []
+    for size in (30, 7):
+        counter = Counter(["a"])
+        for start in range(0, 30, size):
+            rows = slice(start, start + size)
+            counter.add({"a": keep[rows]}, {"a": free[rows]}, {"region": kinds[rows], "same": kinds[rows] != "none"})
+        found.append(counter.result().information["a"])
+    assert found[0] == found[1]
+    # What is the same of all tokens tells nothing.
+    assert set(found[0]) == {"position", "region"}
+    region = found[0]["region"]
+    for name, share in region.kept.items():
+        chosen = torch.from_numpy(kinds == name) & free
+        assert share == pytest.approx(float((keep & chosen).sum() / chosen.sum()))
+    assert region.share.low > 0.2
+
+
+def test_planted_routers_are_told_apart_by_what_is_known_of_tokens() -> None:
+    def kinds(batch: tuple[Tensor, Tensor]) -> dict[str, np.ndarray]:
+        names = np.array(["class token", *("favoured" if place in FAVOURED else "other" for place in range(TOKENS))])
+        return {"place": np.tile(names, (len(batch[0]), 1))}
+
+    batches = batches_of(60, seed=0)
+    options = {"conditions": ["random"], "draws": 1, "resamples": 100, "token_kinds": kinds}
+    routers = {"position": plant(position), "random": plant("random")}
+    found = {name: mmod.audit(model, batches, **options) for name, model in routers.items()}
+    for known in found["position"].across.information.values():
+        # The class token takes one of four places.
+        assert known["place"].kept == {"favoured": 0.75, "other": 0.0}
+        assert known["position"].share.value == pytest.approx(1)
+        assert 0.5 < known["place"].share.value < 1
+    for known in found["random"].across.information.values():
+        assert known["place"].share.low < 0.02
+    page = str(found["position"])
+    assert "favoured 0.75, other 0.00" in page
+    assert read_audit(json.loads(json.dumps(found["random"].to_dict()))) == found["random"]
+    with pytest.raises(
+        ValueError, match=r"token_kinds give 'place' of \(60, 3\) tokens, and decisions are on \(60, 17"
+    ):
+        mmod.audit(plant("random"), batches, **{**options, "token_kinds": lambda _: {"place": np.full((60, 3), "a")}})
+
+
+def test_what_an_earlier_version_wrote_is_read(tmp_path: Path) -> None:
+    path = write_audit(tmp_path / "norm", "norm") / "audit/audit.json"
+    record = json.loads(path.read_text())
+    across = record["audit"]["across"]
+    across["information"] = dict.fromkeys(across["information"], 0.25)
+    path.write_text(json.dumps(record))
+    (old,) = read_sources([tmp_path]).audits
+    assert old.audit.across.information == {}
