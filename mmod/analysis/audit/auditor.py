@@ -86,9 +86,10 @@ class Auditor:
         # Blocks that share scores, so that one draw serves all of them.
         spans = {name: _span(name, block) for name, block in self.blocks.items()}
         self._number = {name: list(dict.fromkeys(spans.values())).index(span) for name, span in spans.items()}
-        self._last: dict[str, Kept] = {}
-        self._images = 0
-        # Loss and accuracy by the names of choice and shift, batch by batch.
+        # By the name of a set, "" for the audited one: what was decided on its last image, and how many there were.
+        self._last: dict[str, dict[str, Kept]] = {}
+        self._images: dict[str, int] = {}
+        # Loss and accuracy by the names of choice and of shift or set, batch by batch.
         self._outcomes: dict[tuple[str, str], list[tuple[Values, Values]]] = {}
 
     def learn(self, batch: Any) -> None:
@@ -131,22 +132,34 @@ class Auditor:
             self._note((RANDOM, name), *self._judge(shifted, self.made[RANDOM]))
         for name, other in self.beside.items():
             self._note((name, _BESIDE), *self.judge(other, batch))
-        self._images = seen.images.stop
+        self._images[""] = seen.images.stop
         return len(seen.images), None if seen.reference is None else seen.reference.loss_B
+
+    def judge_other(self, name: str, batch: Any) -> None:
+        """Judge a batch of another set, as learned and with the random choice.
+
+        Args:
+            name: Name of the set.
+            batch: A batch.
+        """
+        seen, _ = self._see(batch, name, of=name)
+        self._note((RANDOM, name), *self._judge(seen, self.made[RANDOM]))
+        self._images[name] = seen.images.stop
 
     def outcomes(self, choice: str, shift: str = "") -> tuple[Values, Values]:
         """Return accuracy and loss of each image with a choice of tokens.
 
         Args:
             choice: `LEARNED`, or the name of another one.
-            shift: Name of a shift, for which there are the learned and the random choice; "" for the images as they
-                are.
+            shift: Name of a shift or of another set, for which there are the learned and the random choice; "" for the
+                images as they are.
 
         Raises:
             ValueError: If there were fewer than two images.
         """
-        if self._images < 2:
-            raise ValueError(f"an audit needs two images or more, got {self._images}")
+        images = self._images.get("", 0)
+        if images < 2:
+            raise ValueError(f"an audit needs two images or more, got {images}")
         loss_I, accuracy_I = (np.concatenate(own) for own in zip(*self._outcomes[choice, shift]))
         return accuracy_I, loss_I
 
@@ -170,13 +183,16 @@ class Auditor:
         both = (loss_B.double().cpu().numpy(), accuracy_B.double().cpu().numpy())
         self._outcomes.setdefault(name, []).append(both)
 
-    def _see(self, batch: Any, shift: str = "", partners: dict[str, Kept] | None = None) -> tuple[_Seen, Tensor]:
-        """Judge a batch as it was learned, note what came out, and return what is known of it and its loss."""
+    def _see(
+        self, batch: Any, shift: str = "", partners: dict[str, Kept] | None = None, of: str = ""
+    ) -> tuple[_Seen, Tensor]:
+        """Judge a batch of a set as it was learned, note what came out, and return what is known of it and its loss."""
         loss_B, accuracy_B, learned = self._as_learned(batch)
         self._note((LEARNED, shift), loss_B, accuracy_B)
         free = self._free(learned)
-        images = range(self._images, self._images + len(loss_B))
-        return _Seen(batch, learned, free, partners or self._partners(learned, free), images), loss_B
+        start = self._images.get(of, 0)
+        partners = partners or self._partners(learned, free, self._last.setdefault(of, {}))
+        return _Seen(batch, learned, free, partners, range(start, start + len(loss_B))), loss_B
 
     def _judge(self, seen: _Seen, choice: Choice) -> list[Tensor]:
         """Return loss and accuracy with another choice of tokens, the mean over draws where it is random."""
@@ -237,13 +253,15 @@ class Auditor:
         side = round(tokens**0.5)
         return (side, side) if side * side == tokens else (1, tokens)
 
-    def _partners(self, learned: Mapping[str, Routing], free: Mapping[str, Tensor]) -> dict[str, Kept]:
+    def _partners(
+        self, learned: Mapping[str, Routing], free: Mapping[str, Tensor], last: dict[str, Kept]
+    ) -> dict[str, Kept]:
         """Return what was decided on the image before each; the first image takes the one after it."""
         partners: dict[str, Kept] = {}
         for name, routing in learned.items():
             kept = Kept(only_free(routing.keep_BN, free[name]), only_free(routing.score_BN, free[name]))
-            before = self._last.get(name, Kept(*(own[1:2] if len(own) > 1 else own for own in kept)))
-            self._last[name] = Kept(*(own[-1:].clone() for own in kept))
+            before = last.get(name, Kept(*(own[1:2] if len(own) > 1 else own for own in kept)))
+            last[name] = Kept(*(own[-1:].clone() for own in kept))
             fits = before.keep_BF.shape[1] == kept.keep_BF.shape[1]
             partners[name] = Kept(*(torch.cat([b, k[:-1]]) for b, k in zip(before, kept))) if fits else before
         return partners

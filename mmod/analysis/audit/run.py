@@ -42,6 +42,7 @@ def audit(
     token_kinds: KindsOf | None = None,
     reference: nn.Module | None = None,
     shifts: Mapping[str, Shift] | None = None,
+    others: Mapping[str, Iterable[Any]] | None = None,
     leave_one_out: int = 0,
     beside: Mapping[str, nn.Module] | None = None,
     progress: bool = False,
@@ -84,6 +85,7 @@ def audit(
             conditions.
         shifts: The comparison is made once more on changed images: names to functions that return a batch changed,
             given it and the numbers of its images. `mmod.analysis.audit.SHIFTS` has some for images.
+        others: The comparison is made on other sets, too: names to their batches.
         leave_one_out: On how many of the batches, from the first, each token is left out once from each decision, to
             compare its worth with its score. Takes as many passes as tokens may be skipped.
         beside: Other models by name, such as one of early exit at the same budget, which `judge` runs on the same
@@ -97,7 +99,7 @@ def audit(
     Raises:
         TypeError: Batches that can be passed once only.
         ValueError: Nothing in the model is routed, tokens join groups that a score has formed ("cells"), routers do not
-            run in it, an unknown condition, or a set of fewer than two images.
+            run in it, an unknown condition, a set of fewer than two images, or a shift and another set of one name.
 
     Example:
         >>> import timm, torch, mmod
@@ -114,8 +116,10 @@ def audit(
         if isinstance(given, Iterator):
             raise TypeError(f"batches are passed twice, so they must be a list or a loader, got {given!r}")
     check_value("leave_one_out", leave_one_out, int, "[0, inf)")
-    beside = beside or {}
-    auditor, sorted_by = Auditor(model, judge, made, draws, grid, shifts or {}, beside, reference), Strata()
+    beside, shifts, others = beside or {}, shifts or {}, others or {}
+    if shifts.keys() & others.keys():
+        raise ValueError(f"shifts and others both name {', '.join(shifts.keys() & others.keys())}: choose another name")
+    auditor, sorted_by = Auditor(model, judge, made, draws, grid, shifts, beside, reference), Strata()
     with ExitStack() as stack:
         for frozen in filter(None, (model, reference, *beside.values())):
             stack.enter_context(_frozen(frozen))
@@ -129,23 +133,26 @@ def audit(
             if dense_loss_B is not None:
                 values[DIFFICULTY] = dense_loss_B
             sorted_by.add(values, images)
+        for name, own_batches in others.items():
+            for batch in tqdm(own_batches, f"audit of {name}", disable=not progress):
+                auditor.judge_other(name, batch)
     outcomes = {name: auditor.outcomes(name) for name in (LEARNED, *made)}
     found = compare(outcomes, made, resamples=resamples, margin=margin, draws=draws, across=auditor.across.result())
     whole = auditor.against_random()
     members = sorted_by.members()
     parts = {names: whole.of(chosen) for names, chosen in members.items()}
-    if shifts:
-        parts |= {(SHIFT, name or "none"): auditor.against_random(name) for name in ("", *shifts)}
-    others = {}
+    if shifts or others:
+        parts |= {(SHIFT, name or "none"): auditor.against_random(name) for name in ("", *shifts, *others)}
+    models = {}
     for name in beside:
         both = auditor.against(name)
-        others[name, ALL] = both
-        others |= {(name, f"{group}: {part}"): both.of(chosen) for (group, part), chosen in members.items()}
+        models[name, ALL] = both
+        models |= {(name, f"{group}: {part}"): both.of(chosen) for (group, part), chosen in members.items()}
     return dataclasses.replace(
         found,
         strata=compare_strata(parts, resamples),
         leave_one_out=auditor.worth.result(),
-        beside=compare_strata(others, resamples),
+        beside=compare_strata(models, resamples),
     )
 
 

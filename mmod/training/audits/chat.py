@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ _KIND = "kind of question"
 class ChatSubject(Subject[ChatAuditConfig]):
     """A vision-language model of transformers; see `Subject`."""
 
+    split = "val"
     # Not all conversations have equally many tokens, and no loss asked the head what follows an image token.
     unasked = frozenset({"shuffled", REFERENCE_ENTROPY})
 
@@ -47,13 +49,12 @@ class ChatSubject(Subject[ChatAuditConfig]):
             self._is_language_routed = is_routed(made) and "language" in routing_configs(made)
         return made
 
-    def batches(self, split: str | None = None) -> Again:
+    def batches(self, changes: Mapping[str, Any] = MappingProxyType({})) -> Again:
         """Return the conversations with images, those of about equal length together, by the kind of question."""
-        data, size = self.config.data, self.config.eval_batch_size
-        source = data.val if split is None else split
-        if source is None:
+        data, size = self.data(changes), self.config.eval_batch_size
+        if data.val is None:
             raise ValueError("an audit needs conversations to ask: set data.val")
-        talks = open_conversations(source, data)
+        talks = open_conversations(data.val, data)
         order = np.lexsort((talks.letters, talks.images))
         order = order[np.asarray(talks.images)[order] > 0]
         wanted = self.config.questions

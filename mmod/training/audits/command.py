@@ -58,6 +58,8 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
 
     options, folder = config.audit, Path(config.output) / "audit"
     later: dict[str, Any] = {"audit.reference": None, "audit.shifts": [], "audit.leave_one_out": 0, "audit.beside": []}
+    # A mapping with keys of its own is none in the record.
+    later |= {} if options.others else {"audit.others": {}}
     claim = partial(claim_folder, folder, _record(config), file=_RECORD, kind="an audit", defaults=later)
     if (folder / _FOUND).exists():
         claim()
@@ -98,6 +100,8 @@ def _audited(
 
     options = config.audit
     shifts, beside = subject.shifts(options), _beside(config)
+    others = {name: subject.batches(changes) for name, changes in options.others.items()}
+    split = options.positions_split
     kept = {id(own): KeptShares(own, next(own.parameters()).device) for own in beside.values()}
     claim()
 
@@ -109,7 +113,7 @@ def _audited(
         model,
         subject.batches(),
         judge=judge,
-        positions_from=None if options.positions_split is None else subject.batches(options.positions_split),
+        positions_from=None if split is None else subject.batches({subject.split: split}),
         conditions=subject.conditions(options),
         draws=options.draws,
         margin=options.margin,
@@ -118,6 +122,7 @@ def _audited(
         token_kinds=lambda batch: batch.kinds,
         reference=None if options.reference is None else subject.create(options.reference),
         shifts=shifts,
+        others=others,
         leave_one_out=options.leave_one_out,
         beside=beside,
         progress=progress,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from mmod.training.chat import config as chat
 from mmod.training.image.config import TrainConfig
@@ -30,6 +31,8 @@ class AuditOptions:
         reference: Folder of a dense run of the same kind, by whose loss images are sorted, and whose attention and
             entropy choose tokens; null for none.
         shifts: Names of `mmod.analysis.audit.SHIFTS` by which the images are changed for further comparisons.
+        others: Other sets on which the learned choice is compared with the random one, by name: each the keys of `data`
+            in which it differs, as in `{aligned: {source: "digits:aligned"}}`.
         leave_one_out: Batches on which each token is left out once.
         beside: Folders of runs of the same kind, such as one of early exit at the same budget, whose models are judged
             on the same set, and in the same strata.
@@ -43,6 +46,7 @@ class AuditOptions:
     maps: int = 6
     reference: str | None = None
     shifts: list[str] = field(default_factory=list)
+    others: dict[str, dict[str, Any]] = field(default_factory=dict)
     leave_one_out: int = 0
     beside: list[str] = field(default_factory=list)
 

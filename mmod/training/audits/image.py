@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,9 +53,9 @@ class ImageSubject(Subject[AuditConfig]):
             self._grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
         return model
 
-    def batches(self, split: str | None = None) -> Again:
+    def batches(self, changes: Mapping[str, Any] = MappingProxyType({})) -> Again:
         """Return the images by the size and place of their object, and their patches by what they show."""
-        data = self.config.data if split is None else dataclasses.replace(self.config.data, val_split=split)
+        data = self.data(changes)
         stream, scenes = create_eval_stream(data), _scenes(data)
 
         def make() -> Iterator[Sorted]:

@@ -6,7 +6,8 @@ Axes: B pairs, D dimensions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ __all__ = ["PairsSubject", "judge_pairs"]
 class PairsSubject(Subject[PairsAuditConfig]):
     """An open_clip model; see `Subject`."""
 
+    split = "val"
     # No head of such a model answers for a token.
     unasked = frozenset({REFERENCE_ENTROPY})
 
@@ -41,9 +43,9 @@ class PairsSubject(Subject[PairsAuditConfig]):
             _, self._transform, self._tokenizer = create_transforms(model, config.model.name, None)
         return model
 
-    def batches(self, split: str | None = None) -> Again:
+    def batches(self, changes: Mapping[str, Any] = MappingProxyType({})) -> Again:
         """Return the pairs that `data.val` names, sorted by nothing, for the model that was made."""
-        data = self.config.data if split is None else dataclasses.replace(self.config.data, val=split)
+        data = self.data(changes)
         stream = create_eval_pairs(data, self._transform, self._tokenizer)
         return unsorted(stream)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -68,9 +69,11 @@ class Subject(ABC, Generic[Config]):
         config: Says which.
 
     Attributes:
+        split: The key of `data` that names what is evaluated on.
         unasked: Conditions that are made only where they are named.
     """
 
+    split: ClassVar[str] = "val_split"
     unasked: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: Config) -> None:
@@ -95,12 +98,25 @@ class Subject(ABC, Generic[Config]):
         """
 
     @abstractmethod
-    def batches(self, split: str | None = None) -> Iterable[Sorted]:
+    def batches(self, changes: Mapping[str, Any] = MappingProxyType({})) -> Iterable[Sorted]:
         """Return the evaluation set.
 
         Args:
-            split: Another split or source to take instead.
+            changes: Keys of `data` in which another set differs.
+
+        Raises:
+            ValueError: A key that there is not.
         """
+
+    def data(self, changes: Mapping[str, Any]) -> Any:
+        """Return the config of another set.
+
+        Args:
+            changes: As for `batches`.
+        """
+        config: Any = self.config
+        refuse_unknown("key of data", changes, [field.name for field in dataclasses.fields(config.data)])
+        return dataclasses.replace(config.data, **changes)
 
     @abstractmethod
     def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,8 @@ Axes: B windows, N bytes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,9 @@ class TextSubject(Subject[TextAuditConfig]):
             config = dataclasses.replace(config, model=config.model.started_from(reference), routing=None)
         return create_models(config)[0].to(choose_device(config.device)).eval()
 
-    def batches(self, split: str | None = None) -> Again:
+    def batches(self, changes: Mapping[str, Any] = MappingProxyType({})) -> Again:
         """Return the windows of the evaluation split, sorted by nothing, with what each byte is."""
-        data = self.config.data if split is None else dataclasses.replace(self.config.data, val_split=split)
+        data = self.data(changes)
         stream = create_eval_text(data)
 
         def make() -> Iterator[Sorted]:

@@ -113,6 +113,33 @@ def test_strata_of_objects_shifts_and_a_dense_model(run: Path, tmp_path: Path) -
         main([str(run), *QUICK, "--audit.shifts", "[fog]", "--output", str(tmp_path / "other")])
 
 
+def test_another_set_stands_among_the_shifts(run: Path, tmp_path: Path) -> None:
+    root = yaml.safe_load((run / "config.yaml").read_text())["data"]["root"]
+    other = (
+        f"{{seen: {{val_split: train, val_limit: 30}}, again: {{source: 'digits:tiny', val_limit: 12, root: {root}2}}}}"
+    )
+    options = ["--audit.others", other, "--audit.conditions", "[random]", "--output", str(tmp_path)]
+    main([str(run), *QUICK, *options])
+    found = read_audit(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
+    rows = {own.name: own for own in found.strata if own.group == "shift"}
+    assert {name: own.images for name, own in rows.items()} == {"none": 64, "seen": 30, "again": 12}
+    assert rows["none"].gap.value == pytest.approx(found.gap.value)
+    alone = [str(run), *QUICK, "--audit.conditions", "[random]", "--data.val_split", "train", "--data.val_limit", "30"]
+    main([*alone, "--output", str(tmp_path / "alone")])
+    whole = read_audit(json.loads((tmp_path / "alone/audit/audit.json").read_text())["audit"])
+    assert rows["seen"].accuracy.value == whole.conditions[0].accuracy.value
+    assert rows["seen"].random.value == whole.conditions[1].accuracy.value
+    # A finished audit is read again, and another one refused.
+    main([str(run), *QUICK, *options])
+    with pytest.raises(ValueError, match=r"audit\.others"):
+        main([str(run), *QUICK, *options[2:]])
+    with pytest.raises(ValueError, match="unknown key of data sources"):
+        main([str(run), *QUICK, "--audit.others", "{other: {sources: digits}}", "--output", str(tmp_path / "new")])
+    with pytest.raises(ValueError, match="shifts and others both name blur"):
+        main([str(run), *QUICK, "--audit.others", "{blur: {val_split: val}}", "--audit.shifts", "[blur]",
+              "--output", str(tmp_path / "newer")])  # fmt: skip
+
+
 def test_patches_show_the_object_clutter_or_nothing() -> None:
     for scene in itertools.islice(compose_scenes(DIFFICULTIES["tiny"], "test"), 20):
         shown = _regions(scene, (8, 8)).reshape(8, 8)
