@@ -47,13 +47,20 @@ from mmod.training.engine.task import Batch, Pass, Task, autocast
 __all__ = ["run", "seed_draws", "steps_of_epoch"]
 
 
-def run(recipe: Recipe[Any, Found], *, streams: Streams | None = None, progress: bool = True) -> FitResult[Found]:
+def run(
+    recipe: Recipe[Any, Found],
+    *,
+    streams: Streams | None = None,
+    progress: bool = True,
+    tick: Callable[[float], object] = lambda share: None,
+) -> FitResult[Found]:
     """Train as a recipe and its config say, from the start or from where the run in its folder stopped.
 
     Args:
         recipe: The kind of training, with the run's config.
         streams: Training and evaluation batches to use instead of the recipe's.
         progress: Show bars.
+        tick: Told after each optimiser step the share of all of them that is done, in (0, 1].
 
     Returns:
         The outcome; that of the earlier run when the folder holds a finished run of the same config.
@@ -69,7 +76,7 @@ def run(recipe: Recipe[Any, Found], *, streams: Streams | None = None, progress:
         autocast(process.device, config.precision)
 
         def train(claim: Callable[[], object]) -> FitResult[Found]:
-            trainer = _Trainer(recipe, process, streams, claim, progress=progress and process.is_first)
+            trainer = _Trainer(recipe, process, streams, claim, tick, progress=progress and process.is_first)
             with stop_signals() as trainer.stop:
                 return trainer.run()
 
@@ -111,12 +118,13 @@ class _Trainer(Generic[Found]):
         process: Process,
         streams: Streams | None,
         claim: Callable[[], object],
+        tick: Callable[[float], object],
         *,
         progress: bool,
     ) -> None:
         config = recipe.config
         self.recipe, self.config, self.process, self.progress = recipe, config, process, progress
-        self.claim = claim
+        self.claim, self.tick = claim, tick
         self.stop: StopRequest
         self.folder = Path(config.output)
         seed_draws(config.seed, 0, 0)
@@ -201,6 +209,7 @@ class _Trainer(Generic[Found]):
                 logged = (self.step + 1) % config.log_every == 0
                 self._step(group, logged=logged)
                 bar.update(sum(len(targets) for _, targets in group) * self.process.world)
+                self.tick(self.step / (self.epochs * self.steps_per_epoch))
                 if self.step == first and self.process.is_first:
                     # A start that fails before its first step leaves the folder to another.
                     self.claim()

@@ -20,7 +20,6 @@ from mmod.training.isoflop.config import IsoflopConfig
 from mmod.training.isoflop.grid import Place, plan
 from mmod.training.isoflop.report import draw, optima, point_of, table
 from mmod.training.studies.jobs import Job, Runner, Tick
-from mmod.training.studies.loop import with_progress
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult
 from mmod.training.text.recipe import TextRecipe
@@ -120,7 +119,7 @@ def _find_rates(config: IsoflopConfig, places: list[Place], runner: Runner) -> d
 
 
 def _train(job: Job[TrainConfig], tick: Tick) -> EvalResult:
-    found: EvalResult = run(with_progress(TextRecipe(job.config), tick), progress=False).best
+    found: EvalResult = run(TextRecipe(job.config), progress=False, tick=tick).best
     return found
 
 

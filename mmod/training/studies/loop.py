@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, ClassVar, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from mmod import is_routed, routed_blocks
 from mmod.training.engine.config import LoopConfig
-from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import RoutedResult
-from mmod.training.engine.loop import run, steps_of_epoch
-from mmod.training.engine.recipe import Recipe, Streams
+from mmod.training.engine.loop import run
+from mmod.training.engine.recipe import Recipe
 from mmod.training.studies.jobs import Tick
 from mmod.training.studies.study import Study
 
-__all__ = ["LoopStudy", "by_data", "kept_shares", "with_progress"]
+__all__ = ["LoopStudy", "by_data", "kept_shares"]
 
 Config = TypeVar("Config", bound=LoopConfig)
 Found = TypeVar("Found", bound=RoutedResult)
@@ -42,7 +40,7 @@ class LoopStudy(Study[Config, Found]):
 
     def train(self, config: Config, tick: Tick) -> Found:
         """Do a run, or read the result of one that is finished."""
-        found: Found = run(with_progress(self.recipe(config), tick), progress=False).best
+        found: Found = run(self.recipe(config), progress=False, tick=tick).best
         return found
 
     def work(self, config: Config) -> float:
@@ -67,28 +65,3 @@ def kept_shares(model: nn.Module, found: RoutedResult) -> dict[str, Any]:
         found: What its evaluation found.
     """
     return {"kept": found.kept} if by_data(model) else {}
-
-
-def with_progress(recipe: Recipe[Any, Any], tick: Tick) -> Recipe[Any, Any]:
-    """Let a recipe's training batches report the share of the run that is done; return the recipe.
-
-    Args:
-        recipe: The kind of training, changed in place.
-        tick: Told the share, from 0 to 1.
-    """
-    create = recipe.create_streams
-
-    def create_streams(process: Process, model: nn.Module) -> Streams:
-        train, test = create(process, model)
-        batches, steps = train.batches, recipe.config.accumulate * steps_of_epoch(recipe.config, train)
-
-        def counted(epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-            for step, batch in enumerate(batches(epoch, start), epoch * steps + start + 1):
-                yield batch
-                tick(min(1.0, step / (steps * recipe.config.epochs)))
-
-        train.batches = counted  # type: ignore[method-assign]
-        return train, test
-
-    recipe.create_streams = create_streams  # type: ignore[method-assign]
-    return recipe

@@ -20,8 +20,10 @@ from torch import Tensor
 
 import mmod
 from mmod.training import CapacityScheduleConfig, DistillConfig, EmaConfig, evaluate, fit
+from mmod.training.engine import loop
 from mmod.training.engine.loop import seed_draws
 from mmod.training.image.model import create_models
+from mmod.training.image.recipe import ImageRecipe
 from tests.training.engine.worker import TensorStream, run, tiny_config, weights
 
 ROOT = Path(__file__).parents[3]
@@ -53,6 +55,13 @@ def test_an_epoch_may_end_before_its_data(tmp_path: Path) -> None:
     assert [row["step"] for row in result.history] == [2, 4]
     whole = run(tiny_config(output=tmp_path / "whole", **{**options, "epoch_steps": 99}))
     assert [row["step"] for row in whole.history] == [3, 6]
+
+
+def test_the_share_that_is_done_is_told_after_each_step(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=2, batch_size=8, accumulate=2, epoch_steps=2)
+    streams, told = (TensorStream(8, seed=0), TensorStream(8, seed=None)), list[float]()
+    loop.run(ImageRecipe(config), streams=streams, progress=False, tick=told.append)
+    assert told == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path) -> None:
