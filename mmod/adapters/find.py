@@ -106,6 +106,26 @@ def find_stack(model: nn.Module) -> BlockStack:
     return next(iter(parts.values()))()
 
 
+def find_part(model: nn.Module, part: str | None = None) -> tuple[str, BlockStack]:
+    """Return the name and the blocks of one part of a model.
+
+    Args:
+        model: The model, not yet wrapped or compiled.
+        part: The name; None takes the only part.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: A model without that part, or one of several parts where none is named.
+    """
+    stacks = find_stacks(model)
+    if part is None and len(stacks) > 1:
+        raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(stacks)}: name one")
+    part = next(iter(stacks)) if part is None else part
+    if part not in stacks:
+        raise ValueError(f"this {type(model).__name__} has no part {part!r}; it has {', '.join(stacks)}")
+    return part, stacks[part]
+
+
 def find_stacks(model: nn.Module) -> dict[str, BlockStack]:
     """Return those parts of a model that can be routed, by name.
 

@@ -158,14 +158,3 @@ def add_causal(mask: Tensor | None, dtype: torch.dtype) -> Tensor:
     slots = mask.shape[-1]
     later = torch.ones(slots, slots, dtype=torch.bool, device=mask.device).triu(1)
     return mask.masked_fill(later, torch.finfo(dtype).min)
-
-
-def allowed(mask: Tensor) -> Tensor:
-    """Return where a mask or bias over pairs of tokens lets a query attend to a key.
-
-    Args:
-        mask: Of any shape: True, or above the half of the lowest number of its type, where it does.
-    """
-    if mask.dtype == torch.bool:
-        return mask
-    return mask > torch.finfo(mask.dtype).min / 2

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_stacks
+from mmod.adapters import BlockStack, find_part
 from mmod.config import Plan
 from mmod.extras import name_missing_extra
 from mmod.ops.intercept import AttentionCall, AttentionIntercept, inside
@@ -150,7 +150,7 @@ def attention_ranks(
     """
     from tqdm import tqdm
 
-    stack = _one_part(model, part)
+    _, stack = find_part(model, part)
     totals = [0.0] * len(stack.blocks)
     maps, tokens, samples = 0, 0, 0
     for batch in tqdm(batches, desc="attention ranks", leave=False, disable=None):
@@ -169,15 +169,6 @@ def attention_ranks(
         raise ValueError("no calibration samples: batches is empty")
     ranks = tuple(total / samples for total in totals)
     return LayerRanks(stack.names, ranks, tokens / maps, samples, tolerance)
-
-
-def _one_part(model: nn.Module, part: str | None) -> BlockStack:
-    stacks = find_stacks(model)
-    if part is None and len(stacks) != 1:
-        raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(stacks)}: name one")
-    if part is not None and part not in stacks:
-        raise ValueError(f"this {type(model).__name__} has no part {part!r}; it has {', '.join(stacks)}")
-    return next(iter(stacks.values())) if part is None else stacks[part]
 
 
 @torch.no_grad()

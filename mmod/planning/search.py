@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod.adapters import BlockStack, find_stacks
+from mmod.adapters import BlockStack, find_part
 from mmod.config import Plan, RoutingConfig, Score
 from mmod.model import is_routed, route_, unroute_
 from mmod.planning.costs import COSTS, Chooser, Costs, Option, block_costs
@@ -180,15 +180,10 @@ def default_options(stack: BlockStack, chooser: Chooser) -> tuple[Option, ...]:
 def _part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
     if is_routed(model):
         raise ValueError(f"this {type(model).__name__} is routed already: call mmod.unroute_ first")
-    stacks = find_stacks(model)
-    if part is None and len(stacks) > 1:
-        raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(stacks)}: name one")
-    part = next(iter(stacks)) if part is None else part
-    if part not in stacks:
-        raise ValueError(f"this {type(model).__name__} has no part {part!r}; it has {', '.join(stacks)}")
+    part, stack = find_part(model, part)
     if part == "vision":
         raise ValueError("the FLOPs of a vision tower alone are not counted: search a plan for the part 'language'")
-    return part, stacks[part]
+    return part, stack
 
 
 def _check_options(options: Sequence[Option], stack: BlockStack, chooser: Chooser) -> None:

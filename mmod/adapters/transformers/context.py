@@ -19,23 +19,6 @@ class _Taken(Exception):
     """Ends a host's forward once its keys and values are known."""
 
 
-class _TakingCache:
-    """Stands in the place of a cache: takes keys and values, hands them on to the cache, and ends the call.
-
-    Args:
-        cache: The cache, if there is one.
-    """
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.taken: tuple[Tensor, Tensor] | None = None
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take keys and values (B, H, N, E) of all tokens."""
-        self.taken = (keys, values) if self.cache is None else self.cache.update(keys, values, *args, **kwargs)
-        raise _Taken
-
-
 class _KeepingCache:
     """Stands in the place of a cache: hands keys and values on to it, and keeps what the layer attends to.
 
@@ -51,6 +34,15 @@ class _KeepingCache:
         """Take keys and values (B, H, N, E) of new tokens; return those of all."""
         self.kept = (keys, values) if self.cache is None else self.cache.update(keys, values, *args, **kwargs)
         return self.kept
+
+
+class _TakingCache(_KeepingCache):
+    """Does the same, and ends the call."""
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take keys and values (B, H, N, E) of all tokens."""
+        super().update(keys, values, *args, **kwargs)
+        raise _Taken
 
 
 class OtherLayer:
@@ -110,7 +102,7 @@ def attend_to_all(
             forward(x_BND, **whole)
     except _Taken:
         pass
-    return attend_to_given(layer, forward, narrowed, z_BKD, _found(taking.taken, layer))
+    return attend_to_given(layer, forward, narrowed, z_BKD, _found(taking.kept, layer))
 
 
 def attend_and_keep(

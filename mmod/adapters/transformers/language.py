@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from mmod.adapters.base import BlockStack
 from mmod.adapters.transformers.cache_base import chosen_samples
 from mmod.adapters.transformers.images import IMAGES, Frames, ImageTokens
-from mmod.adapters.transformers.layers import GROUPS, DecoderLayerCall
+from mmod.adapters.transformers.layers import GROUPS, DecoderLayerCall, is_sandwich
 from mmod.adapters.transformers.masks import first_column
 from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.adapters.transformers.saving import DescribedRouting
 from mmod.adapters.transformers.tower import TowerImportance
 from mmod.blocks import ImportanceDecoderBlock, ModelHook, RoutedDecoderBlock, host_class
 from mmod.config import RoutingConfig, Threshold
+from mmod.ops.views import visible
 from mmod.routing import DecoderRouter, TokenGroups, assign_groups, decoded_groups
 
 LAYERS = (
@@ -99,18 +100,13 @@ def _call_of(layer: nn.Module, config: RoutingConfig | None, rotary: CompactRota
     names = tuple(n for n, p in signature.items() if p.kind is p.POSITIONAL_OR_KEYWORD)[2:]
     attention: Any = layer.self_attn
     window = getattr(attention.config, "sliding_window", None)
-    if config is not None and config.operator != "block" and config.gate.name != "identity" and _is_sandwich(layer):
+    if config is not None and config.operator != "block" and config.gate.name != "identity" and is_sandwich(layer):
         raise ValueError(
             f"operator={config.operator!r} needs gate='identity' in a {host_class(layer).__name__}: a norm after the "
             "branch takes its weight away"
         )
     compact = rotary if config is not None and config.language.positions == "compact" else None
     return DecoderLayerCall(names, int(attention.layer_idx), attention.config, compact, window)
-
-
-def _is_sandwich(layer: nn.Module) -> bool:
-    """Return whether norms follow the branches, as in Gemma 2 and 3."""
-    return hasattr(layer, "pre_feedforward_layernorm")
 
 
 class GroupHook(DescribedRouting):
@@ -299,6 +295,4 @@ def valid_tokens(mask: Any, source: Tensor, seen: Tensor | int) -> Tensor:
         places = slice(seen, seen + tokens) if isinstance(seen, int) else own + seen
         return mask[:, places].to(source.device).bool()
     own_BN = mask[:, 0, own, own + seen - first_column(mask.shape[-1], seen + tokens)]
-    if own_BN.dtype != torch.bool:
-        own_BN = own_BN > torch.finfo(own_BN.dtype).min / 2
-    return own_BN.expand(samples, -1).to(source.device)
+    return visible(own_BN).expand(samples, -1).to(source.device)

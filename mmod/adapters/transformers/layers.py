@@ -153,11 +153,10 @@ class DecoderLayerCall:
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
         """Return the modules whose outputs are added to the residual stream."""
-        # Gemma 2 and 3 normalise a branch's output: a weight in front of that norm would have no effect.
-        sandwich = hasattr(layer, "pre_feedforward_layernorm")
-        attention, mlp = (
-            ("post_attention_layernorm", "post_feedforward_layernorm") if sandwich else ("self_attn", "mlp")
-        )
+        attention, mlp = "self_attn", "mlp"
+        if is_sandwich(layer):
+            # A weight in front of the norm would have no effect.
+            attention, mlp = "post_attention_layernorm", "post_feedforward_layernorm"
         return [layer.get_submodule(name) for name in ([mlp] if which == "mlp" else [attention, mlp])]
 
     def first_norm(self, layer: nn.Module) -> nn.Module:
@@ -285,6 +284,11 @@ class DecoderLayerCall:
     @property
     def _is_flash(self) -> bool:
         return "flash" in self.config._attn_implementation
+
+
+def is_sandwich(layer: nn.Module) -> bool:
+    """Return whether norms follow the branches, as in Gemma 2 and 3."""
+    return hasattr(layer, "pre_feedforward_layernorm")
 
 
 def _packed(rows: Tensor, place_T: Tensor, slots: int) -> Tensor:
