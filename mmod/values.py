@@ -12,7 +12,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Union
 
-__all__ = ["check_fields", "check_value", "describe", "one_of", "refuse_unknown"]
+__all__ = ["check_distinct", "check_fields", "check_value", "describe", "one_of", "refuse_unknown"]
 
 _NAMES: dict[Any, str] = {
     bool: "true or false",
@@ -40,6 +40,14 @@ def refuse_unknown(kind: str, names: Iterable[str], valid: Sequence[str]) -> Non
     unknown = sorted(map(str, set(names) - set(valid)))
     if unknown:
         raise ValueError(f"unknown {kind} {', '.join(unknown)}; valid ones are {', '.join(valid)}")
+
+
+def check_distinct(config: Any, *names: str) -> None:
+    """Raise a ValueError unless each of some fields, which are lists, names at least one value, and none twice."""
+    for name in names:
+        values = getattr(config, name)
+        if not values or len(set(values)) != len(values):
+            raise ValueError(f"{name} must name at least one value, and each once, got {values}")
 
 
 def check_fields(config: Any, group: str = "", **limits: Limit) -> None:

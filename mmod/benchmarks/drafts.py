@@ -13,20 +13,22 @@ import torch
 from torch import Tensor
 
 from mmod.analysis.timing import Spread
+from mmod.benchmarks.options import Options
 from mmod.benchmarks.report import BenchmarkReport, Row, number_cell, spread_cell
 from mmod.benchmarks.resume import run_all
 from mmod.data.readers.text import TextReader, read_text
 from mmod.io.yaml import read_yaml
 from mmod.speculation import DraftReport, judge_drafts
 from mmod.training.text.config import TrainConfig
-from mmod.values import check_fields
+from mmod.values import check_distinct, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig:
-    """Options of the benchmark: greedy generation by all tokens in all layers, with and without drafts of routed ones.
+class DraftConfig(Options):
+    """Greedy generation by all tokens in all layers, with and without drafts of routed ones.
 
-    Prompts are windows of the run's validation text, spread evenly over it, and each is continued on its own.
+    Prompts are windows of the run's validation text, spread evenly over it, and each is continued on its own. Other
+    options are those of `Options`.
 
     Args:
         run: Folder of a finished run of `mmod train text` with `elastic: true`.
@@ -36,11 +38,7 @@ class DraftConfig:
         prompt_tokens: Tokens of each.
         new_tokens: Tokens that are generated.
         rounds: How often each way is timed for each prompt, one after the other; the fastest counts.
-        threads: CPU threads; None leaves torch's choice.
-        device: "cpu" or "cuda".
         dtype: Type of the weights. In float64 no two logits are equal but for rounding.
-        out: Folder for `benchmark.json` and `benchmark.md`, which are never overwritten. A benchmark that was killed
-            goes on in the same folder.
 
     Raises:
         ValueError: A number out of range, or one of drafted tokens twice.
@@ -52,15 +50,13 @@ class DraftConfig:
     prompt_tokens: int = 64
     new_tokens: int = 128
     rounds: int = 3
-    threads: int | None = None
-    device: str = "cpu"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     out: str = "runs/benchmark_drafts"
 
     def __post_init__(self) -> None:
-        check_fields(self, "", **dict.fromkeys(("prompts", "prompt_tokens", "new_tokens", "rounds"), "[1, inf)"))
-        if not self.draft_tokens or len(set(self.draft_tokens)) < len(self.draft_tokens) or min(self.draft_tokens) < 0:
-            raise ValueError(f"draft_tokens must name numbers from 0 on, each once, got {self.draft_tokens}")
+        least = dict.fromkeys(("prompts", "prompt_tokens", "new_tokens", "rounds", "threads"), "[1, inf)")
+        check_fields(self, draft_tokens="[0, inf)", **least)
+        check_distinct(self, "draft_tokens")
 
 
 @dataclass(frozen=True)

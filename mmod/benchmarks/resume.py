@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from mmod.benchmarks.options import Options
 from mmod.benchmarks.report import (
     UNFINISHED,
     AnyRow,
@@ -19,25 +20,6 @@ from mmod.benchmarks.report import (
     refuse_to_overwrite,
 )
 from mmod.io.claim import check_same
-
-
-class Options(Protocol):
-    """Options that all benchmarks have."""
-
-    @property
-    def out(self) -> str:
-        """Folder of the results."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """Device of the benchmark."""
-        ...
-
-    @property
-    def threads(self) -> int | None:
-        """CPU threads; None leaves torch's choice."""
-        ...
 
 
 def run_all(

@@ -70,7 +70,7 @@ def test_a_wrong_path_is_never_timed(
         ({"presets": []}, "at least one"),
         ({"presets": ["nope"]}, "preset must be one of 'a-mod', .* got 'nope'"),
         ({"hidden": 100}, "multiple of 64"),
-        ({"text_tokens": 0}, "positive"),
+        ({"text_tokens": 0}, "text_tokens must be an integer of at least 1"),
     ],
 )
 def test_wrong_use_is_named(changes: dict[str, Any], message: str) -> None:

@@ -181,7 +181,7 @@ def test_config_names_what_is_wrong(tmp_path: Path) -> None:
         OpBenchmarkConfig(ops=["gather"])
     with pytest.raises(ValueError, match="sizes must name at least one value"):
         OpBenchmarkConfig(sizes=[])
-    with pytest.raises(ValueError, match="tokens must be positive, got 0"):
+    with pytest.raises(ValueError, match="tokens must be an integer of at least 1, got 0"):
         OpSize(images=1, tokens=0)
     with pytest.raises(ValueError, match="needs either at_least or at_most"):
         Threshold(name="both", parts=["a"], column="ms", at_least=1, at_most=2)

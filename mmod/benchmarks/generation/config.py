@@ -6,16 +6,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mmod.analysis.timing import Spread
+from mmod.benchmarks.options import TimedOptions
 from mmod.benchmarks.report import Row, number_cell, spread_cell
 from mmod.config import PRESETS
+from mmod.values import check_distinct, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationConfig:
-    """Options of the benchmark: a LLaVA of random weights, dense and routed by each preset, interleaved.
+class GenerationConfig(TimedOptions):
+    """A LLaVA of random weights, dense and routed by each preset, interleaved.
 
     The language model is a Llama with heads of 64 channels. Its prefill takes `input_ids` and image features that are
-    computed already, puts them together and returns the logits of the last token; no vision tower runs.
+    computed already, puts them together and returns the logits of the last token; no vision tower runs. Other options
+    are those of `TimedOptions`.
 
     Args:
         presets: Names of `mmod.preset`. What skips tokens by a threshold gets the one at which its capacity is kept.
@@ -28,14 +31,7 @@ class GenerationConfig:
         vocabulary: Tokens the model knows.
         attention: transformers' attention implementation.
         train: Time a training step on the same prompts, too.
-        seconds: Each run goes on for at least this long,
-        rounds: and for at least this many rounds, in which each model is called once.
-        threads: CPU threads; None leaves torch's choice.
-        device: "cpu" or "cuda".
         dtype: Type of weights and features. Outputs are checked in float32.
-        seed: Seed of weights, prompts and order.
-        out: Folder for `benchmark.json` and `benchmark.md`, which are never overwritten. A benchmark that was killed
-            goes on in the same folder.
 
     Raises:
         ValueError: Nothing to time, an unknown preset, or a width that heads of 64 channels do not divide.
@@ -51,23 +47,15 @@ class GenerationConfig:
     vocabulary: int = 1000
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     train: bool = False
-    seconds: float = 30.0
-    rounds: int = 5
-    threads: int | None = None
-    device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    seed: int = 0
     out: str = "runs/benchmark_generation"
 
     def __post_init__(self) -> None:
-        for name in ("presets", "image_tokens", "batch_sizes"):
-            values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
-                raise ValueError(f"{name} must name at least one value, and each once, got {values}")
+        super().__post_init__()
+        check_distinct(self, "presets", "image_tokens", "batch_sizes")
         for name in self.presets:
             PRESETS.check(name)
-        if min(*self.image_tokens, *self.batch_sizes, self.text_tokens) < 1:
-            raise ValueError("image_tokens, text_tokens and batch_sizes must be positive")
+        check_fields(self, image_tokens="[1, inf)", text_tokens="[1, inf)", batch_sizes="[1, inf)")
         if self.hidden < 64 or self.hidden % 64:
             raise ValueError(f"hidden must be a multiple of 64, the channels of a head, got {self.hidden}")
 

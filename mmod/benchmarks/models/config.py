@@ -9,8 +9,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from mmod.analysis.timing import Spread
+from mmod.benchmarks.options import TimedOptions
 from mmod.benchmarks.report import Row, number_cell, spread_cell
 from mmod.config import RoutingConfig, score
+from mmod.values import check_distinct, check_fields
 
 
 class Variant(NamedTuple):
@@ -49,8 +51,10 @@ DENSE = Variant("dense", 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkConfig:
-    """Options of the benchmark; a batch size, an execution and a step make one interleaved run of all models.
+class BenchmarkConfig(TimedOptions):
+    """A batch size, an execution and a step make one interleaved run of all models.
+
+    Other options are those of `TimedOptions`.
 
     Args:
         model: A name of timm's registry.
@@ -69,14 +73,7 @@ class BenchmarkConfig:
             `max_tokens` set to the largest number of tokens that it keeps of an image.
         step: "forward" (inference), "train" (forward, loss and backward, without the optimiser), or both.
         image_size: Side of the image in pixels; None means the model's own.
-        seconds: Each run goes on for at least this long,
-        rounds: and for at least this many rounds, in which each model is called once.
-        threads: CPU threads; None leaves torch's choice.
-        device: "cpu" or "cuda".
         dtype: Type of weights and images. Outputs are checked in float32 first, then in this type.
-        seed: Seed of weights, images and order.
-        out: Folder for `benchmark.json` and `benchmark.md`, which are never overwritten. A benchmark that was killed
-            goes on in the same folder.
 
     Raises:
         ValueError: Nothing to time, a model that is timed against itself, or CUDA graphs without a GPU.
@@ -94,21 +91,13 @@ class BenchmarkConfig:
     execution: list[Literal["eager", "compiled", "cudagraphs"]] = field(default_factory=lambda: ["eager", "compiled"])
     step: list[Literal["forward", "train"]] = field(default_factory=lambda: ["forward", "train"])
     image_size: int | None = None
-    seconds: float = 30.0
-    rounds: int = 5
-    threads: int | None = None
-    device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    seed: int = 0
     out: str = "runs/benchmark"
 
     def __post_init__(self) -> None:
-        for name in ("routers", "capacities", "select", "context", "batch_sizes", "execution", "step"):
-            values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
-                raise ValueError(f"{name} must name at least one value, and each once, got {values}")
-        if min(self.batch_sizes) < 1:
-            raise ValueError(f"batch_sizes must be positive, got {self.batch_sizes}")
+        super().__post_init__()
+        check_distinct(self, "routers", "capacities", "select", "context", "batch_sizes", "execution", "step")
+        check_fields(self, batch_sizes="[1, inf)")
         if "cudagraphs" in self.execution and torch.device(self.device).type != "cuda":
             raise ValueError(f"execution 'cudagraphs' needs device 'cuda', got {self.device!r}")
 

@@ -17,17 +17,21 @@ from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks.ops.case import Result
 from mmod.benchmarks.ops.cases import CASES, OpCase, OpSize, make_case
 from mmod.benchmarks.ops.roofline import Probes, cache_flush
+from mmod.benchmarks.options import TimedOptions
 from mmod.benchmarks.oracle import PLAIN_TOLERANCE, check_close, check_error_rule
 from mmod.benchmarks.report import BenchmarkReport, Row, spread_cell
 from mmod.benchmarks.resume import run_all
 from mmod.ops import use
+from mmod.values import check_distinct
 
 COMPILED = "{}, compiled"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpBenchmarkConfig:
-    """Options of the benchmark. Every op, size, dtype and step is one interleaved run of all implementations.
+class OpBenchmarkConfig(TimedOptions):
+    """Every op, size, dtype and step is one interleaved run of all implementations.
+
+    Other options are those of `TimedOptions`.
 
     Args:
         ops: Names of ops.
@@ -36,13 +40,6 @@ class OpBenchmarkConfig:
         step: "forward", "train" (forward and backward together), or both.
         backends: Backends to force, those that cannot serve are left out and named; "auto" is what users get.
         compiled: Time torch's own operations and the other implementations compiled, too.
-        seconds: Each run goes on for at least this long,
-        rounds: and for at least this many rounds, in which each implementation is called once.
-        threads: CPU threads; None leaves torch's choice.
-        device: "cpu" or "cuda".
-        seed: Seed of inputs and order.
-        out: Folder for `benchmark.json` and `benchmark.md`, which are never overwritten. A benchmark that was killed
-            goes on in the same folder.
 
     Raises:
         ValueError: Nothing to time, or an unknown op.
@@ -58,16 +55,11 @@ class OpBenchmarkConfig:
     compiled: bool = False
     seconds: float = 1.0
     rounds: int = 10
-    threads: int | None = None
-    device: str = "cpu"
-    seed: int = 0
     out: str = "runs/benchmark_ops"
 
     def __post_init__(self) -> None:
-        for name in ("ops", "sizes", "dtypes", "step", "backends"):
-            values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
-                raise ValueError(f"{name} must name at least one value, and each once, got {values}")
+        super().__post_init__()
+        check_distinct(self, "ops", "sizes", "dtypes", "step", "backends")
         unknown = [op for op in self.ops if op not in CASES]
         if unknown:
             raise ValueError(f"unknown ops {unknown}; valid are {', '.join(CASES)}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from mmod.benchmarks.ops.roofline import Work
 from mmod.config import rational
 from mmod.ops.select import kept_count
+from mmod.values import check_fields, one_of
 
 Result = Tensor | tuple[Tensor, ...]
 
@@ -37,9 +38,7 @@ class OpSize:
     capacity: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("images", "tokens", "heads", "head_channels"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_fields(self, **dict.fromkeys(("images", "tokens", "heads", "head_channels"), "[1, inf)"))
         rational(self.capacity)
 
     @property
@@ -164,6 +163,5 @@ def make_case(op: str, size: OpSize, dtype: torch.dtype, device: torch.device, s
         >>> case.op(**case.inputs).shape
         torch.Size([2, 4, 384])
     """
-    if op not in CASES:
-        raise ValueError(f"unknown op {op!r}; valid are {', '.join(CASES)}")
+    one_of("op", op, tuple(CASES))
     return CASES[op](Maker(size, dtype, device, seed))

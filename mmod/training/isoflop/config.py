@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mmod.values import check_fields
+from mmod.values import check_distinct, check_fields
 
 __all__ = ["IsoflopConfig"]
 
@@ -48,13 +48,7 @@ class IsoflopConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "", budgets="(0, inf)", rates="(0, inf)", seeds="[1, inf)", processes="[1, inf)")
-        for name in ("sizes", "budgets", "routings", "rates"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} needs at least one entry")
-        for name in ("budgets", "rates"):
-            values = getattr(self, name)
-            if len(set(values)) != len(values):
-                raise ValueError(f"{name} must differ from each other, got {values}")
+        check_distinct(self, "sizes", "budgets", "routings", "rates")
         taken = sorted({"output", "seed", "routing", "epoch_steps"} & set(self.changes))
         if taken:
             raise ValueError(f"changes must not set {', '.join(taken)}: the study sets them")

@@ -129,8 +129,8 @@ def test_rates_that_diverge_are_passed_over(tmp_path: Path, monkeypatch: pytest.
     [
         ({"budgets": [1e6]}, "pays for .* steps"),
         ({"budgets": [1e15]}, "the text has"),
-        ({"budgets": [1e7, 1e7]}, "budgets must differ"),
-        ({"rates": []}, "rates needs at least one"),
+        ({"budgets": [1e7, 1e7]}, "budgets must name at least one value, and each once"),
+        ({"rates": []}, "rates must name at least one value"),
         ({"changes": {"seed": 1}}, "the study sets them"),
         ({"budgets": [math.inf]}, "budgets"),
     ],
