@@ -91,6 +91,7 @@ DIFFICULTIES: dict[str, CrowdsConfig] = {
     "tiny": CrowdsConfig(
         canvas=32, digits=(1, 2), clutter=4, scenes={"train": 256, "val": 64, "test": 64}, shard_size=64
     ),
+    "sparse": CrowdsConfig(canvas=48, digits=(1, 1)),
     "hard": CrowdsConfig(
         canvas=64,
         digit_size=(12, 20),
@@ -103,7 +104,8 @@ DIFFICULTIES: dict[str, CrowdsConfig] = {
         grid=1,
     ),
 }
-"""Named parameter sets: `default` learns in minutes on one core, `tiny` is for tests, `hard` wants a GPU."""
+"""Named parameter sets: `default` learns in minutes on one core, `tiny` is for tests, `hard` wants a GPU; in `sparse`
+one patch of seventeen shows a digit, where patches are those of `grid`."""
 
 
 class Crowd(NamedTuple):
