@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -124,6 +124,34 @@ class Counter:
         if len(names) > 1:
             self._returning.add(back_B / expected_B)
         self._never.setdefault(names[0], Sums()).add((free_BN & ~ever_BN).sum(1) / free_B)
+
+    def state(self) -> dict[str, Any]:
+        """Return the counts as plain values and arrays."""
+        return {
+            "decisions": self.decisions,
+            "images": self._images,
+            "pairs": [[*names, own.sums] for names, own in self._pairs.items()],
+            "never": {name: own.sums for name, own in self._never.items()},
+            "returning": self._returning.sums,
+            "kinds": {
+                name: {known: [own.names, own.counts_G2K.numpy()] for known, own in kinds.items()}
+                for name, kinds in self._kinds.items()
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from counts.
+
+        Args:
+            state: As `state` returns it.
+        """
+        self.decisions, self._images = state["decisions"], state["images"]
+        self._pairs = {(before, name): Sums(sums) for before, name, sums in state["pairs"]}
+        self._never = {name: Sums(sums) for name, sums in state["never"].items()}
+        self._returning = Sums(state["returning"])
+        self._kinds = {
+            name: {known: KindCounts(*own) for known, own in kinds.items()} for name, kinds in state["kinds"].items()
+        }
 
     def frequency(self, name: str, tokens: int) -> Tensor:
         """Return how often a decision keeps each of the tokens that may be skipped, by their order, in [0, 1] (F,).

@@ -33,6 +33,8 @@ Shift = Callable[[Any, range], Any]
 
 # In the place of a shift: what another model made of the images.
 _BESIDE = "beside"
+# Attributes that count for themselves.
+_PARTS = ("positions", "across", "worth")
 
 Judge = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """Runs a model on a batch, once, and returns the loss and the accuracy in [0, 1] of each image or sample, (B,) each."""
@@ -145,6 +147,45 @@ class Auditor:
         seen, _ = self._see(batch, name, of=name)
         self._note((RANDOM, name), *self._judge(seen, self.made[RANDOM]))
         self._images[name] = seen.images.stop
+
+    def state(self) -> dict[str, Any]:
+        """Return what was found so far as plain values and arrays."""
+        last = {
+            of: {
+                name: [own.cpu().numpy() for own in (kept.keep_BF, kept.score_BF.float())]
+                for name, kept in seen.items()
+            }
+            for of, seen in self._last.items()
+        }
+        outcomes = [[*names, *map(np.concatenate, zip(*own))] for names, own in self._outcomes.items()]
+        parts = {name: getattr(self, name).state() for name in _PARTS}
+        return {"images": self._images, "last": last, "outcomes": outcomes, **parts}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was found.
+
+        Args:
+            state: As `state` returns it.
+        """
+        self._images = state["images"]
+        self._last = {
+            of: {name: Kept(*map(torch.from_numpy, own)) for name, own in seen.items()}
+            for of, seen in state["last"].items()
+        }
+        self._outcomes = {(choice, shift): [(loss, right)] for choice, shift, loss, right in state["outcomes"]}
+        for name in _PARTS:
+            getattr(self, name).restore(state[name])
+
+    def identity(self, first: Any) -> dict[str, Any]:
+        """Return what decides what is found, as plain values.
+
+        Args:
+            first: The first batch, by whose loss model and data are known; None where there is none.
+        """
+        loss = None if first is None else f"{float(self._as_learned(first)[0].double().mean()):.6e}"
+        names = {"conditions": self.made, "shifts": self.shifts, "beside": self.beside}
+        plain = {"draws": self.draws, "reference": self.reference is not None, "model and data": loss}
+        return {name: list(own) for name, own in names.items()} | plain
 
     def outcomes(self, choice: str, shift: str = "") -> tuple[Values, Values]:
         """Return accuracy and loss of each image with a choice of tokens.
@@ -262,6 +303,7 @@ class Auditor:
             kept = Kept(only_free(routing.keep_BN, free[name]), only_free(routing.score_BN, free[name]))
             before = last.get(name, Kept(*(own[1:2] if len(own) > 1 else own for own in kept)))
             last[name] = Kept(*(own[-1:].clone() for own in kept))
+            before = Kept(*(own.to(kept.keep_BF.device) for own in before))
             fits = before.keep_BF.shape[1] == kept.keep_BF.shape[1]
             partners[name] = Kept(*(torch.cat([b, k[:-1]]) for b, k in zip(before, kept))) if fits else before
         return partners

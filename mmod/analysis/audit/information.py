@@ -48,9 +48,9 @@ class Information:
 class KindCounts:
     """How many tokens of each kind there were and were kept, in groups of images.
 
-    Attributes:
+    Args:
         names: Names of the kinds; numbers without names are those of positions.
-        counts_G2K: How many were kept, and how many there were.
+        counts: How many were kept, and how many there were, in each group (G, 2, K); None for none.
 
     Example:
         >>> counts = KindCounts()
@@ -60,9 +60,9 @@ class KindCounts:
         1.0 [1.0, 1.0]
     """
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.counts_G2K = torch.zeros(_GROUPS, 2, 0, dtype=torch.float64)
+    def __init__(self, names: Sequence[str] = (), counts: ArrayLike | None = None) -> None:
+        self.names = list(names)
+        self.counts_G2K = torch.zeros(_GROUPS, 2, 0, dtype=torch.float64) if counts is None else torch.tensor(counts)
 
     def add(self, kind_BN: Tensor, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
         """Count the tokens of a batch.

@@ -5,8 +5,9 @@ Axes: B images, N tokens, F tokens of an image that may be skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,9 +60,9 @@ class TokenValues:
     """Rank correlations of scores with what tokens are worth, gathered batch by batch."""
 
     def __init__(self) -> None:
-        self._agreement: dict[str, Sums] = {}
-        self._norm: dict[str, Sums] = {}
-        self._losses = {"loss": Sums(), "oracle": Sums(), "random": Sums()}
+        self._sums: dict[str, dict[str, Sums]] = {
+            "agreement": {}, "norm": {}, "losses": {name: Sums() for name in ("loss", "oracle", "random")},
+        }  # fmt: skip
         self._images = 0
 
     def add(
@@ -81,21 +82,36 @@ class TokenValues:
             norms: dict[str, Tensor] = {}
             worth[name] = _worth(judged, loss_B, name, routing, free[name], norms)
             norm_BN = norms[name]
-            for sums, score_BN in ((self._agreement, routing.score_BN), (self._norm, norm_BN)):
+            for what, score_BN in (("agreement", routing.score_BN), ("norm", norm_BN)):
                 found_B = rank_agreement(score_BN, worth[name], free[name])
-                sums.setdefault(name, Sums()).add(found_B)
+                self._sums[what].setdefault(name, Sums()).add(found_B)
         oracle_B = judged(Choice("other", lambda place: worth[place.block]))
-        self._losses["loss"].add(loss_B)
-        self._losses["oracle"].add(oracle_B - loss_B)
-        self._losses["random"].add(judged(random) - loss_B)
+        losses = self._sums["losses"]
+        losses["loss"].add(loss_B)
+        losses["oracle"].add(oracle_B - loss_B)
+        losses["random"].add(judged(random) - loss_B)
         self._images += len(loss_B)
 
     def result(self) -> LeaveOneOut | None:
         """Return what was gathered, None where nothing was."""
         if not self._images:
             return None
-        agreement, norm = ({name: own.mean() for name, own in sums.items()} for sums in (self._agreement, self._norm))
-        return LeaveOneOut(self._images, agreement, norm, **{name: own.mean() for name, own in self._losses.items()})
+        means = {what: {name: own.mean() for name, own in sums.items()} for what, sums in self._sums.items()}
+        return LeaveOneOut(self._images, means["agreement"], means["norm"], **means["losses"])
+
+    def state(self) -> dict[str, Any]:
+        """Return what was gathered as plain values and arrays."""
+        sums = {what: {name: own.sums for name, own in sums.items()} for what, sums in self._sums.items()}
+        return {"images": self._images, "sums": sums}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was gathered.
+
+        Args:
+            state: As `state` returns it.
+        """
+        self._images = state["images"]
+        self._sums = {what: {name: Sums(own) for name, own in sums.items()} for what, sums in state["sums"].items()}
 
 
 def _worth(

@@ -6,8 +6,11 @@ Axes: B images, N tokens, D channels.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +21,16 @@ from mmod.analysis.audit.auditor import Auditor, Judge, Shift
 from mmod.analysis.audit.choices import Place, choices
 from mmod.analysis.audit.information import KindsOf
 from mmod.analysis.audit.judges import judge_classes
+from mmod.analysis.audit.partial import Partial
 from mmod.analysis.audit.result import LEARNED, Audit, compare
-from mmod.analysis.audit.strata import ALL, DIFFICULTY, SHIFT, Strata, StratumOf, compare_strata
+from mmod.analysis.audit.strata import ALL, DIFFICULTY, SHIFT, Outcomes, Strata, StratumOf, compare_strata
 from mmod.values import check_value
 
 __all__ = ["audit"]
+
+_AUDIT = "audit"
+# Batches, and what is done with each.
+_Step = tuple[Iterable[Any], Callable[[Any], None]]
 
 
 @torch.no_grad()
@@ -45,6 +53,7 @@ def audit(
     others: Mapping[str, Iterable[Any]] | None = None,
     leave_one_out: int = 0,
     beside: Mapping[str, nn.Module] | None = None,
+    progress_file: str | Path | None = None,
     progress: bool = False,
 ) -> Audit:
     """Find out whether a routed model's decisions follow content or position, or are no better than chance.
@@ -90,6 +99,8 @@ def audit(
             compare its worth with its score. Takes as many passes as tokens may be skipped.
         beside: Other models by name, such as one of early exit at the same budget, which `judge` runs on the same
             images: the audited one is compared with each of them, on all images and in each stratum.
+        progress_file: File that keeps what was found of the batches so far. An audit that was cut goes on where it
+            stopped and finds what it would have found. It is left there at the end.
         progress: Show a bar.
 
     Returns:
@@ -99,7 +110,8 @@ def audit(
     Raises:
         TypeError: Batches that can be passed once only.
         ValueError: Nothing in the model is routed, tokens join groups that a score has formed ("cells"), routers do not
-            run in it, an unknown condition, a set of fewer than two images, or a shift and another set of one name.
+            run in it, an unknown condition, a set of fewer than two images, a shift and another set of one name, or the
+            progress of another audit.
 
     Example:
         >>> import timm, torch, mmod
@@ -120,34 +132,27 @@ def audit(
     if shifts.keys() & others.keys():
         raise ValueError(f"shifts and others both name {', '.join(shifts.keys() & others.keys())}: choose another name")
     auditor, sorted_by = Auditor(model, judge, made, draws, grid, shifts, beside, reference), Strata()
-    with ExitStack() as stack:
-        for frozen in filter(None, (model, reference, *beside.values())):
-            stack.enter_context(_frozen(frozen))
-        for batch in tqdm(batches if positions_from is None else positions_from, "positions", disable=not progress):
-            auditor.learn(batch)
-        for number, batch in enumerate(tqdm(batches, "audit", disable=not progress)):
-            images, dense_loss_B = auditor.judge_batch(
-                batch, {} if token_kinds is None else token_kinds(batch), leave_one_out=number < leave_one_out
-            )
-            values = dict(strata(batch)) if strata is not None else {}
-            if dense_loss_B is not None:
-                values[DIFFICULTY] = dense_loss_B
-            sorted_by.add(values, images)
-        for name, own_batches in others.items():
-            for batch in tqdm(own_batches, f"audit of {name}", disable=not progress):
-                auditor.judge_other(name, batch)
+    kept = Partial(progress_file)
+
+    def judge_batch(batch: Any) -> None:
+        kinds, is_early = token_kinds(batch) if token_kinds else {}, kept.done.get(_AUDIT, 0) < leave_one_out
+        images, dense_loss_B = auditor.judge_batch(batch, kinds, leave_one_out=is_early)
+        values = dict(strata(batch)) if strata is not None else {}
+        sorted_by.add(values if dense_loss_B is None else {**values, DIFFICULTY: dense_loss_B}, images)
+
+    steps: dict[str, _Step] = {
+        "positions": (batches if positions_from is None else positions_from, auditor.learn),
+        _AUDIT: (batches, judge_batch),
+        **{
+            f"audit of {name}": (own_batches, partial(auditor.judge_other, name))
+            for name, own_batches in others.items()
+        },
+    }
+    with _frozen(model, reference, *beside.values()):
+        _go_on(auditor, sorted_by, steps, leave_one_out, kept, progress=progress)
     outcomes = {name: auditor.outcomes(name) for name in (LEARNED, *made)}
     found = compare(outcomes, made, resamples=resamples, margin=margin, draws=draws, across=auditor.across.result())
-    whole = auditor.against_random()
-    members = sorted_by.members()
-    parts = {names: whole.of(chosen) for names, chosen in members.items()}
-    if shifts or others:
-        parts |= {(SHIFT, name or "none"): auditor.against_random(name) for name in ("", *shifts, *others)}
-    models = {}
-    for name in beside:
-        both = auditor.against(name)
-        models[name, ALL] = both
-        models |= {(name, f"{group}: {part}"): both.of(chosen) for (group, part), chosen in members.items()}
+    parts, models = _strata_of(auditor, sorted_by, (*shifts, *others), beside)
     return dataclasses.replace(
         found,
         strata=compare_strata(parts, resamples),
@@ -156,11 +161,67 @@ def audit(
     )
 
 
+def _go_on(
+    auditor: Auditor,
+    sorted_by: Strata,
+    steps: Mapping[str, _Step],
+    leave_one_out: int,
+    kept: Partial,
+    *,
+    progress: bool,
+) -> None:
+    """Take the batches of each step that were not taken before."""
+
+    def state() -> dict[str, Any]:
+        return {"auditor": auditor.state(), "strata": sorted_by.state()}
+
+    counts = {name: len(own) if isinstance(own, Sized) else None for name, (own, _) in steps.items()}
+    if kept.path is not None:
+        first = next(iter(steps[_AUDIT][0]), None)
+        found = kept.read({**auditor.identity(first), "leave_one_out": leave_one_out, "batches": counts})
+        if found is not None:
+            auditor.restore(found["auditor"])
+            sorted_by.restore(found["strata"])
+    for name, (batches, take) in steps.items():
+        done = kept.done.get(name, 0)
+        left = itertools.islice(batches, done, None)
+        for batch in tqdm(left, name, counts[name], initial=done, disable=not progress):
+            take(batch)
+            kept.add(name, state)
+        if kept.done.get(name, 0) > done:
+            kept.write(state)
+
+
+def _strata_of(
+    auditor: Auditor, sorted_by: Strata, elsewhere: Sequence[str], beside: Iterable[str]
+) -> tuple[dict[tuple[str, str], Outcomes], dict[tuple[str, str], Outcomes]]:
+    """Return outcomes by group and name: those against random tokens, and those against other models.
+
+    Args:
+        auditor: Has judged all batches.
+        sorted_by: What the images are sorted by.
+        elsewhere: Names of shifts and other sets.
+        beside: Names of other models.
+    """
+    whole, members = auditor.against_random(), sorted_by.members()
+    parts = {names: whole.of(chosen) for names, chosen in members.items()}
+    if elsewhere:
+        parts |= {(SHIFT, name or "none"): auditor.against_random(name) for name in ("", *elsewhere)}
+    models = {}
+    for name in beside:
+        both = auditor.against(name)
+        models[name, ALL] = both
+        models |= {(name, f"{group}: {part}"): both.of(chosen) for (group, part), chosen in members.items()}
+    return parts, models
+
+
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and each of its modules back into its own at the end."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
+def _frozen(*models: nn.Module | None) -> Iterator[None]:
+    """Put models into evaluation mode, and each of their modules back into its own at the end."""
+    given = [model for model in models if model is not None]
+    modes = {module: module.training for model in given for module in model.modules()}
+    for model in given:
+        model.eval()
     try:
         yield
     finally:

@@ -103,6 +103,7 @@ def pseudo_mean(value: float, left_out_G: Tensor) -> Estimate:
     Source: Tukey, The Annals of Mathematical Statistics 29 (1958): the jackknife's pseudo-values.
 
     Example:
+        >>> import torch
         >>> values = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64)
         >>> print(pseudo_mean(3.0, (12.0 - values) / 3))  # The mean has no bias.
         3.0 [0.9, 5.1]
@@ -160,10 +161,14 @@ def adjusted(p: Sequence[float]) -> list[float]:
 
 
 class Sums:
-    """Sums of figures of single images, which do not grow with them: how many, their sum and that of their squares."""
+    """Sums of figures of single images, which do not grow with them.
 
-    def __init__(self) -> None:
-        self.sums = np.zeros(3)
+    Args:
+        sums: How many figures there were, their sum and that of their squares.
+    """
+
+    def __init__(self, sums: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
+        self.sums = np.array(sums)
 
     def add(self, figure_B: Tensor) -> None:
         """Add the figures of a batch; those that are not finite do not count.

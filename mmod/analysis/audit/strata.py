@@ -122,6 +122,18 @@ class Strata:
             self._values.setdefault(name, []).extend(own)
         self._images += images
 
+    def state(self) -> dict[str, Any]:
+        """Return what was gathered as plain values."""
+        return {"values": self._values, "images": self._images}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was gathered.
+
+        Args:
+            state: As `state` returns it.
+        """
+        self._values, self._images = state["values"], state["images"]
+
     def members(self) -> dict[tuple[str, str], Any]:
         """Return for each group and stratum where an image is in it (I,); groups of one stratum are left out."""
         found = {}

@@ -8,7 +8,6 @@ import os
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ __all__ = ["audit_run", "main"]
 
 AnyConfig = AuditConfig | PairsAuditConfig | ChatAuditConfig | TextAuditConfig
 
-_RECORD, _FOUND = "config.json", "audit.json"
+_RECORD, _FOUND, _PARTIAL = "config.json", "audit.json", "partial.json"
 _RUN = "config.yaml"
 # Parts that only models of one kind have, and keys that only their runs, or the data of these, do.
 _KINDS: dict[type[AnyConfig], tuple[set[str], set[str]]] = {
@@ -43,7 +42,8 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
         progress: Show a bar.
 
     Returns:
-        What was found; it is written as JSON, Markdown and pictures. A finished audit is read and not done again.
+        What was found; it is written as JSON, Markdown and pictures. A finished audit is read and not done again, and
+        one that was cut goes on.
 
     Raises:
         FolderTakenError: If the folder holds the audit of another config.
@@ -71,7 +71,7 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
         raise ValueError(
             "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
         )
-    found, costs = _audited(config, subject, model, claim, progress)
+    found, costs = _audited(config, subject, model, claim, folder / _PARTIAL, progress)
     drawn = subject.maps(model, options.maps) if options.maps else None
     cost = subject.flops(model)
     record = {
@@ -88,31 +88,30 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
     draw_audit(found).savefig(folder / "audit.png", dpi=150)
     write_atomically(folder / "audit.md", f"{found}\n{_costs_told(cost, costs)}")
     write_atomically(folder / _FOUND, json.dumps(record, indent=1) + "\n")
+    (folder / _PARTIAL).unlink(missing_ok=True)
     return found
 
 
 def _audited(
-    config: AnyConfig, subject: Subject[Any], model: Any, claim: Callable[[], object], progress: bool
+    config: AnyConfig,
+    subject: Subject[Any],
+    model: Any,
+    claim: Callable[[], object],
+    progress_file: Path,
+    progress: bool,
 ) -> tuple[Audit, dict[str, float | None]]:
     """Audit a model in a folder that is claimed once all is there; return also what the models beside it cost."""
     from mmod import audit
-    from mmod.training.engine.evaluate import KeptShares
 
     options = config.audit
     shifts, beside = subject.shifts(options), _beside(config)
     others = {name: subject.batches(changes) for name, changes in options.others.items()}
     split = options.positions_split
-    kept = {id(own): KeptShares(own, next(own.parameters()).device) for own in beside.values()}
     claim()
-
-    def judge(own: Any, batch: Any) -> Any:
-        with kept[id(own)].watch() if id(own) in kept else nullcontext():
-            return subject.judge(own, batch.batch)
-
     found = audit(
         model,
         subject.batches(),
-        judge=judge,
+        judge=lambda own, batch: subject.judge(own, batch.batch),
         positions_from=None if split is None else subject.batches({subject.split: split}),
         conditions=subject.conditions(options),
         draws=options.draws,
@@ -125,9 +124,10 @@ def _audited(
         others=others,
         leave_one_out=options.leave_one_out,
         beside=beside,
+        progress_file=progress_file,
         progress=progress,
     )
-    return found, {name: subject.cost(own, kept[id(own)].means()) for name, own in beside.items()}
+    return found, {name: subject.cost(own) for name, own in beside.items()}
 
 
 def _subject(config: AnyConfig) -> Subject[Any]:

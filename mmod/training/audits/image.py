@@ -26,7 +26,7 @@ from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
 from mmod.training.audits.config import AuditConfig
 from mmod.training.audits.subject import Again, Sorted, Subject
 from mmod.training.engine.distributed import choose_device
-from mmod.training.engine.evaluate import RoutedResult
+from mmod.training.engine.evaluate import KeptShares, RoutedResult
 from mmod.training.image.config import DistillConfig
 from mmod.training.image.model import create_models
 from mmod.training.studies.image import image_flops, sample_images
@@ -81,10 +81,13 @@ class ImageSubject(Subject[AuditConfig]):
         data = self.config.data
         return flops(model, (data.channels, data.image_size, data.image_size)).to_dict()
 
-    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> float:
+    def cost(self, model: nn.Module) -> float:
         """Return the FLOPs of an image, on average where images leave early."""
-        found = RoutedResult()
-        found.kept = dict(kept)
+        kept, found = KeptShares(model, next(model.parameters()).device), RoutedResult()
+        for own in self.batches():
+            with torch.inference_mode(), kept.watch():
+                self.judge(model, own.batch)
+        found.kept = kept.means()
         return image_flops(model, self.config, found)
 
     def maps(self, model: nn.Module, count: int) -> tuple[dict[str, Any], Figure]:

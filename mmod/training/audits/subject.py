@@ -130,12 +130,11 @@ class Subject(ABC, Generic[Config]):
         """Return the FLOPs of a sample by part, None where they are not counted."""
         return None
 
-    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> float | None:
-        """Return the FLOPs of a sample in a model of another run, None where they are not counted.
+    def cost(self, model: nn.Module) -> float | None:
+        """Return the FLOPs of a sample of the set in a model of another run, None where they are not counted.
 
         Args:
             model: The model.
-            kept: What its blocks kept of the samples, see `mmod.training.engine.evaluate.KeptShares`.
         """
         return None
 

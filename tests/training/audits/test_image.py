@@ -6,15 +6,17 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from mmod.analysis.audit import partial as partial_file
 from mmod.analysis.audit.result import read_audit
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 from mmod.training.audits.command import audit_run, main
 from mmod.training.audits.config import AuditConfig, AuditOptions
-from mmod.training.audits.image import _regions
+from mmod.training.audits.image import ImageSubject, _regions
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import fit
 
@@ -82,6 +84,31 @@ def test_a_finished_audit_is_read_and_never_overwritten(run: Path, tmp_path: Pat
     assert found.stat().st_mtime_ns == before
     with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
         main([*arguments, "--audit.draws", "2"])
+
+
+def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [str(run), *QUICK, "--audit.conditions", "[random]", "--audit.maps", "0", "--data.batch_size", "16"]
+    whole = main([*arguments, "--output", str(tmp_path / "whole")])
+    cut = [*arguments, "--output", str(tmp_path / "cut")]
+    left, judge = itertools.count(11, -1), ImageSubject.judge
+
+    def stopping(*args: Any) -> Any:
+        if not next(left):
+            raise KeyboardInterrupt
+        return judge(*args)
+
+    monkeypatch.setattr(partial_file, "_EVERY", 0.0)
+    monkeypatch.setattr(ImageSubject, "judge", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        main(cut)
+    monkeypatch.setattr(ImageSubject, "judge", judge)
+    assert json.loads((tmp_path / "cut/audit/partial.json").read_text())["done"] == {"positions": 4, "audit": 3}
+    with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
+        main([*cut, "--audit.draws", "2"])
+    found = main(cut)
+    first, second = (json.loads((folder / "audit/audit.json").read_text())["audit"] for folder in (whole, found))
+    assert first == second
+    assert not (tmp_path / "cut/audit/partial.json").exists()
 
 
 def test_positions_of_the_training_split_and_a_choice_of_conditions(run: Path, tmp_path: Path) -> None:
