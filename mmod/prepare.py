@@ -79,9 +79,10 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     for start, routers in readers.items() if before else ():
         # The dense block before the span: only there has every token a fresh importance.
         block = stack.blocks[start - 1]
-        begins = start - 1 == first and not captioned
-        call = stack.call_of(block, None)
-        important = ImportanceState(call, stack.tracker, start, routers, config.importance, begins=begins, **common)
+        call, begins = stack.call_of(block, None), start - 1 == first and not captioned
+        important = ImportanceState(
+            call, stack.tracker, start, routers=tuple(routers), average=config.importance, begins=begins, **common
+        )
         conversions.append((block, None, important))
     return conversions
 

@@ -52,12 +52,8 @@ def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
     Raises:
         ValueError: Another shape.
     """
-    slots = index_BK.shape[1]
-    bias = _pairs_of_batch(bias, index_BK.shape[0], tokens)
-    heads, queries = bias.shape[1], bias.shape[2]
-    if queries > 1:
-        bias = bias.gather(2, index_BK[:, None, :, None].expand(-1, heads, -1, tokens))
-    return bias.gather(3, index_BK[:, None, None, :].expand(-1, heads, slots if queries > 1 else 1, -1))
+    bias = narrow_queries(bias, index_BK, tokens)
+    return bias.gather(3, index_BK[:, None, None, :].expand(-1, *bias.shape[1:3], -1))
 
 
 def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:

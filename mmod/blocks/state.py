@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from mmod.blocks.rows import enter_rows
 from mmod.routing import Router, Routing, TokenGroups, TokenMarks
 
 
+@dataclass(eq=False)
 class BlockState:
     """The state of a converted block.
 
@@ -27,26 +29,15 @@ class BlockState:
         training_only: Importance serves a loss only, so outside training it is neither computed nor expected.
     """
 
-    def __init__(
-        self,
-        call: BlockCall,
-        tracker: PassTracker,
-        span: int | None = None,
-        *,
-        writes: bool = False,
-        begins: bool = False,
-        ends: bool = False,
-        captioned: bool = False,
-        training_only: bool = False,
-    ) -> None:
-        self.call = call
-        self.tracker = tracker
-        self.span = span
-        self.writes = writes
-        self.begins = begins
-        self.ends = ends
-        self.captioned = captioned
-        self.training_only = training_only
+    call: BlockCall
+    tracker: PassTracker
+    span: int | None = None
+    _: KW_ONLY
+    writes: bool = False
+    begins: bool = False
+    ends: bool = False
+    captioned: bool = False
+    training_only: bool = False
 
     def enter(self, x_BND: Tensor, training: bool) -> ForwardPass | None:
         """Return the forward pass that the block runs in, or None where it shares nothing.
@@ -71,30 +62,18 @@ class BlockState:
             self.tracker.leave(None if self.ends else forward_pass)
 
 
+@dataclass(eq=False, kw_only=True)
 class ImportanceState(BlockState):
     """The state of a dense block that computes importance.
 
     Args:
-        call: As for `BlockState`, like all that is not named here.
-        tracker: As there.
-        span: As there.
         routers: The routers of the blocks that read importance.
         average: See `RoutingConfig.importance`.
-        options: As there.
     """
 
-    def __init__(
-        self,
-        call: BlockCall,
-        tracker: PassTracker,
-        span: int,
-        routers: Sequence[Router],
-        average: str,
-        **options: bool,
-    ) -> None:
-        super().__init__(call, tracker, span, writes=True, **options)
-        self.routers = tuple(routers)
-        self.average = average
+    routers: Sequence[Router]
+    average: str
+    writes: bool = True
 
     @property
     def wanted(self) -> bool:
@@ -111,32 +90,18 @@ class _Record:
         self.fresh = False
 
 
+@dataclass(eq=False, kw_only=True)
 class RoutedState(BlockState):
     """The state of a routed block: beside that of `BlockState` the last decision, which outlives its forward pass.
 
     Args:
-        call: As for `BlockState`, like all that is not named here.
-        tracker: As there.
-        span: As there.
         hands_on: The block that follows shares the span's scores, and may be given rows in place of all tokens.
         observes: The span reads the importance in this block's own attention, after which it decides.
-        options: As there.
     """
 
-    def __init__(
-        self,
-        call: BlockCall,
-        tracker: PassTracker,
-        span: int | None = None,
-        *,
-        hands_on: bool = False,
-        observes: bool = False,
-        **options: bool,
-    ) -> None:
-        super().__init__(call, tracker, span, **options)
-        self.hands_on = hands_on
-        self.observes = observes
-        self._records = PerThread(_Record)
+    hands_on: bool = False
+    observes: bool = False
+    _records: PerThread[_Record] = field(default_factory=lambda: PerThread(_Record), init=False, repr=False)
 
     @property
     def routing(self) -> Routing | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -57,6 +58,7 @@ def _class_numbers(labels: list[Any]) -> Tensor:
     return torch.tensor(labels, dtype=torch.int64)
 
 
+@dataclass
 class ImageReader:
     """Decodes and transforms the samples of a source, each with its own random state.
 
@@ -68,19 +70,11 @@ class ImageReader:
         collate: From the classes or captions of a batch to a tensor whose first axis is the batch.
     """
 
-    def __init__(
-        self,
-        source: ImageSource,
-        mode: str,
-        transform: Callable[..., Tensor],
-        replace: bool = False,
-        collate: Callable[[list[Any]], Tensor] = _class_numbers,
-    ):
-        self.source = source
-        self.mode = mode
-        self.transform = transform
-        self.replace = replace
-        self.collate = collate
+    source: ImageSource
+    mode: str
+    transform: Callable[..., Tensor]
+    replace: bool = False
+    collate: Callable[[list[Any]], Tensor] = _class_numbers
 
     def __len__(self) -> int:
         return len(self.source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -19,10 +20,12 @@ from mmod.blocks import BlockCall, ImportanceBlock, RoutedBlock, convert, make_d
 from mmod.model import routed_blocks
 from mmod.ops import lerp_rows
 from mmod.routing import Routing, kept_count
+from mmod.values import one_of
 
 CONTROLS = ("loop", "masked", "removed")
 
 
+@dataclass(eq=False)
 class FreeState:
     """The state of a freely routed block.
 
@@ -33,11 +36,10 @@ class FreeState:
         context: What a kept token attends to.
     """
 
-    def __init__(self, call: BlockCall, capacity: Fraction, prefix: int, context: str) -> None:
-        self.call = call
-        self.capacity = capacity
-        self.prefix = prefix
-        self.context = context
+    call: BlockCall
+    capacity: Fraction
+    prefix: int
+    context: str
 
 
 class FreeBlock(nn.Module):
@@ -188,8 +190,7 @@ def control(model: nn.Module, path: str) -> nn.Module:
         'RemovedBlock'
     """
     mixins = {"loop": LoopedBlock, "masked": MaskedBlock, "removed": RemovedBlock}
-    if path not in mixins:
-        raise ValueError(f"path must be one of {', '.join(map(repr, CONTROLS))}, got {path!r}")
+    one_of("path", path, CONTROLS)
     copied = sharing_copy(model)
     for block in routed_blocks(copied).values():
         if path == "removed":
