@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mmod.io.files import write_atomically
-from mmod.training.engine.logging import write_csv
 from mmod.training.engine.loop import run
 from mmod.training.isoflop.config import IsoflopConfig
 from mmod.training.isoflop.grid import Place, plan
 from mmod.training.isoflop.report import draw, optima, point_of, table
 from mmod.training.studies.jobs import Job, Runner, Tick
+from mmod.training.studies.results import write_outcome
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult
 from mmod.training.text.recipe import TextRecipe
@@ -138,19 +132,9 @@ def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) 
         {**row, "difference": None if row["difference"] is None else dataclasses.asdict(row["difference"])}
         for row in optima(points, config.score)
     ]
-    record: Mapping[str, Any] = {
-        "config": dataclasses.asdict(config),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "cpu_seconds": runner.cpu_seconds,
-        "points": points,
-        "optima": least,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "isoflop.json", json.dumps(record, indent=2) + "\n")
-    write_csv(folder / "isoflop.csv", [{key: value for key, value in row.items() if key != "seeds"} for row in points])
-    write_atomically(folder / "isoflop.md", text + "\n")
-    draw(points, config.score).savefig(folder / "isoflop.png", dpi=150)
-    runner.say(f"{len(points)} models after {runner.cpu_seconds:.0f} CPU seconds: {folder}/isoflop.{{md,png}}")
-    return IsoflopResult(folder, points, text, runner.cpu_seconds)
+    facts = runner.facts
+    record = {"config": dataclasses.asdict(config), **facts, "points": points, "optima": least}
+    rows = [{key: value for key, value in row.items() if key != "seeds"} for row in points]
+    write_outcome(folder, "isoflop", record, rows, text, {"isoflop": draw(points, config.score)})
+    runner.say(f"{len(points)} models after {facts['cpu_seconds']:.0f} CPU seconds: {folder}/isoflop.{{md,png}}")
+    return IsoflopResult(folder, points, text, facts["cpu_seconds"])

@@ -82,6 +82,12 @@ class Runner:
         """CPU seconds that this process and its workers have used so far."""
         return sum((self.cpu | {os.getpid(): time.process_time()}).values())
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the runs are done on, and what they have cost so far, as records of studies say it."""
+        machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+        return {**machine, "cpu_seconds": self.cpu_seconds}
+
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         if self.progress:

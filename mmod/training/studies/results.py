@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmod.analysis.tables import markdown_table
+from mmod.io.files import write_atomically
+from mmod.training.engine.logging import write_csv
 from mmod.training.studies.paired import Difference, spread
 
-__all__ = ["Column", "Point", "StudyResult", "flat", "table_of"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Column", "Point", "StudyResult", "flat", "table_of", "write_outcome"]
 
 Column = tuple[str, str]
 """Title of a column, and how its values are formatted; `±` in front adds the standard deviation over seeds."""
@@ -90,6 +96,32 @@ def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]]) -
     cells = {title: [_cell(row, name, form) for row in rows] for name, (title, form) in columns.items()}
     used = {title: column for title, column in cells.items() if any(column)}
     return markdown_table(list(used), list(zip(*used.values())))
+
+
+def write_outcome(
+    folder: Path,
+    name: str,
+    record: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    text: str,
+    pictures: Mapping[str, Figure],
+) -> None:
+    """Write what a study found.
+
+    Args:
+        folder: The study's folder.
+        name: What the files are called but for their endings.
+        record: All of it, as JSON values.
+        rows: A row for each model.
+        text: Table and verdict as Markdown.
+        pictures: Figures by the name of their file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / f"{name}.json", json.dumps(record, indent=2) + "\n")
+    write_csv(folder / f"{name}.csv", rows)
+    write_atomically(folder / f"{name}.md", text + "\n")
+    for title, figure in pictures.items():
+        figure.savefig(folder / f"{title}.png", dpi=150)
 
 
 def _cell(row: Mapping[str, Any], name: str, form: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,6 @@ from mmod.io.claim import differences
 from mmod.io.files import write_atomically
 from mmod.io.yaml import read_yaml
 from mmod.training.engine.distributed import choose_device
-from mmod.training.engine.logging import write_csv
 from mmod.training.engine.loop import seed_draws
 from mmod.training.engine.run_folder import portable
 from mmod.training.studies.config import BESIDE, StudyConfig
@@ -29,7 +27,7 @@ from mmod.training.studies.entrants import DENSE, Dense, Entrant, Routed, merged
 from mmod.training.studies.jobs import Job, Runner, Search, Tick
 from mmod.training.studies.paired import Difference, compare, verdict
 from mmod.training.studies.plan import search_for
-from mmod.training.studies.results import Column, Point, StudyResult, flat, table_of
+from mmod.training.studies.results import Column, Point, StudyResult, flat, table_of, write_outcome
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -353,16 +351,10 @@ class Study(ABC, Generic[Config, Found]):
 
     def _write(self, points: list[Point], told: str, runner: Runner) -> StudyResult:
         folder, rows = Path(self.config.output), self.complete([point.row() for point in points])
-        result = StudyResult(folder, points, f"{self.table(rows)}\n\n{told}", runner.cpu_seconds)
-        machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
-        record = {"config": dataclasses.asdict(self.config), **machine, "cpu_seconds": result.cpu_seconds}
-        record |= {**self.facts(), "points": [dataclasses.asdict(point) for point in points]}
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "tradeoff.json", json.dumps(record, indent=2) + "\n")
-        write_csv(folder / "tradeoff.csv", [flat(row) for row in rows])
-        write_atomically(folder / "tradeoff.md", result.table + "\n")
-        for name, figure in self.pictures(rows).items():
-            figure.savefig(folder / f"{name}.png", dpi=150)
+        record = {"config": dataclasses.asdict(self.config), **runner.facts, **self.facts()}
+        record["points"] = [dataclasses.asdict(point) for point in points]
+        result = StudyResult(folder, points, f"{self.table(rows)}\n\n{told}", record["cpu_seconds"])
+        write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], result.table, self.pictures(rows))
         runner.say(f"{len(points)} models after {result.cpu_seconds:.0f} CPU seconds: {folder}/tradeoff.{{md,png}}")
         return result
 
