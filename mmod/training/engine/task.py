@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from mmod.values import one_of
+
 __all__ = ["Batch", "Pass", "Task", "autocast"]
 
 Batch = tuple[Tensor, Tensor]
@@ -26,8 +28,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[obj
     Raises:
         ValueError: If the precision is unknown, or is "fp16" on another device than CUDA.
     """
-    if precision not in _PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(_PRECISIONS)}, got {precision!r}")
+    one_of("precision", precision, tuple(_PRECISIONS))
     if precision == "fp16" and device.type != "cuda":
         raise ValueError(f"precision 'fp16' needs a CUDA device, got {device}; use 'bf16' or 'fp32'")
     return torch.autocast(device.type, dtype=_PRECISIONS[precision], enabled=precision != "fp32")

@@ -115,9 +115,7 @@ class StudyConfig:
                 rational(capacity)
         if self.tune_dense and not self.tune:
             raise ValueError("tune=False leaves nothing to fine-tune: set tune_dense to False too")
-        unknown = sorted({*self.controls, *filter(None, self.controls.values())} - set(self.series))
-        if unknown:
-            raise ValueError(f"controls names {', '.join(unknown)}; series are {', '.join(self.series)}")
+        refuse_unknown("series in controls", [*self.controls, *filter(None, self.controls.values())], self.series)
         for name in self.routers:
             self.search_of(name, None)
         refuse_set_by_study("changes", self.changes)
@@ -309,9 +307,7 @@ class PairsStudyConfig(StudyConfig):
         super().__post_init__()
         check_fields(self, latency_batch="[1, inf)", latency_rounds="[1, inf)")
         for name, towers in self.routers.items():
-            unknown = sorted(set(towers) - {"image", "text"})
-            if unknown:
-                raise ValueError(f"routers.{name} names {', '.join(unknown)}; valid: image, text")
+            refuse_unknown(f"tower in routers.{name}", towers, ("image", "text"))
 
 
 @dataclass(frozen=True, kw_only=True)
