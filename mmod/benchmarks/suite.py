@@ -143,13 +143,10 @@ class SuiteConfig:
     out: str = "runs/benchmark_suite"
 
     def __post_init__(self) -> None:
-        every: list[Any] = [*self.ops, *self.models, *self.generation]
-        names = [part.out for part in every]
+        names = [part.out for part, _, _ in self.parts]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a suite needs at least one part, each with an out folder of its own, got {names}")
-        columns = {part.out: _columns(OpRow) for part in self.ops}
-        columns |= {part.out: _columns(BenchmarkRow) for part in self.models}
-        columns |= {part.out: _columns(GenerationRow) for part in self.generation}
+        columns = {part.out: _columns(row) for part, _, row in self.parts}
         object.__setattr__(self, "thresholds", [*self.thresholds, *self.bars])
         object.__setattr__(self, "bars", [])
         for threshold in self.thresholds:
@@ -164,6 +161,16 @@ class SuiteConfig:
                         f"the threshold {threshold.name!r} names columns {unknown}; "
                         f"{part} has {', '.join(sorted(columns[part]))}"
                     )
+
+    @property
+    def parts(self) -> list[tuple[Any, Any, type[Row]]]:
+        """Each benchmark with what runs it and the class of its rows."""
+        kinds: tuple[tuple[Sequence[Any], Any, type[Row]], ...] = (
+            (self.ops, benchmark_ops, OpRow),
+            (self.models, benchmark, BenchmarkRow),
+            (self.generation, benchmark_generation, GenerationRow),
+        )
+        return [(part, run, row) for parts, run, row in kinds for part in parts]
 
 
 class SuiteFailedError(RuntimeError):
@@ -198,12 +205,9 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
     """
     folder = Path(config.out)
     refuse_to_overwrite(folder)
-    measures: list[tuple[Any, Any]] = [(part, benchmark_ops) for part in config.ops]
-    measures += [(part, benchmark) for part in config.models]
-    measures += [(part, benchmark_generation) for part in config.generation]
     rows: dict[str, list[dict[str, Any]]] = {}
     failures: dict[str, str] = {}
-    for part, run in measures:
+    for part, run, _ in config.parts:
         found = _finished(part, folder)
         try:
             rows[part.out] = _run(part, run, folder, progress) if found is None else found
@@ -214,7 +218,9 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
         for each in config.thresholds
     ]
     notes = [f"{part} failed: {why}" for part, why in failures.items()]
-    report = BenchmarkReport("thresholds", plain_options(config), environment(measures[0][0].device), checked, notes)
+    report = BenchmarkReport(
+        "thresholds", plain_options(config), environment(config.parts[0][0].device), checked, notes
+    )
     report.save(folder)
     if failures:
         (folder / UNFINISHED).touch()

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mmod.io.files import parse_json, write_atomically
+from mmod.io.files import read_json_object, write_atomically
 
 __all__ = ["FolderTakenError", "check_same", "claim_folder", "differences", "flatten", "read_claim"]
 
@@ -165,10 +165,7 @@ def _load(path: Path) -> dict[str, Any]:
         from mmod.io.yaml import read_yaml
 
         return read_yaml(path)
-    content = parse_json(path.read_bytes(), str(path))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return content
+    return read_json_object(path)
 
 
 def _dump(file: str, record: Mapping[str, Any]) -> str:

@@ -51,6 +51,21 @@ def parse_json(data: str | bytes, name: str) -> Any:
         raise ValueError(f"{name} is no JSON: {error}") from error
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If it holds something else.
+    """
+    content = parse_json(path.read_bytes(), str(path))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return content
+
+
 @contextmanager
 def replacing(target: str | Path, *, shared: bool = False, durable: bool = True) -> Iterator[Path]:
     """Write a file or folder under a temporary name; it takes its own name when the block ends.

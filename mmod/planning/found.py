@@ -118,15 +118,17 @@ class PlanSearch:
             f"{share}, sum of divergences {self.score(plan):.4g}{whole}",
         ])  # fmt: skip
 
+    @name_missing_extra()
     def plot(self, path: str | Path) -> None:
         """Draw the scores of all choices, with those of the plan marked, and the frontier.
 
         Args:
             path: The picture file; its ending says the format.
         """
-        with name_missing_extra():
-            import matplotlib.pyplot as plt
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
         taken = self._chosen(self.plan)
         negative = min(map(min, self.scores)) < 0
         for item, option in enumerate(self.options):
@@ -140,7 +142,6 @@ class PlanSearch:
         right.axvline(self.budget, color="grey", linewidth=1)
         right.set(xlabel=f"share of the dense model's {self.cost}", ylabel="sum of divergences")
         figure.savefig(path)
-        plt.close(figure)
 
 
 def best_plan(scores: Sequence[Sequence[float]], costs: Costs, options: Sequence[Option], budget: float) -> Plan:

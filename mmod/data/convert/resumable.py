@@ -23,7 +23,7 @@ from PIL import Image
 from mmod.data.readers.image_files import ImageFileError
 from mmod.data.readers.images import convert_image, open_image
 from mmod.io.claim import claim_folder
-from mmod.io.files import open_shard, parse_json, write_atomically
+from mmod.io.files import open_shard, read_json_object, write_atomically
 
 SETTINGS, REPORT, DROPPED = "conversion.json", "report.json", "dropped.csv"
 _STATS = "_stats.json"
@@ -109,7 +109,7 @@ def convert_items(
                     bar.update()
             stats = {"rows": read, "samples": samples, "dropped": dropped}
             write_atomically(folder / f"{number}{_STATS}", json.dumps(stats) + "\n")
-    return {path.name.removesuffix(_STATS): _read_json(path) for path in sorted(folder.glob(f"*{_STATS}"))}
+    return {path.name.removesuffix(_STATS): read_json_object(path) for path in sorted(folder.glob(f"*{_STATS}"))}
 
 
 def check_image(data: bytes, min_size: int, prefix: str = "") -> tuple[Image.Image, Image.Image]:
@@ -175,10 +175,3 @@ def _outcomes(
     # A window, because a pool's map would read all items into memory ahead of whoever writes them.
     while window := list(islice(items, ahead)):
         yield from zip(window, pool.map(convert, window))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    content = parse_json(path.read_bytes(), str(path))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return content

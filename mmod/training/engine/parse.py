@@ -6,7 +6,8 @@ import dataclasses
 import re
 import typing
 from argparse import ArgumentError
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,11 +60,8 @@ def parse_config(arguments: Sequence[str], kind: type[Config]) -> Config:
         SystemExit: With code 2 if a key is unknown or a value does not fit its type.
     """
     parser = _create_parser(kind)
-    try:
+    with _refusing(parser):
         return _parse(parser, list(arguments), kind)
-    except (ValueError, TypeError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
-        raise AssertionError("unreachable") from error
 
 
 def make_config(parser: jsonargparse.ArgumentParser, kind: type[Config], fields: Mapping[str, Any]) -> Config:
@@ -77,11 +75,17 @@ def make_config(parser: jsonargparse.ArgumentParser, kind: type[Config], fields:
     Raises:
         SystemExit: The config refuses a value.
     """
-    try:
+    with _refusing(parser):
         return kind(**fields)
+
+
+@contextmanager
+def _refusing(parser: jsonargparse.ArgumentParser) -> Iterator[None]:
+    """End the program with one line where a config is refused."""
+    try:
+        yield
     except (ValueError, TypeError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
-        raise AssertionError("unreachable") from error
 
 
 def _create_parser(kind: type[AnyConfig]) -> jsonargparse.ArgumentParser:
