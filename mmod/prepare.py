@@ -171,13 +171,7 @@ def _check_free_prefix(stack: BlockStack, plan: Plan) -> None:
 
 
 def check_budget(name: str, router: Router, capacity: Fraction) -> None:
-    """Refuse a new capacity that has no effect, or leaves nothing.
-
-    Args:
-        name: The block's name.
-        router: Its router.
-        capacity: The new capacity.
-    """
+    """Refuse a new capacity that has no effect, or leaves nothing."""
     check_zero(name, router, capacity)
     config = router.config
     if config.select != "topk":

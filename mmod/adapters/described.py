@@ -61,10 +61,6 @@ def check_keys(group: str, values: Any, allowed: Iterable[str]) -> None:
 
 
 def parameters(kind: type) -> set[str]:
-    """Return the names of the arguments that a class takes.
-
-    Args:
-        kind: The class.
-    """
+    """Return the names of the arguments that a class takes."""
     taken = inspect.signature(kind).parameters.values()
     return {one.name for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}

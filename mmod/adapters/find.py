@@ -65,11 +65,7 @@ def find_library(model: nn.Module) -> str | None:
 
 
 def adapted_model(model: nn.Module) -> nn.Module:
-    """Return the model that peft wraps, whose blocks are those of the host library, or else the model itself.
-
-    Args:
-        model: Any model.
-    """
+    """Return the model that peft wraps, whose blocks are those of the host library, or else the model itself."""
     while "peft" in _packages(model):
         inner: Any = model
         model = inner.get_base_model() if hasattr(inner, "get_base_model") else inner.model
@@ -81,11 +77,7 @@ def _packages(model: nn.Module) -> list[str]:
 
 
 def load_adapter(library: str) -> Any:
-    """Return the module that knows a library.
-
-    Args:
-        library: One of `ADAPTERS`.
-    """
+    """Return the module that knows a library."""
     return importlib.import_module(f"mmod.adapters.{library}")
 
 

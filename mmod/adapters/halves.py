@@ -34,12 +34,7 @@ def attend(block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
 
 
 def feed(block: Any, x_BND: Tensor) -> Tensor:
-    """Return tokens (B, N, D) after the second half of a block, the MLP.
-
-    Args:
-        block: The block.
-        x_BND: What `attend` returned.
-    """
+    """Return tokens (B, N, D) after the second half of a block, the MLP."""
     if isinstance(block, _POST_NORM):
         return x_BND + block.drop_path2(block.norm2(block.mlp(x_BND)))
     return x_BND + block.drop_path2(_scaled(block, 2, block.mlp(block.norm2(x_BND))))

@@ -95,12 +95,7 @@ class ResumeLog:
             self._path.write_text("".join(line for line in lines if line.endswith("\n")))
 
     def add(self, run: str, rows: Sequence[Row]) -> None:
-        """Keep the rows of a finished run.
-
-        Args:
-            run: Its name.
-            rows: Its rows.
-        """
+        """Keep the rows of a finished run."""
         self.runs[run] = [row.to_dict() for row in rows]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:

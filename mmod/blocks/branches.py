@@ -71,12 +71,7 @@ class Branch(nn.Module):
     mod_state: PassTracker
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns, weighed; of a tuple, the first element is.
-
-        Args:
-            args: Arguments of the module.
-            kwargs: The same by name.
-        """
+        """Return what the module returns, weighed; of a tuple, the first element is."""
         running = self.mod_state.running
         if running.branch_rows is not None:
             return running.branch_rows.run(super().forward, args, kwargs)

@@ -30,13 +30,7 @@ class RoutedDecoderBlock(RoutedBlock):
         return cast(DecoderCall, self.mod_state.call)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Route as `RoutedBlock` does, among the tokens that may be skipped.
-
-        Args:
-            x: Tokens (B, N, D).
-            args: Further arguments of the host layer.
-            kwargs: The same by name.
-        """
+        """Route tokens (B, N, D) as `RoutedBlock` does, among those that may be skipped."""
         call = self._call
         # Fast path for decoding, which is bound by Python overhead.
         if not args and call.hides_nothing(kwargs):
@@ -160,13 +154,7 @@ class ImportanceDecoderBlock(ImportanceBlock):
     """Mixin that shares the importance of a dense decoder layer, where tokens may be skipped."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the host layer and share the attention each token received in it.
-
-        Args:
-            x: Tokens (B, N, D).
-            args: Further arguments of the host layer.
-            kwargs: The same by name.
-        """
+        """Run the host layer on tokens (B, N, D) and share the attention each of them received in it."""
         call = cast(DecoderCall, self.mod_state.call)
         arguments: Mapping[str, Any] = call.bind(args, kwargs)
         groups = call.groups(arguments)

@@ -33,23 +33,14 @@ class ModelHook:
 
 
 def attach(module: nn.Module, hook: ModelHook) -> None:
-    """Call a hook before every forward pass of a module, and after it where it has something to do there.
-
-    Args:
-        module: The module.
-        hook: The hook.
-    """
+    """Call a hook before every forward pass of a module, and after it where it has something to do there."""
     module.register_forward_pre_hook(hook, with_kwargs=True)
     if type(hook).after is not ModelHook.after:
         module.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
 
 
 def model_hooks(model: nn.Module) -> list[ModelHook]:
-    """Return the hooks of a model that belong to its routing.
-
-    Args:
-        model: Any model.
-    """
+    """Return the hooks of a model that belong to its routing."""
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     return [hook for hook in hooks if isinstance(hook, ModelHook)]
 

@@ -85,13 +85,7 @@ class RoutedBlock(ConvertedBlock):
     mod_state: RoutedState
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Route: gather the kept rows, run the host block on them, weigh the update, write it back.
-
-        Args:
-            x: Tokens (B, N, D).
-            args: Further arguments of the host block.
-            kwargs: The same by name.
-        """
+        """Route tokens (B, N, D): gather the kept rows, run the host block on them, weigh the update, write it back."""
         arguments = self.mod_state.call.bind(args, kwargs)
         forward_pass = self.enter(x, arguments)
         held: HeldRows | None = None if forward_pass is None else forward_pass.held
@@ -206,13 +200,7 @@ class ImportanceBlock(ConvertedBlock):
     mod_state: ImportanceState
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the host block and share the attention each token received in it.
-
-        Args:
-            x: Tokens (B, N, D).
-            args: Further arguments of the host block.
-            kwargs: The same by name.
-        """
+        """Run the host block on tokens (B, N, D) and share the attention each of them received in it."""
         state = self.mod_state
         if not state.wanted:
             return super().forward(x, *args, **kwargs)

@@ -37,11 +37,7 @@ class HeldRows:
         self._entered: list[tuple[Tensor, Tensor, Routing]] = []
 
     def serves(self, router: Router) -> bool:
-        """Return whether a block can choose among the rows, or keeps all of them.
-
-        Args:
-            router: The block's router.
-        """
+        """Return whether a block can choose among the rows, or keeps all of them."""
         return router.config.skipped != "pass" or router.capacity == self.router.capacity
 
     def enter(self, rows_BND: Tensor, routing: Routing, norm: nn.Module | None = None) -> Tensor:

@@ -53,11 +53,7 @@ class BlockState:
         return self.tracker.resume() if self.writes and not self.captioned else self.tracker.of(x_BND)
 
     def leave(self, forward_pass: ForwardPass | None) -> None:
-        """Leave the block.
-
-        Args:
-            forward_pass: What `enter` returned.
-        """
+        """Leave the block."""
         if forward_pass is not None:
             self.tracker.leave(None if self.ends else forward_pass)
 
@@ -127,12 +123,7 @@ class RoutedState(BlockState):
         self._records.own.recording = False
 
     def shared(self, forward_pass: ForwardPass | None, training: bool) -> SharedScore | None:
-        """Return the scores that the block's span shares in a forward pass, where they were computed.
-
-        Args:
-            forward_pass: The pass.
-            training: Whether the block trains.
-        """
+        """Return the scores that the block's span shares in a forward pass, where they were computed."""
         if forward_pass is None or self.span is None or (self.training_only and not training):
             return None
         return forward_pass.scores.get(self.span)

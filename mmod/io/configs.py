@@ -64,11 +64,7 @@ def existing_config(path: str | Path) -> Path:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the names of mmod's own configs, or the config that the command line names.
-
-    Args:
-        arguments: Nothing, or a name.
-    """
+    """Print the names of mmod's own configs, or the config that the command line names."""
     if not arguments:
         print("\n".join(config_names()))
         return

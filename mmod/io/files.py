@@ -54,9 +54,6 @@ def parse_json(data: str | bytes, name: str) -> Any:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object.
 
-    Args:
-        path: The file.
-
     Raises:
         ValueError: If it holds something else.
     """

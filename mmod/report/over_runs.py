@@ -15,11 +15,7 @@ HEADER = ["model", "figure", "runs", "mean over runs"]
 
 
 def rows_over_runs(audits: Sequence[AuditRecord]) -> list[list[str]]:
-    """Return a row for each figure of each name that several runs have, with 95 % intervals over these.
-
-    Args:
-        audits: The audits.
-    """
+    """Return a row for each figure of each name that several runs have, with 95 % intervals over these."""
     groups: dict[str, list[dict[str, float]]] = {}
     for record in audits:
         groups.setdefault(record.name.rpartition("/")[2], []).append(_figures(record.audit))

@@ -56,11 +56,7 @@ def share_score(owner: nn.Module, routers: Sequence[Router]) -> None:
 
 
 def unshare_score(owner: nn.Module) -> None:
-    """Take back what `share_score` did to a module, if it did.
-
-    Args:
-        owner: Any module.
-    """
+    """Take back what `share_score` did to a module, if it did."""
     if NAME not in owner._modules:
         return
     delattr(owner, NAME)

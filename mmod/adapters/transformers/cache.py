@@ -56,11 +56,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         self.slot_T: Tensor | None = None
 
     def adopt(self, filled: Any) -> None:
-        """Begin with what a dense layer has cached: all of its tokens are kept ones.
-
-        Args:
-            filled: The dense layer.
-        """
+        """Begin with what a dense layer has cached: all of its tokens are kept ones."""
         self.lazy_initialization(filled.keys, filled.values)
         self.keys, self.values = filled.keys, filled.values
         self.seen = self.kept_B1 = filled.get_seq_length()

@@ -63,11 +63,7 @@ def write_description(model: nn.Module, described: Mapping[str, Any]) -> None:
 
 
 def erase_description(model: nn.Module) -> None:
-    """Take back what `write_description` wrote, while the changed layers are still there.
-
-    Args:
-        model: The model.
-    """
+    """Take back what `write_description` wrote, while the changed layers are still there."""
     if hasattr(model.config, KEY):
         delattr(model.config, KEY)
     changed = {type(block).__name__ for block in model.modules() if _is_changed(block)}

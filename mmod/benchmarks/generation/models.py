@@ -126,11 +126,7 @@ class GenerationModels:
         model.eval()
 
     def train_flop_speedup(self, name: str) -> float:
-        """Return the FLOPs of the dense model's training step over those of a routed one, which may keep other tokens.
-
-        Args:
-            name: The routed model.
-        """
+        """Return the FLOPs of the dense model's training step over those of a routed one, which may keep others."""
         model = self.models[name]
         with trace(model.train()) as decisions:
             self._call(model, use_cache=False)
@@ -218,12 +214,7 @@ class GenerationModels:
 
 
 def preset_config(name: str, layers: int) -> RoutingConfig:
-    """Return a preset for a model of some depth that skips image tokens, whatever else it could skip.
-
-    Args:
-        name: Its name.
-        layers: Decoder layers.
-    """
+    """Return a preset for a model of some depth that skips image tokens, whatever else it could skip."""
     return preset(name, depth=layers, language={"tokens": "image"})
 
 

@@ -52,13 +52,7 @@ class FreeBlock(nn.Module):
     mod_state: FreeState
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the host block on `x[:, :K]` and put the result in front of the other tokens.
-
-        Args:
-            x: Tokens (B, N, D).
-            args: Further arguments of the host block.
-            kwargs: The same by name.
-        """
+        """Run the host block on the first K of tokens (B, N, D) and put the result in front of the others."""
         call, tokens = self.mod_state.call, x.shape[1]
         count = kept_count(tokens, self.mod_state.capacity, self.mod_state.prefix)
         arguments = call.bind(args, kwargs)
@@ -162,13 +156,7 @@ class RemovedBlock(nn.Module):
     """Mixin that passes every token by."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the tokens as they came.
-
-        Args:
-            x: Tokens (B, N, D).
-            args: Ignored.
-            kwargs: Ignored.
-        """
+        """Return the tokens as they came."""
         return x
 
 

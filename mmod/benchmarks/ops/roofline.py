@@ -48,9 +48,6 @@ class Rates:
     def bound_ms(self, work: Work) -> float:
         """Return the time that some work takes at least: memory and arithmetic at full rate, and at the same time.
 
-        Args:
-            work: The work.
-
         Example:
             >>> Rates(bytes=10.0, flops=100.0).bound_ms(Work(bytes=20, flops=100))
             2.0
@@ -99,10 +96,6 @@ class Probes:
 
 
 def cache_flush(device: torch.device) -> Callable[[], Tensor]:
-    """Return a function that empties the caches, so that a timed call reads its inputs from memory.
-
-    Args:
-        device: Whose caches.
-    """
+    """Return a function that empties the caches, so that a timed call reads its inputs from memory."""
     buffer = torch.empty(FLUSHED_BYTES[device.type], dtype=torch.uint8, device=device)
     return buffer.zero_

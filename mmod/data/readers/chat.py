@@ -84,11 +84,7 @@ class ChatCollator:
         return _pack(batch) if self.packed else batch
 
     def prompts(self, chats: Sequence[ChatSample]) -> dict[str, Tensor]:
-        """Encode conversations up to the last answer, padded on the left, as `generate` wants them.
-
-        Args:
-            chats: The conversations.
-        """
+        """Encode conversations up to the last answer, padded on the left, as `generate` wants them."""
         texts = [self._render(chat.messages[:-1], ask=True) for chat in chats]
         return self._process(texts, chats, "left")
 

@@ -75,9 +75,6 @@ class ImageFiles:
     def read(self, name: str) -> bytes:
         """Read the bytes of an image.
 
-        Args:
-            name: As for `locate`.
-
         Raises:
             ImageFileError: If there is no such file, or it cannot be read.
         """

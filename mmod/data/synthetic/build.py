@@ -54,9 +54,6 @@ class SyntheticSet(Generic[Config]):
     def config(self, difficulty: str) -> Config:
         """Return named parameters.
 
-        Args:
-            difficulty: Their name.
-
         Raises:
             ValueError: If there are none of that name.
         """

@@ -223,12 +223,7 @@ class _Painter:
         self.by_class = [pool[sources.labels[pool] == digit] for digit in range(10)]
 
     def paint(self, count: int, rng: np.random.Generator) -> QuestionScene:
-        """Draw digits of different classes, apart from each other, one of them the largest.
-
-        Args:
-            count: How many.
-            rng: What decides.
-        """
+        """Draw digits of different classes, apart from each other, one of them the largest."""
         config = self.config
         canvas = np.zeros((config.canvas, config.canvas), np.uint8)
         draw_clutter(canvas, self.sources, self.pool, config, config.large, rng)

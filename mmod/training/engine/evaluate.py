@@ -80,11 +80,7 @@ class KeptShares:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and back into its own at the end.
-
-    Args:
-        model: The model.
-    """
+    """Put a model into evaluation mode, and back into its own at the end."""
     was_training = model.training
     model.eval()
     try:

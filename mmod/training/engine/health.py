@@ -151,12 +151,7 @@ def rows_of_logs(logs: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def write_rows(folder: Path, rows: Sequence[Row]) -> None:
-    """Write `routers.csv` into a run folder, where there are rows.
-
-    Args:
-        folder: The run folder.
-        rows: The rows.
-    """
+    """Write `routers.csv` into a run folder, where there are rows."""
     if rows:
         write_csv(folder / "routers.csv", rows)
 

@@ -32,12 +32,7 @@ class _ConfigParser(jsonargparse.ArgumentParser):
 
 
 def create_parser(kind: type, **options: Any) -> jsonargparse.ArgumentParser:
-    """Make a parser with one option for each field of a config, named as in the YAML file.
-
-    Args:
-        kind: The config's dataclass.
-        options: Arguments of `jsonargparse.ArgumentParser`.
-    """
+    """Make a parser with one option for each field of a config, named as in the YAML file."""
     parser = _ConfigParser(exit_on_error=False, parser_mode=STRICT, **options)
     parser.kind = kind
     parser.add_argument("--config", action="config", help="The config file; its place is the first argument.")
@@ -46,11 +41,7 @@ def create_parser(kind: type, **options: Any) -> jsonargparse.ArgumentParser:
 
 
 def dataclass_in(hint: Any) -> type | None:
-    """Return the dataclass that a field's type is or allows; None when its keys are free.
-
-    Args:
-        hint: The type.
-    """
+    """Return the dataclass that a field's type is or allows; None when its keys are free."""
     for item in (hint, *typing.get_args(hint)):
         if isinstance(item, type) and dataclasses.is_dataclass(item):
             return item

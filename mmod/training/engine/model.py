@@ -116,9 +116,6 @@ def converted(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor
 def classifier_names(model: nn.Module) -> tuple[str, ...]:
     """Return what the names of a timm model's classifier begin with.
 
-    Args:
-        model: The model.
-
     Example:
         >>> import timm
         >>> classifier_names(timm.create_model("test_vit"))

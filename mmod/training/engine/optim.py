@@ -87,9 +87,6 @@ def single_precision(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     timm does it in bf16. CPUs without instructions for bf16 take ten times as long for that as in fp32, which for
     small models is more than the rest of a training step.
 
-    Args:
-        optimizer: The optimiser.
-
     Example:
         >>> weight = torch.nn.Parameter(torch.eye(8))
         >>> type(single_precision(torch.optim.SGD([weight], lr=0.1))).__name__

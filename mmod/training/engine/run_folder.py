@@ -184,10 +184,5 @@ def read_result(folder: Path, make: Callable[[dict[str, Any]], Done]) -> Done | 
 
 
 def write_result(folder: str | Path, result: Any) -> None:
-    """Mark a run as finished by writing its result.
-
-    Args:
-        folder: The run folder.
-        result: The result, a dataclass.
-    """
+    """Mark a run as finished by writing its result."""
     write_atomically(Path(folder) / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")

@@ -46,13 +46,7 @@ _OPTIMA: dict[str, Column] = {
 
 
 def point_of(place: Place, rate: float, found: Mapping[int, Any]) -> dict[str, Any]:
-    """Return the row of a model.
-
-    Args:
-        place: The model.
-        rate: Its learning rate.
-        found: Its evaluation by seed.
-    """
+    """Return the row of a model."""
     names = ("series", "size", "budget", "parameters", "forward", "steps", "spent")
     row = {name: getattr(place, name) for name in names}
     columns = {seed: result.columns() for seed, result in sorted(found.items())}

@@ -73,11 +73,7 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> IsoflopResult:
 
 
 def describe(config: IsoflopConfig) -> str:
-    """Say what a study would do: runs, steps and FLOPs of each model.
-
-    Args:
-        config: The study.
-    """
+    """Say what a study would do: runs, steps and FLOPs of each model."""
     places = plan(config)
     trials = len(config.rates) if len(config.rates) > 1 else 0
     runs = trials + config.seeds

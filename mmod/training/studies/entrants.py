@@ -210,10 +210,6 @@ def create_rivals(
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested fields with some of them changed.
 
-    Args:
-        fields: The fields.
-        changes: The changes, nested alike.
-
     Example:
         >>> merged({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 4}})
         {'a': 1, 'b': {'c': 2, 'd': 4}}

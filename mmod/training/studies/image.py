@@ -68,12 +68,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         self.rates = best_rates({trial: scores[trial] for trial in tried})
 
     def try_rate(self, job: Job[TrainConfig], tick: Tick) -> Outcome:
-        """Do a run of the search.
-
-        Args:
-            job: The run.
-            tick: Told the share that is done.
-        """
+        """Do a run of the search."""
         found = self.train(self.ready(job).config, tick)
         return Outcome(found, self.figures(found))
 
@@ -307,13 +302,7 @@ def _epochs(job: Job[TrainConfig], base: str) -> str:
 
 
 def image_flops(model: nn.Module, config: TrainConfig, found: RoutedResult) -> float:
-    """Return the FLOPs of an image, on average where images leave early.
-
-    Args:
-        model: The model.
-        config: Its run.
-        found: What its evaluation found.
-    """
+    """Return the FLOPs of an image, on average where images leave early."""
     report = flops(model, _size(config), **kept_shares(model, found))
     if not exit_blocks(model):
         return report.routed

@@ -204,9 +204,6 @@ class _Bar:
 def in_words(seconds: float) -> str:
     """Say how much time is left.
 
-    Args:
-        seconds: The time.
-
     Example:
         >>> in_words(20), in_words(250), in_words(9000)
         ('less than a minute left', 'about 4 minutes left', 'about 2.5 hours left')

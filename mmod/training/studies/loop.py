@@ -49,19 +49,10 @@ class LoopStudy(Study[Config, Found]):
 
 
 def by_data(model: nn.Module) -> bool:
-    """Return whether the data decides how many tokens some routed block of a model keeps.
-
-    Args:
-        model: The model.
-    """
+    """Return whether the data decides how many tokens some routed block of a model keeps."""
     return is_routed(model) and any(block.router.config.select != "topk" for block in routed_blocks(model).values())
 
 
 def kept_shares(model: nn.Module, found: RoutedResult) -> dict[str, Any]:
-    """Return the argument `kept` of `mmod.flops` where what a model costs follows from the data.
-
-    Args:
-        model: The model.
-        found: What its evaluation found.
-    """
+    """Return the argument `kept` of `mmod.flops` where what a model costs follows from the data."""
     return {"kept": found.kept} if by_data(model) else {}

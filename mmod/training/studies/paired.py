@@ -135,9 +135,6 @@ def unbeaten(ms: Mapping[str, float], is_better: Callable[[str, str], bool]) -> 
 def quoted(name: str) -> str:
     """Return a name as it stands in a list: in quotes where it has a comma.
 
-    Args:
-        name: The name.
-
     Example:
         >>> quoted("dense"), quoted("attention, merged")
         ('dense', "'attention, merged'")

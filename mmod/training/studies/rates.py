@@ -41,9 +41,6 @@ def starts_others(first: Job[Any]) -> bool:
 def best_rates(scores: Mapping[Trial, float]) -> dict[str, float]:
     """Return the best factor of each model by name, the first of equal ones.
 
-    Args:
-        scores: Score of each trial.
-
     Example:
         >>> best_rates({("a", 0.5): 90.0, ("a", 1.0): 91.0, ("b", 0.5): 80.0, ("b", 1.0): 80.0})
         {'a': 1.0, 'b': 0.5}

@@ -132,11 +132,7 @@ def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with a column `NAME/FIELD` for each field of a difference.
-
-    Args:
-        row: Values by name.
-    """
+    """Return a row with a column `NAME/FIELD` for each field of a difference."""
     columns: dict[str, Any] = {}
     for name, value in row.items():
         parts = dataclasses.asdict(value) if isinstance(value, Difference) else {"": value}

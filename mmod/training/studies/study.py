@@ -142,11 +142,7 @@ class Study(ABC, Generic[Config, Found]):
         return entrants
 
     def ready(self, job: Job[Config]) -> Job[Config]:
-        """Return a run as it starts: with the plan of its seed's dense model, where one is searched.
-
-        Args:
-            job: The run.
-        """
+        """Return a run as it starts: with the plan of its seed's dense model, where one is searched."""
         if job.search is None:
             return job
         own: Any = job.config
@@ -206,11 +202,7 @@ class Study(ABC, Generic[Config, Found]):
         return self.verdict(scores)
 
     def prepare(self, runner: Runner) -> None:
-        """Find out what must be known before the runs; nothing as a rule.
-
-        Args:
-            runner: Does runs.
-        """
+        """Find out what must be known before the runs; nothing as a rule."""
 
     def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows of the table with what follows from all of them together."""
@@ -304,12 +296,7 @@ class Study(ABC, Generic[Config, Found]):
         return entrants, runs
 
     def do(self, job: Job[Config], tick: Tick) -> Outcome:
-        """Do one run.
-
-        Args:
-            job: The run.
-            tick: Told the share that is done.
-        """
+        """Do one run."""
         job = self.ready(job)
         if not job.is_trained:
             found = self._evaluate_once(job)
@@ -321,11 +308,7 @@ class Study(ABC, Generic[Config, Found]):
         return Outcome(found, self.figures(found) | before)
 
     def load(self, job: Job[Config]) -> nn.Module:
-        """Make the final model of a run, in evaluation mode on the device it was trained on.
-
-        Args:
-            job: The run.
-        """
+        """Make the final model of a run, in evaluation mode on the device it was trained on."""
         config: Any = self.ready(job).config
         model = self.create(self.start_from(config, config.output) if job.is_trained else config)
         return model.to(choose_device(getattr(config, "device", "auto"))).eval()
