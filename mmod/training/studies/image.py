@@ -34,7 +34,7 @@ from mmod.training.studies.rates import best_rates, starts_others, trials, with_
 from mmod.training.studies.results import Column, table_of
 from mmod.training.studies.study import Costs, Outcome
 
-__all__ = ["ImageStudy", "TimmStudy", "image_flops", "sample_images"]
+__all__ = ["ImageStudy", "TimmStudy", "image_flops", "sample_images", "timed_images"]
 
 Found = TypeVar("Found", bound=RoutedResult)
 
@@ -122,7 +122,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         model = self.load(job)
         if self.config.maps and is_routed(model):
             self._draw_maps(job, model)
-        images = sample_images(job.config, self.config.latency_batch).to(choose_device(job.config.device))
+        images = timed_images(job.config, self.config.latency_batch).to(choose_device(job.config.device))
         with torch.inference_mode():
             peak = peak_bytes(partial(model, images), images.device)
         return {"gflops": image_flops(model, job.config, found) / 1e9, "peak_mb": peak / 1e6}
@@ -136,7 +136,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         count = max(self._batches)
         reads: dict[tuple[str, int], Callable[[], object]] = {}
         for name, job in jobs.items():
-            model, images = self.load(job), sample_images(job.config, count).to(device)
+            model, images = self.load(job), timed_images(job.config, count).to(device)
             for size in self._batches:
                 # None smaller at the end, which would be timed as one of this size.
                 reads[name, size] = partial(_read, model, images[: count // size * size].split(size))
@@ -317,3 +317,9 @@ def sample_images(config: TrainConfig, count: int) -> torch.Tensor:
     """Return some evaluation images, spread over the classes."""
     data = dataclasses.replace(config.data, val_limit=count, batch_size=count)
     return next(iter(create_eval_stream(data).batches(0)))[0]
+
+
+def timed_images(config: TrainConfig, count: int) -> torch.Tensor:
+    """Return a batch of that many evaluation images; where there are fewer, they come again."""
+    images = sample_images(config, count)
+    return images[torch.arange(count) % len(images)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from mmod import flops
 from mmod.data.loader import create_eval_stream
@@ -14,6 +15,7 @@ from mmod.training.image.config import TrainConfig
 from mmod.training.image.model import create_models
 from mmod.training.image.recipe import fit
 from mmod.training.studies.assess import assess
+from mmod.training.studies.image import sample_images, timed_images
 
 MODEL = {"patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 3, "num_heads": 2}
 
@@ -46,6 +48,13 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path) -> Non
     assert routed.gflops == pytest.approx(flops(model, (1, 32, 32)).routed / 1e9)
     assert routed.gflops < dense.gflops
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
+
+
+def test_a_timed_batch_has_its_size_whatever_the_set_has(tmp_path: Path) -> None:
+    own = config(tmp_path)
+    few, images = sample_images(own, 100), timed_images(own, 100)
+    assert len(few) == 64
+    assert torch.equal(images, torch.cat([few, few[:36]]))
 
 
 def test_a_config_without_weights_is_refused(tmp_path: Path) -> None:
