@@ -15,13 +15,12 @@ Split = tuple[np.ndarray, np.ndarray]
 """Numbers of the images that a classifier is fitted on, and of those it is tested on."""
 
 
-def split_by_class(labels: np.ndarray, count: int, seed: int = 0) -> list[Split]:
+def split_by_class(labels: np.ndarray, count: int) -> list[Split]:
     """Return splits in which every image is tested once, by a classifier fitted on the others.
 
     Args:
         labels: Class of each image.
         count: Number of splits.
-        seed: Seed of the draw.
 
     Raises:
         ValueError: If a class has fewer images than there are splits.
@@ -33,7 +32,7 @@ def split_by_class(labels: np.ndarray, count: int, seed: int = 0) -> list[Split]
         raise ValueError(
             f"folds={count} needs as many images of every class, class {numbers[counts.argmin()]} has {counts.min()}"
         )
-    return list(StratifiedKFold(count, shuffle=True, random_state=seed).split(labels, labels))
+    return list(StratifiedKFold(count, shuffle=True, random_state=0).split(labels, labels))
 
 
 def nearest_neighbours(features: np.ndarray, labels: np.ndarray, splits: Sequence[Split], k: int) -> np.ndarray:
