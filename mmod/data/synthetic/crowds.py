@@ -19,8 +19,8 @@ from PIL import Image
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.handwriting import (
     SPLITS,
+    DrawnConfig,
     SourceDigits,
-    check_drawn,
     draw_clutter,
     encode_png,
     load_split,
@@ -35,20 +35,14 @@ Box = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class CrowdsConfig:
-    """The parameters of one build; equal parameters give equal bytes.
+class CrowdsConfig(DrawnConfig):
+    """The parameters of one build; further ones are those of `DrawnConfig`.
 
     Args:
-        canvas: Side of a scene, in pixels.
         digit_size: Smallest and largest side of a digit's box, in pixels.
         digits: Smallest and largest number of digits in a scene.
         ink: Least share of full ink with which a pixel of a digit's box shows the digit.
-        clutter: Number of digit fragments in a scene.
-        fragment: Smallest and largest side of a fragment, as a share of its digit's box.
-        contrast: Faintest and strongest ink of a fragment, as a share of the digits'.
         scenes: Number of scenes of each split.
-        shard_size: Scenes in one shard.
-        seed: Seed of the split of the source images and of every scene.
         grid: Digits and fragments lie at multiples of so many pixels.
 
     Raises:
@@ -56,18 +50,16 @@ class CrowdsConfig:
     """
 
     canvas: int = 40
+    clutter: int = 7
+    shard_size: int = 500
     digit_size: tuple[int, int] = (16, 16)
     digits: tuple[int, int] = (2, 3)
     ink: float = 0.1
-    clutter: int = 7
-    fragment: tuple[float, float] = (0.2, 0.4)
-    contrast: tuple[float, float] = (0.4, 0.8)
     scenes: dict[str, int] = field(default_factory=lambda: {"train": 3000, "val": 500, "test": 1000})
-    shard_size: int = 500
-    seed: int = 0
     grid: int = 4
 
     def __post_init__(self) -> None:
+        self.check("scenes", grid="[1, inf)", ink="(0, 1]")
         (smallest, largest), (fewest, most) = self.digit_size, self.digits
         # Half of the canvas is what boxes at random places can be relied on to fit into.
         if not 4 <= smallest <= largest or most * largest**2 > self.canvas**2 / 2:
@@ -77,13 +69,6 @@ class CrowdsConfig:
             )
         if not 1 <= fewest <= most:
             raise ValueError(f"digits={self.digits} must ascend from 1")
-        if not 0 < self.ink <= 1:
-            raise ValueError(f"ink={self.ink} must lie in (0, 1]")
-        check_drawn(self)
-        if set(self.scenes) != set(SPLITS) or min(self.scenes.values()) < 1:
-            raise ValueError(f"scenes={self.scenes} must give a positive number for each of {SPLITS}")
-        if self.grid < 1:
-            raise ValueError(f"grid={self.grid} must be >= 1")
 
 
 DIFFICULTIES: dict[str, CrowdsConfig] = {

@@ -18,8 +18,8 @@ import numpy as np
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.handwriting import (
     SPLITS,
+    DrawnConfig,
     SourceDigits,
-    check_drawn,
     draw_clutter,
     encode_png,
     load_split,
@@ -29,43 +29,28 @@ from mmod.data.synthetic.handwriting import (
 
 
 @dataclass(frozen=True)
-class DigitsConfig:
-    """The parameters of one build; equal parameters give equal bytes.
+class DigitsConfig(DrawnConfig):
+    """The parameters of one build; further ones are those of `DrawnConfig`.
 
     Args:
-        canvas: Side of a scene, in pixels.
         digit_size: Smallest and largest side of the target digit's box, in pixels.
-        clutter: Number of digit fragments in a scene.
-        fragment: Smallest and largest side of a fragment, as a share of its digit's box.
-        contrast: Faintest and strongest ink of a fragment, as a share of the target's.
         scenes: Number of scenes of each split.
-        shard_size: Scenes in one shard.
-        seed: Seed of the split of the source images and of every scene.
         grid: Digits and fragments lie at multiples of so many pixels.
 
     Raises:
         ValueError: If a parameter is out of range.
     """
 
-    canvas: int = 32
-    digit_size: tuple[int, int] = (14, 18)
-    clutter: int = 4
-    fragment: tuple[float, float] = (0.2, 0.4)
-    contrast: tuple[float, float] = (0.4, 0.8)
-    scenes: dict[str, int] = field(default_factory=lambda: {"train": 16000, "val": 1000, "test": 2000})
     shard_size: int = 2000
-    seed: int = 0
+    digit_size: tuple[int, int] = (14, 18)
+    scenes: dict[str, int] = field(default_factory=lambda: {"train": 16000, "val": 1000, "test": 2000})
     grid: int = 1
 
     def __post_init__(self) -> None:
+        self.check("scenes", grid="[1, inf)")
         smallest, largest = self.digit_size
         if not 4 <= smallest <= largest <= self.canvas:
             raise ValueError(f"digit_size={self.digit_size} must lie in [4, canvas={self.canvas}], ascending")
-        check_drawn(self)
-        if set(self.scenes) != set(SPLITS) or min(self.scenes.values()) < 1:
-            raise ValueError(f"scenes={self.scenes} must give a positive number for each of {SPLITS}")
-        if self.grid < 1:
-            raise ValueError(f"grid={self.grid} must be >= 1")
 
 
 _HARD: dict[str, Any] = {

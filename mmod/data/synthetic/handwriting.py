@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
+
+from mmod.values import Limit, check_fields, one_of
 
 SPLITS = ("train", "val", "test")
 _SOURCE_SHARES = {"train": 0.7, "val": 0.1, "test": 0.2}
@@ -63,38 +66,45 @@ def load_sources(seed: int = 0) -> SourceDigits:
     return SourceDigits(images, labels, MappingProxyType(splits))
 
 
-class DrawnConfig(Protocol):
-    """Parameters that all embedded sets have; see their configs."""
-
-    @property
-    def clutter(self) -> int: ...  # noqa: D102
-    @property
-    def fragment(self) -> tuple[float, float]: ...  # noqa: D102
-    @property
-    def contrast(self) -> tuple[float, float]: ...  # noqa: D102
-    @property
-    def shard_size(self) -> int: ...  # noqa: D102
-    @property
-    def seed(self) -> int: ...  # noqa: D102
-
-
-def check_drawn(config: DrawnConfig) -> None:
-    """Check the parameters that all embedded sets have in common.
+@dataclass(frozen=True)
+class DrawnConfig:
+    """Parameters that the builds of all embedded sets have; equal parameters give equal bytes.
 
     Args:
-        config: The parameters.
-
-    Raises:
-        ValueError: If one is out of range.
+        canvas: Side of an image, in pixels.
+        clutter: Number of digit fragments in an image.
+        fragment: Smallest and largest side of a fragment, as a share of its digit's box.
+        contrast: Faintest and strongest ink of a fragment, as a share of the digits'.
+        shard_size: Samples in one shard.
+        seed: Seed of the split of the source images and of every sample.
     """
-    for name in ("fragment", "contrast"):
-        low, high = getattr(config, name)
-        if not 0 < low <= high <= 1:
-            raise ValueError(f"{name}={(low, high)} must lie in (0, 1], ascending")
-    if config.clutter < 0 or config.seed < 0 or config.shard_size < 1:
-        raise ValueError(
-            f"clutter={config.clutter} and seed={config.seed} must be >= 0, shard_size={config.shard_size} >= 1"
-        )
+
+    canvas: int = 32
+    clutter: int = 4
+    fragment: tuple[float, float] = (0.2, 0.4)
+    contrast: tuple[float, float] = (0.4, 0.8)
+    shard_size: int = 1000
+    seed: int = 0
+
+    def check(self, counts: str, least: int = 1, **limits: Limit) -> None:
+        """Check the parameters.
+
+        Args:
+            counts: The one that gives the number of samples of each split.
+            least: The least of these numbers.
+            limits: What narrows the types of others; see `mmod.values.check_fields`.
+
+        Raises:
+            ValueError: If one is out of range.
+        """
+        check_fields(self, "", clutter="[0, inf)", shard_size="[1, inf)", seed="[0, inf)", **limits)
+        for name in ("fragment", "contrast"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high <= 1:
+                raise ValueError(f"{name}={(low, high)} must lie in (0, 1], ascending")
+        given = getattr(self, counts)
+        if set(given) != set(SPLITS) or min(given.values()) < least:
+            raise ValueError(f"{counts}={given} must give each of {SPLITS} a number of at least {least}")
 
 
 def load_split(config: DrawnConfig, split: str) -> tuple[SourceDigits, np.ndarray]:
@@ -107,8 +117,7 @@ def load_split(config: DrawnConfig, split: str) -> tuple[SourceDigits, np.ndarra
     Raises:
         ValueError: If the split is unknown.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r} is unknown; valid: {', '.join(SPLITS)}")
+    one_of("split", split, SPLITS)
     sources = load_sources(config.seed)
     return sources, sources.splits[split]
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmod.data.synthetic.handwriting import SPLITS, SourceDigits, check_drawn, draw_clutter, load_split, scale_digit
+from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig, SourceDigits, draw_clutter, load_split, scale_digit
 
 ONE_IMAGE = ("count", "largest", "beside", "read")
 KINDS = (*ONE_IMAGE, "two", "text")
@@ -29,55 +29,41 @@ _GAP = 4
 
 
 @dataclass(frozen=True)
-class QuestionsConfig:
-    """The parameters of one build; equal parameters give equal bytes.
+class QuestionsConfig(DrawnConfig):
+    """The parameters of one build; further ones are those of `DrawnConfig`.
 
     Args:
-        canvas: Side of an image, in pixels.
         large: Smallest and largest side of the largest digit's box, in pixels.
         small: The same of the other digits.
         step: Digits lie at multiples of this, in pixels. The side of a patch makes the set much faster to learn.
         digits: Smallest and largest number of digits in an image, at most 4.
-        clutter: Number of digit fragments in an image.
-        fragment: Smallest and largest side of a fragment, as a share of its digit's box.
-        contrast: Faintest and strongest ink of a fragment, as a share of the digits'.
         turns: Questions about the same image in a training conversation. Those of "val" and "test" have one.
         shares: Share of training conversations about two images and about none.
         conversations: Number of conversations of each split; in "val" and "test" all kinds are as frequent.
-        shard_size: Conversations in one shard.
-        seed: Seed of the split of the source images and of every conversation.
 
     Raises:
         ValueError: If a parameter is out of range.
     """
 
-    canvas: int = 32
+    clutter: int = 3
+    contrast: tuple[float, float] = (0.3, 0.6)
     large: tuple[int, int] = (12, 12)
     small: tuple[int, int] = (8, 8)
     step: int = 4
     digits: tuple[int, int] = (1, 3)
-    clutter: int = 3
-    fragment: tuple[float, float] = (0.2, 0.4)
-    contrast: tuple[float, float] = (0.3, 0.6)
     turns: int = 4
     shares: tuple[float, float] = (0.1, 0.05)
     conversations: dict[str, int] = field(default_factory=lambda: {"train": 16000, "val": 1200, "test": 1800})
-    shard_size: int = 1000
-    seed: int = 0
 
     def __post_init__(self) -> None:
+        self.check("conversations", len(KINDS), turns="[1, inf)", step="[1, inf)")
         sides = (*self.small, *self.large)
         if not (4 <= sides[0] <= sides[1] < sides[2] <= sides[3] <= self.canvas // 2):
             raise ValueError(f"small={self.small} and large={self.large} must ascend from 4 to canvas/2, apart")
-        check_drawn(self)
         if not 1 <= self.digits[0] < self.digits[1] <= 4:
             raise ValueError(f"digits={self.digits} must ascend within 1 to 4")
         if min(self.shares) < 0 or sum(self.shares) >= 1:
             raise ValueError(f"shares={self.shares} must not be negative and leave room for one image")
-        if set(self.conversations) != set(SPLITS) or min(self.conversations.values()) < len(KINDS):
-            raise ValueError(f"conversations={self.conversations} must give each of {SPLITS} at least {len(KINDS)}")
-        if min(self.turns, self.step) < 1:
-            raise ValueError(f"turns={self.turns} and step={self.step} must be >= 1")
 
 
 DIFFICULTIES: dict[str, QuestionsConfig] = {

@@ -100,9 +100,9 @@ def test_more_scenes_leave_the_first_ones_as_they_are():
         ({"fragment": (0.0, 0.5)}, "fragment"),
         ({"contrast": (0.5, 1.5)}, "contrast"),
         ({"scenes": {"train": 5}}, "scenes"),
-        ({"clutter": -1}, "clutter=-1"),
-        ({"shard_size": 0}, "shard_size=0"),
-        ({"grid": 0}, "grid=0"),
+        ({"clutter": -1}, "clutter must be an integer of at least 0, got -1"),
+        ({"shard_size": 0}, "shard_size must be .* got 0"),
+        ({"grid": 0}, "grid must be .* got 0"),
     ],
 )
 def test_parameters_out_of_range_are_named(change, message):
