@@ -1,11 +1,12 @@
 """Groups of tokens in a language model: how they are assigned, and how the best of each are selected.
 
-Axes: B samples, N tokens, K slots per sample, D channels.
+Axes: B samples, N tokens, G groups, K slots per sample.
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -135,24 +136,17 @@ def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> 
     # Sorting by group afterwards, stably, leaves every group sorted by score; padding and kept tokens come first.
     in_order_BN = groups.group_BN.gather(1, order_BN)
     order_BN = order_BN.gather(1, torch.sort(in_order_BN, dim=1, stable=True).indices)
-    first = [_running([tokens - sum(row), *row], count) for row in groups.sizes]
-    limits = [[*row, *[0] * (count - len(row))] for row in keeps]
-    group_BN = groups.group_BN.clamp(min=1) - 1
-    last_BN = torch.tensor(first, device=score_BN.device) + torch.tensor(limits, device=score_BN.device)
+    # Places at which what is kept of each group ends: of n tokens the first m, behind the groups before.
+    ends = [
+        [start + kept for start, kept in zip(accumulate([tokens - sum(sizes), *sizes]), row)]
+        for sizes, row in zip(groups.sizes, keeps)
+    ]
+    end_BG = torch.tensor([[*row, *[0] * (count - len(row))] for row in ends], device=score_BN.device)
     place_BN = torch.empty_like(order_BN).scatter_(
         1, order_BN, torch.arange(tokens, device=order_BN.device).expand_as(order_BN)
     )
-    chosen_BN = place_BN < last_BN.gather(1, group_BN)
+    chosen_BN = place_BN < end_BG.gather(1, groups.group_BN.clamp(min=1) - 1)
     return slots_of(torch.where(groups.free_BN, chosen_BN, groups.group_BN == KEPT), counts)
-
-
-def _running(sizes: list[int], count: int) -> list[int]:
-    """Return where each group starts in the sorted order, for as many groups as any sample has."""
-    starts, start = [], 0
-    for size in sizes[:-1] if len(sizes) > 1 else []:
-        start += size
-        starts.append(start)
-    return starts + [0] * (count - len(starts))
 
 
 def _kept_of(size: int, capacity: Fraction, strict: bool) -> int:
