@@ -178,7 +178,6 @@ class RoutingConfig:
             enter_at=("block", "mlp"),
             blocks=LAYOUTS,
             importance=IMPORTANCE,
-            losses="(0, inf)",
         )
         for name in self.losses:
             LOSSES.check(name)
@@ -216,7 +215,11 @@ class RoutingConfig:
             )
         if self.operator == "mlp" and self.context == "all":
             raise ValueError("operator='mlp' needs context='kept': attention runs on all tokens anyway")
-        if among_all and language.positions == "compact":
+        self._check_language()
+
+    def _check_language(self) -> None:
+        router, gate, language = self.router, self.gate, self.language
+        if self.context != "kept" and language.positions == "compact":
             raise ValueError("positions='compact' counts kept tokens alone, so it needs context='kept'")
         if language.frames is not None and self.select != "topk":
             raise ValueError("frames choose the top-k among image tokens: they need select='topk'")

@@ -174,10 +174,7 @@ class GroupHook(DescribedRouting):
         Raises:
             ValueError: Tokens follow others that are cached already, and would need to be chosen together with them.
         """
-        source = given.get("input_ids")
-        source = given.get("inputs_embeds") if source is None else source
-        if source is None:
-            raise ValueError("give input_ids or inputs_embeds")
+        source = _source(given)
         cache: Any = given.get("past_key_values")
         # A static cache says so with a tensor, which the host is not to wait for while text is decoded.
         length: Tensor | int = 0 if cache is None else cache.get_seq_length()
@@ -192,21 +189,14 @@ class GroupHook(DescribedRouting):
         valid_BN = valid_tokens(given.get("attention_mask"), source, seen)
         if decodes and cache.is_compileable and torch.compiler.is_compiling():
             return decoded_groups(valid_BN)
-        together = not self._decides_alone(module)
-        free_BN, frames = valid_BN, None
+        together, shown_BN, frames = not self._decides_alone(module), valid_BN, None
         if self.tokens == "image":
             kind_BN = self.images.kinds(module, given, image_BN)
-            free_BN = kind_BN > 0
+            shown_BN = kind_BN > 0
             if self.language.frames is not None and together:
                 frames = self.images.frames(given, kind_BN, valid_BN)
-                free_BN = free_BN & ~frames.apart_BN
-        gated_BN = free_BN
-        if protected_BN is not None:
-            if protected_BN.shape != (samples, tokens):
-                raise ValueError(
-                    f"{PROTECTED} has shape {tuple(protected_BN.shape)}, the tokens have {(samples, tokens)}"
-                )
-            free_BN = free_BN & ~protected_BN.bool()
+        gated_BN = shown_BN if frames is None else shown_BN & ~frames.apart_BN
+        free_BN = gated_BN if protected_BN is None else gated_BN & ~_checked(protected_BN, (samples, tokens)).bool()
         segment_BN = self._segments(given, cache)
         if segment_BN is not None and self.config.importance == "last_token":
             raise ValueError(
@@ -216,7 +206,7 @@ class GroupHook(DescribedRouting):
             free_BN, gated_BN, valid_BN, None if frames is None else self.language.frames, self.tokens == "image",
             segment_BN, None if frames is None else frames.first_BN,
         )  # fmt: skip
-        importance = None if self.tower is None else functools.cache(functools.partial(self.tower.of, kind_BN > 0))
+        importance = None if self.tower is None else functools.cache(functools.partial(self.tower.of, shown_BN))
         causal = segment_BN is None and self._is_causal(given.get("attention_mask"), tokens)
         groups = groups._replace(causal=causal, importance=importance)
         if begun and groups.skips and together:
@@ -272,6 +262,21 @@ class GroupHook(DescribedRouting):
                 "Route with select='threshold', with inference_threshold (and the loss 'membership'), or with "
                 f"tokens='image'; got router={self.config.router.name!r}, select={self.config.select!r}"
             )
+
+
+def _source(given: Mapping[str, Any]) -> Tensor:
+    """Return the ids (B, N) or the embeddings (B, N, D) that a language model was given."""
+    found = [given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None]
+    if not found:
+        raise ValueError("give input_ids or inputs_embeds")
+    source: Tensor = found[0]
+    return source
+
+
+def _checked(protected_BN: Tensor, shape: tuple[int, int]) -> Tensor:
+    if protected_BN.shape != shape:
+        raise ValueError(f"{PROTECTED} has shape {tuple(protected_BN.shape)}, the tokens have {shape}")
+    return protected_BN
 
 
 def valid_tokens(mask: Any, source: Tensor, seen: Tensor | int) -> Tensor:
