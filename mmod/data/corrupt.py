@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+from mmod.values import one_of
 
 OnCorrupt = Literal["raise", "skip"]
 
@@ -52,8 +55,7 @@ class CorruptReport:
     faults: dict[Fault, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.on_corrupt not in ("raise", "skip"):
-            raise ValueError(f"on_corrupt={self.on_corrupt!r} is unknown; valid: 'raise', 'skip'")
+        one_of("on_corrupt", self.on_corrupt, ("raise", "skip"))
 
     def add(self, faults: Iterable[Fault]) -> None:
         """Count faults, or raise the first of them.
@@ -72,10 +74,7 @@ class CorruptReport:
     @property
     def counts(self) -> dict[str, int]:
         """Number of faults of each file."""
-        counts: dict[str, int] = {}
-        for fault in self.faults:
-            counts[fault.file] = counts.get(fault.file, 0) + 1
-        return counts
+        return dict(Counter(fault.file for fault in self.faults))
 
     def __str__(self) -> str:
         if not self.faults:
