@@ -180,31 +180,41 @@ def create_rivals(
         >>> [entrant.name for entrant in create_rivals(small, {}, epochs=5, is_trained=True)]
         ['resolution-0.5']
     """
-    entrants: list[Entrant] = []
+    entrants = []
     for series, budgets in rivals.items():
         for capacity, given in budgets.items():
-            name, fields = f"{series}-{capacity:g}", dict(given)
-            kind, size, changes = fields.get("kind"), fields.pop("image_size", None), fields.pop("changes", {})
-            one_of(f"rivals.{name}.kind", kind, [*KINDS, "resolution", "smaller"])
-            needed = {"resolution": ("image_size", size), "smaller": ("args", fields.get("args"))}.get(str(kind))
-            if needed is not None:
-                refuse_unknown(f"field of rivals.{name}", fields, ["kind", needed[0]])
-                if needed[1] is None:
-                    raise ValueError(f"rivals.{name} needs {needed[0]}")
             control = controls.get(series)
-            common: dict[str, Any] = {"name": name, "series": series, "capacity": capacity, "image_size": size}
-            common |= {"changes": changes, "control": None if control is None else f"{control}-{capacity:g}"}
-            if kind == "smaller":
-                entrants.append(Anew(args=fields["args"], epochs=epochs, **common))
-            elif kind == "resolution":
-                entrants.append(Dense(is_trained=is_trained, **common))
-            else:
-                routing = fields.pop("routing", None) if KINDS[str(kind)].routable else None
-                if read_method(fields).starts_anew:
-                    entrants.append(Anew(method=fields, epochs=epochs, **common))
-                else:
-                    entrants.append(Reduced(method=fields, routing=routing, is_trained=is_trained, **common))
+            common: dict[str, Any] = {
+                "name": f"{series}-{capacity:g}",
+                "series": series,
+                "capacity": capacity,
+                "control": None if control is None else f"{control}-{capacity:g}",
+                "image_size": given.get("image_size"),
+                "changes": given.get("changes", {}),
+            }
+            fields = {key: value for key, value in given.items() if key not in ("image_size", "changes")}
+            entrants.append(_rival(common, fields, epochs, is_trained))
     return entrants
+
+
+def _rival(common: dict[str, Any], fields: dict[str, Any], epochs: int, is_trained: bool) -> Entrant:
+    """Return a rival from what all entrants have and the fields of its kind."""
+    name, kind = common["name"], fields.get("kind")
+    one_of(f"rivals.{name}.kind", kind, [*KINDS, "resolution", "smaller"])
+    if kind == "resolution":
+        refuse_unknown(f"field of rivals.{name}", fields, ["kind", "image_size"])
+        if common["image_size"] is None:
+            raise ValueError(f"rivals.{name} needs image_size")
+        return Dense(is_trained=is_trained, **common)
+    if kind == "smaller":
+        refuse_unknown(f"field of rivals.{name}", fields, ["kind", "args"])
+        if fields.get("args") is None:
+            raise ValueError(f"rivals.{name} needs args")
+        return Anew(args=fields["args"], epochs=epochs, **common)
+    routing = fields.pop("routing", None) if KINDS[str(kind)].routable else None
+    if read_method(fields).starts_anew:
+        return Anew(method=fields, epochs=epochs, **common)
+    return Reduced(method=fields, routing=routing, is_trained=is_trained, **common)
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
