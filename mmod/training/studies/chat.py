@@ -28,7 +28,7 @@ from mmod.training.studies.config import ChatStudyConfig
 from mmod.training.studies.entrants import DENSE, Entrant, create_rivals
 from mmod.training.studies.jobs import Job, Tick
 from mmod.training.studies.results import Column, table_of
-from mmod.training.studies.study import Costs, Study, latencies
+from mmod.training.studies.study import Costs, Scores, Study, latencies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -142,7 +142,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
             // len(prompts["input_ids"]),
         }
 
-    def to_rivals(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> dict[str, dict[str, Any]]:
+    def to_rivals(self, scores: Scores, costs: Costs) -> dict[str, dict[str, Any]]:
         """Return each model's difference to the best of another series that costs about as little, and its name."""
         best: dict[str, str | None] = {}
         for name in scores:

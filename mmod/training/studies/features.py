@@ -33,7 +33,7 @@ from mmod.training.studies.image import TimmStudy
 from mmod.training.studies.jobs import Job, Tick
 from mmod.training.studies.paired import Difference
 from mmod.training.studies.probes import Resampling, linear_probe, nearest_neighbours, split_by_class
-from mmod.training.studies.study import Costs, Outcome
+from mmod.training.studies.study import Costs, Outcome, Scores
 
 __all__ = ["FeaturesStudy", "Judged", "Probed"]
 
@@ -208,13 +208,11 @@ class FeaturesStudy(TimmStudy[Judged]):
         self.folders[job.name] = _folder(job) / _TESTED
         return super().examine(job, found)
 
-    def compare(
-        self, scores: Mapping[str, Mapping[int, float]], partners: Mapping[str, str | None]
-    ) -> dict[str, Difference | None]:
+    def compare(self, scores: Scores, partners: Mapping[str, str | None]) -> dict[str, Difference | None]:
         """Return each model's difference to its partner, paired by image."""
         return {name: self._gap(name, partners.get(name), self.score) for name in scores}
 
-    def verdict(self, scores: Mapping[str, Mapping[int, float]]) -> str:
+    def verdict(self, scores: Scores) -> str:
         """Say which models are not told from the dense one."""
         told = []
         for probe, title in self.measures.items():
@@ -223,7 +221,7 @@ class FeaturesStudy(TimmStudy[Judged]):
             told.append(f"Not told from dense by the {title}: {', '.join(close) or 'none'}.")
         return " ".join(told)
 
-    def ranking(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> str:
+    def ranking(self, scores: Scores, costs: Costs) -> str:
         """Say how many images there are and which models may be called better."""
         found = self.found_by[DENSE]
         skipped = f" ({found.skipped} could not be read)" if found.skipped else ""

@@ -32,7 +32,7 @@ from mmod.training.studies.loop import LoopStudy, by_data, kept_shares
 from mmod.training.studies.paired import as_fast, quoted, unbeaten
 from mmod.training.studies.rates import best_rates, starts_others, trials, with_rate
 from mmod.training.studies.results import Column, table_of
-from mmod.training.studies.study import Costs, Outcome
+from mmod.training.studies.study import Costs, Outcome, Scores
 
 __all__ = ["ImageStudy", "TimmStudy", "image_flops", "sample_images", "timed_images"]
 
@@ -165,7 +165,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         found = {size: {name: costs[name].get(ms, 0.0) for name in names} for size, ms in columns.items()}
         return {size: own for size, own in found.items() if all(own.values())}
 
-    def to_rivals(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> dict[str, dict[str, Any]]:
+    def to_rivals(self, scores: Scores, costs: Costs) -> dict[str, dict[str, Any]]:
         """Return each model's difference to the best model without a router that is as fast, and that one's name."""
         found: dict[str, dict[str, Any]] = {name: {} for name in scores}
         for size, ms in self._times(costs, scores).items():
@@ -179,7 +179,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
                 found[name] |= {f"to_rival_b{size}": gaps[name], f"rival_b{size}": best[name]}
         return found
 
-    def ranking(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> str:
+    def ranking(self, scores: Scores, costs: Costs) -> str:
         """Say which models none as fast is clearly better than; all are compared before time is measured."""
         times = self._times(costs, scores)
         to_dense = self.compare(scores, dict.fromkeys(scores, DENSE)).values()

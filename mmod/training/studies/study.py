@@ -40,7 +40,10 @@ Found = TypeVar("Found")
 _BASE = "base"
 # The series that others are compared with where a study names no other control.
 _CONTROL = "random"
+Scores = Mapping[str, Mapping[int, float]]
+"""The score of each model by its name and the seed."""
 Costs = Mapping[str, Mapping[str, float]]
+"""What each model costs, by its name and that of the figure."""
 
 
 class Outcome(NamedTuple):
@@ -164,41 +167,20 @@ class Study(ABC, Generic[Config, Found]):
         ]
         return {"tradeoff": draw_tradeoff(shown, self.measure)}
 
-    def compare(
-        self, scores: Mapping[str, Mapping[int, float]], partners: Mapping[str, str | None]
-    ) -> dict[str, Difference | None]:
-        """Return each model's difference to its partner.
-
-        Args:
-            scores: Score by seed of each model.
-            partners: Name of the model that each is compared with.
-        """
+    def compare(self, scores: Scores, partners: Mapping[str, str | None]) -> dict[str, Difference | None]:
+        """Return each model's difference to the model that is its partner."""
         return compare(scores, partners)
 
-    def verdict(self, scores: Mapping[str, Mapping[int, float]]) -> str:
-        """Say in one sentence which models are not told apart.
-
-        Args:
-            scores: Score by seed of each model.
-        """
+    def verdict(self, scores: Scores) -> str:
+        """Say in one sentence which models are not told apart."""
         return verdict(scores)
 
-    def to_rivals(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> dict[str, dict[str, Any]]:
-        """Return each model's difference to the best rival that is as fast, by column; none as a rule.
-
-        Args:
-            scores: Score by seed of each model.
-            costs: What each costs, by name of the figure.
-        """
+    def to_rivals(self, scores: Scores, costs: Costs) -> dict[str, dict[str, Any]]:
+        """Return each model's difference to the best rival that is as fast, by column; none as a rule."""
         return {name: {} for name in scores}
 
-    def ranking(self, scores: Mapping[str, Mapping[int, float]], costs: Costs) -> str:
-        """Say which models may be called better.
-
-        Args:
-            scores: Score by seed of each model.
-            costs: What each costs, by name of the figure.
-        """
+    def ranking(self, scores: Scores, costs: Costs) -> str:
+        """Say which models may be called better."""
         return self.verdict(scores)
 
     def prepare(self, runner: Runner) -> None:
