@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmod.analysis.audit.result import Audit
 from mmod.report.sources import AuditRecord
 from mmod.training.studies.paired import difference
 
@@ -18,7 +17,7 @@ def rows_over_runs(audits: Sequence[AuditRecord]) -> list[list[str]]:
     """Return a row for each figure of each name that several runs have, with 95 % intervals over these."""
     groups: dict[str, list[dict[str, float]]] = {}
     for record in audits:
-        groups.setdefault(record.name.rpartition("/")[2], []).append(_figures(record.audit))
+        groups.setdefault(record.name.rpartition("/")[2], []).append(_figures(record))
     return [
         [name, figure, str(len(runs)), _told(figure, [own[figure] for own in runs])]
         for name, runs in groups.items()
@@ -28,8 +27,9 @@ def rows_over_runs(audits: Sequence[AuditRecord]) -> list[list[str]]:
     ]
 
 
-def _figures(audit: Audit) -> dict[str, float]:
+def _figures(record: AuditRecord) -> dict[str, float]:
     """Return the figures of an audit that can be averaged over runs."""
+    audit, generation = record.audit, record.generation
     learned, *others = audit.conditions
     figures = {f"points above {own.name}": learned.accuracy.value - own.accuracy.value for own in others}
     figures |= {f"points above random, {own.group}: {own.name}": own.gap.value for own in audit.strata}
@@ -39,6 +39,12 @@ def _figures(audit: Audit) -> dict[str, float]:
         for block, told in audit.across.information.items()
         for known, own in told.items()
     }
+    if generation is not None:
+        for stretch in generation.stretches:
+            where = f"of {stretch.text} tokens {stretch.first} to {stretch.last}"
+            figures[f"% {where} decided as the top-k by the {generation.by}"] = 100 * stretch.agreement.value
+            figures[f"% {where} decided so, above chance"] = 100 * stretch.above_chance.value
+            figures[f"% {where} kept"] = 100 * stretch.kept.value
     if audit.leave_one_out is not None:
         parts = {"score": audit.leave_one_out.agreement, "token norm": audit.leave_one_out.norm}
         figures |= {

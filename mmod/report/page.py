@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmod.analysis.audit.generation import generation_rows
 from mmod.analysis.audit.information import information_rows
 from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
 from mmod.extras import name_missing_extra
@@ -109,7 +110,7 @@ def _audit_part(record: AuditRecord) -> _Part:
         f"<p><strong>{escape(audit.verdict)}</strong></p>{_figure(charts[0])}"
         + _table(header, rows, f"Choices of tokens, {audit.images} images, {audit.draws} random draws")
         + f"<p>{escape(audit.across.verdict)} Never kept: {escape(audit.never())}.</p>"
-        + _known(record) + "".join(map(_figure, charts[1:])) + _strata_tables(record)
+        + _known(record) + "".join(map(_figure, charts[1:])) + _strata_tables(record) + _generation(record)
         + _details("Environment", _lines(record.environment)),
         charts,
     )  # fmt: skip
@@ -120,6 +121,16 @@ def _known(record: AuditRecord) -> str:
     header, *rows = information_rows(record.audit.across.information)
     caption = "What is known of a token says so much of whether it is kept, with 95 % intervals over images"
     return _table(header, rows, caption) if rows else ""
+
+
+def _generation(record: AuditRecord) -> str:
+    """Return a table of decisions token by token in long texts; nothing where it was not asked for."""
+    found = record.generation
+    if found is None:
+        return ""
+    header, *rows = generation_rows(found)
+    caption = f"The {found.by} token by token, beside the top-k of windows of {found.window}, {found.texts} texts"
+    return _table(header, rows, caption)
 
 
 def _strata_tables(record: AuditRecord) -> str:

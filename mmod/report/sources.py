@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from mmod.analysis.audit.generation import Generation, read_generation
 from mmod.analysis.audit.result import Audit, read_audit
 from mmod.io.files import parse_json
 from mmod.values import check_value
@@ -63,6 +64,7 @@ class AuditRecord:
         flops: FLOPs of an image, see `mmod.analysis.FlopReport.to_dict`; None where they were not counted.
         maps: Sample images and what blocks keep of them; None where none were drawn.
         beside_flops: FLOPs of an image in other models that were judged too, by name, None where they were not counted.
+        generation: How a language model decides while it writes long texts; None where that was not asked for.
     """
 
     name: str
@@ -73,6 +75,7 @@ class AuditRecord:
     flops: Mapping[str, Any] | None
     maps: Mapping[str, Any] | None
     beside_flops: Mapping[str, float | None] | None = None
+    generation: Generation | None = None
 
 
 @dataclass(frozen=True)
@@ -163,8 +166,10 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
     name = _run_name(path.parent.parent, root)
     try:
         fields = {field: record[field] for field in ("command", "environment", "flops", "maps")}
-        audit, beside = read_audit(record["audit"]), record.get("beside_flops")
-        found = AuditRecord(name, path.parent, audit=audit, beside_flops=beside, **fields)
+        # The last two are not there in what earlier versions wrote.
+        audit, beside, told = read_audit(record["audit"]), record.get("beside_flops"), record.get("generation")
+        generation = None if told is None else read_generation(told)
+        found = AuditRecord(name, path.parent, audit=audit, beside_flops=beside, generation=generation, **fields)
         if found.maps is not None:
             _check_maps(found.maps)
         return found

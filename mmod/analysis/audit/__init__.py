@@ -2,6 +2,8 @@
 
 from mmod.analysis.audit.across import Across
 from mmod.analysis.audit.choices import Place
+from mmod.analysis.audit.generation import Generation, judge_generation
+from mmod.analysis.audit.information import Information
 from mmod.analysis.audit.judges import judge_answers, judge_classes
 from mmod.analysis.audit.oracle import LeaveOneOut
 from mmod.analysis.audit.result import Audit, Condition
@@ -16,10 +18,13 @@ __all__ = [
     "Audit",
     "Condition",
     "Estimate",
+    "Generation",
+    "Information",
     "LeaveOneOut",
     "Place",
     "Stratum",
     "audit",
     "judge_answers",
     "judge_classes",
+    "judge_generation",
 ]

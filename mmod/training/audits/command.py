@@ -60,6 +60,7 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
     later: dict[str, Any] = {"audit.reference": None, "audit.shifts": [], "audit.leave_one_out": 0, "audit.beside": []}
     # A mapping with keys of its own is none in the record.
     later |= {} if options.others else {"audit.others": {}}
+    later |= {"generation": 0, "texts": 32} if isinstance(config, TextAuditConfig) else {}
     claim = partial(claim_folder, folder, _record(config), file=_RECORD, kind="an audit", defaults=later)
     if (folder / _FOUND).exists():
         claim()
@@ -73,7 +74,7 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
         )
     found, costs = _audited(config, subject, model, claim, folder / _PARTIAL, progress)
     drawn = subject.maps(model, options.maps) if options.maps else None
-    cost = subject.flops(model)
+    cost, generation = subject.flops(model), subject.generation(model)
     record = {
         "name": Path(config.output).name,
         "command": command or f"mmod audit {shlex.quote(config.output)}",
@@ -81,12 +82,14 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
         "audit": found.to_dict(),
         "flops": cost,
         "beside_flops": costs,
+        "generation": None if generation is None else dataclasses.asdict(generation),
         "maps": None if drawn is None else drawn[0],
     }
     if drawn is not None:
         drawn[1].savefig(folder / "maps.png", dpi=150, bbox_inches="tight")
     draw_audit(found).savefig(folder / "audit.png", dpi=150)
-    write_atomically(folder / "audit.md", f"{found}\n{_costs_told(cost, costs)}")
+    more = "" if generation is None else f"\n{generation}\n"
+    write_atomically(folder / "audit.md", f"{found}\n{_costs_told(cost, costs)}{more}")
     write_atomically(folder / _FOUND, json.dumps(record, indent=1) + "\n")
     (folder / _PARTIAL).unlink(missing_ok=True)
     return found
@@ -182,7 +185,7 @@ def _record(config: AnyConfig) -> dict[str, Any]:
     free = ("workers", "pin_memory", *(() if isinstance(config, PairsAuditConfig) else ("batch_size",)))
     plain = config.to_dict()
     data = {name: value for name, value in plain["data"].items() if name not in free}
-    kept = ("model", "routing", "audit", "questions")
+    kept = ("model", "routing", "audit", "questions", "generation", "texts")
     return {name: value for name, value in plain.items() if name in kept} | {"data": data}
 
 
@@ -225,8 +228,9 @@ def main(arguments: Sequence[str]) -> Path:
     else:
         named = bool(arguments) and not arguments[0].startswith("-")
         config = parse_config(arguments, _kind_of(read_yaml(arguments[0])) if named else AuditConfig)
-    found = audit_run(config, command=command)
-    print(f"{found}\n\nTables and pictures: {Path(config.output) / 'audit'}")
+    audit_run(config, command=command)
+    folder = Path(config.output) / "audit"
+    print(f"{(folder / 'audit.md').read_text()}\nTables and pictures: {folder}")
     return Path(config.output)
 
 

@@ -83,9 +83,20 @@ class TextAuditConfig(text.TrainConfig):
 
     Args:
         audit: How it is audited.
+        generation: Bytes that the model writes behind prompts of `data.length`, to compare its decisions byte by byte
+            with the top-k, which it must have been trained with; a multiple of `data.length`, or 0 for none.
+        texts: How many such texts there are, drawn evenly from the evaluation split.
     """
 
     audit: AuditOptions = field(default_factory=AuditOptions)
+    generation: int = 0
+    texts: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, "", generation="[0, inf)", texts="[2, inf)")
+        if self.generation % self.data.length:
+            raise ValueError(f"generation must be a multiple of data.length={self.data.length}, got {self.generation}")
 
 
 @dataclass(frozen=True, kw_only=True)

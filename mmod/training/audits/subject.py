@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from mmod.analysis.audit.auditor import Shift
+    from mmod.analysis.audit.generation import Generation
     from mmod.data.stream import BatchStream
 
 __all__ = ["Again", "Sorted", "Subject", "unsorted"]
@@ -136,6 +137,10 @@ class Subject(ABC, Generic[Config]):
         Args:
             model: The model.
         """
+        return None
+
+    def generation(self, model: nn.Module) -> Generation | None:
+        """Return how the model decides while it writes long texts; None where that is not asked for."""
         return None
 
     def maps(self, model: nn.Module, count: int) -> tuple[dict[str, Any], Figure] | None:

@@ -11,9 +11,11 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmod.analysis.audit.generation import Generation, judge_generation
 from mmod.data.readers.text import create_eval_text
 from mmod.training.audits.config import TextAuditConfig
 from mmod.training.audits.subject import Again, Sorted, Subject
@@ -62,6 +64,16 @@ class TextSubject(Subject[TextAuditConfig]):
     def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the loss of each window, and the share of its bytes that are foretold."""
         return judge_text(model, batch)
+
+    def generation(self, model: nn.Module) -> Generation | None:
+        """Return how the model decides in texts that are longer than the windows of its training."""
+        config = self.config
+        if not config.generation:
+            return None
+        length = config.data.length + config.generation
+        stream = create_eval_text(dataclasses.replace(config.data, length=length, val_limit=config.texts))
+        tokens_BN = torch.cat([tokens for tokens, _ in stream.batches(0)]).to(next(model.parameters()).device)
+        return judge_generation(model, tokens_BN, config.data.length, config.seed)
 
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Refuse: shifts change images."""

@@ -10,7 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from mmod.analysis.audit.result import read_audit
+from mmod.report.sources import read_sources
 from mmod.training.audits.command import main
+from mmod.training.audits.config import TextAuditConfig
 from mmod.training.audits.text import judge_text
 from mmod.training.text.model import create_dense
 from mmod.training.text.recipe import fit
@@ -24,11 +26,18 @@ def test_a_run_on_text_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[
     start = {"checkpoint": str(tmp_path / "dense")}
     fit(text_config(tmp_path / "routed", epochs=1, model=start, routing=PREDICTOR), progress=False)
     capsys.readouterr()
-    main([str(tmp_path / "routed"), *QUICK, "--audit.reference", str(tmp_path / "dense")])
+    long = ["--generation", "32", "--texts", "3"]
+    main([str(tmp_path / "routed"), *QUICK, "--audit.reference", str(tmp_path / "dense"), *long])
     record = json.loads((tmp_path / "routed/audit/audit.json").read_text())
     found = read_audit(record["audit"])
     assert capsys.readouterr().out.startswith(str(found))
     assert found.images == 6
+    (read,) = read_sources([tmp_path / "routed"]).audits
+    assert read.generation is not None
+    assert (read.generation.by, read.generation.texts, len(read.generation.stretches)) == ("predictor", 3, 2 * 2)
+    assert str(read.generation) in (tmp_path / "routed/audit/audit.md").read_text()
+    with pytest.raises(ValueError, match=r"generation must be a multiple of data\.length=32, got 33"):
+        TextAuditConfig.from_dict({**text_config(tmp_path).to_dict(), "generation": 33})
     assert [own.name for own in found.conditions[-2:]] == ["dense attention", "reference entropy"]
     for known in found.across.information.values():
         assert set(known) == {"position", "role"}

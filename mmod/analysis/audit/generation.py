@@ -1,0 +1,196 @@
+"""Decisions of a language model token by token, beside the top-k that it was trained with, while a text grows long.
+
+Axes: B texts, N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmod.analysis.audit.statistics import Estimate, Sums
+from mmod.analysis.tables import markdown_table
+from mmod.analysis.trace import trace
+from mmod.model import routed_blocks
+from mmod.routing.groups import assign_groups, select_within
+
+__all__ = ["Generation", "Stretch", "generation_rows", "judge_generation", "read_generation"]
+
+_TEXTS = ("written", "generated")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """One window of texts, in means over texts and over the routed blocks.
+
+    Args:
+        text: "written" by others, or "generated" by the model behind the first window of those.
+        first: Number of its first token.
+        last: Number of its last token.
+        loss: Cross entropy in nats a token, each decided alone.
+        kept: Share of tokens that are kept.
+        agreement: Share of tokens that are decided as the top-k of the window decides, by the scores of the same pass.
+        above_chance: The same above what two independent decisions that keep as many agree in, from 0 (chance) to 1.
+
+    Source of `above_chance`: Cohen, Educational and Psychological Measurement 20 (1960).
+    """
+
+    text: str
+    first: int
+    last: int
+    loss: Estimate
+    kept: Estimate
+    agreement: Estimate
+    above_chance: Estimate
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How a language model decides in long texts, token by token.
+
+    Args:
+        window: Tokens of a window in training.
+        texts: Number of texts.
+        by: What decides: "predictor" or "score".
+        stretches: What was found, window by window.
+        decay: For each kind of text how much more tokens are decided alike in the last window than in the first.
+    """
+
+    window: int
+    texts: int
+    by: str
+    stretches: list[Stretch]
+    decay: dict[str, Estimate]
+
+    def __str__(self) -> str:
+        header, *rows = generation_rows(self)
+        told = "; ".join(f"{own:+.3f} in {text} text" for text, own in self.decay.items())
+        return (
+            f"The {self.by} decides token by token, beside the top-k of windows of {self.window}; {self.texts} texts."
+            f"\n\n{markdown_table(header, rows)}\n\nFrom the first window to the last the agreement changes by {told}."
+        )
+
+
+@torch.no_grad()
+def judge_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) -> Generation:
+    """Compare decisions token by token with the top-k, in texts and in what the model writes behind their first window.
+
+    The states are those that the decisions token by token lead to; so are the scores whose top-k is taken, within each
+    window, as in training. What the model writes is drawn from what it foretells.
+
+    Args:
+        model: A routed language model of transformers, in evaluation mode, with an `inference_threshold`.
+        tokens_BN: Texts; N is a multiple of `window`, twice or more.
+        window: Tokens of a window in training.
+        seed: Chooses what is drawn.
+
+    Returns:
+        Loss, kept share and agreement window by window.
+
+    Raises:
+        ValueError: Texts of another length, or a model that takes no top-k or decides in one way alone.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> import mmod
+        >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20, eos_token_id=None)).eval()
+        >>> model = mmod.route_(model, mmod.RoutingConfig(router="linear", language={"inference_threshold": 0.5}))
+        >>> found = judge_generation(model, torch.arange(40).view(2, 20) % 20, window=10)
+        >>> [(own.text, own.first, own.last) for own in found.stretches]
+        [('written', 0, 9), ('written', 10, 19), ('generated', 0, 9), ('generated', 10, 19)]
+    """
+    routers = [block.router for block in routed_blocks(model).values()]
+    if any(own.config.language.inference_threshold is None or own.config.select != "topk" for own in routers):
+        raise ValueError(
+            "agreement over a generation needs a model that takes the top-k in training and decides each token alone "
+            "in generation: route it with language={'inference_threshold': 0.5}"
+        )
+    length = tokens_BN.shape[1]
+    if length % window or length < 2 * window:
+        raise ValueError(f"texts must be two windows of {window} tokens long or more, in whole windows, got {length}")
+    prompt_BN = tokens_BN[:, :window]
+    with torch.random.fork_rng(devices=[tokens_BN.device] if tokens_BN.is_cuda else []):
+        torch.manual_seed(seed)
+        new = {"max_new_tokens": length - window, "min_new_tokens": length - window, "do_sample": True, "top_k": 0}
+        mask = torch.ones_like(prompt_BN)
+        generated_BN = model.generate(input_ids=prompt_BN, attention_mask=mask, pad_token_id=0, **new)
+    stretches, decay = [], {}
+    for text, own_BN in zip(_TEXTS, (tokens_BN, generated_BN)):
+        figures = _figures(model, own_BN, window)
+        means = {name: [_mean(value_B) for value_B in value_BW.unbind(1)] for name, value_BW in figures.items()}
+        for number in range(length // window):
+            own = {name: values[number] for name, values in means.items()}
+            stretches.append(Stretch(text, number * window, (number + 1) * window - 1, **own))
+        agreement_BW = figures["agreement"]
+        decay[text] = _mean(agreement_BW[:, -1] - agreement_BW[:, 0])
+    by = "score" if routers[0].predictor is None else "predictor"
+    return Generation(window, len(tokens_BN), by, stretches, decay)
+
+
+def _figures(model: Any, tokens_BN: Tensor, window: int) -> dict[str, Tensor]:
+    """Return the figures of each text and window, see `Stretch` (B, W) each."""
+    with trace(model) as routings:
+        logits = model(input_ids=tokens_BN, use_cache=False).logits[:, :-1].float()
+    loss_BN = F.cross_entropy(logits.movedim(-1, 1), tokens_BN[:, 1:], reduction="none")
+    # The first token of a text is foretold by nothing.
+    loss_BN = F.pad(loss_BN, (1, 0), value=torch.nan)
+    all_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
+    groups = assign_groups(all_BN, all_BN, all_BN, frames=window)
+    kept, agreement, above = [], [], []
+    for name, block in routed_blocks(model).items():
+        routing = routings[name]
+        index_BK, valid_BK, _ = select_within(routing.score_BN, block.router.capacity, groups)
+        assert valid_BK is None
+        best_BWL = torch.zeros_like(all_BN).scatter(1, index_BK, True).unflatten(1, (-1, window)).double()
+        keep_BWL = routing.keep_BN.unflatten(1, (-1, window)).double()
+        kept_BW, best_BW = keep_BWL.mean(2), best_BWL.mean(2)
+        agreement_BW = (keep_BWL == best_BWL).double().mean(2)
+        chance_BW = kept_BW * best_BW + (1 - kept_BW) * (1 - best_BW)
+        kept.append(kept_BW)
+        agreement.append(agreement_BW)
+        above.append((agreement_BW - chance_BW) / (1 - chance_BW))
+    return {
+        "loss": loss_BN.unflatten(1, (-1, window)).nanmean(2),
+        "kept": torch.stack(kept).mean(0),
+        "agreement": torch.stack(agreement).mean(0),
+        "above_chance": torch.stack(above).mean(0),
+    }
+
+
+def _mean(value_B: Tensor) -> Estimate:
+    sums = Sums()
+    sums.add(value_B)
+    return sums.mean()
+
+
+def generation_rows(found: Generation) -> Sequence[list[str]]:
+    """Return what was found as a table, its header first.
+
+    Args:
+        found: What was found.
+    """
+    return [["text", "tokens", "nats a token", "kept", "as the top-k", "above chance"]] + [
+        [own.text, f"{own.first} to {own.last}", f"{own.loss:.3f}", f"{own.kept:.3f}", f"{own.agreement:.3f}",
+         f"{own.above_chance:.2f}"]
+        for own in found.stretches
+    ]  # fmt: skip
+
+
+def read_generation(fields: Mapping[str, Any]) -> Generation:
+    """Return what was found from its plain values, as `dataclasses.asdict` gives them.
+
+    Args:
+        fields: The values.
+    """
+
+    def estimates(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: Estimate(**own) if isinstance(own, Mapping) else own for name, own in values.items()}
+
+    stretches = [Stretch(**estimates(own)) for own in fields["stretches"]]
+    return Generation(**{**fields, "stretches": stretches, "decay": estimates(fields["decay"])})
