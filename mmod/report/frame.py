@@ -24,7 +24,7 @@ a { color: var(--link); }
 :focus-visible { outline: 3px solid var(--link); outline-offset: 2px; }
 h1 { font-size: 1.6rem; }
 h2 { font-size: 1.25rem; margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: 1rem; }
-figure { margin: 1.5rem 0; } .chart { width: 100%; overflow-x: auto; }
+figure { margin: 1.5rem 0; } .chart { width: 100%; overflow-x: auto; } .chart:empty { min-height: 15rem; }
 figcaption { color: var(--faint); font-size: .9rem; }
 code, pre { font: .8rem/1.4 ui-monospace, monospace; } figcaption code { display: block; overflow-wrap: anywhere;
   white-space: pre-wrap; }
@@ -37,25 +37,43 @@ img { max-width: 100%; height: auto; }
 .vega-bind { margin: .4rem 0; } .vega-bind-name { font-weight: 600; } .vega-bind input[type=range] { width: 12rem; }
 """
 
-# Draws every figure in the colours of the page, and again where those change.
+# Draws figures that come near the view, in the colours of the page, and again where those change.
 _START = """
 const dark = matchMedia("(prefers-color-scheme: dark)");
-async function draw() {
-  for (const figure of document.querySelectorAll("figure:has(> .chart)")) {
-    const spec = JSON.parse(figure.querySelector("script").textContent);
-    const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name);
-    const config = { background: null, autosize: { type: "fit-x", contains: "padding" },
-      text: { color: colour("--ink") }, axis: { gridColor: colour("--line") },
-      axisY: { labelLimit: Math.min(260, 0.35 * figure.clientWidth) } };
-    await vegaEmbed(figure.querySelector(".chart"), spec,
-      { renderer: "svg", actions: false, theme: dark.matches ? "dark" : undefined, config });
-    // The page is shown and answers before all figures are there.
-    await new Promise(resolve => setTimeout(resolve));
-  }
-  document.documentElement.dataset.drawn = dark.matches ? "dark" : "light";
+const theme = () => dark.matches ? "dark" : "light";
+const figures = [...document.querySelectorAll("figure:has(> .chart)")];
+const queue = [];
+let running = false;
+async function draw(figure) {
+  const spec = JSON.parse(figure.querySelector("script").textContent);
+  const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name);
+  const config = { background: null, autosize: { type: "fit-x", contains: "padding" },
+    text: { color: colour("--ink") }, axis: { gridColor: colour("--line") },
+    axisY: { labelLimit: Math.min(260, 0.35 * figure.clientWidth) } };
+  const drawn = theme();
+  await vegaEmbed(figure.querySelector(".chart"), spec,
+    { renderer: "svg", actions: false, theme: drawn === "dark" ? "dark" : undefined, config });
+  figure.dataset.drawn = drawn;
+  // The page is shown and answers before all figures are there.
+  await new Promise(resolve => setTimeout(resolve));
 }
-dark.addEventListener("change", draw);
-draw();
+async function want(wanted) {
+  queue.push(...wanted);
+  if (running) return;
+  running = true;
+  try {
+    while (queue.length) {
+      const figure = queue.shift();
+      if (figure.dataset.drawn !== theme()) await draw(figure);
+    }
+    document.documentElement.dataset.drawn = theme();
+  } finally { running = false; }
+}
+const near = new IntersectionObserver(seen => want(seen.filter(one => one.isIntersecting).map(one => one.target)),
+  { rootMargin: "100% 0px" });
+figures.forEach(figure => near.observe(figure));
+dark.addEventListener("change", () => want(figures.filter(figure => figure.dataset.drawn)));
+addEventListener("beforeprint", () => want(figures));
 """
 
 

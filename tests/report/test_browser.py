@@ -54,6 +54,14 @@ def wait(driver: Any, condition: str) -> None:
     WebDriverWait(driver, 60).until(lambda driver: driver.execute_script(condition))
 
 
+def shown(driver: Any, selector: str) -> Any:
+    """Return a figure once it was scrolled to and drawn."""
+    figure = driver.find_element("css selector", selector)
+    driver.execute_script("arguments[0].scrollIntoView({behavior: 'instant'})", figure)
+    WebDriverWait(driver, 60).until(lambda driver: figure.get_attribute("data-drawn"))
+    return figure
+
+
 def asked(driver: Any) -> set[str]:
     """Return the addresses that were asked for; of data that the page holds "data:" alone."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
@@ -65,26 +73,39 @@ def test_every_figure_is_drawn_and_says_what_it_shows(browser: Any) -> None:
     figures = browser.find_elements("css selector", "figure:has(> .chart)")
     assert len(figures) == 3 + 1 + 1 + 6 + 5
     for figure in figures:
+        shown(browser, f"#{figure.get_attribute('id')}")
         drawn = figure.find_element("css selector", "svg")
         assert drawn.rect["width"] > 100
         described = figure.find_elements("css selector", ".chart [aria-label], .chart[aria-label]")
         assert max(len(own.get_attribute("aria-label")) for own in described) > 40
 
 
+def test_figures_far_below_are_drawn_when_they_come_near(browser: Any) -> None:
+    drawn = "return [...document.querySelectorAll('figure:has(> .chart)')].map(figure => 'drawn' in figure.dataset)"
+    first = browser.execute_script(drawn)
+    assert first[0]
+    assert not first[-1]
+    browser.execute_script("scrollTo(0, document.body.scrollHeight)")
+    wait(browser, f"{drawn}.at(-1)")
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    wait(browser, f"{drawn}.every(Boolean)")
+
+
 def test_the_slider_and_the_switch_change_the_map_by_keyboard(browser: Any) -> None:
-    def shown() -> tuple[int, str]:
+    def marks() -> tuple[int, str]:
         veils = browser.execute_script("return document.querySelectorAll('#maps .mark-rect path').length")
         return veils, browser.execute_script("return document.querySelector('#maps .mark-text text').textContent")
 
-    first = shown()
+    shown(browser, "#maps")
+    first = marks()
     slider = browser.find_element("css selector", "#maps input[type=range]")
     slider.send_keys(Keys.ARROW_RIGHT)
-    second = shown()
+    second = marks()
     # Half of 16 patches are kept at first, a quarter then, prefix token included, of four images.
     assert first[0] < second[0]
     assert [own[1].partition(":")[0] for own in (first, second)] == ["blocks.0", "blocks.1"]
     slider.send_keys(Keys.ARROW_LEFT)
-    assert shown() == first
+    assert marks() == first
     switch = browser.find_element("css selector", "#maps select")
     switch.send_keys(Keys.ARROW_DOWN)
     wait(browser, f"return document.querySelectorAll('#maps .mark-rect path').length != {first[0]}")
@@ -97,6 +118,7 @@ def test_lists_choose_the_run_and_the_figure_of_routers(browser: Any) -> None:
         marks = browser.find_elements("css selector", "#routers .mark-symbol path[aria-label]")
         return [mark.get_attribute("aria-label") for mark in marks]
 
+    shown(browser, "#routers")
     run, figure = browser.find_elements("css selector", "#routers select")
     # Two blocks at three logged steps and one evaluation; then at five, whose evaluation has a kept share alone.
     first = points()
@@ -113,6 +135,9 @@ def test_a_phone_scrolls_one_way_and_dark_is_dark(browser: Any) -> None:
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.refresh()
     wait(browser, "return document.documentElement.dataset.drawn === 'light'")
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    everything = "[...document.querySelectorAll('figure:has(> .chart)')].every(figure => 'drawn' in figure.dataset)"
+    wait(browser, f"return {everything}")
     assert browser.execute_script("return document.scrollingElement.scrollWidth") <= 360
     paper = "return getComputedStyle(document.body).backgroundColor"
     ink = "return getComputedStyle(document.querySelector('figure text')).fill"
