@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from mmod.analysis.audit.information import information_rows
 from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
 from mmod.extras import name_missing_extra
 from mmod.io.claim import claim_folder
-from mmod.io.files import write_atomically
+from mmod.io.files import parse_json, write_atomically
 from mmod.report.audit_charts import conditions_chart, flops_chart, gaps_chart, kept_chart, matrix_chart
 from mmod.report.charts import Chart, tradeoff_charts
 from mmod.report.frame import frame
@@ -26,6 +27,8 @@ from mmod.training.engine.logging import write_csv
 
 __all__ = ["write_report"]
 
+# What each picture was drawn from.
+_FIGURES = "figures.json"
 # Pixels of a figure's width where nothing says how wide it is.
 _WIDTH = 640
 _STUDY_COMMAND = "mmod tradeoff study.yaml  # the config below, saved as study.yaml"
@@ -66,12 +69,25 @@ def write_report(folders: Sequence[str | Path], output: str | Path | None = None
     drawn = [] if health is None else [_Part(health.title, _figure(health), [health])]
     parts = [*map(_study_part, studies), *_common_parts(audits), *map(_audit_part, audits), *drawn]
     bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
-    for chart in (chart for part in parts for chart in part.charts):
-        still = {**chart.spec, "width": _WIDTH} if chart.spec.get("width") == "container" else dict(chart.spec)
-        write_atomically(target / f"{chart.name}.png", vl_convert.vegalite_to_png(still, vl_version=version, scale=2))
-        write_csv(target / f"{chart.name}.csv", chart.rows)
+    _write_figures(target, [chart for part in parts for chart in part.charts], version)
     write_atomically(target / PAGE, frame([(part.title, part.content) for part in parts], bundle))
     return target / PAGE
+
+
+def _write_figures(target: Path, charts: Sequence[Chart], version: str) -> None:
+    """Write each figure as PNG and CSV; a picture that lies there and would be the same is not drawn again."""
+    import vl_convert
+
+    record = target / _FIGURES
+    before, now = parse_json(record.read_bytes(), str(record)) if record.exists() else {}, {}
+    for chart in charts:
+        still = {**chart.spec, "width": _WIDTH} if chart.spec.get("width") == "container" else dict(chart.spec)
+        picture, digest = target / f"{chart.name}.png", sha256(json.dumps([version, still]).encode()).hexdigest()
+        if before.get(chart.name) != digest or not picture.exists():
+            write_atomically(picture, vl_convert.vegalite_to_png(still, vl_version=version, scale=2))
+        write_csv(target / f"{chart.name}.csv", chart.rows)
+        now[chart.name] = digest
+    write_atomically(record, json.dumps(now, indent=1) + "\n")
 
 
 class _Part(NamedTuple):

@@ -118,9 +118,16 @@ def test_maps_hold_what_blocks_kept(report: Path, folders: list[Path]) -> None:
 
 @needs_charts
 def test_a_report_is_renewed_and_another_one_refused(report: Path, folders: list[Path], tmp_path: Path) -> None:
-    before = report.read_text()
+    before, picture = report.read_text(), report.parent / "maps.png"
+    written = {path: path.stat().st_mtime_ns for path in report.parent.glob("*.png")}
+    content = picture.read_bytes()
+    picture.unlink()
     assert write_report(folders, report.parent) == report
     assert report.read_text() == before
+    # Of the pictures none is drawn again but the one that is missing.
+    again = {path: path.stat().st_mtime_ns for path in report.parent.glob("*.png")}
+    assert {path for path in written if again[path] != written[path]} == {picture}
+    assert picture.read_bytes() == content
     with pytest.raises(ValueError, match="a report with another config"):
         write_report(folders[:1], report.parent)
     (tmp_path / "notes.txt").write_text("mine")
