@@ -15,6 +15,7 @@ from mmod.analysis.audit.result import read_audit
 from mmod.analysis.audit.statistics import resampled_means, simultaneous
 from mmod.analysis.audit.strata import Strata, strata_told
 from tests.analysis.audit.planted import FAVOURED, PATCH, PLANTED, SIDE, batches_of, plant
+from tests.zoo import make_images, make_model
 
 Batch = tuple[Tensor, Tensor]
 
@@ -69,6 +70,22 @@ def test_batches_do_not_matter_and_findings_are_read_again() -> None:
     assert whole.gap.value == pytest.approx(found[0].gap.value)
     assert read_audit(json.loads(json.dumps(found[0].to_dict()))) == found[0]
     assert "| shift | noise | 60 |" in " ".join(str(found[0]).split())
+
+
+def test_another_set_is_judged_as_if_it_were_the_only_one() -> None:
+    name = "vit_tiny_patch16_224"
+    sets = {own: list(zip(make_images(name, 9, own).split(4), (torch.arange(9) % 7).split(4))) for own in range(2)}
+    model = mmod.route_(make_model(name), mmod.RoutingConfig(router="linear", capacity=0.4))
+    options = {"conditions": ["random", "shuffled"], "draws": 2, "resamples": 100}
+    one, other = (mmod.audit(model, own, **options) for own in sets.values())
+    both = mmod.audit(model, sets[0], others={"other": sets[1]}, **options)
+    assert both.conditions == one.conditions
+    rows = {own.name: own for own in both.strata}
+    for own, alone in (("none", one), ("other", other)):
+        assert (rows[own].group, rows[own].images) == ("shift", 9)
+        assert rows[own].accuracy.value == alone.conditions[0].accuracy.value
+        assert rows[own].random.value == alone.conditions[1].accuracy.value
+        assert rows[own].gap.value == pytest.approx(alone.gap.value)
 
 
 @pytest.mark.parametrize("name", SHIFTS)
