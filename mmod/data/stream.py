@@ -58,7 +58,7 @@ def _class_numbers(labels: list[Any]) -> Tensor:
     return torch.tensor(labels, dtype=torch.int64)
 
 
-@dataclass
+@dataclass(eq=False)
 class ImageReader:
     """Decodes and transforms the samples of a source, each with its own random state.
 
