@@ -28,27 +28,14 @@ class PairsTask(Task):
     Args:
         model: The open_clip model, made with `output_dict=True`.
         criterion: A loss of open_clip.
-        teacher: A frozen model whose similarities are imitated, or None.
-        distiller: open_clip's distillation loss; needed with a teacher.
-        distill_weight: Weight of that term.
-        auxiliary: Whether the routed model's auxiliary objectives are added.
-        precision: "fp32", "bf16" or "fp16"; losses are computed in fp32.
+        distiller: open_clip's distillation loss; needed with a teacher, whose similarities are imitated.
+        options: Those of `Task`; losses are computed in fp32 at any precision.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        criterion: nn.Module,
-        *,
-        teacher: nn.Module | None = None,
-        distiller: nn.Module | None = None,
-        distill_weight: float = 1.0,
-        auxiliary: bool = False,
-        precision: str = "fp32",
+        self, model: nn.Module, criterion: nn.Module, *, distiller: nn.Module | None = None, **options: Any
     ) -> None:
-        super().__init__(
-            model, teacher=teacher, distill_weight=distill_weight, auxiliary=auxiliary, precision=precision
-        )
+        super().__init__(model, **options)
         self.criterion = criterion
         self.distiller = distiller
 
