@@ -130,13 +130,7 @@ def _check_standing(config: RoutingConfig, block: nn.Module, call: BlockCall, na
 
 
 def check_zero(name: str, router: Router, capacity: Fraction) -> None:
-    """Refuse a capacity of 0 in a block where no token is always kept.
-
-    Args:
-        name: The block's name.
-        router: Its router.
-        capacity: The capacity that it is given.
-    """
+    """Refuse a capacity of 0 in a block where no token is always kept."""
     if not capacity and not router.always_keeps:
         raise ValueError(f"capacity 0 leaves {name} no token to run on: there it must be in (0, 1]")
 

@@ -46,13 +46,7 @@ class Saving:
 
 
 def check_keys(group: str, values: Any, allowed: Iterable[str]) -> None:
-    """Raise unless a part of a description is a mapping of allowed keys.
-
-    Args:
-        group: Name of the part.
-        values: The part.
-        allowed: The keys.
-    """
+    """Raise unless a part of a description is a mapping of allowed keys."""
     if not isinstance(values, Mapping):
         raise ValueError(f"a saved folder gives {group} as a mapping, got {values!r}")
     foreign = sorted(set(values) - set(allowed))

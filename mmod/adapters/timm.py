@@ -55,11 +55,7 @@ SUPPORTED = (
 
 
 def find_parts(model: nn.Module) -> dict[str, Part]:
-    """Return the single part of a timm model, its blocks.
-
-    Args:
-        model: A model made by `timm.create_model`.
-    """
+    """Return the single part of a timm model, its blocks."""
     return {"image": functools.partial(find_blocks, model)}
 
 

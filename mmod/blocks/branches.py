@@ -101,12 +101,7 @@ def weighed_branches(tracker: PassTracker, gate_BK: Tensor | None) -> Iterator[N
 
 @contextmanager
 def branch_on_rows(tracker: PassTracker, rows: BranchRows) -> Iterator[None]:
-    """Run the branch of the running block for kept tokens alone.
-
-    Args:
-        tracker: That of the block's stack.
-        rows: Which they are.
-    """
+    """Run the branch of the running block for kept tokens alone."""
     running = tracker.running
     running.branch_rows = rows
     try:

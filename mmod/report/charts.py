@@ -40,12 +40,7 @@ class Chart:
 
 
 def tradeoff_charts(study: StudyRecord, command: str) -> list[Chart]:
-    """Return a figure of score against each cost that was measured.
-
-    Args:
-        study: The study.
-        command: The command that runs it.
-    """
+    """Return a figure of score against each cost that was measured."""
     return [_tradeoff(study, cost, command) for cost in study.costs()]
 
 

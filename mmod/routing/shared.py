@@ -43,12 +43,7 @@ class BorrowedScore(nn.Module):
 
 
 def share_score(owner: nn.Module, routers: Sequence[Router]) -> None:
-    """Let routers score with the first one's weight, which moves to `owner`.
-
-    Args:
-        owner: The module that holds the routed layers.
-        routers: Their routers.
-    """
+    """Let routers score with the first one's weight, which moves to `owner`."""
     owner.add_module(NAME, routers[0].score)
     owner.register_load_state_dict_pre_hook(_rename)
     for router in routers:

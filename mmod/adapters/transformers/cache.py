@@ -166,11 +166,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens seen, kept or not.
-
-        Args:
-            tokens_to_remove: Their number, negative.
-        """
+        """Take back the last tokens seen, kept or not; their number is given as a negative one."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
         if self.keys is not None:

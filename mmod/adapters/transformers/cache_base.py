@@ -88,10 +88,6 @@ class KeptTokens:
 
 
 def chosen_samples(cache: Any) -> Tensor | None:
-    """Return for which samples (B) the best of some cached tokens have been chosen; None where that is none.
-
-    Args:
-        cache: The cache of a model.
-    """
+    """Return for which samples (B) the best of some cached tokens have been chosen; None where that is none."""
     found = [layer.chosen_B1 for layer in getattr(cache, "layers", ()) if isinstance(layer, KeptTokens)]
     return next((chosen_B1[:, 0] for chosen_B1 in found if chosen_B1 is not None), None)

@@ -46,21 +46,12 @@ PROTECTED = "protected_mask"
 
 
 def is_decoder_layer(layer: nn.Module) -> bool:
-    """Return whether a layer is one of a language model that can be routed.
-
-    Args:
-        layer: A layer of any model.
-    """
+    """Return whether a layer is one of a language model that can be routed."""
     return host_class(layer).__name__ in LAYERS
 
 
 def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStack:
     """Return the decoder layers of a language model.
-
-    Args:
-        model: The model that has it.
-        name: Module name of the list of layers.
-        layers: The list.
 
     Raises:
         ValueError: The language model of a vision-language model of another family.

@@ -44,24 +44,14 @@ class EncoderLayerCall(NamedArguments):
 
 
 def is_encoder_layer(layer: nn.Module) -> bool:
-    """Return whether a layer is one of a vision tower that can be routed.
-
-    Args:
-        layer: A layer of any model.
-    """
+    """Return whether a layer is one of a vision tower that can be routed."""
     config = getattr(getattr(layer, "self_attn", None), "config", None)
     # A CLIP model's text tower has layers of the same class.
     return host_class(layer).__name__ in LAYERS and hasattr(config, "patch_size")
 
 
 def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStack:
-    """Return the layers of a vision tower.
-
-    Args:
-        model: The model that has it.
-        name: Module name of the list of layers.
-        layers: The list.
-    """
+    """Return the layers of a vision tower."""
     first = layers[0]
     return BlockStack(
         library="transformers",

@@ -86,12 +86,7 @@ class Probes:
         }
 
     def rates(self, copy_ms: float, product_ms: float) -> Rates:
-        """Return the rates that follow from the times of both functions.
-
-        Args:
-            copy_ms: Milliseconds of the copy.
-            product_ms: Milliseconds of the matrix product.
-        """
+        """Return the rates that follow from the times of both functions."""
         return Rates(2 * self._source.numel() / copy_ms, 2 * self._left.shape[0] ** 3 / product_ms)
 
 

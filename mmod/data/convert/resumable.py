@@ -142,14 +142,7 @@ def count_reasons(reasons: Iterable[str]) -> dict[str, int]:
 
 
 def write_report(folder: Path, report: Any, head: Sequence[str], dropped: Iterable[Sequence[Any]]) -> None:
-    """Write the report of a conversion and the table of what was left out.
-
-    Args:
-        folder: Folder of the conversion.
-        report: A dataclass of JSON values.
-        head: Columns of the table.
-        dropped: Its rows.
-    """
+    """Write the report of a conversion and the table of what was left out."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(head)

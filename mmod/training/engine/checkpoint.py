@@ -100,11 +100,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints in a folder, and the folder when nothing else is in it.
-
-    Args:
-        folder: Where the checkpoints of the run lie.
-    """
+    """Remove the checkpoints in a folder, and the folder when nothing else is in it."""
     for path in _own(folder):
         shutil.rmtree(path)
     if folder.is_dir() and not any(folder.iterdir()):
@@ -112,12 +108,7 @@ def remove_checkpoints(folder: Path) -> None:
 
 
 def set_aside(folder: Path, chosen: Path) -> None:
-    """Rename the checkpoints that are newer than the one a run goes on from, so that it can write them again.
-
-    Args:
-        folder: Where the checkpoints of the run lie.
-        chosen: The one it goes on from.
-    """
+    """Rename the checkpoints that are newer than the one a run goes on from, so that it can write them again."""
     for path in list_checkpoints(folder):
         if path == chosen:
             break

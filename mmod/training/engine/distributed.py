@@ -88,11 +88,7 @@ def process_group(device: str = "auto") -> Iterator[Process]:
 
 
 def merge_faults(faults: Iterable[Fault]) -> dict[Fault, None]:
-    """Return the faults of all processes, each once: several meet the same one where all read the same files.
-
-    Args:
-        faults: What this process met.
-    """
+    """Return the faults of all processes, each once: several meet the same one where all read the same files."""
     parts: list[Iterable[Fault]] = [list(faults)]
     if dist.is_initialized():
         parts = [[]] * dist.get_world_size()

@@ -122,11 +122,7 @@ def evaluated(step: int, data: str, kept: Mapping[str, float]) -> list[Row]:
 
 
 def named(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the figures of rows under the names that they have in logs, `FIGURE/BLOCK`.
-
-    Args:
-        rows: The rows of one step.
-    """
+    """Return the figures of rows under the names that they have in logs, `FIGURE/BLOCK`."""
     return {f"{name}/{row['block']}": row[name] for name in FIGURES for row in rows if row[name] is not None}
 
 
@@ -158,12 +154,7 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> None:
 
 @torch.no_grad()
 def figures_of(routing: Routing, router: Router) -> Figures:
-    """Return what a decision says of its router.
-
-    Args:
-        routing: The decision of a batch.
-        router: The router that made it.
-    """
+    """Return what a decision says of its router."""
     keep_BN, free_BN = routing.keep_BN, free_tokens(routing, router.prefix)
     counted_BN = torch.ones_like(keep_BN) if routing.real_BN is None else routing.real_BN
     if routing.groups is not None:

@@ -147,12 +147,7 @@ def _claim(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_fit(folder: Path, kind: type[Found]) -> FitResult[Found] | None:
-    """Return the result of a finished run; None when the run in `folder` is not finished.
-
-    Args:
-        folder: The run folder.
-        kind: The dataclass of its evaluations.
-    """
+    """Return the result of a finished run; None when the run in `folder` is not finished."""
 
     def make(fields: dict[str, Any]) -> FitResult[Found]:
         average = fields["average"] and kind(**fields["average"])

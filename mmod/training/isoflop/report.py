@@ -103,12 +103,7 @@ def optima(points: Sequence[Mapping[str, Any]], score: str) -> list[dict[str, An
 
 
 def table(points: Sequence[Mapping[str, Any]], score: str) -> str:
-    """Return points and least losses as Markdown.
-
-    Args:
-        points: The rows of models.
-        score: The figure that is fitted.
-    """
+    """Return points and least losses as Markdown."""
     found = [{**row, "difference": _in_nats(row["difference"])} for row in optima(points, score)]
     told = "Least loss of each curve; where it has none among the sizes, the row says nothing."
     least = f"\n\n{told}\n\n{table_of(_OPTIMA, found)}" if found else ""

@@ -58,12 +58,7 @@ class Entrant(ABC):
         return False
 
     def configure(self, dense: Any, tuned: Any) -> Any:
-        """Return the config of its run; the study sets the folder.
-
-        Args:
-            dense: Config that trains the dense model.
-            tuned: Config that fine-tunes the trained dense model.
-        """
+        """Return the config of its run; the study sets the folder."""
         config = self.change(dense, tuned)
         if self.changes:
             config = type(config).from_dict(merged(config.to_dict(), self.changes))

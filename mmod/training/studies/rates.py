@@ -53,12 +53,7 @@ def best_rates(scores: Mapping[Trial, float]) -> dict[str, float]:
 
 
 def with_rate(config: Any, rate: float) -> Any:
-    """Return a config with its learning rate multiplied.
-
-    Args:
-        config: A config of the training loop.
-        rate: The factor.
-    """
+    """Return a config with its learning rate multiplied."""
     return dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=rate * config.optim.lr))
 
 

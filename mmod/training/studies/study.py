@@ -114,12 +114,7 @@ class Study(ABC, Generic[Config, Found]):
         return 1.0
 
     def entrants(self, dense: Config, tuned: Config) -> list[Entrant]:
-        """Return what is compared, the dense model first.
-
-        Args:
-            dense: Config that trains the dense model.
-            tuned: Config that fine-tunes it.
-        """
+        """Return what is compared, the dense model first."""
         config, entrants = self.config, list[Entrant]([Dense()])
         runs = [
             (series, fields, capacity)
