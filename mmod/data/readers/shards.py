@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -157,7 +158,7 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
         for match in matches:
             check_regular(match)
         shards += matches
-    repeated = sorted({shard for shard in shards if shards.count(shard) > 1})
+    repeated = sorted(shard for shard, times in Counter(shards).items() if times > 1)
     if not shards or repeated:
         raise ValueError(f"the pattern {pattern!r} names {repeated[0] + ' twice' if repeated else 'no shard'}")
     return shards
