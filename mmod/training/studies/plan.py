@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from mmod import PlanSearch
 
 __all__ = ["ChatPlanConfig", "ImagePlanConfig", "main", "search_for", "search_run"]
-
-_KIND = "--kind"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +166,8 @@ class _Talks:
 
 def main(arguments: Sequence[str]) -> None:
     """Search as the command line `CONFIG [--kind image|conversations] [--key value]` says and print what was found."""
-    one_of("kind", kind := _kind(arguments), tuple(_KINDS))
+    kind = _kind(arguments)
+    one_of("kind", kind, tuple(_KINDS))
     config: Any = parse_config(arguments, _KINDS[kind])
     found = search_run(config)
     print(f"{found}\n\nPlan, picture and scores: {Path(config.output) / 'plan'}")
@@ -175,10 +175,10 @@ def main(arguments: Sequence[str]) -> None:
 
 def _kind(arguments: Sequence[str]) -> str:
     """Return the kind that a command line or its config file names."""
-    for place, word in enumerate(arguments):
-        if word.startswith(f"{_KIND}="):
-            return word.removeprefix(f"{_KIND}=")
-        if word == _KIND and place + 1 < len(arguments):
-            return arguments[place + 1]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--kind")
+    given = parser.parse_known_args(arguments)[0].kind
+    if given is not None:
+        return str(given)
     named = arguments and not arguments[0].startswith("-")
     return str(read_yaml(arguments[0]).get("kind", "image")) if named else "image"
