@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmod.adapters import find_stack
+from mmod.analysis.modes import in_mode
 
 
 class ActivationMemory(TorchDispatchMode):
@@ -137,13 +138,11 @@ def held_by_blocks(model: nn.Module, images: Tensor) -> dict[str, HeldBytes]:
             held[name] = HeldBytes(memory.live - entered.pop(), out.untyped_storage().nbytes())
 
         hooks += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
-    was_training = model.training
     try:
-        with torch.enable_grad(), memory:
-            output = model.train()(images)
+        with in_mode(True, model), torch.enable_grad(), memory:
+            output = model(images)
         del output
     finally:
-        model.train(was_training)
         for hook in hooks:
             hook.remove()
     return held

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from mmod.adapters import BlockStack, find_part
+from mmod.analysis.modes import in_mode
 from mmod.config import Plan, RoutingConfig, Score
 from mmod.model import is_routed, route_, unroute_
 from mmod.planning.costs import COSTS, Chooser, Costs, Option, block_costs
@@ -99,7 +99,7 @@ def search_plan(
     chosen = default_options(stack, chooser) if options is None else tuple(options)
     _check_options(chosen, stack, chooser)
     scoring = Scoring(model, part, stack.names, chosen, chooser, divergence_of(divergence, model), progress_file)
-    with _evaluating(model):
+    with in_mode(False, model), torch.no_grad():
         every = [option.config(range(chooser.first, len(stack.blocks)), chooser) for option in chosen]
         # An option that a block cannot do is refused before anything is tried.
         for config in every:
@@ -158,7 +158,7 @@ def plan_divergence(
     """
     part, stack = _part(model, part)
     scoring = Scoring(model, part, stack.names, (), Chooser(), divergence_of(divergence, model), None)
-    with _evaluating(model):
+    with in_mode(False, model), torch.no_grad():
         return scoring.whole(batches, config)
 
 
@@ -192,15 +192,3 @@ def _check_options(options: Sequence[Option], stack: BlockStack, chooser: Choose
     score = chooser.config.router
     if score.learns:
         raise ValueError(f"router {score.name!r} learns, which nothing does here")
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

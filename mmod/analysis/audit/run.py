@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from mmod.analysis.audit.judges import judge_classes
 from mmod.analysis.audit.partial import Partial
 from mmod.analysis.audit.result import LEARNED, Audit, compare
 from mmod.analysis.audit.strata import ALL, DIFFICULTY, SHIFT, Outcomes, Strata, StratumOf, compare_strata
+from mmod.analysis.modes import in_mode
 from mmod.values import check_value
 
 __all__ = ["audit"]
@@ -148,7 +148,7 @@ def audit(
             for name, own_batches in others.items()
         },
     }
-    with _frozen(model, reference, *beside.values()):
+    with in_mode(False, model, reference, *beside.values()):
         _go_on(auditor, sorted_by, steps, leave_one_out, kept, progress=progress)
     outcomes = {name: auditor.outcomes(name) for name in (LEARNED, *made)}
     found = compare(outcomes, made, resamples=resamples, margin=margin, draws=draws, across=auditor.across.result())
@@ -213,17 +213,3 @@ def _strata_of(
         models[name, ALL] = both
         models |= {(name, f"{group}: {part}"): both.of(chosen) for (group, part), chosen in members.items()}
     return parts, models
-
-
-@contextmanager
-def _frozen(*models: nn.Module | None) -> Iterator[None]:
-    """Put models into evaluation mode, and each of their modules back into its own at the end."""
-    given = [model for model in models if model is not None]
-    modes = {module: module.training for model in given for module in model.modules()}
-    for model in given:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

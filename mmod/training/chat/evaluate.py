@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mmod import Routing, is_routed, routed_blocks
+from mmod.analysis.modes import in_mode
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.training.engine.distributed import sum_over_processes
-from mmod.training.engine.evaluate import evaluating
 
 __all__ = ["EvalResult", "evaluate"]
 
@@ -98,7 +98,7 @@ def evaluate(
         raise ValueError(f"{len(conversations)} conversations for {world} processes")
     kinds = sorted({(row["kinds"] or ["all"])[-1] for row in map(conversations.record, range(len(conversations)))})
     right, asked = Counter[str](), Counter[str]()
-    with evaluating(model), _watched(model) as counts:
+    with in_mode(False, model), _watched(model) as counts:
         for talks in _batches(conversations, batch_size, rank, world, progress):
             answers = generate(model, collator, collator.prompts(talks), max_new_tokens)
             for talk, answer in zip(talks, answers):

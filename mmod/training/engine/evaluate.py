@@ -12,7 +12,7 @@ from mmod import is_routed, routed_blocks, trace
 from mmod.methods.exit import counted_images, exit_blocks
 from mmod.training.engine.distributed import sum_over_processes
 
-__all__ = ["KeptShares", "RoutedResult", "evaluating"]
+__all__ = ["KeptShares", "RoutedResult"]
 
 
 class RoutedResult:
@@ -76,14 +76,3 @@ class KeptShares:
         """Return each block's share; all processes must ask."""
         count, *sums = sum_over_processes(self._sums).tolist()
         return {name: total / count for name, total in zip(self._names, sums, strict=True)}
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and back into its own at the end."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
 from mmod.training.engine.distributed import sum_over_processes
-from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluating
+from mmod.training.engine.evaluate import KeptShares, RoutedResult
 from mmod.training.engine.task import autocast
 from mmod.training.image.task import answers, check_targets
 
@@ -111,7 +112,7 @@ def evaluate(
     confusion = torch.zeros(0, dtype=torch.float64, device=device)
     batches: Iterable[tuple[Tensor, Tensor]] = stream.batches(0)
     bar = tqdm(batches, total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False)
-    with evaluating(model):
+    with in_mode(False, model):
         for images, targets in bar:
             check_targets(targets, model)
             images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)

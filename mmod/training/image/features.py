@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from mmod import is_routed, trace
+from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
 from mmod.io.files import replacing
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.training.engine.evaluate import evaluating
 from mmod.training.engine.loop import seed_draws
 from mmod.training.engine.task import autocast
 from mmod.training.image.task import resized
@@ -74,7 +74,7 @@ def extract(
     paths = [folder / f"{number:05d}.safetensors" for number in range(chunks)]
     done = next((number for number, path in enumerate(paths) if not path.exists()), chunks)
     batches = enumerate(stream.batches(0, min(done * _CHUNK, stream.steps_per_epoch)), done * _CHUNK)
-    with evaluating(model), torch.no_grad():
+    with in_mode(False, model), torch.no_grad():
         for number, path in enumerate(paths[done:], done):
             found = list(_read_chunk(model, read, batches, device, precision))
             with replacing(path) as partial:

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
 from mmod.data.readers.pairs import Tokenizer, Transform
-from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluating
+from mmod.training.engine.evaluate import KeptShares, RoutedResult
 from mmod.training.engine.task import autocast
 from mmod.training.pairs.zero_shot import classify_folder, classify_scenes, share
 
@@ -111,7 +112,7 @@ def evaluate(
         ValueError: If the stream is empty, or an image of it has no zero-shot class.
     """
     device = torch.device(device)
-    with evaluating(model):
+    with in_mode(False, model):
         images, texts, tokens, kept = _embed(model, stream, device, precision, progress)
         top1 = top5 = None
         if zero_shot is not None:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mmod import Routing
+from mmod.analysis.modes import in_mode
 from mmod.data.stream import BatchStream
 from mmod.speculation import every_token
 from mmod.training.engine.distributed import sum_over_processes
-from mmod.training.engine.evaluate import RoutedResult, evaluating
+from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.task import autocast
 from mmod.training.text.model import logits_of
 from mmod.training.text.ways import alone, decides_alone, decides_both_ways, decision_names, decisions, together
@@ -112,7 +113,7 @@ def evaluate(
     trained, alone, full = (_Sums(model, device) for _ in range(3))
     agreement = _Agreement(model, device) if both else None
     bar = tqdm(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False)
-    with evaluating(model), autocast(device, precision):
+    with in_mode(False, model), autocast(device, precision):
         for batch in bar:
             tokens, following = (part.to(device, non_blocking=True) for part in batch)
             with together(model) if both else nullcontext():
