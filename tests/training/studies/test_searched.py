@@ -85,5 +85,5 @@ def test_what_no_search_can_do_is_refused_before_anything_runs(tmp_path: Path) -
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(config, routers={"one": fields}, controls={})
-    with pytest.raises(ValueError, match=r"routers\.one names search"):
+    with pytest.raises(ValueError, match=r"unknown tower in routers\.one search"):
         PairsStudyConfig(output="o", dense="d", routers={"one": {"search": {}}})
