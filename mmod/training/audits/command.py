@@ -105,8 +105,12 @@ def _audited(
 ) -> tuple[Audit, dict[str, float | None]]:
     """Audit a model in a folder that is claimed once all is there; return also what the models beside it cost."""
     from mmod import audit
+    from mmod.analysis.audit.choices import choices
 
     options = config.audit
+    conditions = subject.conditions(options)
+    # An audit that is refused leaves no folder behind.
+    choices(tuple(conditions), None, has_reference=options.reference is not None)
     shifts, beside = subject.shifts(options), _beside(config)
     others = {name: subject.batches(changes) for name, changes in options.others.items()}
     split = options.positions_split
@@ -116,7 +120,7 @@ def _audited(
         subject.batches(),
         judge=lambda own, batch: subject.judge(own, batch.batch),
         positions_from=None if split is None else subject.batches({subject.split: split}),
-        conditions=subject.conditions(options),
+        conditions=conditions,
         draws=options.draws,
         margin=options.margin,
         resamples=options.resamples,

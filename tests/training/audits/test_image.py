@@ -111,6 +111,13 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "cut/audit/partial.json").exists()
 
 
+@pytest.mark.parametrize("conditions", ["[random, sharpest]", "[stride]", "[random, dense attention]"])
+def test_an_audit_that_is_refused_leaves_no_folder(run: Path, tmp_path: Path, conditions: str) -> None:
+    with pytest.raises(ValueError, match="condition"):
+        main([str(run), *QUICK, "--output", str(tmp_path), "--audit.conditions", conditions])
+    assert not (tmp_path / "audit").exists()
+
+
 def test_positions_of_the_training_split_and_a_choice_of_conditions(run: Path, tmp_path: Path) -> None:
     options = ["--audit.positions_split", "train", "--audit.conditions", "[random, mean mask]"]
     main([str(run), *QUICK, *options, "--output", str(tmp_path)])
