@@ -113,11 +113,11 @@ def _check_call(config: RoutingConfig, call: BlockCall, name: str) -> None:
 
 def _check_standing(config: RoutingConfig, block: nn.Module, call: BlockCall, name: str) -> None:
     """Refuse what gives a module that chooses among an image's tokens others than those that it is to choose among."""
-    if not any(isinstance(module, StandingModule) for module in block.modules()):
+    standing = [module for module in block.modules() if isinstance(module, StandingModule)]
+    in_training, in_evaluation = (any(each.chooses_together(mode) for each in standing) for mode in (True, False))
+    if not (in_training or in_evaluation):
         return
-    if "mlp" in (config.operator, config.enter_at) and isinstance(
-        block.get_submodule(call.operators["mlp"]), StandingModule
-    ):
+    if "mlp" in (config.operator, config.enter_at) and block.get_submodule(call.operators["mlp"]) in standing:
         raise ValueError(
             f"operator='mlp' and enter_at='mlp' are not possible in {name}, whose MLP is a mixture of experts: "
             "route its block, or give it experts that do nothing"
@@ -126,6 +126,11 @@ def _check_standing(config: RoutingConfig, block: nn.Module, call: BlockCall, na
         raise ValueError(
             f"select=Threshold is not possible in {name}, where experts share the kept tokens of an image: it keeps "
             "another number of each"
+        )
+    if config.language.inference_threshold is not None and in_evaluation:
+        raise ValueError(
+            f"inference_threshold is not possible in {name}, where experts share the kept tokens of a text in "
+            "evaluation too: give them sampling='score' or 'predictor', or choice='tokens'"
         )
 
 

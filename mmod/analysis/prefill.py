@@ -10,7 +10,11 @@ from torch import nn
 from mmod.adapters import find_stacks
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
 from mmod.blocks import ImportanceBlock, RoutedBlock, model_hooks
+from mmod.methods.mixture import ExpertMlp
 from mmod.methods.recursion_choices import cycle_of
+
+# What a mixture of experts has beside its first expert, which is the MLP of the dense layer.
+_ADDED = ("mlp.router", "mlp.others", "mlp.predictors")
 
 
 def prefill_flops(
@@ -92,10 +96,11 @@ def _row(name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> Block
             router += 2 * tokens * dim
     elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
         importance = 2 * (1 if block.mod_state.average == "last_token" else tokens) * tokens * width
+    mixture = next((module for module in block.modules() if isinstance(module, ExpertMlp)), None)
     sizes = {
         place: module.in_features * module.out_features
         for place, module in block.named_modules()
-        if isinstance(module, nn.Linear) and not place.startswith("router")
+        if isinstance(module, nn.Linear) and not place.startswith(("router", *_ADDED))
     }
     in_attention = sum(size for place, size in sizes.items() if place.startswith("self_attn"))
     keys_and_values = 2 * dim * _key_width(attention)
@@ -107,7 +112,13 @@ def _row(name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> Block
 
     queries = tokens if operator == "mlp" else kept
     keys = tokens if context == "all" else queries
-    routed = layer(queries, keys, tokens if operator == "attention" else kept)
+    rows = tokens if operator == "attention" else kept
+    if mixture is not None:
+        choosing = [mixture.router, *mixture.predictors] if hasattr(mixture, "predictors") else [mixture.router]
+        router += 2 * rows * sum(p.numel() for module in choosing for p in module.parameters() if p.ndim > 1)
+        config = mixture.mod_state.config
+        rows = config.experts * config.slots_of(rows)
+    routed = layer(queries, keys, rows)
     dense = layer(tokens, tokens, tokens)
     return BlockFlops(name, tokens, kept, dense, routed + router + importance, router, importance, keys)
 

@@ -15,10 +15,15 @@ from mmod.routing import Router
 
 
 class StandingModule(nn.Module):
-    """Base of mixins that are no part of routing: routing a model, and undoing that, leaves them in place.
+    """Base of mixins that are no part of routing: routing a model, and undoing that, leaves them in place."""
 
-    What such a module makes of a token may depend on the image's other tokens that it is given.
-    """
+    def chooses_together(self, training: bool) -> bool:
+        """Return whether what it makes of a token depends on the other tokens of the image or text that it is given.
+
+        Args:
+            training: In training mode, or in evaluation.
+        """
+        return True
 
     def auxiliary_loss(self) -> Tensor | None:
         """Return the module's own weighed loss of the last pass in training mode, once; None where there is none."""

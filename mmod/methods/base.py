@@ -22,24 +22,27 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Another way than routing to spend less on a timm model, described by plain values.
+    """Another way than routing to spend less on a model, described by plain values.
 
     Attributes:
         kind: Its name in configs.
         routable: The changed model can be routed as well, by `mmod.route_` afterwards.
+        decoders: It changes language models of transformers, too.
         replaces: Part of the names of weights without which dense ones are of no use to the changed model; empty where
             a dense checkpoint holds all that is not added.
     """
 
     kind: ClassVar[str]
     routable: ClassVar[bool] = False
+    decoders: ClassVar[bool] = False
     replaces: ClassVar[str] = ""
 
     def apply_(self, model: Model) -> Model:
-        """Change a timm model in place; `mmod.methods.undo_` takes it back.
+        """Change a model in place; `mmod.methods.undo_` takes it back.
 
         Args:
-            model: A model made by `timm.create_model`, neither routed nor wrapped nor compiled.
+            model: A model made by `timm.create_model`, or one of transformers where `decoders` is set; neither routed
+                nor wrapped nor compiled.
 
         Returns:
             The same model.
@@ -83,7 +86,7 @@ class Method(ABC):
     def find(self, model: nn.Module) -> Any:
         """Return the blocks of a model: those that tokens pass, as a rule."""
         stack = find_stack(model)
-        if stack.library != "timm":
+        if stack.library != "timm" and not (self.decoders and stack.language):
             raise ValueError(f"methods change models of timm, got a {type(model).__name__} of {stack.library}")
         return stack
 

@@ -112,7 +112,7 @@ def release(model: nn.Module) -> None:
     Args:
         model: The model, with its shared layers.
     """
-    erase_description(model)
+    erase_description(model, "method")
     initialise: Any = model._init_weights
     for cycle in [module for module in model.modules() if isinstance(module, DecoderCycle)]:
         weight = next(cycle.shared.parameters())

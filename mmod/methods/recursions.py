@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_stack
+from mmod.adapters import BlockStack
 from mmod.blocks import StandingModule
 from mmod.blocks.forward_pass import PerThread, recomputing
 from mmod.blocks.rows import leave_rows
 from mmod.methods.base import Method, Model
-from mmod.methods.experts import balance_loss, probabilities
+from mmod.methods.mixture import balance_loss, probabilities
 from mmod.ops import gather_rows, select_topk
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold
@@ -75,6 +75,7 @@ class Recursions(Method):
     sampling: Literal["score", "predictor"] | None = None
     membership: float = 0.001
     kind: ClassVar[str] = "recursions"
+    decoders: ClassVar[bool] = True
     replaces: ClassVar[str] = ".shared."
 
     def __post_init__(self) -> None:
@@ -82,12 +83,6 @@ class Recursions(Method):
         check_fields(self, "method", recursions="[1, inf)", first="[0, inf)", last="[0, inf)", **weights)
         if self.sampling is not None and self.choice == "tokens":
             raise ValueError(f"sampling={self.sampling!r} is for choice='recursions': tokens decide alone as it is")
-
-    def find(self, model: nn.Module) -> BlockStack:
-        """Return the blocks of a ViT, or the layers of a language model."""
-        stack = find_stack(model)
-        found: BlockStack = stack if stack.language else super().find(model)
-        return found
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the blocks can be shared, and their tokens are all there."""

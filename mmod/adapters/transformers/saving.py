@@ -44,17 +44,17 @@ class DescribedRouting(ModelHook):
 
     def release(self) -> None:
         """Take back what `describe` wrote."""
-        erase_description(self.model)
+        erase_description(self.model, "parts", "capacities")
 
 
 def write_description(model: nn.Module, described: Mapping[str, Any]) -> None:
     """Write into a model's config what it takes to change another one alike, and keep changed layers whole.
 
     Args:
-        model: A model that was routed, or changed by a method.
-        described: What it takes, in plain values.
+        model: A model that was routed, changed by a method, or both.
+        described: What it takes, in plain values, beside what was written before.
     """
-    setattr(model.config, KEY, {"version": FORMAT_VERSION, **described})
+    setattr(model.config, KEY, {"version": FORMAT_VERSION, **getattr(model.config, KEY, {}), **described})
     for module, names in _splits(model):
         whole = {type(block).__name__ for block in model.modules() if _whole(block, names)}
         module._no_split_modules = names | whole  # type: ignore[assignment]
@@ -62,14 +62,24 @@ def write_description(model: nn.Module, described: Mapping[str, Any]) -> None:
         vars(module)[_CONTINUOUS] = refuse_continuous_batching
 
 
-def erase_description(model: nn.Module) -> None:
-    """Take back what `write_description` wrote, while the changed layers are still there."""
-    if hasattr(model.config, KEY):
+def erase_description(model: nn.Module, *names: str) -> None:
+    """Take back what `write_description` wrote, while the changed layers are still there.
+
+    Args:
+        model: The model.
+        names: Names of what is no longer so.
+    """
+    left = {name: value for name, value in getattr(model.config, KEY, {}).items() if name not in names}
+    stays = set(left) > {"version"}
+    if stays:
+        setattr(model.config, KEY, left)
+    elif hasattr(model.config, KEY):
         delattr(model.config, KEY)
-    changed = {type(block).__name__ for block in model.modules() if _is_changed(block)}
-    for module, names in _splits(model):
-        module._no_split_modules = names - changed  # type: ignore[assignment]
-    for module in _generating(model):
+    changed = [block for block in model.modules() if _is_changed(block)]
+    gone = {type(block).__name__ for block in changed if not (stays and isinstance(block, StandingModule))}
+    for module, found in _splits(model):
+        module._no_split_modules = found - gone  # type: ignore[assignment]
+    for module in [] if stays else _generating(model):
         vars(module).pop(_CONTINUOUS, None)
 
 

@@ -24,8 +24,8 @@ class IsoflopConfig:
             nearer to the budget; warm-up takes some of them.
         sizes: Name of each size to the fields of `model.config` that differ.
         budgets: FLOPs of a training run: three times those of its forward passes, see `mmod.prefill_flops`.
-        routings: Name of each series to its routing, as in a training config; null is the dense model. The first series
-            is what others are compared with.
+        routings: Name of each series to its routing, as in a training config; or to `method:`, and `routing:` where the
+            model is routed as well; null is the dense model. The first series is what others are compared with.
         rates: Learning rates that are tried for each size, budget and routing; one needs no trial.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         seeds: Number of seeds.
@@ -49,6 +49,6 @@ class IsoflopConfig:
     def __post_init__(self) -> None:
         check_fields(self, "", budgets="(0, inf)", rates="(0, inf)", seeds="[1, inf)", processes="[1, inf)")
         check_distinct(self, "sizes", "budgets", "routings", "rates")
-        taken = sorted({"output", "seed", "routing", "epoch_steps"} & set(self.changes))
+        taken = sorted({"output", "seed", "routing", "method", "epoch_steps"} & set(self.changes))
         if taken:
             raise ValueError(f"changes must not set {', '.join(taken)}: the study sets them")

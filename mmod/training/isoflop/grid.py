@@ -17,7 +17,7 @@ from mmod.training.studies.jobs import Job
 from mmod.training.studies.rates import with_rate
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.model import create_models
-from mmod.training.text.ways import decides_both_ways, together
+from mmod.training.text.ways import Ways
 
 __all__ = ["Place", "forward_flops", "plan"]
 
@@ -80,7 +80,8 @@ def plan(config: IsoflopConfig) -> list[Place]:
     places = []
     for series, routing in config.routings.items():
         for size, fields in config.sizes.items():
-            changes = {"model": {"config": fields}, "routing": routing}
+            ways = routing if routing is not None and "method" in routing else {"routing": routing}
+            changes = {"model": {"config": fields}, **ways}
             own = TrainConfig.from_dict(merged(recipe, changes))
             model, _ = create_models(own)
             cost = forward_flops(model, own.data.length)
@@ -100,10 +101,7 @@ def forward_flops(model: Any, length: int) -> int:
     Raises:
         ValueError: A model routed by threshold, whose cost follows from the text.
     """
-    if decides_both_ways(model):
-        with together(model):
-            counts = prefill_flops(model, text_tokens=length)
-    else:
+    with Ways(model).together():
         counts = prefill_flops(model, text_tokens=length)
     # A prompt's prefill needs the logits of its last token alone.
     return counts.routed + (length - 1) * counts.rest.routed

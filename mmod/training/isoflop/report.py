@@ -34,6 +34,7 @@ _POINTS: dict[str, Column] = {
     "loss": ("loss", "±.4f"),
     "causal_loss": ("token by token", "±.4f"),
     "agreement": ("alike", ".3f"),
+    "difference": ("to the first", ""),
 }
 _OPTIMA: dict[str, Column] = {
     "budget": ("training FLOPs", ".3g"),
@@ -103,11 +104,28 @@ def optima(points: Sequence[Mapping[str, Any]], score: str) -> list[dict[str, An
 
 
 def table(points: Sequence[Mapping[str, Any]], score: str) -> str:
-    """Return points and least losses as Markdown."""
+    """Return points and least losses as Markdown.
+
+    A model is compared with that of the first series of its size and budget, paired by seed.
+
+    Args:
+        points: The rows of models.
+        score: The figure that is compared.
+    """
+    firsts = {
+        (point["budget"], point["size"]): point["seeds"] for point in points if point["series"] == points[0]["series"]
+    }
+    rows = []
+    for point in points:
+        first, gap = firsts[point["budget"], point["size"]], None
+        if point["seeds"] is not first:
+            own, other = ({seed: row[score] for seed, row in seeds.items()} for seeds in (point["seeds"], first))
+            gap = difference(own, other)
+        rows.append({**point, "difference": _in_nats(gap)})
     found = [{**row, "difference": _in_nats(row["difference"])} for row in optima(points, score)]
     told = "Least loss of each curve; where it has none among the sizes, the row says nothing."
     least = f"\n\n{told}\n\n{table_of(_OPTIMA, found)}" if found else ""
-    return f"{table_of(_POINTS, points)}{least}"
+    return f"{table_of(_POINTS, rows)}{least}"
 
 
 @name_missing_extra()

@@ -55,8 +55,8 @@ class TrainConfig(LoopConfig):
         data: The text.
         routing: How the model is routed: fields of `mmod.RoutingConfig`, or `preset: NAME` with the fields to change.
             None trains the dense model.
-        method: Another way to spend less, in the place of routing: `kind: recursions` with the fields of
-            `mmod.methods.Recursions`. None for none.
+        method: Another way to spend less, in the place of routing: `kind: recursions` or `experts` with the fields of
+            that class in `mmod.methods`. None for none. A model with experts may be routed, too.
         elastic: Each step also passes all tokens through all layers. That pass learns the text, and the routed one
             learns what it says: the same weights then write drafts with the one and verify them with the other.
     """
@@ -71,8 +71,9 @@ class TrainConfig(LoopConfig):
         super().__post_init__()
         if self.elastic and self.routing is None:
             raise ValueError("elastic trains a routed model: set routing, or elastic: false")
-        if self.method_config() is not None:
-            if self.routing is not None:
+        method = self.method_config()
+        if method is not None:
+            if self.routing is not None and not method.routable:
                 raise ValueError("a model is routed or changed by a method: set routing or method to null")
             if self.grad_checkpointing:
                 raise ValueError("a model that a method changed cannot be trained with grad_checkpointing")

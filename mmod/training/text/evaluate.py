@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mmod import Routing
 from mmod.analysis.modes import in_mode
 from mmod.data.stream import BatchStream
 from mmod.speculation import every_token
@@ -20,7 +18,7 @@ from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.task import autocast
 from mmod.training.text.model import logits_of
-from mmod.training.text.ways import alone, decides_alone, decides_both_ways, decision_names, decisions, together
+from mmod.training.text.ways import Decided, Ways
 
 __all__ = ["EvalResult", "evaluate"]
 
@@ -35,7 +33,7 @@ class EvalResult(RoutedResult):
         loss: Loss with the decisions of training: the top-k of each window, which sees tokens to come, where the model
             is routed so.
         samples: Windows seen.
-        kept: Name of each routed block, or recursion, to its mean kept share of tokens with these decisions.
+        kept: Name of each routed block, recursion or expert to its mean kept share of tokens with these decisions.
         causal_loss: Loss where each token is decided from the tokens before it alone, as in generation: that of a dense
             model, or of one that is routed by threshold, is `loss`. None where a token cannot be decided alone.
         causal_kept: Name of each routed block to its mean kept share then.
@@ -109,29 +107,29 @@ def evaluate(
         The figures.
     """
     device = torch.device(device)
-    both = decides_both_ways(model)
-    trained, alone, full = (_Sums(model, device) for _ in range(3))
-    agreement = _Agreement(model, device) if both else None
+    ways = Ways(model)
+    trained, alone, full = (_Sums(model, ways, device) for _ in range(3))
+    agreement = _Agreement(device) if ways.both else None
     bar = tqdm(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False)
     with in_mode(False, model), autocast(device, precision):
         for batch in bar:
             tokens, following = (part.to(device, non_blocking=True) for part in batch)
-            with together(model) if both else nullcontext():
-                routings = trained.add(tokens, following)
+            with ways.together():
+                decided = trained.add(tokens, following)
             if agreement is not None:
-                agreement.add(routings)
+                agreement.add(decided)
                 alone.add(tokens, following)
             if elastic:
                 with every_token(model):
                     full.add(tokens, following)
     loss, kept, samples = trained.means()
-    causal_loss, causal_kept, _ = alone.means() if both else (loss, {}, samples)
+    causal_loss, causal_kept, _ = alone.means() if ways.both else (loss, {}, samples)
     shares = {} if agreement is None else agreement.means()
     return EvalResult(
         loss=loss,
         samples=samples,
         kept=kept,
-        causal_loss=causal_loss if decides_alone(model) else None,
+        causal_loss=causal_loss if ways.alone else None,
         causal_kept=causal_kept,
         agreement={name: sum(parts) / len(parts) for name, parts in shares.items()},
         agreement_by_position=[sum(parts) / len(parts) for parts in zip(*shares.values())],
@@ -142,49 +140,53 @@ def evaluate(
 class _Sums:
     """Loss and kept shares of one way to decide, summed over batches."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, ways: Ways, device: torch.device) -> None:
         self._model = model
-        self._names = decision_names(model)
+        self._ways = ways
         # Samples, tokens and loss, then the sum of shares of each block.
-        self._sums = torch.zeros(3 + len(self._names), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(3 + len(ways.names), dtype=torch.float64, device=device)
 
-    def add(self, tokens: Tensor, following: Tensor) -> Mapping[str, Routing]:
-        """Pass a batch through the model; return what its blocks decided."""
-        with decisions(self._model) as routings:
+    def add(self, tokens: Tensor, following: Tensor) -> Mapping[str, Decided]:
+        """Pass a batch through the model; return what was decided."""
+        with self._ways.deciding() as decided:
             logits = logits_of(self._model, tokens)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum")
-        kept = [routings[name].keep_BN.double().mean(1).sum() for name in self._names]
+        kept = [decided[name].keep_BN.double().mean(1).sum() for name in self._ways.names]
         self._sums += torch.stack([loss.new_tensor(len(tokens)), loss.new_tensor(tokens.numel()), loss, *kept]).double()
-        return routings
+        return decided
 
     def means(self) -> tuple[float, dict[str, float], int]:
         """Return loss a token, kept share of each block, and samples; all processes must ask."""
         samples, tokens, loss, *kept = sum_over_processes(self._sums).tolist()
-        return loss / tokens, {name: share / samples for name, share in zip(self._names, kept)}, int(samples)
+        return loss / tokens, {name: share / samples for name, share in zip(self._ways.names, kept)}, int(samples)
 
 
 class _Agreement:
     """How many tokens are decided alike by the top-k and one by one, by block and place in the window."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model = model
-        self._names = decision_names(model)
+    def __init__(self, device: torch.device) -> None:
+        self._names: list[str] = []
         # Samples, then those decided alike.
         self._sums = torch.zeros(1, dtype=torch.float64, device=device)
 
-    def add(self, routings: Mapping[str, Routing]) -> None:
+    def add(self, decided: Mapping[str, Decided]) -> None:
         """Count the decisions on a batch, taken by top-k."""
-        alike = [
-            (alone_BN == routings[name].keep_BN).double().sum(0)
-            for name, alone_BN in alone(self._model, routings).items()
-        ]
-        counts = torch.stack(alike)
-        samples = len(routings[self._names[0]].score_BN)
+        alike = {
+            name: (each.alone_BN == each.keep_BN).double().sum(0)
+            for name, each in decided.items()
+            if each.alone_BN is not None
+        }
+        if not alike:
+            return
+        self._names, counts = list(alike), torch.stack(list(alike.values()))
+        samples = len(next(iter(decided.values())).keep_BN)
         found = torch.cat([counts.new_tensor([samples]), counts.flatten()])
         self._sums = found + (self._sums if len(self._sums) > 1 else 0)
 
     def means(self) -> dict[str, list[float]]:
         """Return the shares of each block by eighths of the window; all processes must ask."""
+        if not self._names:
+            return {}
         samples, *_ = sums = sum_over_processes(self._sums)
         shares = (sums[1:] / samples).unflatten(0, (len(self._names), -1))
         return {

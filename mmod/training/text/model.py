@@ -17,6 +17,9 @@ from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
 
 __all__ = ["create_dense", "create_models", "logits_of"]
 
+# Names of what routing and methods add to a model.
+_ADDED = (".router.", ".others.", ".predictors.")
+
 
 def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
     """Make the model to train and its teacher, on the CPU; see `mmod.training.engine.model.prepare_models`.
@@ -87,7 +90,7 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 def _load(model: Any, checkpoint: str, method: Method | None) -> dict[str, Tensor]:
-    """Load the dense part of a checkpoint, and return the weights of its routers.
+    """Load the dense part of a checkpoint, and return the weights of its routers and further experts.
 
     Where a method's weights took the place of dense ones, the model is changed by it and all of them are loaded.
     """
@@ -98,6 +101,6 @@ def _load(model: Any, checkpoint: str, method: Method | None) -> dict[str, Tenso
     # What is tied is saved once.
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         state.setdefault(name, state[source])
-    routers = {name: value for name, value in state.items() if ".router." in name and name not in own}
-    load_weights(model, {name: value for name, value in state.items() if name not in routers}, checkpoint)
-    return routers
+    added = {name: value for name, value in state.items() if name not in own and any(part in name for part in _ADDED)}
+    load_weights(model, {name: value for name, value in state.items() if name not in added}, checkpoint)
+    return added

@@ -1,114 +1,182 @@
-"""How a language model decides which tokens run in a pass over a whole text: as in training, or each token alone."""
+"""How a language model decides what runs in a pass over a whole text: as in training, or for each token alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from mmod import Routing, is_routed, routed_blocks, trace
+from mmod import is_routed, routed_blocks, trace
+from mmod.methods.mixture_choices import choosing_together as experts_together
+from mmod.methods.mixture_choices import deciding as experts_deciding
+from mmod.methods.mixture_choices import mixtures_of
 from mmod.methods.recursion_choices import choosing_together, cycle_of, deciding
 from mmod.model import deciding_by, routing_config
 
-__all__ = ["alone", "decides_alone", "decides_both_ways", "decision_names", "decisions", "together"]
+__all__ = ["Decided", "Ways"]
 
 
-def decides_both_ways(model: nn.Module) -> bool:
-    """Return whether a model takes the top-k in training and decides each token alone in evaluation.
-
-    Args:
-        model: A language model.
-    """
-    cycle = cycle_of(model)
-    if cycle is not None:
-        return cycle.mod_state.config.sampling is not None
-    return is_routed(model) and routing_config(model).language.inference_threshold is not None
-
-
-def decides_alone(model: nn.Module) -> bool:
-    """Return whether a model in evaluation decides each token from those before it, as generation must.
+class Decided(NamedTuple):
+    """What was decided in one place.
 
     Args:
-        model: A language model; a dense one does.
+        keep_BN: Which tokens ran there (B, N).
+        alone_BN: Which would run if each were decided alone, given the same states; None where there is one way.
     """
-    cycle = cycle_of(model)
-    if cycle is not None:
-        return cycle.mod_state.config.sampling is not None or cycle.mod_state.config.choice == "tokens"
-    if not is_routed(model):
-        return True
-    config = routing_config(model)
-    return decides_both_ways(model) or (config.select != "topk" and config.router.learns)
+
+    keep_BN: Tensor
+    alone_BN: Tensor | None
 
 
-def together(model: nn.Module) -> AbstractContextManager[None]:
-    """Let a model that decides each token alone take the top-k among all tokens, as in training.
+class Ways:
+    """The places in a model that decide which tokens run there: routed blocks, recursions, experts.
+
+    Experts inside a routed block share its tokens, and are not listed.
 
     Args:
-        model: A model for which `decides_both_ways`.
+        model: A language model; a dense one has none.
+
+    Attributes:
+        names: Names of those places.
+        both: Some take the best of a text in training and decide each token alone in evaluation.
+        alone: In evaluation all decide each token from those before it, as generation must.
     """
-    cycle = cycle_of(model)
-    if cycle is not None:
-        return choosing_together(cycle)
-    language = {"inference_threshold": None, "predictor": False}
-    return deciding_by(model, lambda config: config.replace(language=language))
 
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [place for kind in (_RoutedBlocks, _Recursions, _Experts) for place in kind.found(model)]
+        self.names = [name for place in self._places for name in place.names]
+        self.both = any(place.both for place in self._places)
+        self.alone = all(place.alone for place in self._places)
 
-def decision_names(model: nn.Module) -> list[str]:
-    """Return the names of what decides in a model: routed blocks, or recursions after the first, which takes all.
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let what decides each token alone take the best among all tokens, as in training."""
+        with ExitStack() as stack:
+            for place in self._places:
+                if place.both:
+                    stack.enter_context(place.together())
+            yield
 
-    Args:
-        model: A language model.
-    """
-    cycle = cycle_of(model)
-    if cycle is not None:
-        name = next(name for name, module in model.named_modules() if module is cycle)
-        return [f"{name}.recursion{number + 1}" for number in range(1, cycle.mod_state.config.recursions)]
-    return list(routed_blocks(model)) if is_routed(model) else []
-
-
-@contextmanager
-def decisions(model: nn.Module) -> Iterator[dict[str, Routing]]:
-    """Record the decisions of a pass by name; they are there when the context ends.
-
-    Args:
-        model: A language model.
-    """
-    found: dict[str, Routing] = {}
-    cycle = cycle_of(model)
-    if cycle is not None:
-        with deciding(cycle) as made:
+    @contextmanager
+    def deciding(self) -> Iterator[dict[str, Decided]]:
+        """Record the decisions of a pass by name; they are there when the context ends."""
+        found: dict[str, Decided] = {}
+        with ExitStack() as stack:
+            for place in self._places:
+                stack.enter_context(place.deciding(found))
             yield found
-        found.update(zip(decision_names(model), made[1:]))
-    elif is_routed(model):
-        with trace(model) as traced:
-            yield found
-        found.update(traced)
-    else:
-        yield found
 
 
-def alone(model: nn.Module, routings: Mapping[str, Routing]) -> dict[str, Tensor]:
-    """Return which tokens would run where each is decided alone, given the states that the top-k led to (B, N).
+class _Places(ABC):
+    """Places of one kind, with the attributes of `Ways`."""
 
-    Args:
-        model: A model for which `decides_both_ways`.
-        routings: Its decisions by top-k.
-    """
-    logits = {
-        name: routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
-        for name, routing in routings.items()
-    }
-    if cycle_of(model) is not None:
-        # Only what ran before may run again.
-        before = [None, *(routing.keep_BN for routing in routings.values())]
-        return {
-            name: logit_BN >= 0 if before_BN is None else (logit_BN >= 0) & before_BN
-            for (name, logit_BN), before_BN in zip(logits.items(), before)
+    names: list[str]
+    both: bool
+    alone: bool
+
+    @classmethod
+    @abstractmethod
+    def found(cls, model: nn.Module) -> list[_Places]:
+        """Return those of a model: none or one."""
+
+    @abstractmethod
+    def together(self) -> AbstractContextManager[None]:
+        """Let them take the best of a text."""
+
+    @abstractmethod
+    def deciding(self, found: dict[str, Decided]) -> AbstractContextManager[None]:
+        """Add what they decide to a dict when the context ends."""
+
+
+class _RoutedBlocks(_Places):
+    def __init__(self, model: nn.Module) -> None:
+        config = routing_config(model)
+        self.model, self.names = model, list(routed_blocks(model))
+        self.threshold = config.language.inference_threshold
+        self.both = self.threshold is not None
+        self.alone = self.both or (config.select != "topk" and config.router.learns)
+
+    @classmethod
+    def found(cls, model: nn.Module) -> list[_Places]:
+        return [cls(model)] if is_routed(model) else []
+
+    def together(self) -> AbstractContextManager[None]:
+        language = {"inference_threshold": None, "predictor": False}
+        return deciding_by(self.model, lambda config: config.replace(language=language))
+
+    @contextmanager
+    def deciding(self, found: dict[str, Decided]) -> Iterator[None]:
+        with trace(self.model) as routings:
+            yield
+        for name, block in routed_blocks(self.model).items():
+            routing, alone_BN = routings[name], None
+            if self.threshold is not None:
+                logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
+                alone_BN = block.router.config.router.squashed(logit_BN) >= self.threshold
+            found[name] = Decided(routing.keep_BN, alone_BN)
+
+
+class _Recursions(_Places):
+    """Recursions after the first, which takes all tokens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        cycle = cycle_of(model)
+        assert cycle is not None
+        self.cycle, config = cycle, cycle.mod_state.config
+        place = next(name for name, module in model.named_modules() if module is cycle)
+        self.names = [f"{place}.recursion{number + 1}" for number in range(1, config.recursions)]
+        self.both = config.sampling is not None
+        self.alone = self.both or config.choice == "tokens"
+
+    @classmethod
+    def found(cls, model: nn.Module) -> list[_Places]:
+        return [] if cycle_of(model) is None else [cls(model)]
+
+    def together(self) -> AbstractContextManager[None]:
+        return choosing_together(self.cycle)
+
+    @contextmanager
+    def deciding(self, found: dict[str, Decided]) -> Iterator[None]:
+        with deciding(self.cycle) as made:
+            yield
+        before_BN = None
+        for name, routing in zip(self.names, made[1:]):
+            logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
+            # Only what ran before may run again.
+            alone_BN = logit_BN >= 0 if before_BN is None else (logit_BN >= 0) & before_BN
+            before_BN = routing.keep_BN
+            found[name] = Decided(before_BN, alone_BN if self.both else None)
+
+
+class _Experts(_Places):
+    def __init__(self, model: nn.Module) -> None:
+        routed = list(routed_blocks(model)) if is_routed(model) else []
+        self.mixtures = mixtures_of(model)
+        config = next(iter(self.mixtures.values())).mod_state.config
+        self.listed = {
+            name: [f"{name}.expert{number + 1}" for number in range(config.experts)]
+            for name in self.mixtures
+            if not any(name.startswith(f"{block}.") for block in routed)
         }
-    found = {}
-    for name, block in routed_blocks(model).items():
-        config = block.router.config
-        assert config.language.inference_threshold is not None
-        found[name] = config.router.squashed(logits[name]) >= config.language.inference_threshold
-    return found
+        self.names = [expert for names in self.listed.values() for expert in names]
+        self.both, self.alone = config.sampling is not None, not config.chooses_together(training=False)
+
+    @classmethod
+    def found(cls, model: nn.Module) -> list[_Places]:
+        return [cls(model)] if mixtures_of(model) else []
+
+    def together(self) -> AbstractContextManager[None]:
+        return experts_together(self.mixtures)
+
+    @contextmanager
+    def deciding(self, found: dict[str, Decided]) -> Iterator[None]:
+        with experts_deciding({name: self.mixtures[name] for name in self.listed}) as made:
+            yield
+        for name, decision in made.items():
+            for number, expert in enumerate(self.listed[name]):
+                logit_EBN = decision.logit_EBN
+                alone_BN = None if logit_EBN is None else logit_EBN[number] >= 0
+                found[expert] = Decided(decision.keep_EBN[number], alone_BN)

@@ -1,0 +1,91 @@
+"""Mixtures of experts in decoder layers of transformers: what a text is, and what a saved folder says of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from mmod.adapters.transformers.language import valid_tokens
+from mmod.adapters.transformers.saving import erase_description, write_description
+from mmod.methods.experts import Experts
+from mmod.routing.decoder import Predictor
+
+
+class WholeTexts:
+    """A forward pre-hook that refuses texts of which experts that choose together see too much or too little.
+
+    Args:
+        mixture: Name of a mixture of experts in the module that is hooked.
+        names: Arguments of the module in order.
+    """
+
+    def __init__(self, mixture: str, names: tuple[str, ...]) -> None:
+        self.mixture = mixture
+        self.names = names
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the arguments of a forward pass.
+
+        Raises:
+            ValueError: Tokens follow a cache, or some are padding, where experts choose among the tokens of a text.
+        """
+        mixture: Any = module.get_submodule(self.mixture)
+        if not mixture.chooses_together(module.training):
+            return
+        given = {**dict(zip(self.names, args)), **kwargs}
+        cache, mask = given.get("past_key_values"), given.get("attention_mask")
+        seen = 0 if cache is None else int(cache.get_seq_length())
+        if seen:
+            raise ValueError(
+                "text cannot be generated where experts choose among tokens to come, as they do in training and "
+                "without `sampling`: change the model with sampling='score' or 'predictor', or choice='tokens'"
+            )
+        source = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+        if mask is not None and source is not None and not bool(valid_tokens(mask, source, 0).all()):
+            raise ValueError(
+                "experts choose among the tokens of a text, and some of this batch are padding, which would take their "
+                "slots: give texts of one length, or change the model with choice='tokens'"
+            )
+
+
+def predictors(experts: int, dim: int, **given: Any) -> nn.ModuleList:
+    """Return what decides of a token alone, for each expert.
+
+    Args:
+        experts: How many.
+        dim: Channels of a token.
+        given: Device and type of their parameters.
+    """
+    return nn.ModuleList(Predictor(dim, **given) for _ in range(experts))
+
+
+def describe(model: nn.Module, config: Experts, layers: Sequence[str]) -> None:
+    """Write into a model's config how it was changed, for its own `save_pretrained`, and watch over its texts.
+
+    Args:
+        model: The model.
+        config: How it was changed.
+        layers: Names of the layers that were.
+    """
+    owner, _, place = layers[0].rpartition("layers.")
+    text = model.get_submodule(owner.rstrip("."))
+    names = tuple(inspect.signature(type(text).forward).parameters)[1:]
+    text.register_forward_pre_hook(WholeTexts(f"layers.{place}.mlp", names), with_kwargs=True)
+    write_description(model, {"method": config.to_dict()})
+
+
+def release(model: nn.Module) -> None:
+    """Take back what `describe` wrote, and its hook.
+
+    Args:
+        model: The model.
+    """
+    erase_description(model, "method")
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, WholeTexts):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)

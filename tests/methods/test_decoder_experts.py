@@ -1,0 +1,274 @@
+"""Mixtures of experts in decoders: against a loop over tokens, generated with a cache, staged, saved, counted."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mmod
+from mmod.blocks import host_class
+from mmod.methods import experts_, method_of, read_method, undo_
+from mmod.methods.mixture import ExpertMlp
+from mmod.methods.mixture_choices import choosing_together, deciding, mixtures_of
+from mmod.training.engine.distributed import Process
+from mmod.training.engine.loop import run
+from mmod.training.text.evaluate import evaluate
+from mmod.training.text.model import create_models
+from mmod.training.text.recipe import TextRecipe
+from tests.adapters.vlm_zoo import make_joint, make_language
+from tests.training.text.configs import PREDICTOR, text_config
+from tests.zoo import make_model
+
+WAYS: list[dict[str, Any]] = [
+    {"choice": "tokens", "capacity": None, "idle": 2},
+    {"choice": "tokens", "capacity": None, "normalize": True},
+    {"choice": "experts", "sampling": "score", "capacity": 0.75, "idle": 1},
+    {"choice": "experts", "sampling": "predictor", "capacity": 1.5, "normalize": True},
+]
+one_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+HOSTS = ("llama", "qwen3", "phi3", "mistral-window", "gemma")
+GREEDY: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+STAGED = mmod.RoutingConfig(
+    router="linear", capacity=0.5, gate="sigmoid", language={"inference_threshold": 0.5, "predictor": True},
+    losses={"membership": 0.1},
+)  # fmt: skip
+
+
+def lively(model: Any) -> Any:
+    """Make experts, routers and predictors differ."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in (".others.", ".router.", ".predictor")):
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model
+
+
+def make(name: str = "llama", staged: bool = False, **options: Any) -> Any:
+    """Return a model in float64 with three experts in each layer."""
+    model = experts_(make_language(name).double().eval(), **{"experts": 3, **options})
+    return lively(mmod.route_(model, STAGED) if staged else model)
+
+
+def words(*shape: int) -> Tensor:
+    return torch.randint(3, 80, shape, generator=torch.Generator().manual_seed(7))
+
+
+def defined(mlp: Any, config: Any, x_ND: Tensor, alone: bool) -> Tensor:
+    """Return a mixture token by token, in a loop over experts."""
+    hosts: list[Any] = [partial(host_class(mlp).forward, mlp), *mlp.others]
+    out = torch.zeros_like(x_ND)
+    logit = [mlp.router.weight @ token for token in x_ND]
+    room = max(1, int((config.capacity or 0) * len(x_ND) / config.experts + 1e-9))
+    weights: dict[tuple[int, int], Tensor] = {}
+    for expert in range(config.experts):
+        prob = [float(each.softmax(0)[expert]) for each in logit]
+        if config.choice == "tokens":
+            mine = [n for n, each in enumerate(logit) if int(each.argmax()) == expert]
+        elif not alone:
+            mine = sorted(range(len(x_ND)), key=lambda n: -prob[n])[:room]
+        elif config.sampling == "score":
+            mine = [n for n, each in enumerate(logit) if each[expert] >= 0]
+        else:
+            mine = [n for n, score in enumerate(mlp.predictors[expert](x_ND[None])[0]) if score >= 0]
+        weights |= {(n, expert): logit[n].softmax(0)[expert] for n in mine}
+    for (n, expert), weight in weights.items():
+        total = sum(other for (m, _), other in weights.items() if m == n)
+        out[n] += weight / (total if config.normalize else 1) * hosts[expert](x_ND[n][None, None])[0, 0]
+    return out
+
+
+@one_way
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+@torch.no_grad()
+def test_every_mixture_by_its_definition(name: str, way: dict[str, Any]) -> None:
+    model = make(name, **way)
+    mlp, config = model.model.layers[1].mlp, method_of(model)
+    x = torch.randn(2, 13, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    alone = torch.stack([defined(mlp, config, text, alone=True) for text in x])
+    torch.testing.assert_close(mlp(x), alone, rtol=1e-9, atol=1e-10)
+    together = torch.stack([defined(mlp, config, text, alone=False) for text in x])
+    with choosing_together(mixtures_of(model)):
+        torch.testing.assert_close(mlp(x), together if way["choice"] == "experts" else alone, rtol=1e-9, atol=1e-10)
+    model.train()
+    torch.testing.assert_close(mlp(x), together, rtol=1e-9, atol=1e-10)
+
+
+@one_way
+@pytest.mark.parametrize("staged", [False, True])
+@torch.no_grad()
+def test_generation_with_a_cache_is_that_of_whole_passes(staged: bool, way: dict[str, Any]) -> None:
+    model, ids = make(staged=staged, **way), words(1, 9)
+    whole = ids
+    for _ in range(GREEDY["max_new_tokens"]):
+        logits = model(input_ids=whole, use_cache=False).logits
+        whole = torch.cat([whole, logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(model.generate(ids, **GREEDY), whole)
+    assert torch.equal(model.generate(ids, **GREEDY, cache_implementation="static"), whole)
+    assert torch.equal(model.generate(ids, **GREEDY, prompt_lookup_num_tokens=3), whole)
+
+
+@one_way
+@pytest.mark.parametrize("name", HOSTS)
+@torch.no_grad()
+def test_padded_batches_are_those_of_single_texts(name: str, way: dict[str, Any]) -> None:
+    for staged in (False, True):
+        model, ids = make(name, staged, **way), words(3, 14)
+        mask = torch.ones_like(ids)
+        mask[1, :3], mask[2, :6] = 0, 0
+        place = (mask.cumsum(1) - 1).clamp(min=0)
+        found = model(input_ids=ids, attention_mask=mask, position_ids=place).logits
+        for text, pads in ((0, 0), (1, 3), (2, 6)):
+            single = model(input_ids=ids[text : text + 1, pads:]).logits
+            torch.testing.assert_close(found[text : text + 1, pads:], single, rtol=1e-6, atol=1e-6)
+        # What follows a token does not matter to it.
+        torch.testing.assert_close(model(input_ids=ids[:1, :9]).logits, found[:1, :9], rtol=1e-6, atol=1e-6)
+
+
+def test_decisions_alone_are_learned_from_what_was_chosen() -> None:
+    ids = words(2, 12)
+    for sampling in ("score", "predictor"):
+        model = make(sampling=sampling, capacity=0.75, membership=0.5, blocks=(1,)).train()
+        with deciding(mixtures_of(model)) as decisions:
+            model(input_ids=ids)
+        (decision,) = decisions.values()
+        assert decision.logit_EBN is not None
+        assert decision.keep_EBN.sum(dim=2).unique().tolist() == [3]
+        terms = [
+            -F.logsigmoid(logit if kept else -logit)
+            for logit, kept in zip(decision.logit_EBN.flatten(), decision.keep_EBN.flatten())
+        ]
+        loss = mmod.auxiliary_loss(model)
+        torch.testing.assert_close(loss.detach(), 0.5 * sum(terms).detach() / len(terms), check_dtype=False)  # type: ignore[union-attr]
+        loss.backward()
+        learned = {name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.abs().sum() > 0)}
+        # A predictor leaves the text alone; the score does not.
+        if sampling == "predictor":
+            assert all(".predictors." in name for name in learned)
+        else:
+            assert {"model.layers.1.mlp.router.weight", "model.embed_tokens.weight"} <= learned
+
+
+@one_way
+@pytest.mark.parametrize("staged", [False, True])
+def test_gradients_reach_everything_and_what_was_saved_is_loaded(
+    tmp_path: Path, staged: bool, way: dict[str, Any]
+) -> None:
+    model, ids = make(staged=staged, **way).float().train(), words(4, 24)
+    dense = make_language("llama")
+    loss = model(input_ids=ids, labels=ids).loss + mmod.auxiliary_loss(model)
+    loss.backward()
+    assert {name for name, p in model.named_parameters() if p.grad is None} == set()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+    model.eval().save_pretrained(tmp_path)
+    loaded: Any = mmod.load_pretrained(tmp_path)
+    assert method_of(loaded) == method_of(model) == read_method(method_of(model).to_dict())  # type: ignore[union-attr]
+    assert mmod.is_routed(loaded) == staged
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-6, atol=1e-6)
+    for changed in (model, loaded):
+        if staged:
+            with pytest.raises(ValueError, match="unroute_ first"):
+                undo_(changed)
+            mmod.unroute_(changed)
+            assert list(changed.config.mmod) == ["version", "method"]
+        undo_(changed)
+        assert list(changed.state_dict()) == list(dense.state_dict())
+        assert not hasattr(changed.config, "mmod")
+        assert not any(module._forward_pre_hooks for module in changed.modules())
+    with torch.no_grad():
+        undone = dict(model.named_parameters())
+        dense.load_state_dict(undone)
+        assert torch.equal(model(input_ids=ids).logits, dense(input_ids=ids).logits)
+
+
+@one_way
+def test_flops_follow_from_the_slots(way: dict[str, Any]) -> None:
+    width, hidden, tokens = 32, 48, 40
+    dense = mmod.prefill_flops(make_language("llama"), tokens).blocks[1].dense
+    model = make(**way)
+    config: Any = method_of(model)
+    routers = 2 * tokens * width * (3 + config.idle)
+    if way.get("sampling") == "predictor":
+        routers += 3 * 2 * tokens * (width * 8 + 8)
+    share = 3 / (3 + config.idle) if config.capacity is None else config.capacity
+    computed = 3 * int(share * tokens / 3 + 1e-9)
+    expected = dense - 6 * (tokens - computed) * width * hidden + routers
+    row = mmod.prefill_flops(model, tokens).blocks[1]
+    assert (row.dense, row.routed, row.router) == (dense, expected, routers)
+    whole = mmod.flops(model, {"input_ids": words(1, tokens)})
+    assert whole.blocks[1].routed == expected
+    mmod.route_(model, STAGED.replace(language={"inference_threshold": None, "predictor": False}))
+    staged = mmod.prefill_flops(model, tokens).blocks[1]
+    assert staged.kept == tokens // 2
+    assert staged.routed < expected
+
+
+SINGLE = Process(0, 1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("sampling", ["score", "predictor"])
+def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, sampling: str) -> None:
+    method = {"kind": "experts", "experts": 2, "capacity": 0.5, "sampling": sampling, "membership": 0.1}
+    config = text_config(tmp_path / "run", method=method, epochs=1)
+    found: Any = run(TextRecipe(config), progress=False).evaluation
+    assert len(found.kept) == len(found.agreement) == 8
+    assert found.kept["model.layers.3.mlp.expert2"] == 0.25
+    assert found.causal_loss != found.loss
+    assert 0 < found.mean_agreement <= 1
+    start = {"config": None, "checkpoint": str(tmp_path / "run")}
+    again, _ = create_models(text_config(tmp_path / "next", model=start, method=method))
+    assert method_of(again) == method_of(mmod.load_pretrained(tmp_path / "run" / "model"))
+    assert evaluate(again, TextRecipe(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(found.loss)
+
+
+def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_path: Path) -> None:
+    method = {"kind": "experts", "experts": 2, "sampling": "predictor"}
+    staged: Any = run(
+        TextRecipe(text_config(tmp_path / "a", method=method, routing=PREDICTOR, epochs=1)), progress=False
+    )
+    found = staged.evaluation
+    # Experts inside routed layers share the tokens of these.
+    assert [name.rpartition(".")[2] for name in found.kept] == ["1", "3", "expert1", "expert2", "expert1", "expert2"]
+    assert found.kept["model.layers.0.mlp.expert1"] == 0.5
+    assert found.causal_loss != found.loss
+    method = {"kind": "experts", "experts": 2, "choice": "tokens", "capacity": None}
+    tokens: Any = run(TextRecipe(text_config(tmp_path / "b", method=method, epochs=1)), progress=False).evaluation
+    assert tokens.causal_loss == tokens.loss
+    assert not tokens.agreement
+    assert sum(tokens.kept.values()) == pytest.approx(4)
+
+
+@torch.no_grad()
+def test_what_cannot_be_is_refused() -> None:
+    model, ids = make(), words(2, 8)
+    assert bool(model(input_ids=ids).logits.isfinite().all())
+    with pytest.raises(ValueError, match="text cannot be generated where experts choose"):
+        model.generate(ids, **GREEDY)
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0
+    with pytest.raises(ValueError, match="some of this batch are padding"):
+        model(input_ids=ids, attention_mask=mask)
+    with pytest.raises(ValueError, match="inference_threshold is not possible in model"):
+        mmod.route_(model, STAGED)
+    undo_(model)
+    for fields, message in (
+        ({"choice": "tokens"}, "set capacity=None"),
+        ({"capacity": None}, "experts fill all"),
+        ({"choice": "tokens", "capacity": None, "sampling": "score"}, "tokens decide alone"),
+        ({"sampling": "guess"}, "sampling"),
+        ({"blocks": (9,)}, "blocks must ascend"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            experts_(model, **fields)
+        assert method_of(model) is None
+    with pytest.raises(ValueError, match="several parts"):
+        experts_(make_joint("llava"))
+    with pytest.raises(ValueError, match="an image is there as a whole"):
+        experts_(make_model("test_vit"), sampling="score")
+    assert not any(isinstance(module, ExpertMlp) for module in model.modules())
