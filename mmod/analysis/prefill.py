@@ -10,7 +10,7 @@ from torch import nn
 from mmod.adapters import find_stacks
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
 from mmod.blocks import ImportanceBlock, RoutedBlock, model_hooks
-from mmod.methods.mixture import ExpertMlp
+from mmod.methods.experts import ExpertMlp
 from mmod.methods.recursion_choices import cycle_of
 
 # What a mixture of experts has beside its first expert, which is the MLP of the dense layer.

@@ -1,4 +1,4 @@
-"""An MLP that is a mixture of experts: which tokens each computes, and what they make of them.
+"""Mixtures of experts: which tokens each expert computes, and the loss that balances their loads.
 
 Axes: B images or texts, N tokens, E experts, J experts with those that do nothing, K slots of an expert in an image,
 T rows of all experts, D channels.
@@ -6,17 +6,11 @@ T rows of all experts, D channels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from mmod.blocks import StandingModule
-from mmod.blocks.forward_pass import PerThread, recomputing
-
-if TYPE_CHECKING:
-    from mmod.methods.experts import Experts
+from torch import Tensor
 
 
 class Choice(NamedTuple):
@@ -148,132 +142,6 @@ def balance_loss(prob_BNJ: Tensor) -> Tensor:
     count = prob_BNJ.shape[-1]
     share_J = F.one_hot(prob_BNJ.argmax(dim=-1), count).to(prob_BNJ.dtype).mean(dim=(0, 1))
     return count * (share_J * prob_BNJ.mean(dim=(0, 1))).sum()
-
-
-class Decision(NamedTuple):
-    """What the experts of an MLP computed in a pass.
-
-    Args:
-        logit_EBN: What says of each token alone whether an expert computes it, from 0 on; None where nothing does
-            (E, B, N).
-        keep_EBN: Whether it did (E, B, N).
-    """
-
-    logit_EBN: Tensor | None
-    keep_EBN: Tensor
-
-
-class _Record:
-    """What an `ExpertMlp` leaves behind in one thread.
-
-    Attributes:
-        loss: Weighed loss of the last pass in training mode.
-        asked: Somebody wants the decision of the last pass.
-        decision: That decision.
-    """
-
-    def __init__(self) -> None:
-        self.loss: Tensor | None = None
-        self.asked = False
-        self.decision: Decision | None = None
-
-
-class ExpertState:
-    """What an `ExpertMlp` knows beside its modules.
-
-    Args:
-        config: How its experts work.
-
-    Attributes:
-        together: Experts choose together in evaluation, too, whatever the config says.
-    """
-
-    def __init__(self, config: Experts) -> None:
-        self.config = config
-        self.together = False
-        self.records = PerThread(_Record)
-
-
-class ExpertMlp(StandingModule):
-    """Mixin that makes an MLP the first of several experts.
-
-    Attributes:
-        router: From tokens to logits over the experts.
-        others: The other experts that compute.
-        predictors: One for each expert, where predictors decide in evaluation.
-        mod_state: Plain state, see `ExpertState`.
-    """
-
-    router: nn.Linear
-    others: nn.ModuleList
-    predictors: nn.ModuleList
-    mod_state: ExpertState
-
-    def chooses_together(self, training: bool) -> bool:
-        """Return whether which tokens an expert computes depends on the other tokens."""
-        return self.mod_state.config.chooses_together(training or self.mod_state.together)
-
-    def forward(self, x_BND: Tensor) -> Tensor:
-        """Return the weighed sum of what experts make of the tokens (B, N, D); zero for those without an expert."""
-        config, logit_BNJ = self.mod_state.config, route_logits(x_BND, self.router)
-        prob_BNJ, learns = logit_BNJ.softmax(dim=-1), self.training and not recomputing()
-        logit_EBN = self._alone(x_BND, logit_BNJ) if config.sampling is not None else None
-        if x_BND.is_meta or self.chooses_together(self.training):
-            rows = self._dealt(prob_BNJ)
-        else:
-            keep_EBN = chosen_expert(prob_BNJ, config.experts) if logit_EBN is None else logit_EBN >= 0
-            rows = all_of(keep_EBN, prob_BNJ, config.normalize)
-        record = self.mod_state.records.own
-        if record.asked or (learns and logit_EBN is not None):
-            record.decision = Decision(logit_EBN, computed(rows, config.experts, x_BND))
-        if learns:
-            record.loss = self._loss(prob_BNJ, record.decision)
-        return self._compute(x_BND, rows)
-
-    def _alone(self, x_BND: Tensor, logit_BNJ: Tensor) -> Tensor:
-        """Return the logits by which experts decide of each token alone (E, B, N)."""
-        if self.mod_state.config.sampling == "score":
-            return logit_BNJ[..., : self.mod_state.config.experts].permute(2, 0, 1)
-        return torch.stack([predictor(x_BND) for predictor in self.predictors])
-
-    def _dealt(self, prob_BNJ: Tensor) -> ExpertRows:
-        """Deal out the tokens of each image by slots."""
-        config, (batch, tokens, _) = self.mod_state.config, prob_BNJ.shape
-        slots = config.slots_of(tokens)
-        index_EBK, gate_EBK = choose_tokens(prob_BNJ, config.experts, slots, config.choice, config.normalize)
-        row_EBK = index_EBK + tokens * torch.arange(batch, device=prob_BNJ.device).unsqueeze(1)
-        return ExpertRows(row_EBK.flatten(), gate_EBK.flatten(), [batch * slots] * config.experts)
-
-    def _compute(self, x_BND: Tensor, rows: ExpertRows) -> Tensor:
-        flat = x_BND.reshape(-1, x_BND.shape[-1])
-        given = flat.index_select(0, rows.row_T).unsqueeze(0).split(rows.counts, dim=1)
-        # In training experts without a token run as well, so that all of their weights have a gradient.
-        y = torch.cat(
-            [
-                expert(own) if own.shape[1] or self.training else own
-                for expert, own in zip((super().forward, *self.others), given)
-            ],
-            dim=1,
-        )[0]
-        y = y * rows.gate_T.unsqueeze(1).to(y.dtype)
-        return y.new_zeros(flat.shape[0], y.shape[1]).index_add(0, rows.row_T, y).view(*x_BND.shape[:2], -1)
-
-    def _loss(self, prob_BNJ: Tensor, decision: Decision | None) -> Tensor | None:
-        config = self.mod_state.config
-        if not config.has_loss:
-            return None
-        if config.choice == "tokens":
-            return config.balance * balance_loss(prob_BNJ)
-        assert decision is not None
-        assert decision.logit_EBN is not None
-        target = decision.keep_EBN.to(decision.logit_EBN.dtype)
-        return config.membership * F.binary_cross_entropy_with_logits(decision.logit_EBN, target)
-
-    def auxiliary_loss(self) -> Tensor | None:
-        """Return the weighed loss of the last pass in training mode, once; None where there is none."""
-        record = self.mod_state.records.own
-        loss, record.loss = record.loss, None
-        return loss
 
 
 def computed(rows: ExpertRows, experts: int, x_BND: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from mmod.methods.mixture import Decision, ExpertMlp
+from mmod.methods.experts import Decision, ExpertMlp
 
 
 def mixtures_of(model: nn.Module) -> dict[str, ExpertMlp]:

@@ -14,7 +14,7 @@ from torch import Tensor
 import mmod
 from mmod.blocks import host_class
 from mmod.methods import experts_, method_of, read_method, undo_
-from mmod.methods.mixture import ExpertMlp
+from mmod.methods.experts import ExpertMlp
 from mmod.methods.mixture_choices import choosing_together, deciding, mixtures_of
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import run

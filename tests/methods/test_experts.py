@@ -15,7 +15,8 @@ import mmod
 from mmod.analysis import flops
 from mmod.blocks import host_class
 from mmod.methods import Experts, experts_, method_of, read_method, undo_
-from mmod.methods.mixture import ExpertMlp, balance_loss, choose_tokens
+from mmod.methods.experts import ExpertMlp
+from mmod.methods.mixture import balance_loss, choose_tokens
 from mmod.training import ModelConfig, TrainConfig
 from tests.zoo import make_images, make_model
 
