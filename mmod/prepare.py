@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any, cast
 
 from torch import nn
 
@@ -112,16 +113,23 @@ def _check_call(config: RoutingConfig, call: BlockCall, name: str) -> None:
 
 
 def _check_standing(config: RoutingConfig, block: nn.Module, call: BlockCall, name: str) -> None:
-    """Refuse what gives a module that chooses among an image's tokens others than those that it is to choose among."""
+    """Refuse what changes a module that stands in the block, or gives it other tokens than it is to choose among."""
     standing = [module for module in block.modules() if isinstance(module, StandingModule)]
     in_training, in_evaluation = (any(each.chooses_together(mode) for each in standing) for mode in (True, False))
-    if not (in_training or in_evaluation):
-        return
-    if "mlp" in (config.operator, config.enter_at) and block.get_submodule(call.operators["mlp"]) in standing:
+    mixture = bool(standing) and block.get_submodule(call.operators["mlp"]) in standing
+    if mixture and (config.operator == "mlp" or (config.enter_at == "mlp" and (in_training or in_evaluation))):
         raise ValueError(
             f"operator='mlp' and enter_at='mlp' are not possible in {name}, whose MLP is a mixture of experts: "
             "route its block, or give it experts that do nothing"
         )
+    gate_on = config.language.gate_on
+    if mixture and gate_on != "update" and any(each in standing for each in cast(Any, call).branches(block, gate_on)):
+        raise ValueError(
+            f"gate_on={gate_on!r} is not possible in {name}, whose MLP is a mixture of experts, weighed by its own "
+            "router: use gate_on='update'"
+        )
+    if not (in_training or in_evaluation):
+        return
     if config.select != "topk" and not config.router.whole:
         raise ValueError(
             f"select=Threshold is not possible in {name}, where experts share the kept tokens of an image: it keeps "

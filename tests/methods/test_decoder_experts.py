@@ -257,6 +257,11 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="inference_threshold is not possible in model"):
         mmod.route_(model, STAGED)
     undo_(model)
+    model = make(choice="tokens", capacity=None)
+    with pytest.raises(ValueError, match="gate_on='branches' is not possible in model"):
+        mmod.route_(model, mmod.preset("modification", language={"gate_on": "branches"}))
+    assert not mmod.is_routed(model)
+    undo_(model)
     for fields, message in (
         ({"choice": "tokens"}, "set capacity=None"),
         ({"capacity": None}, "experts fill all"),

@@ -27,6 +27,7 @@ WAYS: list[dict[str, Any]] = [
     {"choice": "experts", "idle": 2, "capacity": 0.6},
     {"choice": "tokens", "idle": 1, "capacity": 0.5, "normalize": True},
     {"choice": "experts", "capacity": 2.5, "normalize": True},
+    {"choice": "tokens", "idle": 1, "capacity": None},
 ]
 
 
@@ -44,7 +45,9 @@ def defined(mlp: Any, config: Experts, x_BND: Tensor) -> Tensor:
     first = copy.deepcopy(mlp)
     first.__class__ = host_class(mlp)
     experts, out = [first, *mlp.others], torch.zeros_like(x_BND)
-    slots = max(1, math.floor(config.capacity * x_BND.shape[1] / config.experts + 1e-9))
+    slots = x_BND.shape[1]
+    if config.capacity is not None:
+        slots = max(1, math.floor(config.capacity * slots / config.experts + 1e-9))
     for image, x_ND in enumerate(x_BND):
         prob = [(mlp.router.weight @ token).softmax(0) for token in x_ND]
         weights: dict[tuple[int, int], Tensor] = {}
@@ -105,6 +108,23 @@ def test_copies_that_compute_all_tokens_are_the_dense_model_and_undoing_gives_it
         torch.testing.assert_close(model(images), expected)
 
 
+@torch.no_grad()
+def test_tokens_that_choose_alone_can_be_routed_by_threshold() -> None:
+    model, images = make_model("test_vit").double(), make_images("test_vit", 3).double()
+    lively(experts_(model, choice="tokens", capacity=None, idle=1))
+    for config in (
+        mmod.RoutingConfig(router="norm", select=mmod.Threshold(8.0)),
+        mmod.RoutingConfig(router="random", skipped="merge", enter_at="mlp"),
+    ):
+        mmod.route_(model, config)
+        assert sum(isinstance(module, ExpertMlp) for module in model.modules()) == 6
+        single = torch.cat([model(image[None]) for image in images])
+        torch.testing.assert_close(model(images), single)
+        mmod.unroute_(model)
+    with pytest.raises(ValueError, match=r"operator='mlp' and enter_at='mlp' are not possible in blocks\.1"):
+        mmod.route_(model, mmod.RoutingConfig(router="random", operator="mlp"))
+
+
 @pytest.mark.parametrize(("router", "way"), [("attention", WAYS[0]), ("linear", WAYS[3])], ids=str)
 def test_staged_mixtures_share_the_kept_tokens_of_each_image(router: str, way: dict[str, Any]) -> None:
     images = make_images("test_vit", 3).double()
@@ -155,6 +175,9 @@ def test_flops_follow_from_the_slots() -> None:
         assert flops(model, 96).blocks[1].routed == expected
     report = flops(mmod.route_(model, mmod.RoutingConfig(router="stride", capacity=0.5)), 96)
     assert report.routed < report.dense
+    # Without a limit, what the balance loss draws the mean to: three quarters of the tokens.
+    model = experts_(make_model("test_vit"), experts=3, idle=1, choice="tokens", capacity=None)
+    assert flops(model, 96).blocks[1].routed == dense - 4 * (37 - 27) * width * hidden + 2 * tokens * width * 4
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
