@@ -11,7 +11,6 @@ from torch import nn
 from mmod.adapters.transformers.language import valid_tokens
 from mmod.adapters.transformers.saving import erase_description, write_description
 from mmod.methods.experts import Experts
-from mmod.routing.decoder import Predictor
 
 
 class WholeTexts:
@@ -49,17 +48,6 @@ class WholeTexts:
                 "experts choose among the tokens of a text, and some of this batch are padding, which would take their "
                 "slots: give texts of one length, or change the model with choice='tokens'"
             )
-
-
-def predictors(experts: int, dim: int, **given: Any) -> nn.ModuleList:
-    """Return what decides of a token alone, for each expert.
-
-    Args:
-        experts: How many.
-        dim: Channels of a token.
-        given: Device and type of their parameters.
-    """
-    return nn.ModuleList(Predictor(dim, **given) for _ in range(experts))
 
 
 def describe(model: nn.Module, config: Experts, layers: Sequence[str]) -> None:

@@ -29,6 +29,7 @@ from mmod.methods.mixture import (
     route_logits,
 )
 from mmod.ops.select import kept_count
+from mmod.routing.decoder import Predictor
 from mmod.values import Limit, check_fields
 
 
@@ -40,8 +41,8 @@ class Experts(Method):
     FLOPs follow from `capacity` whatever is chosen. Routing the model as well, by `mmod.route_`, is staged MoDE, in
     which experts share the kept tokens. Experts that do nothing, `idle`, are integrated MoDE.
 
-    A language model is told token by token, and slots are dealt out among all of a text. There, tokens choose without a
-    limit; or experts choose in training, as the source's routers do, and by `sampling` in evaluation.
+    A text is generated token by token, and slots are dealt out among all of it. In a language model, tokens therefore
+    choose without a limit; or experts choose among all in training, and in evaluation by `sampling`.
 
     Args:
         experts: Experts that compute.
@@ -145,7 +146,7 @@ class Experts(Method):
             convert(mlp, ExpertMlp, ExpertState(self))
             mlp.router, mlp.others = router, others
             if self.sampling == "predictor":
-                mlp.predictors = decoders().predictors(self.experts, stack.dim, **given)
+                mlp.predictors = nn.ModuleList(Predictor(stack.dim, **given) for _ in range(self.experts))
         if stack.language:
             decoders().describe(model, self, [stack.names[index] for index in self._blocks(stack)])
 
@@ -266,11 +267,13 @@ class ExpertMlp(StandingModule):
         else:
             keep_EBN = chosen_expert(prob_BNJ, config.experts) if logit_EBN is None else logit_EBN >= 0
             rows = all_of(keep_EBN, prob_BNJ, config.normalize)
-        record = self.mod_state.records.own
+        record, decision = self.mod_state.records.own, None
         if record.asked or (learns and logit_EBN is not None):
-            record.decision = Decision(logit_EBN, computed(rows, config.experts, x_BND))
+            decision = Decision(logit_EBN, computed(rows, config.experts, x_BND))
+        if record.asked:
+            record.decision = decision
         if learns:
-            record.loss = self._loss(prob_BNJ, record.decision)
+            record.loss = self._loss(prob_BNJ, decision)
         return self._compute(x_BND, rows)
 
     def _alone(self, x_BND: Tensor, logit_BNJ: Tensor) -> Tensor:
