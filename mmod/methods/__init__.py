@@ -1,7 +1,8 @@
 """Other ways than routing tokens to spend less on timm models, each undone by one call.
 
-Pruning, merging and early exit are rivals of routing; experts, channels of ResNets and shared blocks are relatives,
-which do not route tokens around blocks. Studies train, count and time all of them as they do routed models.
+Pruning, merging, smaller images and early exit are rivals of routing; experts, channels of ResNets and shared blocks
+are relatives, which do not route tokens around blocks. Studies train, count and time all of them as they do routed
+models.
 """
 
 from typing import TYPE_CHECKING
@@ -19,5 +20,6 @@ if TYPE_CHECKING:
     from mmod.methods.prune import Prune, prune_
     from mmod.methods.read import read_method
     from mmod.methods.recursions import Recursions, recursions_
+    from mmod.methods.resize import Resize, resize_
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -27,6 +27,7 @@ class Method(ABC):
     Attributes:
         kind: Its name in configs.
         routable: The changed model can be routed as well, by `mmod.route_` afterwards.
+        adds_weights: The changed model has weights that the dense one has not, or other ones in their place.
         decoders: It changes language models of transformers, too.
         replaces: Part of the names of weights without which dense ones are of no use to the changed model; empty where
             a dense checkpoint holds all that is not added.
@@ -34,6 +35,7 @@ class Method(ABC):
 
     kind: ClassVar[str]
     routable: ClassVar[bool] = False
+    adds_weights: ClassVar[bool] = True
     decoders: ClassVar[bool] = False
     replaces: ClassVar[str] = ""
 

@@ -33,6 +33,7 @@ class Merge(Method):
     """
 
     kind: ClassVar[str] = "merge"
+    adds_weights: ClassVar[bool] = False
     r: int | tuple[int, ...] = 8
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ class Prune(Method):
     """
 
     kind: ClassVar[str] = "prune"
+    adds_weights: ClassVar[bool] = False
     keep: float = 0.7
     blocks: tuple[int, ...] = (3, 6, 9)
     fuse: bool = True

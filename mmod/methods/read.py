@@ -13,9 +13,12 @@ from mmod.methods.experts import Experts
 from mmod.methods.merge import Merge
 from mmod.methods.prune import Prune
 from mmod.methods.recursions import Recursions
+from mmod.methods.resize import Resize
 from mmod.values import one_of, refuse_unknown
 
-KINDS: dict[str, type[Method]] = {method.kind: method for method in (Prune, Merge, Exit, Experts, Channels, Recursions)}
+KINDS: dict[str, type[Method]] = {
+    method.kind: method for method in (Prune, Merge, Resize, Exit, Experts, Channels, Recursions)
+}
 
 
 def read_method(values: Mapping[str, Any]) -> Method:

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
         CapacityScheduleConfig,
         DistillConfig,
         ElasticConfig,
+        InTrainingConfig,
         LearnCapacityConfig,
         LossConfig,
         MixupConfig,
         ModelConfig,
         TrainConfig,
-        TrainRoutingConfig,
     )
     from mmod.training.image.evaluate import EvalResult, evaluate
     from mmod.training.image.recipe import fit

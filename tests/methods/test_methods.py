@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod import RoutingConfig, flops, route_
-from mmod.methods import Exit, Merge, Method, Prune, method_of, read_method, undo_
+from mmod.methods import Exit, Merge, Method, Prune, method_of, read_method, resize_, undo_
 from tests.methods.method_zoo import MODELS, REDUCING
 from tests.zoo import make_images, make_model
 
@@ -104,7 +104,7 @@ def test_checkpointing_is_refused(method: Method) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "drop"}, "'prune', 'merge', 'exit'"),
+        ({"kind": "drop"}, "'prune', 'merge', 'resize', 'exit'"),
         ({"kind": "prune", "keeps": 0.5}, "keep, blocks, fuse, by"),
         ({"kind": "prune", "keep": 0}, r"keep must be a number in \(0, 1\]"),
         ({"kind": "prune", "by": "patch"}, "'auto', 'class_token', 'mean'"),
@@ -136,6 +136,40 @@ def test_models_that_cannot_are_left_as_they_are(name: str, method: Method, mess
     with pytest.raises(ValueError, match=message):
         method.apply_(model)
     assert [type(module) for module in model.modules()] == classes
+
+
+# Class token, mean pooling, registers, rotary positions.
+RESIZABLE = ["test_vit", "vit_medium_patch16_gap_240", "vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224"]
+
+
+@pytest.mark.parametrize("name", RESIZABLE)
+def test_resized_images_are_those_of_a_smaller_model(name: str) -> None:
+    model = make_model(name, dynamic_img_size=True).double()
+    images, side = make_images(name, 2).double(), model.patch_embed.patch_size[0]
+    dense, keys, classes = read(model, images), list(model.state_dict()), [type(module) for module in model.modules()]
+    size = 2 * side
+    small = nn.functional.interpolate(images, size=(size, size), mode="bicubic", antialias=True)
+    expected = read(model, small)
+    resize_(model, size)
+    assert torch.equal(read(model, images), expected)
+    assert torch.equal(read(model, small), expected)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(read(copied, images), expected)
+    assert flops(model, images.shape[-1]).routed < flops(make_model(name), images.shape[-1]).routed
+    assert method_of(model) == read_method({"kind": "resize", "size": size})
+    undo_(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert list(model.state_dict()) == keys
+    assert torch.equal(read(model, images), dense)
+
+
+def test_models_that_take_one_size_are_not_resized() -> None:
+    with pytest.raises(ValueError, match="dynamic_img_size=True"):
+        resize_(make_model(SMALL), 32)
+    with pytest.raises(ValueError, match="no multiple of 16, the side of a patch"):
+        resize_(make_model("test_vit"), 40)
+    with pytest.raises(ValueError, match="answers for every patch"):
+        resize_(make_model("test_vit", global_pool=""), 32)
 
 
 def test_one_change_at_a_time() -> None:

@@ -25,12 +25,12 @@ __all__ = [
     "MixupConfig",
     "ModelConfig",
     "TrainConfig",
-    "TrainRoutingConfig",
+    "InTrainingConfig",
 ]
 
 
 # Fields that configs once lacked, left out of what run folders keep where they are None.
-_UNNAMED = ("method", "elastic", "learn_capacity", "train_routing", "trained")
+_UNNAMED = ("method", "elastic", "learn_capacity", "in_training", "trained")
 
 
 @dataclass(frozen=True)
@@ -200,25 +200,33 @@ class LearnCapacityConfig:
 
 
 @dataclass(frozen=True)
-class TrainRoutingConfig:
-    """Routing in training alone, for cheaper steps: the model is evaluated and kept dense.
+class InTrainingConfig:
+    """What makes steps cheaper in training alone: the model is evaluated and kept dense.
 
     Args:
         routing: Fields of `mmod.RoutingConfig`, or `preset: NAME` with the fields to change, of a router that does
             not learn, such as "random".
+        method: In its place, a method without weights of its own: `kind: prune`, `merge` or `resize` with the fields
+            of that class in `mmod.methods`.
         epochs: Epochs that are trained so, before those that are not; None for all.
 
     Source: tokens that jump blocks in training, TREAD, Krause et al., arXiv 2501.04765.
     """
 
-    routing: dict[str, Any]
+    routing: dict[str, Any] | None = None
+    method: dict[str, Any] | None = None
     epochs: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "train_routing", epochs="[1, inf)")
-        router = engine.resolve_routing(self.routing).router
-        if router.learns:
-            raise ValueError(f"train_routing.routing has the router {router.name!r}, which the dense model cannot keep")
+        check_fields(self, "in_training", epochs="[1, inf)")
+        if (self.routing is None) == (self.method is None):
+            raise ValueError("in_training needs one of routing and method")
+        router = None if self.routing is None else engine.resolve_routing(self.routing).router
+        if router is not None and router.learns:
+            raise ValueError(f"in_training.routing has the router {router.name!r}, which the dense model cannot keep")
+        method = engine.resolve_method(self.method)
+        if method is not None and method.adds_weights:
+            raise ValueError(f"in_training.method adds weights as {method.kind!r}, which the dense model cannot keep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +239,7 @@ class TrainConfig(engine.LoopConfig):
             and must not pool: `model.args.global_pool: ''`.
         routing: None trains the dense model. Otherwise the fields of `mmod.RoutingConfig`, or
             `preset: NAME` with the fields to change.
-        method: Another way to spend less, in the place of routing: `kind: prune`, `merge`, `exit`, `experts`,
+        method: Another way to spend less, in the place of routing: `kind: prune`, `merge`, `resize`, `exit`, `experts`,
             `channels` or `recursions` with the fields of that class in `mmod.methods`. None for none. A model with
             experts may be routed, too.
         loss: The task's criterion.
@@ -240,7 +248,7 @@ class TrainConfig(engine.LoopConfig):
         capacity_schedule: Approach the capacity over some epochs; None starts at it.
         elastic: Train one checkpoint for several capacities; None for that of `routing` alone.
         learn_capacity: Learn the capacity of each routed block, in the place of that of `routing`; None for not.
-        train_routing: Routing in training alone, of a model that is dense otherwise; None for none.
+        in_training: Routing or a method in training alone, of a model that is dense otherwise; None for neither.
         trained: "routers" trains routers alone (Router-Tuning); None trains the whole model.
     """
 
@@ -254,7 +262,7 @@ class TrainConfig(engine.LoopConfig):
     capacity_schedule: CapacityScheduleConfig | None = None
     elastic: ElasticConfig | None = None
     learn_capacity: LearnCapacityConfig | None = None
-    train_routing: TrainRoutingConfig | None = None
+    in_training: InTrainingConfig | None = None
     trained: Literal["routers"] | None = None
 
     def __post_init__(self) -> None:
@@ -263,10 +271,10 @@ class TrainConfig(engine.LoopConfig):
         self._check_learn_capacity()
         if self.distill.features is not None and self.teacher() is None:
             raise ValueError(f"distill.features={self.distill.features:g} needs a teacher: set distill.teacher")
-        if self.train_routing is not None:
+        if self.in_training is not None:
             taken = [name for name in ("routing", "method", "compile") if getattr(self, name)]
             if taken:
-                raise ValueError(f"train_routing cannot be combined with {', '.join(taken)}")
+                raise ValueError(f"in_training cannot be combined with {', '.join(taken)}")
         if self.trained is not None and (self.routing is None or not self.model.has_weights):
             raise ValueError("trained='routers' needs routing, and trained weights to be frozen: set model.checkpoint")
         if self.mixup is not None and self.data.batch_size % 2:
@@ -276,11 +284,10 @@ class TrainConfig(engine.LoopConfig):
                 "mixup mixes labels of images: data.label_patch, which gives each patch one, needs mixup: null"
             )
         method = self.method_config()
-        if method is not None:
-            if self.routing is not None and not method.routable:
-                raise ValueError("a model is routed or changed by a method: set routing or method to null")
-            if self.grad_checkpointing:
-                raise ValueError("a model that a method changed cannot be trained with grad_checkpointing")
+        if method is not None and self.routing is not None and not method.routable:
+            raise ValueError("a model is routed or changed by a method: set routing or method to null")
+        if self.grad_checkpointing and (method or (self.in_training and self.in_training.method)):
+            raise ValueError("a model that a method changed cannot be trained with grad_checkpointing")
         if self.capacity_schedule is not None:
             if self.routing is None:
                 raise ValueError("capacity_schedule needs a routing config")

@@ -12,15 +12,15 @@ from torch import nn
 
 from mmod import is_routed, learn_capacity_, route_, set_capacity, settle_capacity_, unroute_
 from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream, normalisation
-from mmod.methods import method_of
+from mmod.methods import method_of, undo_
 from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
-from mmod.training.engine.config import resolve_routing
+from mmod.training.engine.config import resolve_method, resolve_routing
 from mmod.training.engine.distributed import Process, choose_device
 from mmod.training.engine.loop import run
 from mmod.training.engine.recipe import Recipe, Streams
 from mmod.training.engine.run_folder import FitResult
-from mmod.training.image.config import TrainConfig, TrainRoutingConfig
+from mmod.training.image.config import InTrainingConfig, TrainConfig
 from mmod.training.image.elastic import ElasticTask, at_capacities
 from mmod.training.image.evaluate import EvalResult, evaluate
 from mmod.training.image.model import create_criterion, create_mixup, create_models
@@ -100,8 +100,8 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
     def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
         """Measure accuracy, at each capacity that is trained; see `mmod.training.image.evaluate.evaluate`."""
         config, routing = self.config, self.config.routing_config()
-        if config.train_routing is not None and is_routed(model):
-            unroute_(model)
+        if config.in_training is not None:
+            _make_dense(model)
         judge = partial(evaluate, model, stream, process.device, config.precision, progress=progress)
         if config.elastic is None or routing is None:
             return judge()
@@ -126,15 +126,15 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
             save_for_hf(model, str(folder), own, safe_serialization=True, data_config={"mean": mean, "std": std})
 
     def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
-        """Follow the capacity schedule, end the learning of capacities, and route where that is for training alone."""
+        """Follow the capacity schedule, end the learning of capacities, and do what is for training alone."""
         learned = self.config.learn_capacity
         if learned is not None and epoch >= learned.epochs:
             hooks = [hook for hook in map(capacity_hook, models) if hook is not None]
             for hook in hooks:
                 # A model's average goes by what the model has learned.
                 hook.hold(hooks[0].chosen())
-        if self.config.train_routing is not None:
-            self._route_in_training(models[0], self.config.train_routing, epoch)
+        if self.config.in_training is not None:
+            self._change_in_training(models[0], self.config.in_training, epoch)
         schedule, routing = self.config.capacity_schedule, self.config.routing_config()
         if schedule is None or routing is None:
             return
@@ -145,11 +145,21 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
         for model in models:
             set_capacity(model, capacity)
 
-    def _route_in_training(self, model: nn.Module, config: TrainRoutingConfig, epoch: int) -> None:
+    def _change_in_training(self, model: nn.Module, config: InTrainingConfig, epoch: int) -> None:
         if config.epochs is not None and epoch >= config.epochs:
-            # An epoch without evaluation may have left it routed.
-            if is_routed(model):
-                unroute_(model)
-            return
-        if not is_routed(model):
-            route_(model, resolve_routing(config.routing))
+            # An epoch without evaluation may have left it changed.
+            _make_dense(model)
+        elif not is_routed(model) and method_of(model) is None:
+            if config.routing is not None:
+                route_(model, resolve_routing(config.routing))
+            method = resolve_method(config.method)
+            if method is not None:
+                method.apply_(model)
+
+
+def _make_dense(model: nn.Module) -> None:
+    """Take back what a run does in training alone."""
+    if is_routed(model):
+        unroute_(model)
+    if method_of(model) is not None:
+        undo_(model)

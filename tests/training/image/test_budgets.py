@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mmod
-from mmod.training import ElasticConfig, EmaConfig, LearnCapacityConfig, TrainRoutingConfig, evaluate
+from mmod.training import ElasticConfig, EmaConfig, InTrainingConfig, LearnCapacityConfig, evaluate
 from mmod.training.image.elastic import ElasticTask
 from mmod.training.image.model import create_models
 from mmod.training.image.recipe import ImageRecipe
@@ -77,9 +77,18 @@ def test_an_elastic_run_is_judged_at_each_capacity(tmp_path: Path) -> None:
         assert evaluate(model, TensorStream(8, seed=None)).accuracies() == figures  # type: ignore[arg-type]
 
 
-def test_routing_in_training_alone_leaves_a_dense_model(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"epochs": 3, "ema": EmaConfig(0.5)}
-    routed = tiny_config(output=tmp_path / "routed", train_routing=TrainRoutingConfig(RANDOM, epochs=2), **options)
+IN_TRAINING = [
+    {"routing": RANDOM},
+    {"method": {"kind": "prune", "keep": 0.5, "blocks": [0]}},
+    {"method": {"kind": "merge", "r": 3}},
+    {"method": {"kind": "resize", "size": 8}},
+]
+
+
+@pytest.mark.parametrize("change", IN_TRAINING, ids=lambda change: change.get("method", {}).get("kind", "routing"))
+def test_what_is_for_training_alone_leaves_a_dense_model(change: dict[str, Any], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 3, "ema": EmaConfig(0.5), "args": {"dynamic_img_size": True}}
+    routed = tiny_config(output=tmp_path / "routed", in_training=InTrainingConfig(**change, epochs=2), **options)
     done, dense = run(routed), run(tiny_config(output=tmp_path / "dense", **options))
     assert done.evaluation.kept == {}
     own, others = weights(tmp_path / "routed/model"), weights(tmp_path / "dense/model")
@@ -90,14 +99,14 @@ def test_routing_in_training_alone_leaves_a_dense_model(tmp_path: Path) -> None:
     )
     assert teacher is None
     assert evaluate(model, TensorStream(8, seed=None)) == done.evaluation  # type: ignore[arg-type]
-    assert "train_routing" not in tiny_config(output=tmp_path).to_dict()
+    assert "in_training" not in tiny_config(output=tmp_path).to_dict()
     assert dense.steps == done.steps
 
 
-@pytest.mark.parametrize("kind", ["elastic", "train_routing"])
+@pytest.mark.parametrize("kind", ["elastic", "in_training"])
 def test_an_interrupted_run_ends_as_another_does(kind: str, tmp_path: Path) -> None:
     def config(name: str) -> Any:
-        own = {"train_routing": TrainRoutingConfig(RANDOM)}
+        own = {"in_training": InTrainingConfig(RANDOM)}
         return elastic(tmp_path / name) if kind == "elastic" else tiny_config(output=tmp_path / name, **own)
 
     whole = run(config("whole"))
@@ -112,7 +121,7 @@ def test_an_interrupted_run_ends_as_another_does(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("epochs", "expected"), [(None, [True, True, True]), (2, [True, True, False])])
 def test_the_first_epochs_are_routed(epochs: int | None, expected: list[bool], tmp_path: Path) -> None:
-    recipe = ImageRecipe(tiny_config(output=tmp_path, train_routing=TrainRoutingConfig(RANDOM, epochs=epochs)))
+    recipe = ImageRecipe(tiny_config(output=tmp_path, in_training=InTrainingConfig(RANDOM, epochs=epochs)))
     model, _ = recipe.create_models()
     found = []
     for epoch in range(3):
@@ -131,11 +140,15 @@ def test_the_first_epochs_are_routed(epochs: int | None, expected: list[bool], t
             "elastic cannot be combined with grad_checkpointing",
         ),
         (
-            {"train_routing": TrainRoutingConfig(RANDOM), "routing": RANDOM},
+            {"in_training": InTrainingConfig(RANDOM), "routing": RANDOM},
             "cannot be combined with routing",
         ),
         (
-            {"train_routing": TrainRoutingConfig(RANDOM), "compile": True},
+            {"in_training": InTrainingConfig(method={"kind": "merge"}), "grad_checkpointing": True},
+            "cannot be trained with grad_checkpointing",
+        ),
+        (
+            {"in_training": InTrainingConfig(RANDOM), "compile": True},
             "cannot be combined with compile",
         ),
     ],
@@ -153,7 +166,12 @@ def test_wrong_values() -> None:
     with pytest.raises(ValueError, match=r"elastic\.capacities"):
         ElasticConfig([0.25, 1.5], 2)
     with pytest.raises(ValueError, match="has the router 'linear', which the dense model cannot keep"):
-        TrainRoutingConfig({"router": "linear"})
+        InTrainingConfig({"router": "linear"})
+    with pytest.raises(ValueError, match="adds weights as 'experts', which the dense model cannot keep"):
+        InTrainingConfig(method={"kind": "experts"})
+    for both in ({}, {"routing": RANDOM, "method": {"kind": "merge"}}):
+        with pytest.raises(ValueError, match="needs one of routing and method"):
+            InTrainingConfig(**both)
 
 
 LEARNED = {"router": "linear", "blocks": "all"}
