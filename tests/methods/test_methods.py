@@ -163,6 +163,14 @@ def test_resized_images_are_those_of_a_smaller_model(name: str) -> None:
     assert torch.equal(read(model, images), dense)
 
 
+def test_resizing_compiles_as_one_graph() -> None:
+    model, images = make_model(SMALL, dynamic_img_size=True).double(), make_images(SMALL, 2).double()
+    answers = read(resize_(model, 32), images)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(read(compiled, images), answers, rtol=0, atol=1e-12)
+
+
 def test_models_that_take_one_size_are_not_resized() -> None:
     with pytest.raises(ValueError, match="dynamic_img_size=True"):
         resize_(make_model(SMALL), 32)

@@ -20,12 +20,12 @@ __all__ = [
     "CapacityScheduleConfig",
     "DistillConfig",
     "ElasticConfig",
+    "InTrainingConfig",
     "LearnCapacityConfig",
     "LossConfig",
     "MixupConfig",
     "ModelConfig",
     "TrainConfig",
-    "InTrainingConfig",
 ]
 
 

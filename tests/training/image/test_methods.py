@@ -18,12 +18,13 @@ METHODS = [
     {"kind": "prune", "keep": 0.5, "blocks": [0]},
     {"kind": "merge", "r": 3},
     {"kind": "exit", "confidence": 0.12, "blocks": [0]},
+    {"kind": "resize", "size": 8},
 ]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method["kind"])
 def test_a_run_folder_gives_the_same_model_again(method: dict[str, Any], tmp_path: Path) -> None:
-    config = tiny_config(output=tmp_path / "run", epochs=1, method=method)
+    config = tiny_config(output=tmp_path / "run", epochs=1, method=method, args={"dynamic_img_size": True})
     result = run(config)
     assert run(TrainConfig.from_dict(config.to_dict())).reused
     start = ModelConfig(config.model.name, config.model.args, checkpoint=str(tmp_path / "run"))
