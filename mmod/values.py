@@ -7,12 +7,27 @@ import dataclasses
 import functools
 import math
 import numbers
+import operator
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
-__all__ = ["check_distinct", "check_fields", "check_value", "describe", "one_of", "refuse_unknown"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "check_distinct",
+    "check_fields",
+    "check_finite",
+    "check_value",
+    "describe",
+    "from_plain",
+    "one_of",
+    "refuse_unknown",
+]
+
+Made = TypeVar("Made")
 
 _NAMES: dict[Any, str] = {
     bool: "true or false",
@@ -62,6 +77,8 @@ def check_fields(config: Any, group: str = "", **limits: Limit) -> None:
         TypeError: A value of another type. True and false are no numbers, and a text is no number.
         ValueError: A number outside its interval, or a text that is none of those its field takes.
 
+    Numbers of numpy become Python's, which files can hold.
+
     Example:
         >>> @dataclasses.dataclass
         ... class Average:
@@ -74,7 +91,11 @@ def check_fields(config: Any, group: str = "", **limits: Limit) -> None:
     hints = _hints(kind)
     assert limits.keys() <= hints.keys(), f"no fields of {kind.__name__}: {limits.keys() - hints.keys()}"
     for name, hint in hints.items():
-        check_value(f"{group}.{name}" if group else name, getattr(config, name), hint, limits.get(name, _FINITE))
+        value = getattr(config, name)
+        check_value(f"{group}.{name}" if group else name, value, hint, limits.get(name, _FINITE))
+        builtin = _builtin(value)
+        if builtin is not value:
+            object.__setattr__(config, name, builtin)
 
 
 def check_value(name: str, value: object, hint: Any, limit: Limit = _FINITE) -> None:
@@ -93,6 +114,97 @@ def check_value(name: str, value: object, hint: Any, limit: Limit = _FINITE) -> 
     fault = _fault(value, hint, limit)
     if fault is not None:
         raise fault(f"{name} must be {describe(hint, limit)}, got {_brief(value)}")
+
+
+def _builtin(value: Any) -> Any:
+    """Return numbers of other libraries as int and float, in lists and tuples too."""
+    if type(value) in (list, tuple):
+        items = [_builtin(item) for item in value]
+        return value if all(map(operator.is_, items, value)) else type(value)(items)
+    if isinstance(value, (int, float)) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    """Raise unless a tensor holds finite floating-point numbers.
+
+    Args:
+        name: What the tensor is called.
+        values: Numbers of any shape.
+
+    Raises:
+        TypeError: Numbers of another type: integers, booleans or complex numbers.
+        ValueError: NaN or infinity among them.
+
+    Example:
+        >>> import torch
+        >>> check_finite("images", torch.tensor([1.0, torch.nan, torch.inf]))
+        Traceback (most recent call last):
+        ValueError: images must be finite, got 2 of 3 values that are NaN or infinite
+    """
+    if not values.is_floating_point():
+        raise TypeError(f"{name} must be floating-point numbers, got {values.dtype}")
+    bad = values.numel() - int(values.isfinite().sum())
+    if bad:
+        raise ValueError(f"{name} must be finite, got {bad} of {values.numel()} values that are NaN or infinite")
+
+
+def from_plain(kind: type[Made], values: object, name: str, **limits: Limit) -> Made:
+    """Return the dataclass that plain values of a file describe.
+
+    Args:
+        kind: The dataclass. Fields that are dataclasses, or tuples, are made from mappings and lists.
+        values: Its fields by name; those with a default may be missing.
+        name: What is described, for messages.
+        limits: Names of fields to what narrows their types, see `check_fields`.
+
+    Raises:
+        TypeError: No mapping, or a value of another type than its field's.
+        ValueError: A field that is unknown or missing, or a value outside its limit.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Span:
+        ...     ends: tuple[int, ...]
+        >>> from_plain(Span, {"ends": [1, 4]}, "a span")
+        Span(ends=(1, 4))
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{name} must be a mapping of names to values, got {_brief(values)}")
+    own: Any = kind
+    hints = _hints(own)
+    refuse_unknown(f"field of {name}", values, list(hints))
+    defaults = {item.name for item in dataclasses.fields(own) if _has_default(item)}
+    missing = [field for field in hints if field not in values and field not in defaults]
+    if missing:
+        raise ValueError(f"{name} needs {', '.join(missing)}")
+    made = {field: _from_plain(hints[field], value, f"{name}.{field}") for field, value in values.items()}
+    for field, value in made.items():
+        check_value(f"{field} of {name}", value, hints[field], limits.get(field, _FINITE))
+    return kind(**made)
+
+
+def _from_plain(hint: Any, value: Any, name: str) -> Any:
+    """Return a value with dataclasses for mappings, and tuples for lists, where the type has them."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        # Only one of a union's types is a dataclass or has several values.
+        return functools.reduce(lambda found, one: _from_plain(one, found, name), arguments, value)
+    if origin in (list, tuple) and isinstance(value, list):
+        each = arguments if origin is tuple and arguments[-1] is not Ellipsis else (arguments[0],) * len(value)
+        # A list of another length stays one, which `check_value` refuses.
+        made = [_from_plain(one, item, name) for one, item in zip(each, value)]
+        return origin(made) if len(each) == len(value) else value
+    if origin in (dict, collections.abc.Mapping) and isinstance(value, Mapping):
+        return {key: _from_plain(arguments[1], item, name) for key, item in value.items()}
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return from_plain(typing.cast(type, hint), value, name)
+    return value
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 @functools.cache
@@ -199,5 +311,9 @@ def _describe_number(name: str, limit: Limit) -> str:
 
 
 def _brief(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no integer of more than 4300 digits.
+        return f"a {type(value).__name__} too long to be written"
     return text if len(text) <= 200 else f"{text[:200]}..."

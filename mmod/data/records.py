@@ -6,12 +6,14 @@ in turn, with `<image>` where each image stands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmod.io.files import check_regular, parse_json
+from mmod.io.files import DuplicateKeyError, check_regular, parse_json
 
 IMAGE = "<image>"
 """What stands in a text where an image does."""
@@ -32,10 +34,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class BrokenLine:
-    """A line of a `.jsonl` file that is no JSON.
+    """A line of a `.jsonl` file that is no JSON, or a record that names a key twice.
 
     Args:
-        reason: Which line it is and what is wrong with it.
+        reason: What is wrong with it, and in which line.
     """
 
     reason: str
@@ -140,15 +142,30 @@ def read_records(path: Path) -> list[Any]:
     check_regular(path)
     if path.suffix == ".jsonl":
         with open(path, "rb") as file:
-            return [_parse_line(number, line) for number, line in enumerate(file, 1) if line.strip()]
-    records = parse_json(path.read_bytes(), str(path))
+            return [_parse(line, f"line {number}") for number, line in enumerate(file, 1) if line.strip()]
+    content = path.read_bytes()
+    try:
+        records = parse_json(content, str(path))
+    except DuplicateKeyError:
+        records = parse_json(content, str(path), unique_keys=False)
+        if isinstance(records, list):
+            records = [_parse(text, "the record") for text in _split(content.decode(json.detect_encoding(content)))]
     if not isinstance(records, list):
         raise ValueError(f"{path} holds no list of conversations")
     return records
 
 
-def _parse_line(number: int, line: bytes) -> Any:
+def _split(text: str) -> Iterator[str]:
+    """Yield the text of each value of a JSON list."""
+    decoder, gap = json.JSONDecoder(), re.compile(r"[\s,]*")
+    end = text.index("[") + 1
+    while text[start := gap.match(text, end).end()] != "]":  # type: ignore[union-attr]
+        end = decoder.raw_decode(text, start)[1]
+        yield text[start:end]
+
+
+def _parse(text: str | bytes, name: str) -> Any:
     try:
-        return parse_json(line, f"line {number}")
+        return parse_json(text, name)
     except ValueError as error:
         return BrokenLine(str(error))

@@ -16,6 +16,10 @@ class DamagedFileError(ValueError):
     """A file that is not whole, or holds something else than it should."""
 
 
+class DuplicateKeyError(ValueError):
+    """A JSON object that names a key twice, of which other readers take the last."""
+
+
 def check_regular(path: str | Path) -> None:
     """Refuse what is no regular file: a pipe would be waited for, and a device such as `/dev/zero` never ends.
 
@@ -30,14 +34,16 @@ def check_regular(path: str | Path) -> None:
         raise ValueError(f"{path} is no regular file")
 
 
-def parse_json(data: str | bytes, name: str) -> Any:
-    """Parse JSON in any encoding of Unicode.
+def parse_json(data: str | bytes, name: str, *, unique_keys: bool = True) -> Any:
+    """Parse JSON in any encoding of Unicode, each key once.
 
     Args:
         data: The text.
         name: What it is called in the message.
+        unique_keys: Refuse a key that an object names twice, instead of taking its last value.
 
     Raises:
+        DuplicateKeyError: If an object names a key twice.
         ValueError: If it is no JSON, or nested too deeply.
 
     Example:
@@ -46,9 +52,20 @@ def parse_json(data: str | bytes, name: str) -> Any:
         ValueError: line 3 is no JSON: Expecting value: line 1 column 4 (char 3)
     """
     try:
-        return json.loads(data)
+        return json.loads(data, object_pairs_hook=_object if unique_keys else None)
+    except DuplicateKeyError as error:
+        raise DuplicateKeyError(f"{name}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is no JSON: {error}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise DuplicateKeyError(f"the key {twice!r} is given twice")
+    return found
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

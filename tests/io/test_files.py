@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmod.io.files import DamagedFileError, replacing, write_atomically
+from mmod.io.files import DamagedFileError, parse_json, read_json_object, replacing, write_atomically
 from mmod.io.tensors import read_tensors, write_tensors
 
 
@@ -54,3 +54,13 @@ def test_tied_and_strided_tensors_are_written_in_full(tmp_path: Path) -> None:
         (tmp_path / "y").write_bytes(content)
         with pytest.raises(DamagedFileError, match="y' is no whole safetensors file"):
             read_tensors(tmp_path / "y")
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', '[{"b": {"a": 1, "c": 2, "a": 3}}]'])
+def test_a_key_twice_is_refused_at_any_depth(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match="plan: the key 'a' is given twice"):
+        parse_json(text, "plan")
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=r"x\.json: the key 'a' is given twice"):
+        read_json_object(tmp_path / "x.json")
+    assert parse_json('{"a": {"a": 1}, "b": [{"a": 2}, {"a": 3}]}', "plan")["b"][1] == {"a": 3}

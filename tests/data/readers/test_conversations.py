@@ -86,6 +86,24 @@ def test_files_are_read_and_faults_counted(folder: Path) -> None:
     assert [turn[2] for turn in pickle.loads(pickle.dumps(found)).turns()] == ["3"]
 
 
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_record_that_names_a_key_twice_is_a_fault(folder: Path, outer: bool) -> None:
+    sound = json.dumps(SOUND)
+    key = '"id": "0"' if outer else '"from": "human"'
+    twice = sound.replace(key, f"{key}, {key}")
+    for name, text in (("all.json", f" [{sound},\n{twice}, {sound} ] "), ("all.jsonl", f"{sound}\n{twice}\n{sound}")):
+        (folder / name).write_text(text)
+        with pytest.raises(CorruptDataError, match=f"the key '{'id' if outer else 'from'}' is given twice"):
+            open_conversations(str(folder / name))
+        found = open_conversations(str(folder / name), ConversationsConfig(on_corrupt="skip"))
+        assert (len(found), len(found.report.faults)) == (2, 1)
+        assert [fault.sample for fault in found.report.faults] == ["1"]
+    for text, message in ((f"[{twice}, ", "is no JSON"), (twice, "holds no list")):
+        (folder / "all.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            open_conversations(str(folder / "all.json"))
+
+
 def test_a_broken_image_always_stops(folder: Path) -> None:
     path = write(folder, [{**SOUND, "image": "bad.png"}])
     with pytest.raises(CorruptDataError, match=r"bad\.png"):

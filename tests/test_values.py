@@ -1,0 +1,90 @@
+"""Strict values: finite tensors, plain values of files, and numbers of other libraries."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mmod
+from mmod.values import check_finite, check_value, from_plain
+
+
+@dataclass
+class Point:
+    name: str
+    place: tuple[int, float] = (0, 0.0)
+
+
+@dataclass
+class Line:
+    points: tuple[Point, ...]
+    end: Point | None = None
+    weights: dict[str, list[float]] = field(default_factory=dict)
+    width: float = 1.0
+
+
+def test_plain_values_become_dataclasses_and_tuples() -> None:
+    values = {
+        "points": [{"name": "a", "place": [1, 0.5]}, {"name": "b"}],
+        "end": {"name": "c"},
+        "weights": {"a": [0.5]},
+    }
+    line = Line((Point("a", (1, 0.5)), Point("b")), Point("c"), {"a": [0.5]})
+    assert from_plain(Line, json.loads(json.dumps(values)), "a line") == line
+    assert from_plain(Line, {"points": [], "end": None}, "a line") == Line(())
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ([1], TypeError, r"a line must be a mapping of names to values, got \[1\]"),
+        ({}, ValueError, "a line needs points"),
+        ({"points": [], "colour": 1}, ValueError, "unknown field of a line colour; valid ones are points, end"),
+        ({"points": [{"place": [1, 2]}]}, ValueError, "a line.points needs name"),
+        ({"points": [{"name": 3}]}, TypeError, "name of a line.points must be a text, got 3"),
+        ({"points": [{"name": "a", "place": [1]}]}, ValueError, "place of a line.points must be 2 values"),
+        ({"points": [], "weights": {"a": [float("nan")]}}, ValueError, "weights of a line must be a mapping"),
+        ({"points": [], "width": 0}, ValueError, "width of a line must be a number above 0, got 0"),
+        ({"points": [], "end": "c"}, TypeError, "end of a line must be a Point or null, got 'c'"),
+    ],
+)
+def test_plain_values_are_strict(values: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        from_plain(Line, values, "a line", width="(0, inf)")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_finite_tensors_are_of_floating_point(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"images must be floating-point numbers, got {dtype}"):
+        check_finite("images", torch.ones(2, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_tensor_with_one_value_that_is_not_finite_is_refused(dtype: torch.dtype, bad: float) -> None:
+    images = torch.zeros(2, 3, dtype=dtype)
+    check_finite("images", images)
+    images[1, 2] = bad
+    with pytest.raises(ValueError, match="images must be finite, got 1 of 6 values that are NaN or infinite"):
+        check_finite("images", images)
+
+
+def test_configs_turn_numbers_of_numpy_into_numbers_that_files_hold() -> None:
+    config = mmod.RoutingConfig(
+        router=mmod.score("random", seed=np.int64(3)), blocks=(*np.arange(1, 3),), capacity=(*np.float32([0.5, 0.25]),)
+    )
+    plain = json.loads(json.dumps(config.to_dict()))
+    assert (plain["blocks"], plain["capacity"], plain["router"]["seed"]) == ([1, 2], [0.5, 0.25], 3)
+    assert mmod.RoutingConfig.from_dict(plain) == config
+    plan = mmod.Plan((*np.arange(2),), (0.5, np.float64(0.5)), np.int32(4))
+    assert json.loads(json.dumps(plan.to_dict()))["depth"] == 4
+
+
+def test_an_integer_too_long_to_be_written_is_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"steps must be an integer in \[0, 10\], got a int too long to be written"):
+        check_value("steps", 10**5000, int, "[0, 10]")
