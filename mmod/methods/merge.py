@@ -20,11 +20,12 @@ from mmod.values import check_fields
 
 @dataclass(frozen=True)
 class Merge(Method):
-    """Merging between attention and MLP: patches are dealt into two sets by turns, and those of the first that are most
+    """Merging between attention and MLP: tokens are dealt into two sets by turns, and those of the first that are most
     like one of the second, by keys averaged over heads, join it.
 
     A merged token is the mean of the tokens it stands for, and attracts as much attention as they would. Prefix tokens
-    take no part.
+    are dealt too, and stay as they are. For a class token, a distillation token or none this is the source's released
+    algorithm; registers are protected like them. A mean over patches weighs each token by its size.
 
     Args:
         r: Tokens that each block merges into others, at most half of the patches: one number, or one for each block.
@@ -133,24 +134,30 @@ def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, T
 
     Args:
         key_BHNE: Keys of the attention (B, H, N, E).
-        prefix: Leading tokens, which stay and take no part.
+        prefix: Leading tokens, which stay and which no token joins.
         merged: Tokens to merge, R.
 
     Returns:
-        Tokens that stay, the prefix, the rest of the first set and the second one (B, N - R), merged ones (B, R), and
-        slots among those that stay (B, R).
+        Tokens that stay (B, N - R): the prefix, the remaining first set and the second one; merged ones (B, R); and
+        their slots among those that stay (B, R). The order decides how the next block deals. The first set keeps its
+        order behind a prefix, and is in order of descending likeness without one, as in the source's code.
     """
     with torch.no_grad():
-        key_BNE = key_BHNE.mean(dim=1)[:, prefix:]
+        key_BNE = key_BHNE.mean(dim=1)
         key_BNE = key_BNE / key_BNE.norm(dim=-1, keepdim=True)
         like_BAC = key_BNE[:, ::2] @ key_BNE[:, 1::2].transpose(1, 2)
+        protected_A, protected_C = prefix - prefix // 2, prefix // 2
+        like_BAC[:, :protected_A] = -torch.inf
+        like_BAC[:, :, :protected_C] = -torch.inf
         best_BA, partner_BA = like_BAC.max(dim=-1)
         order_BA = best_BA.argsort(dim=-1, descending=True, stable=True)
-        gone_BR, rest_BA = order_BA[:, :merged], order_BA[:, merged:].sort(dim=-1).values
-        into_BR = partner_BA.gather(1, gone_BR) + (prefix + rest_BA.shape[1])
-        place_N = torch.arange(key_BHNE.shape[2], device=key_BHNE.device).expand(len(rest_BA), -1)
-        stay_BK = torch.cat([place_N[:, :prefix], 2 * rest_BA + prefix, place_N[:, prefix + 1 :: 2]], dim=1)
-        return stay_BK, 2 * gone_BR + prefix, into_BR
+        gone_BR, left_BA = order_BA[:, :merged], order_BA[:, merged:]
+        if prefix:
+            left_BA = left_BA.sort(dim=-1).values[:, protected_A:]
+        into_BR = partner_BA.gather(1, gone_BR) + (prefix + left_BA.shape[1] - protected_C)
+        place_N = torch.arange(key_BHNE.shape[2], device=key_BHNE.device).expand(len(left_BA), -1)
+        stay_BK = torch.cat([place_N[:, :prefix], 2 * left_BA, place_N[:, 2 * protected_C + 1 :: 2]], dim=1)
+        return stay_BK, 2 * gone_BR, into_BR
 
 
 def _rows(x_BND: Tensor, index_BK: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from mmod.adapters import BlockStack
 from mmod.methods.base import Method, Model, check_blocks
 from mmod.methods.halves import Seen, check_halves
 from mmod.methods.reduction import Grid, Reduction, Restore, pooling, reduce_
-from mmod.ops import class_token_importance, gather_rows
+from mmod.ops import gather_rows
+from mmod.ops.importance import class_token_attention
 from mmod.values import check_fields
 
 
@@ -29,7 +30,8 @@ class Prune(Method):
     Args:
         keep: Share of the tokens left that each block keeps, rounded up.
         blocks: Numbers of the blocks that prune.
-        fuse: Each leaves one token more, the sum of those it drops, each weighed by its attention.
+        fuse: Each leaves one token more, the sum of those it drops, each weighed by its attention. The next pruning
+            block counts it as a patch.
         by: Whose attention counts, averaged over heads: "class_token", the "mean" over all tokens, or "auto", the class
             token where the head reads it and so has taught it.
 
@@ -143,9 +145,10 @@ class _Pruned(Restore):
 
 
 def received(seen: Seen) -> Tensor:
-    """Return the attention that each token receives (B, N), averaged over heads, without a gradient.
+    """Return the attention that each token receives (B, N), averaged over heads.
 
     Args:
-        seen: What the attention compared. The first query counts, or all where their mean was captured.
+        seen: What the attention compared. The first query counts, or all where their mean was captured, which carries
+            no gradient.
     """
-    return class_token_importance(seen.query, seen.key) if seen.importance_BN is None else seen.importance_BN
+    return class_token_attention(seen.query, seen.key) if seen.importance_BN is None else seen.importance_BN

@@ -183,14 +183,21 @@ def class_token_importance(
         >>> class_token_importance(q, 5 * q)
         tensor([[0.9933, 0.0067]])
     """
-    scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
     with torch.no_grad():
-        score_BH1N = (q_BHNE[:, :, :1] * scale) @ _keys(q_BHNE, k_BHNE).transpose(-2, -1)
-        score_BH1N = score_BH1N.to(_accumulator(score_BH1N))
-        if mask is not None:
-            row = mask[..., :1, :] if mask.ndim > 1 else mask
-            score_BH1N = score_BH1N.masked_fill(~row, -torch.inf) if row.dtype == torch.bool else score_BH1N + row
-        return score_BH1N.softmax(dim=-1).mean(dim=1)[:, 0]
+        return class_token_attention(q_BHNE, k_BHNE, mask, scale=scale)
+
+
+def class_token_attention(
+    q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None = None, *, scale: float | None = None
+) -> Tensor:
+    """Return the same as `class_token_importance`, with the gradient of attention."""
+    scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
+    score_BH1N = (q_BHNE[:, :, :1] * scale) @ _keys(q_BHNE, k_BHNE).transpose(-2, -1)
+    score_BH1N = score_BH1N.to(_accumulator(score_BH1N))
+    if mask is not None:
+        row = mask[..., :1, :] if mask.ndim > 1 else mask
+        score_BH1N = score_BH1N.masked_fill(~row, -torch.inf) if row.dtype == torch.bool else score_BH1N + row
+    return score_BH1N.softmax(dim=-1).mean(dim=1)[:, 0]
 
 
 def importance_of_map(attention: Tensor, valid_BN: Tensor | None = None, views: Views | None = None) -> Tensor:

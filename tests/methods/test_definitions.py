@@ -22,7 +22,7 @@ from tests.zoo import make_images, make_model
 def draw(seed: int) -> tuple[Grid, Seen, int]:
     torch.manual_seed(seed)
     numbers = random.Random(seed)
-    images, heads, tokens, prefix = (numbers.randint(*ends) for ends in ((1, 3), (1, 3), (12, 40), (1, 3)))
+    images, heads, tokens, prefix = (numbers.randint(*ends) for ends in ((1, 3), (1, 3), (12, 40), (0, 5)))
     query, key = torch.randn(2, images, heads, tokens, 6, dtype=torch.float64)
     x = torch.randn(images, tokens, 5, dtype=torch.float64)
     size = torch.randint(1, 4, (images, tokens)).double()
@@ -67,16 +67,16 @@ def test_merging(seed: int) -> None:
     step = _Merging(count)(grid, seen, prefix)
     assert step is not None
     (left, places, size), restore = step
-    patches = grid.x_BND.shape[1] - prefix
+    tokens = grid.x_BND.shape[1]
     for image, x in enumerate(grid.x_BND):
-        keys = seen.key[image].mean(dim=0)[prefix:]
-        first, second = range(0, patches, 2), range(1, patches, 2)
+        keys = seen.key[image].mean(dim=0)
+        first, second = ([token for token in range(start, tokens, 2) if token >= prefix] for start in (0, 1))
         like = {a: {b: torch.cosine_similarity(keys[a], keys[b], dim=0).item() for b in second} for a in first}
-        partner = {a: max(own, key=own.__getitem__) for a, own in like.items()}
-        merged = sorted(first, key=lambda a: -like[a][partner[a]])[: min(count, patches // 2)]
-        group = {token: token for token in range(len(x))} | {a + prefix: partner[a] + prefix for a in merged}
-        odd = [b + prefix for b in second]
-        kept = [*range(prefix), *(a + prefix for a in first if a not in merged), *odd]
+        partner = {a: max(alike, key=alike.__getitem__) for a, alike in like.items()}
+        ranked = sorted(first, key=lambda a: -like[a][partner[a]])
+        merged, left_over = ranked[: min(count, (tokens - prefix) // 2)], ranked[min(count, (tokens - prefix) // 2) :]
+        group = {token: token for token in range(tokens)} | {a: partner[a] for a in merged}
+        kept = [*range(prefix), *(sorted(left_over) if prefix else left_over), *second]
         assert places[image].tolist() == kept
         back = restore(left)[image]
         for slot, token in enumerate(kept):

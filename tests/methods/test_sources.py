@@ -1,0 +1,139 @@
+"""Merging and pruning against their sources' algorithms on whole models, one image at a time in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmod.methods import Merge, Prune
+from tests.zoo import make_images, make_model
+
+Rows = list[Tensor]
+# What happens between attention and MLP of a block, given its number, tokens, their sizes, and each head's queries and
+# keys. It returns tokens and sizes.
+Step = Callable[[int, Rows, list[int], Tensor, Tensor], tuple[Rows, list[int]]]
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "class-token": ("vit_tiny_patch16_224", {}),
+    "class-token-mean": ("vit_tiny_patch16_224", {"global_pool": "avg"}),
+    "distilled": ("deit_tiny_distilled_patch16_224", {}),
+    "layer-scale": ("deit3_small_patch16_224", {}),
+    "no-class-token": ("vit_medium_patch16_gap_240", {}),
+    "registers": ("vit_small_patch14_reg4_dinov2", {}),
+    "registers-alone": ("vit_little_patch16_reg4_gap_256", {}),
+}
+
+
+def attention(block: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the update of attention to tokens of some sizes, and each head's queries and keys (H, N, E)."""
+    attn, (tokens, dim) = block.attn, x.shape
+    qkv = attn.qkv(block.norm1(x)).reshape(tokens, 3, attn.num_heads, dim // attn.num_heads)
+    query, key, value = qkv.permute(1, 2, 0, 3)
+    logits = query @ key.transpose(1, 2) / math.sqrt(key.shape[-1]) + torch.tensor(sizes, dtype=x.dtype).log()
+    mixed = (logits.softmax(dim=-1) @ value).transpose(0, 1).reshape(tokens, dim)
+    return block.ls1(attn.proj(mixed)), query, key
+
+
+def logits(model: Any, image: Tensor, step: Step) -> Tensor:
+    """Return a model's answer to an image where tokens change between attention and MLP."""
+    x = list(model.norm_pre(model._pos_embed(model.patch_embed(image[None])))[0])
+    sizes = [1] * len(x)
+    for number, block in enumerate(model.blocks):
+        tokens = torch.stack(x)
+        update, query, key = attention(block, tokens, sizes)
+        x, sizes = step(number, list(tokens + update), sizes, query, key)
+        tokens = torch.stack(x)
+        x = list(tokens + block.ls2(block.mlp(block.norm2(tokens))))
+    y, weight = model.norm(torch.stack(x)), torch.tensor(sizes, dtype=image.dtype)
+    prefix = model.num_prefix_tokens
+    if hasattr(model, "head_dist"):
+        return (model.head(y[0]) + model.head_dist(y[1])) / 2
+    pooled = weight[prefix:] @ y[prefix:] / weight[prefix:].sum() if model.global_pool == "avg" else y[0]
+    return model.head(model.fc_norm(pooled))
+
+
+def merging(counts: list[int], prefix: int) -> Step:
+    """Return the step of bipartite soft matching: tokens at even places, prefix too, propose to those at odd ones."""
+
+    def step(number: int, x: Rows, sizes: list[int], query: Tensor, key: Tensor) -> tuple[Rows, list[int]]:
+        count = min(counts[number], (len(x) - prefix) // 2)
+        if not count:
+            return x, sizes
+        metric = key.mean(dim=0)
+        first, second = list(range(0, len(x), 2)), list(range(1, len(x), 2))
+        best = {}
+        for a in first:
+            alike = {
+                b: -math.inf
+                if a < prefix or b < prefix
+                else torch.cosine_similarity(metric[a], metric[b], dim=0).item()
+                for b in second
+            }
+            best[a] = max((value, -b) for b, value in alike.items())
+        ranked = sorted(first, key=lambda a: best[a][0], reverse=True)
+        unmerged = sorted(ranked[count:]) if prefix else ranked[count:]
+        total = {token: (sizes[token] * x[token], sizes[token]) for token in range(len(x))}
+        for a in ranked[:count]:
+            b = -best[a][1]
+            total[b] = total[b][0] + total[a][0], total[b][1] + total[a][1]
+        # The protected tokens come first.
+        order = [*range(prefix), *(token for token in [*unmerged, *second] if token >= prefix)]
+        return [total[token][0] / total[token][1] for token in order], [total[token][1] for token in order]
+
+    return step
+
+
+def pruning(blocks: tuple[int, ...], keep: float, fuse: bool, prefix: int) -> Step:
+    """Return the step of pruning by the class token's attention, with the others fused to one."""
+
+    def step(number: int, x: Rows, sizes: list[int], query: Tensor, key: Tensor) -> tuple[Rows, list[int]]:
+        if number not in blocks:
+            return x, sizes
+        products = torch.einsum("he,hne->hn", query[:, 0], key)
+        score = (products / math.sqrt(key.shape[-1])).softmax(dim=-1).mean(dim=0)
+        ranked = sorted(range(prefix, len(x)), key=lambda token: -score[token].item())
+        kept, dropped = ranked[: math.ceil(keep * len(ranked))], ranked[math.ceil(keep * len(ranked)) :]
+        fused = [torch.stack([score[token] * x[token] for token in dropped]).sum(dim=0)] if fuse else []
+        left = [*x[:prefix], *(x[token] for token in kept), *fused]
+        return left, [1] * len(left)
+
+    return step
+
+
+def check(model: Any, changed: Any, images: Tensor, step: Step) -> None:
+    """Compare answers, and gradients of all weights."""
+    expected, answers = torch.stack([logits(model, image, step) for image in images]), changed(images)
+    torch.testing.assert_close(answers, expected, rtol=0, atol=1e-10)
+    for values in (expected, answers):
+        values.square().sum().backward()
+    gradients = {name: weight.grad for name, weight in changed.named_parameters()}
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(
+            gradients[name], weight.grad, rtol=1e-8, atol=1e-8, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("r", [1, 3, 100, (4, 0, 1, 2)])
+def test_merging_is_bipartite_soft_matching(case: str, r: int | tuple[int, ...]) -> None:
+    name, changes = MODELS[case]
+    model, images = make_model(name, **changes).double(), make_images(name, 2).double()
+    counts = list(r) if isinstance(r, tuple) else [r] * len(model.blocks)
+    merged = Merge(r).apply_(copy.deepcopy(model))
+    check(model, merged, images, merging(counts, model.num_prefix_tokens))
+
+
+@pytest.mark.parametrize("case", ["class-token", "distilled", "layer-scale", "registers"])
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("keep", [0.5, 0.7])
+def test_pruning_keeps_what_the_class_token_attends_to(case: str, fuse: bool, keep: float) -> None:
+    name, changes = MODELS[case]
+    model, images = make_model(name, **changes).double(), make_images(name, 2).double()
+    pruned = Prune(keep, (0, 2), fuse).apply_(copy.deepcopy(model))
+    check(model, pruned, images, pruning((0, 2), keep, fuse, model.num_prefix_tokens))
