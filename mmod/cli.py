@@ -6,38 +6,70 @@ import importlib
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
 
-from mmod.io.configs import find_config
+from mmod.io.configs import existing_config, find_config
 from mmod.training.engine.command import one_line_errors
 
 __all__ = ["COMMANDS", "main"]
 
+
+class Command(NamedTuple):
+    """What a command runs.
+
+    Attributes:
+        module: The module whose `main` runs it.
+        purpose: What it does.
+        example: A config that it takes, and options that go with it; empty for commands without a config.
+    """
+
+    module: str
+    purpose: str
+    example: str = ""
+
+
+_WEIGHTS = "digits/dense --model.checkpoint runs/digits/dense"
 COMMANDS = {
-    "tradeoff CONFIG": ("mmod.training.studies.command", "accuracy against FLOPs, time and memory, with controls"),
-    "train image CONFIG": ("mmod.training.image.command", "train an image classifier"),
-    "train pairs CONFIG": ("mmod.training.pairs.command", "train a CLIP model on image-text pairs"),
-    "train chat CONFIG": ("mmod.training.chat.command", "fine-tune a vision-language model on conversations"),
-    "train text CONFIG": ("mmod.training.text.command", "train a causal language model on text, byte by byte"),
-    "train open-clip [ROUTING] -- ARGUMENTS": (
-        "mmod.training.pairs.open_clip_program",
-        "run open_clip's own training program on a routed model",
+    "tradeoff CONFIG": Command(
+        "mmod.training.studies.command", "accuracy against FLOPs, time and memory, with controls", "digits"
     ),
-    "isoflop CONFIG": (
+    "train image CONFIG": Command("mmod.training.image.command", "train an image classifier", "digits/dense"),
+    "train pairs CONFIG": Command(
+        "mmod.training.pairs.command", "train a CLIP model on image-text pairs", "clip/scenes"
+    ),
+    "train chat CONFIG": Command(
+        "mmod.training.chat.command", "fine-tune a vision-language model on conversations", "vlm/tiny-llava"
+    ),
+    "train text CONFIG": Command(
+        "mmod.training.text.command", "train a causal language model on text, byte by byte", "text/mod"
+    ),
+    "train open-clip [ROUTING] -- ARGUMENTS": Command(
+        "mmod.training.pairs.open_clip_program", "run open_clip's own training program on a routed model"
+    ),
+    "isoflop CONFIG": Command(
         "mmod.training.isoflop.command",
         "language models of several sizes, dense and routed, at equal FLOPs of training",
+        "isoflop/text",
     ),
-    "evaluate CONFIG": ("mmod.training.studies.assess", "accuracy and cost of an image classifier as it is"),
-    "audit CONFIG_OR_RUN": (
+    "evaluate CONFIG": Command(
+        "mmod.training.studies.assess", "accuracy and cost of an image classifier as it is", _WEIGHTS
+    ),
+    "audit CONFIG_OR_RUN": Command(
         "mmod.training.audits.command",
         "what the routers of a trained model learned, by counterfactuals",
+        "digits/a-mod --model.checkpoint runs/digits/a-mod",
     ),
-    "plan CONFIG": ("mmod.training.studies.plan", "which tokens may miss which operator, searched without training"),
-    "report FOLDER...": ("mmod.report.command", "one page of what studies and audits found, for a browser"),
-    "benchmark MODE": ("mmod.benchmarks.command", "time models, ops, generation, drafts, or a suite of them"),
-    "data COMMAND": ("mmod.data.commands", "build an embedded set, convert a table of pairs, check conversations"),
-    "configs [NAME]": ("mmod.io.configs", "list the configs that come with mmod, or print one"),
+    "plan CONFIG": Command(
+        "mmod.training.studies.plan", "which tokens may miss which operator, searched without training", _WEIGHTS
+    ),
+    "report FOLDER...": Command("mmod.report.command", "one page of what studies and audits found, for a browser"),
+    "benchmark MODE": Command("mmod.benchmarks.command", "time models, ops, generation, drafts, or a suite of them"),
+    "data COMMAND": Command(
+        "mmod.data.commands", "build an embedded set, convert a table of pairs, check conversations"
+    ),
+    "configs [NAME]": Command("mmod.io.configs", "list the configs that come with mmod, or print one"),
 }
-"""Each command to the module whose `main` runs it, and what it does."""
 # Those that end with a page of what they found; their `main` returns its folder.
 _REPORTED = ("tradeoff CONFIG", "audit CONFIG_OR_RUN")
 
@@ -82,9 +114,26 @@ def run(command: str, arguments: Sequence[str]) -> None:
         SystemExit: With code 2 where the command line does not fit, 1 where the command refuses something.
     """
     with one_line_errors():
-        folder = importlib.import_module(COMMANDS[command][0]).main(list(arguments))
+        _check_config(command, arguments)
+        folder = importlib.import_module(COMMANDS[command].module).main(list(arguments))
         if command in _REPORTED:
             importlib.import_module("mmod.report.command").report_on(folder)
+
+
+def _check_config(command: str, arguments: Sequence[str]) -> None:
+    """Refuse a command line whose config is missing or not there, before the command's modules are imported."""
+    if not COMMANDS[command].example:
+        return
+    if not arguments:
+        name = " ".join(["mmod", *_words(command)])
+        sys.stderr.write(
+            f"error: {command.split()[-1]} is missing, for example `{name} {COMMANDS[command].example}`; "
+            f"`mmod configs` lists the configs, `{name} --help` their keys\n"
+        )
+        sys.exit(2)
+    # A folder may be that of a run.
+    if not arguments[0].startswith("-") and not Path(arguments[0]).is_dir():
+        existing_config(arguments[0])
 
 
 def _words(command: str) -> list[str]:
@@ -92,7 +141,7 @@ def _words(command: str) -> list[str]:
 
 
 def _usage(commands: Iterable[str]) -> str:
-    lines = [f"  mmod {command:<40}{COMMANDS[command][1]}" for command in commands]
+    lines = [f"  mmod {command:<40}{COMMANDS[command].purpose}" for command in commands]
     return "\n".join(
         [
             "usage: mmod COMMAND [--key value] | mmod --help | mmod --version",

@@ -11,9 +11,57 @@ import pytest
 
 from mmod.cli import COMMANDS, main
 from mmod.extras import EXTRAS
-from mmod.io.configs import config_names, find_config
+from mmod.io.configs import config_names, existing_config, find_config
 from tests.scripts import ROOT, run_script
 from tests.test_architecture import MISSING
+
+CONFIGURED = [command for command in COMMANDS if COMMANDS[command].example]
+LEAN = """
+import sys
+from mmod.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    print(end.code if isinstance(end.code, str) else "", file=sys.stderr)
+print("torch" in sys.modules)
+"""
+
+
+def words_of(command: str) -> list[str]:
+    return [word for word in command.split() if word.islower()]
+
+
+def run_lean(*words: str) -> tuple[list[str], str]:
+    """Return the lines that a command printed and what it said on stderr, after checking that it left torch alone."""
+    done = subprocess.run([sys.executable, "-c", LEAN, *words], capture_output=True, text=True, check=True, cwd=ROOT)
+    *lines, torch = done.stdout.splitlines()
+    assert torch == "False"
+    return lines, done.stderr.strip()
+
+
+@pytest.mark.parametrize("command", CONFIGURED)
+def test_a_missing_config_is_named_with_an_example(command: str) -> None:
+    name = " ".join(["mmod", *words_of(command)])
+    _, said = run_lean(*words_of(command))
+    assert f"error: {command.split()[-1]} is missing, for example `{name} {COMMANDS[command].example}`" in said
+    assert f"`{name} --help`" in said
+    assert find_config(COMMANDS[command].example.split()[0]).is_file()
+
+
+def test_options_without_a_config_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "image", "--epochs", "3"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.strip().endswith("required: output, model.name; name a CONFIG that has them before the options")
+
+
+@pytest.mark.parametrize("command", CONFIGURED)
+def test_an_unknown_config_is_refused_and_help_is_shown_without_torch(command: str) -> None:
+    _, said = run_lean(*words_of(command), "digits/dens")
+    assert said.startswith("error: no config file at 'digits/dens'; near ones: digits/dense, ")
+    shown, _ = run_lean(*words_of(command), "--help")
+    assert any("--output" in line for line in shown)
 
 
 def test_help_and_version_import_nothing_heavy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +91,7 @@ def test_what_is_no_command_is_refused(words: list[str], said: str, capsys: pyte
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_a_function_with_arguments(command: str) -> None:
-    assert callable(importlib.import_module(COMMANDS[command][0]).main)
+    assert callable(importlib.import_module(COMMANDS[command].module).main)
 
 
 def test_commands_show_their_own_help() -> None:
@@ -55,9 +103,16 @@ def test_commands_show_their_own_help() -> None:
 def test_errors_are_one_line() -> None:
     done = run_script("-m mmod", "tradeoff", "digits-smalest")
     assert done.returncode != 0
-    assert "error: no config file at 'digits-smalest'; near ones: tradeoff/digits-smallest" in done.stderr
+    assert "error: no config file at 'digits-smalest'; near ones: digits-smallest" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert "`mmod configs` lists the known ones" in run_script("-m mmod", "configs", "zzz").stderr
+
+
+@pytest.mark.parametrize("name", ["digts", "tradeoff/digts", "configs/tradeoff/digts.yaml", "configs/tradeoff/digts"])
+def test_near_names_are_in_the_form_of_the_unknown_one(name: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"near ones: (tradeoff/)?digits") as refusal:
+        existing_config(name)
+    assert ("tradeoff/" in str(refusal.value).partition(";")[2]) == ("/" in name)
 
 
 def test_configs_are_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

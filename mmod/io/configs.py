@@ -58,7 +58,10 @@ def existing_config(path: str | Path) -> Path:
     """
     found = find_config(path)
     if not found.is_file():
-        hint = "" if found.suffix else f"; {near_names(found.as_posix(), config_names(), '`mmod configs`')}"
+        own = found.parts[:1] == ("configs",)
+        name = Path(*found.parts[own:]).with_suffix("").as_posix()
+        known = [full if "/" in name else full.rpartition("/")[2] for full in config_names()]
+        hint = "" if found.suffix and not own else f"; {near_names(name, known, '`mmod configs`')}"
         raise FileNotFoundError(f"no config file at {str(found)!r}{hint}")
     return found
 

@@ -16,7 +16,8 @@ from mmod.planning.presets import preset
 from mmod.values import Limit, check_fields
 
 if TYPE_CHECKING:
-    from mmod.methods import Method
+    # By way of the package, which what reads the types of fields imports without torch.
+    from mmod import methods
 
 __all__ = [
     "TeacherConfig",
@@ -277,7 +278,7 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
     return RoutingConfig.from_dict(fields) if name is None else preset(name, **fields)
 
 
-def resolve_method(fields: Mapping[str, Any] | None) -> Method | None:
+def resolve_method(fields: Mapping[str, Any] | None) -> methods.Method | None:
     """Make a method from its kind and fields; None for none.
 
     Args:
@@ -364,7 +365,7 @@ class LoopConfig(RunConfig):
         """Return the arguments of `mmod.route_`, presets resolved; empty for a dense model."""
         raise NotImplementedError
 
-    def method_config(self) -> Method | None:
+    def method_config(self) -> methods.Method | None:
         """Return by what other way than routing the model spends less; None for none."""
         return None
 

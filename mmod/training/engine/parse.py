@@ -102,7 +102,12 @@ def _parse(parser: jsonargparse.ArgumentParser, arguments: list[str], kind: type
         arguments = ["--config", str(find_config(arguments[0])), *arguments[1:]]
     names = (word.split("=")[0] for word in arguments if word.startswith("--"))
     _check_options((name[2:] for name in names if name not in _PARSER_OPTIONS), kind)
-    return _instantiate(parser, lambda: parser.parse_args(arguments), kind)
+    try:
+        return _instantiate(parser, lambda: parser.parse_args(arguments), kind)
+    except ValueError as error:
+        if "are required" in str(error) and not any(word.split("=")[0] == "--config" for word in arguments):
+            raise ValueError(f"{error}; name a CONFIG that has them before the options") from error
+        raise
 
 
 def _instantiate(

@@ -14,7 +14,8 @@ from mmod.training.engine import config as engine
 from mmod.values import check_fields
 
 if TYPE_CHECKING:
-    from mmod.methods import Method
+    # By way of the package, which what reads the types of fields imports without torch.
+    from mmod import methods
 
 __all__ = [
     "CapacityScheduleConfig",
@@ -346,7 +347,7 @@ class TrainConfig(engine.LoopConfig):
         routing = self.routing_config()
         return {} if routing is None else {"config": routing}
 
-    def method_config(self) -> Method | None:
+    def method_config(self) -> methods.Method | None:
         """Return the method that this run trains; None for none."""
         return engine.resolve_method(self.method)
 

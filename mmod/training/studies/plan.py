@@ -18,7 +18,8 @@ from mmod.training.studies.config import PlanOptions
 from mmod.values import one_of
 
 if TYPE_CHECKING:
-    from mmod import PlanSearch
+    # By way of the package, which what reads the types of fields imports without torch.
+    import mmod
 
 __all__ = ["ChatPlanConfig", "ImagePlanConfig", "main", "search_for", "search_run"]
 
@@ -55,7 +56,7 @@ _KINDS: dict[str, type[ImagePlanConfig] | type[ChatPlanConfig]] = {
 }
 
 
-def search_run(config: ImagePlanConfig | ChatPlanConfig) -> PlanSearch:
+def search_run(config: ImagePlanConfig | ChatPlanConfig) -> mmod.PlanSearch:
     """Search a plan for the model that a run would start from, and write what was found into its folder `plan`.
 
     Args:
@@ -68,7 +69,7 @@ def search_run(config: ImagePlanConfig | ChatPlanConfig) -> PlanSearch:
     return search_for(config, config.plan, Path(config.output) / "plan")
 
 
-def search_for(config: TrainConfig | ChatConfig, options: PlanOptions, folder: Path) -> PlanSearch:
+def search_for(config: TrainConfig | ChatConfig, options: PlanOptions, folder: Path) -> mmod.PlanSearch:
     """Search a plan for the model that a run would start from, and write what was found.
 
     Scores are kept batch by batch in `scores.json`, so that the search goes on where it stopped and another budget

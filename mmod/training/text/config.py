@@ -10,7 +10,8 @@ from mmod.data.config import TextConfig
 from mmod.training.engine.config import LoopConfig, StartConfig, resolve_method, resolve_routing
 
 if TYPE_CHECKING:
-    from mmod.methods import Method
+    # By way of the package, which what reads the types of fields imports without torch.
+    from mmod import methods
 
 __all__ = ["BYTES", "ModelConfig", "TrainConfig"]
 
@@ -86,7 +87,7 @@ class TrainConfig(LoopConfig):
         known = {"depth": depth} if "preset" in self.routing and depth is not None else {}
         return {"language": resolve_routing({**known, **self.routing})}
 
-    def method_config(self) -> Method | None:
+    def method_config(self) -> methods.Method | None:
         """Return the method that this run trains; None for none."""
         return resolve_method(self.method)
 
