@@ -41,8 +41,8 @@ def flops(
     `torch.utils.flop_counter`, which is told what it lacks: products of matrices and vectors, as a router's.
 
     Importance counts as one more product of queries and keys in each block that computes it, which is what runs on a
-    GPU, in training and compiled. Inference in fp32 on a CPU takes it from attention's own probabilities: there,
-    `report.importance` of the FLOPs are not spent.
+    GPU and in other types than fp32. Plain attention in fp32 on a CPU shares its probabilities with it: there,
+    `report.importance` of the FLOPs are not spent, but for the one query that "class_token" reads.
 
     Where whole images are kept or skipped, counts are means over images, and memory is that of an image that is kept.
 
@@ -100,7 +100,7 @@ def flops(
 
 def _row(name: str, block: nn.Module, dense: _Count, routed: _Count, images: float | None) -> BlockFlops:
     total, router = routed.flops[name], routed.flops[f"{name}.router"]
-    importance = 0 if isinstance(block, RoutedBlock) else total - dense.flops[name]
+    importance = _importance(name, block, dense, routed)
     tokens = dense.tokens[name]
     kept = routed.kept.get(name, tokens)
     if images is not None:
@@ -110,6 +110,17 @@ def _row(name: str, block: nn.Module, dense: _Count, routed: _Count, images: flo
         missed = total - router if branch is None else routed.flops[f"{name}.{branch}"]
         total, kept = total - round((1 - images) * missed), int(images * kept)
     return BlockFlops(name, tokens, kept, dense.flops[name], total, router, importance)
+
+
+def _importance(name: str, block: nn.Module, dense: _Count, routed: _Count) -> int:
+    """Return what a block spends on importance: a dense one beside its products, a routed one in its own attention."""
+    if not isinstance(block, RoutedBlock):
+        return routed.flops[name] - dense.flops[name]
+    if not block.mod_state.observes:
+        return 0
+    # It observes before it decides, so that attention runs on all tokens, as in the dense model.
+    attention = f"{name}.{block.mod_state.call.operators['attention']}"
+    return routed.flops[attention] - dense.flops[attention]
 
 
 class _ToMeta(TorchFunctionMode):

@@ -79,11 +79,37 @@ def test_attention_written_out_is_counted_too() -> None:
     assert flops(model, side).dense == counted(model, side) == flops(make("vit")[0], side).dense
 
 
-def test_shared_probabilities_spend_no_importance_flops() -> None:
-    model, side = make("vit")
-    report = flops(mmod.route_(model), side)
+CONFIGS: dict[str, dict[str, object]] = {
+    "every-other": {},
+    "late": {"blocks": "late"},
+    "mean": {"importance": "mean"},
+    "class-token": {"importance": "class_token"},
+    "all": {"context": "all"},
+    "attention": {"operator": "attention"},
+    "mlp": {"operator": "mlp"},
+    "mixed": {"blocks": (1, 3, 5), "operator": ("block", "mlp", "attention"), "context": ("all", "kept", "all")},
+    "follow": {"skipped": "follow"},
+    "merge": {"skipped": "merge"},
+    "observes": {"skipped": "merge", "enter_at": "mlp"},
+    "observes-once": {"skipped": "merge", "enter_at": "mlp", "blocks": "late"},
+    "observes-class-token": {"skipped": "merge", "enter_at": "mlp", "importance": "class_token"},
+}
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+@pytest.mark.parametrize("case", ["vit", "deit-distilled", "registers"])
+def test_importance_is_what_shared_probabilities_save(case: str, method: str) -> None:
+    """Attention in fp64 computes the map once more for importance; in fp32 on a CPU it shares its own."""
+    name, side, changes = MODELS[case]
+    model = timm.create_model(name, **{**changes, "img_size": side, "depth": 6, "num_classes": 10}).eval()
+    mmod.route_(model, mmod.RoutingConfig(capacity=0.5, **CONFIGS[method]))
+    report, image = flops(model, side), torch.rand(1, 3, side, side)
     with torch.no_grad():
-        assert counted(model, side) == report.routed - report.importance
+        shared, twice = counted(model, side, image), counted(model.double(), side, image.double())
+    assert report.routed == pytest.approx(twice, rel=0.001)
+    saved = 0 if "class_token" in CONFIGS[method].values() else report.importance
+    assert report.routed - saved == pytest.approx(shared, rel=0.001)
+    assert report.importance > 0
 
 
 def test_a_block_by_hand() -> None:

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mmod
 from mmod.analysis.prefill import prefill_flops
 from tests.adapters.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
+from tests.counting import flop_counter
 
 CONFIGS = {
     "linear": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=(0.5, 0.25), blocks=(1, 2)),
@@ -45,6 +46,27 @@ def test_counts_equal_those_of_torch(name: str, method: str) -> None:
         assert layer is model.get_submodule(row.name)
     assert report.cache_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert str(report).splitlines()[-1].startswith(f"a prompt of {tokens} tokens, {images} of images")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("importance", ["mean", "last_token"])
+def test_importance_is_counted_where_it_is_spent(importance: str) -> None:
+    """Attention in fp64 shares no probabilities with importance; in fp32 on a CPU only the last token's are spent."""
+    config = mmod.RoutingConfig(importance=importance, blocks=(1, 3))
+    model: Any = mmod.route_(make_joint("llava", attention="sdpa"), language=config)
+    batch = prompt("llava", (2,))
+    images, tokens = int((batch["input_ids"] == IMAGE).sum()), batch["input_ids"].shape[1]
+    for saves in (importance == "mean", False):
+        report = prefill_flops(model, tokens - images, [images // 2] * 2)
+        with flop_counter() as counter:
+            model(**batch, logits_to_keep=1)
+        counts = counter.get_flop_counts()
+        for row in report.blocks:
+            counted = sum(counts[f"{type(model).__name__}.{row.name}"].values())
+            assert row.routed - saves * row.importance == counted, row.name
+        assert [row.importance > 0 for row in report.blocks] == [True, False, True, False]
+        model.double()
+        batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
 def test_cache_share_is_the_kept_share() -> None:
