@@ -54,9 +54,9 @@ def flops(
             as a ResNet, is counted as a whole.
         input_size: Channels, height and width of the image; one number means a square image of three channels. Or
             the model's arguments by name, to count that call: `{"text": ids}` is the text tower of a CLIP model.
-        kept: For threshold routing, whose cost follows from the data: the share of tokens kept in (0, 1], one for
+        kept: For threshold routing, whose cost follows from the data: the share of tokens kept in [0, 1], one for
             all routed blocks, by module name, or a trace of a pass over representative images. Counts are rounded
-            down to whole tokens. Of blocks that keep whole images it is the share of images, which may be 0.
+            down to whole tokens. Of blocks that keep whole images it is the share of images.
 
     Returns:
         Counts per block and in all.
@@ -151,7 +151,8 @@ def _meta_copy(model: nn.Module) -> nn.Module:
 def _fix_thresholds(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> dict[str, float]:
     """Turn threshold routing into top-k of the share of tokens it is said to keep.
 
-    Blocks that keep whole images run all of them instead, and the shares that are kept are returned.
+    Blocks that keep whole images run all of them instead, and those that keep nothing run one token. The shares that
+    such blocks keep are returned.
     """
     whole: dict[str, float] = {}
     by_threshold = {
@@ -174,14 +175,15 @@ def _fix_thresholds(model: nn.Module, kept: float | Mapping[str, float] | Trace 
         raise ValueError(f"kept names no share for {', '.join(missing)}; it names {', '.join(shares)}")
     for name, block in by_threshold.items():
         share, router = float(shares[name]), block.router
-        if router.config.router.whole and 0 <= share <= 1:
+        if not 0 <= share <= 1:
+            raise ValueError(f"the kept share of {name} must be in [0, 1], got {share}")
+        if router.config.router.whole or not share:
             whole[name] = share
+        if router.config.router.whole:
             # Training runs all tokens at such a gate.
             router.config = router.config.replace(gate="step")
             router.train()
             continue
-        if not 0 < share <= 1:
-            raise ValueError(f"the kept share of {name} must be in (0, 1], got {share}")
         router.config = router.config.replace(select="topk")
         # A share is a count over N in most traces; the nearest simple fraction gives that count back exactly.
         router.capacity = Fraction(share).limit_denominator(10_000)

@@ -189,10 +189,12 @@ class Router(nn.Module):
         elif self.config.router.whole:
             level_B = self.config.router.squashed(score_BN.detach(), valid_BN)[:, 0]
             image_S, index_BK, valid_BK = select_images(level_B, select.threshold, score_BN.shape[1])
-            gate_BK = apply_gate(score_BN[:, : index_BK.shape[1]], gate.name, gate.scale)
-            if index_BK.shape[1] and not image_S.shape[0]:
-                # One runs at a weight of 0, which gives each parameter a gradient: hosts take no batch of none.
-                image_S, gate_BK = image_S.new_zeros(1), torch.zeros_like(score_BN)
+            if index_BK.shape[1]:
+                gate_BK = apply_gate(score_BN, gate.name, gate.scale)
+                if not image_S.shape[0]:
+                    # One runs at a weight of 0, which gives each parameter a gradient: hosts take no batch of none.
+                    image_S = image_S.new_zeros(1)
+                    gate_BK = torch.zeros_like(score_BN) if gate_BK is None else 0 * gate_BK
         else:
             index_BK, valid_BK, total = select_threshold(
                 self.config.router.squashed(score_BN.detach(), valid_BN),

@@ -155,7 +155,7 @@ def test_threshold_needs_what_was_kept() -> None:
         flops(model, side)
     with pytest.raises(ValueError, match=r"names no share for blocks\.11"):
         flops(model, side, kept={"blocks.1": 0.5})
-    with pytest.raises(ValueError, match=r"must be in \(0, 1\], got 2"):
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\], got 2"):
         flops(model, side, kept=2.0)
     image = torch.rand(1, 3, side, side)
     with trace(model) as decisions, torch.no_grad():
@@ -165,6 +165,20 @@ def test_threshold_needs_what_was_kept() -> None:
     assert {row.name: row.kept for row in traced.blocks if row.name in slots} == slots
     assert traced.routed == counted(model, side, image)
     assert flops(model, side, kept=0.5).blocks[1].kept == 8
+
+
+@pytest.mark.parametrize("operator", ["block", "mlp"])
+def test_blocks_that_keep_nothing_cost_their_router_alone(operator: str) -> None:
+    model, side = make("vit")
+    config = mmod.RoutingConfig(
+        router=mmod.score("linear", init_std=0.0), select=mmod.Threshold(2.0), operator=operator, protect_prefix=False
+    )
+    mmod.route_(model, config)
+    with torch.no_grad(), trace(model) as decisions:
+        counted_flops = counted(model, side)
+    report = flops(model, side, kept=decisions)
+    assert report.blocks[1].kept == 0
+    assert report.routed == counted_flops + sum(row.router for row in report.blocks)
 
 
 def test_errors_name_what_is_wrong() -> None:

@@ -37,6 +37,13 @@ def test_every_parameter_of_a_starved_vit_has_a_gradient(name: str, context: str
     check_starved(model, make_images(name, 2), model.blocks)
 
 
+@pytest.mark.parametrize("gate", ["linear", "sigmoid", "tanh"])
+def test_where_no_image_is_kept_any_gate_runs(gate: str) -> None:
+    score = mmod.score("linear", per="sequence", init_std=0.3)
+    model = mmod.route_(make_model(NAME, depth=2), NONE.replace(router=score, gate=gate)).train()
+    check_starved(model, make_images(NAME, 2), model.blocks)
+
+
 @pytest.mark.parametrize("gate_on", ["update", "branches"])
 def test_every_parameter_of_a_starved_language_model_has_a_gradient(gate_on: str) -> None:
     model = mmod.route_(make_language("llama"), NONE.replace(gate_on=gate_on)).train()
