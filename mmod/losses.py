@@ -13,6 +13,7 @@ from mmod.blocks import RoutedBlock, StandingModule
 from mmod.config import LOSSES, register_loss
 from mmod.model import is_routed, routed_blocks
 from mmod.routing import Router, Routing, apply_gate, select_topk, select_within
+from mmod.values import check_module
 
 
 @register_loss("membership")
@@ -138,6 +139,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         >>> mmod.auxiliary_loss(model).requires_grad
         True
     """
+    check_module(model)
     own = [module.auxiliary_loss() for module in model.modules() if isinstance(module, StandingModule)]
     terms = [term for term in own if term is not None]
     blocks = {} if terms and not is_routed(model) else routed_blocks(model)

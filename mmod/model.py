@@ -26,6 +26,7 @@ from mmod.blocks import (
 from mmod.config import Plan, RoutingConfig, rational
 from mmod.prepare import check_budget, prepare
 from mmod.routing import Router, share_score, unshare_score
+from mmod.values import check_module
 
 Model = TypeVar("Model", bound=nn.Module)
 HowToRoute = RoutingConfig | Plan | None
@@ -39,7 +40,7 @@ def route_(model: Model, config: RoutingConfig | Plan | None = None, **parts: Ro
 
     Args:
         model: A model of a supported library, not yet wrapped or compiled; peft may wrap it before or afterwards.
-        config: How to route every part of the model, or a plan, which `RoutingConfig.from_plan` completes. None means
+        config: How to route every part of the model, or a plan, see `RoutingConfig.from_plan`. None means
             `RoutingConfig()`, attention routing at capacity 0.5 in every other block, unless parts are named.
         parts: How to route single parts, by name, instead of `config`: `image` and `text` of a CLIP model; None leaves
             a part dense. With no `config`, parts that are not named stay dense.
@@ -199,6 +200,7 @@ def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
     Raises:
         ValueError: Nothing in it is routed.
     """
+    check_module(model)
     found = {name: module for name, module in model.named_modules() if isinstance(module, RoutedBlock)}
     if not found:
         raise ValueError(f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first")
@@ -321,6 +323,7 @@ def is_routed(model: nn.Module) -> bool:
     Args:
         model: Any model.
     """
+    check_module(model)
     return any(isinstance(module, RoutedBlock) for module in model.modules())
 
 

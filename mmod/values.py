@@ -20,6 +20,7 @@ __all__ = [
     "check_distinct",
     "check_fields",
     "check_finite",
+    "check_module",
     "check_value",
     "describe",
     "from_plain",
@@ -30,6 +31,7 @@ __all__ = [
 Made = TypeVar("Made")
 
 _NAMES: dict[Any, str] = {
+    Mapping: "a mapping of names to values",
     bool: "true or false",
     int: "an integer",
     float: "a number",
@@ -148,6 +150,18 @@ def check_finite(name: str, values: Tensor) -> None:
     bad = values.numel() - int(values.isfinite().sum())
     if bad:
         raise ValueError(f"{name} must be finite, got {bad} of {values.numel()} values that are NaN or infinite")
+
+
+def check_module(model: object) -> None:
+    """Raise a TypeError unless a model is a `torch.nn.Module`, and no name of one.
+
+    Args:
+        model: What stands where a model is expected.
+    """
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {_brief(model)}")
 
 
 def from_plain(kind: type[Made], values: object, name: str, **limits: Limit) -> Made:

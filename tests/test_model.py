@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import timm
@@ -10,6 +12,7 @@ import torch
 
 import mmod
 from mmod import Plan, RoutingConfig
+from mmod.methods.base import undo_
 from tests.zoo import make_images, make_model
 
 NAME = "test_vit"
@@ -127,10 +130,24 @@ class TestRoute:
     def test_models_of_no_supported_library(self) -> None:
         with pytest.raises(ValueError, match=r"cannot route a torch.nn.modules.linear.Linear: supported are models of"):
             mmod.route_(torch.nn.Linear(2, 2))
-        with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got str"):
+        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got 'deit_small_patch16_224'"):
             mmod.route_("deit_small_patch16_224")
         with pytest.raises(TypeError, match="config must be a RoutingConfig or a Plan, got 'a-mod'"):
             mmod.route_(make_model(NAME), "a-mod")
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            mmod.is_routed, mmod.routed_blocks, mmod.capacities, mmod.unroute_, mmod.freeze_dense, mmod.auxiliary_loss,
+            mmod.settle_capacity_, undo_, lambda model: mmod.set_capacity(model, 0.5),
+            lambda model: mmod.trace(model).__enter__(), lambda model: mmod.flops(model, 64),
+            lambda model: mmod.prefill_flops(model, 4), lambda model: mmod.search_plan(model, [], 0.5),
+            lambda model: mmod.attention_ranks(model, []), lambda model: mmod.save_pretrained(model, "folder"),
+        ],
+    )  # fmt: skip
+    def test_a_name_where_a_model_is_expected_is_refused(self, call: Callable[[Any], object]) -> None:
+        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got 'test_vit'"):
+            call("test_vit")
 
     def test_a_wrong_sequence_length_is_an_error(self) -> None:
         model = mmod.route_(make_model(NAME))

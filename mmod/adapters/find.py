@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from mmod.adapters.base import BlockStack, Part
+from mmod.values import check_module
 
 # The last two are former names.
 _OTHERS = {"base", "described", "find", "open_clip_models", "timm_models"}
@@ -33,8 +34,7 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
         TypeError: Not a module.
         ValueError: A model of no supported library. Whether a part can be routed is known when it is called.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     library = find_library(model)
     if library is None:
         raise ValueError(

@@ -12,6 +12,7 @@ from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
 from mmod.blocks import ImportanceBlock, RoutedBlock, model_hooks
 from mmod.methods.experts import ExpertMlp
 from mmod.methods.recursion_choices import cycle_of
+from mmod.values import check_module
 
 # What a mixture of experts has beside its first expert, which is the MLP of the dense layer.
 _ADDED = ("mlp.router", "mlp.others", "mlp.predictors")
@@ -45,6 +46,7 @@ def prefill_flops(
         ValueError: No language part, layers that are shared, no tokens, more protected tokens than text, or threshold
             routing without `kept`.
     """
+    check_module(model)
     if cycle_of(model) is not None:
         raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
     stack = find_stacks(model).get("language")

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from mmod.config import RoutingConfig
+from mmod.values import check_module
 
 
 class ModelHook:
@@ -41,6 +42,7 @@ def attach(module: nn.Module, hook: ModelHook) -> None:
 
 def model_hooks(model: nn.Module) -> list[ModelHook]:
     """Return the hooks of a model that belong to its routing."""
+    check_module(model)
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     return [hook for hook in hooks if isinstance(hook, ModelHook)]
 

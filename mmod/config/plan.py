@@ -10,11 +10,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from mmod.config.parts import Gate
+from mmod.config.reading import read_parts
+from mmod.config.score import Score
 from mmod.io.files import check_regular, parse_json, write_atomically
-from mmod.values import check_fields, refuse_unknown
+from mmod.values import check_fields, check_value, refuse_unknown
 
+IMPORTANCE = ("per_viewer", "mean", "class_token", "last_token", "vision_tower")
 OPERATORS = ("block", "attention", "mlp")
 CONTEXTS = ("kept", "all")
+DEPTH = "[1, 100000]"
 _ROW = "{:>5}  {:>8}  {:<9}  {}"
 
 
@@ -43,9 +48,9 @@ def rational(capacity: float) -> Fraction:
     return exact.limit_denominator(1_000_000)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Plan:
-    """Which blocks of a model are routed, each with its capacity.
+    """Which blocks of a model are routed, each with its capacity, and by which score.
 
     Args:
         blocks: Indices of the routed blocks, ascending.
@@ -53,18 +58,24 @@ class Plan:
         depth: Number of blocks of the model.
         operators: What tokens that are not kept miss in each of them, see `RoutingConfig.operator`; all of it if empty.
         contexts: What kept tokens attend to in each of them, see `RoutingConfig.context`; each other if empty.
+        router: The score that chooses tokens, see `RoutingConfig.router`. None leaves it to `RoutingConfig.from_plan`,
+            which needs one where a capacity lies strictly between 0 and 1.
+        importance: How the score reads importance, see `RoutingConfig.importance`; None means its default.
+        gate: How the score weighs the update, see `RoutingConfig.gate`; None means its default.
+        protect_prefix: Always keep class, distillation and register tokens.
 
     Raises:
-        ValueError: No block, an index outside the model or named twice, counts that differ, or an operator or context
-            that does not exist.
+        TypeError: A value of the wrong type.
+        ValueError: No block, an index outside the model or named twice, counts that differ, or an operator, context,
+            score or importance that does not exist.
 
     Example:
-        >>> plan = Plan(blocks=(1, 3), capacities=(0.5, 0.25), depth=4, operators=("block", "mlp"))
+        >>> plan = Plan(blocks=(1, 3), capacities=(0.5, 0.25), depth=4, operators=("block", "mlp"), router="norm")
         >>> print(plan)
         block  capacity  operator   context
             1       0.5  block      kept
             3      0.25  mlp        kept
-        2 of 4 blocks are routed
+        2 of 4 blocks are routed by norm
         >>> Plan.from_dict(plan.to_dict()) == plan, plan.mean_capacity
         (True, 0.6875)
     """
@@ -72,13 +83,47 @@ class Plan:
     blocks: tuple[int, ...]
     capacities: tuple[float, ...]
     depth: int
-    operators: tuple[str, ...] = ()
-    contexts: tuple[str, ...] = ()
+    operators: tuple[str, ...]
+    contexts: tuple[str, ...]
+    router: Score | None
+    importance: str | None
+    gate: Gate | None
+    protect_prefix: bool
 
-    def __post_init__(self) -> None:
-        for name, usual in (("operators", OPERATORS[0]), ("contexts", CONTEXTS[0])):
-            object.__setattr__(self, name, getattr(self, name) or (usual,) * len(self.blocks))
-        check_fields(self, capacities="[0, 1]", depth="[1, inf)", operators=OPERATORS, contexts=CONTEXTS)
+    def __init__(
+        self,
+        blocks: tuple[int, ...],
+        capacities: tuple[float, ...],
+        depth: int,
+        operators: tuple[str, ...] = (),
+        contexts: tuple[str, ...] = (),
+        router: str | Score | Mapping[str, Any] | None = None,
+        importance: str | None = None,
+        gate: str | Gate | Mapping[str, Any] | None = None,
+        protect_prefix: bool = True,
+    ) -> None:
+        if router is None and (importance, gate) != (None, None):
+            raise ValueError("importance and gate say how a plan's router works: pass router too")
+        parts = {} if router is None else read_parts({"router": router, "gate": gate})
+        values = {
+            "blocks": blocks,
+            "capacities": capacities,
+            "depth": depth,
+            "operators": operators or (OPERATORS[0],) * len(blocks),
+            "contexts": contexts or (CONTEXTS[0],) * len(blocks),
+            "router": parts.get("router"),
+            "importance": importance or (IMPORTANCE[0] if parts else None),
+            "gate": parts.get("gate"),
+            "protect_prefix": protect_prefix,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        check_fields(
+            self, capacities="[0, 1]", depth=DEPTH, operators=OPERATORS, contexts=CONTEXTS, importance=IMPORTANCE
+        )
         if not self.blocks:
             raise ValueError(f"a plan must name at least one of the model's {self.depth} blocks")
         outside = [block for block in self.blocks if not 0 <= block < self.depth]
@@ -87,9 +132,9 @@ class Plan:
         if list(self.blocks) != sorted(set(self.blocks)):
             raise ValueError(f"blocks must be ascending and named once, got {list(self.blocks)}")
         for name in ("capacities", "operators", "contexts"):
-            given = len(getattr(self, name))
-            if given != len(self.blocks):
-                raise ValueError(f"{len(self.blocks)} routed blocks need as many {name}, got {given}")
+            count = len(getattr(self, name))
+            if count != len(self.blocks):
+                raise ValueError(f"{len(self.blocks)} routed blocks need as many {name}, got {count}")
         for block, operator, context in zip(self.blocks, self.operators, self.contexts):
             if operator == "mlp" and context == "all":
                 raise ValueError(f"operator='mlp' needs context='kept', got 'all' for block {block}")
@@ -103,11 +148,20 @@ class Plan:
         """Return the plan as a table; blocks that it leaves out are dense."""
         lines = [_ROW.format("block", "capacity", "operator", "context")]
         lines += [_ROW.format(block, f"{capacity:g}", *rest) for block, capacity, *rest in self.rows]
-        return "\n".join([*lines, f"{len(self.blocks)} of {self.depth} blocks are routed"])
+        by = "" if self.router is None else f" by {self.router.name}"
+        by += f" ({self.importance})" if self.router is not None and self.router.reads_importance else ""
+        return "\n".join([*lines, f"{len(self.blocks)} of {self.depth} blocks are routed{by}"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        """Return the plan as plain JSON values.
+
+        Raises:
+            ValueError: The router is a function, which JSON cannot hold.
+        """
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        router, gate = self.router, self.gate
+        plain["router"] = None if router is None else router.to_dict()
+        return {**plain, "gate": None if gate is None else dataclasses.asdict(gate)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
@@ -120,6 +174,7 @@ class Plan:
             TypeError: A value of the wrong type.
             ValueError: A field that is not known or missing, or a value that is not valid.
         """
+        check_value("a plan", values, Mapping)
         names = [item.name for item in dataclasses.fields(cls)]
         refuse_unknown("field of a plan", values, names)
         missing = [name for name in names if name not in values]

@@ -54,7 +54,7 @@ class Registry(Generic[Entry]):
 
     def check(self, name: str) -> None:
         """Raise a ValueError that names the valid ones and how to add one unless `name` is one of them."""
-        if name not in self._entries and name not in list(self):
+        if not isinstance(name, str) or (name not in self._entries and name not in list(self)):
             valid = ", ".join(map(repr, sorted(self)))
             raise ValueError(
                 f"{self._kind} must be one of {valid}, got {name!r}; a name of another package is valid once what adds "

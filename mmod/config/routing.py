@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mmod.config.flat import FLAT, regroup
 from mmod.config.parts import Gate, LanguageRouting, Threshold
-from mmod.config.plan import CONTEXTS, OPERATORS, Plan
+from mmod.config.plan import CONTEXTS, DEPTH, IMPORTANCE, OPERATORS, Plan
 from mmod.config.reading import read_parts, revised
-from mmod.config.registry import LOSSES
+from mmod.config.registry import LOSSES, SCORES
 from mmod.config.score import Score
 from mmod.values import check_fields, check_value, refuse_unknown
 
@@ -23,7 +23,6 @@ else:
     Tensor = Any
 
 LAYOUTS = ("every_other", "late", "all")
-IMPORTANCE = ("per_viewer", "mean", "class_token", "last_token", "vision_tower")
 
 ScoreFunction = Callable[["Tensor"], "Tensor"]
 
@@ -233,11 +232,13 @@ class RoutingConfig:
             raise ValueError("predictor needs the loss 'membership', which trains it")
 
     def plan(self, depth: int) -> Plan:
-        """Return the plan for a model of `depth` blocks.
+        """Return the plan for a model of `depth` blocks; selection, losses and language options are not part of it.
 
         Raises:
+            TypeError: A depth that is no integer.
             ValueError: The blocks do not exist in such a model, or capacities and blocks differ in number.
         """
+        check_value("depth", depth, int, DEPTH)
         if self.blocks == "every_other":
             blocks = tuple(range(1, depth, 2))
         elif self.blocks == "late":
@@ -250,26 +251,41 @@ class RoutingConfig:
         def each(own: Any) -> tuple[Any, ...]:
             return own if isinstance(own, tuple) else (own,) * len(blocks)
 
-        return Plan(blocks, each(self.capacity), depth, each(self.operator), each(self.context))
+        choice = (self.router, self.importance, self.gate, self.protect_prefix)
+        return Plan(blocks, each(self.capacity), depth, each(self.operator), each(self.context), *choice)
 
     @classmethod
     def from_plan(cls, plan: Plan, **fields: Any) -> RoutingConfig:
         """Build the config that routes by a plan.
 
         Args:
-            plan: The blocks, each with its capacity, operator and context.
-            fields: Other fields. The router is "stride" unless given where every capacity is 0 or 1, since nothing is
-                chosen there.
+            plan: The blocks, each with its capacity, operator and context, and the score that chooses tokens.
+            fields: Other fields. A router takes the place of the plan's, and of its importance and gate; a plan without
+                one takes "stride" where every capacity is 0 or 1, since nothing is chosen there.
 
         Raises:
             TypeError: A field that the plan says.
+            ValueError: A plan that keeps a part of the tokens, and no router.
 
         Example:
             >>> RoutingConfig.from_plan(Plan((2, 3), (0.0, 0.0), 4, contexts=("all", "all"))).router.name
             'stride'
+            >>> RoutingConfig.from_plan(Plan((2, 3), (0.0, 0.5), 4))
+            Traceback (most recent call last):
+            ValueError: this plan keeps a part of the tokens and names no router that chooses them: ...
         """
-        if set(plan.capacities) <= {0, 1}:
-            fields.setdefault("router", "stride")
+        check_value("plan", plan, Plan)
+        fields = {"protect_prefix": plan.protect_prefix, **fields}
+        if plan.router is not None and "router" not in fields:
+            fields = {"router": plan.router, "importance": plan.importance, "gate": plan.gate, **fields}
+        if "router" not in fields:
+            if not set(plan.capacities) <= {0, 1}:
+                raise ValueError(
+                    "this plan keeps a part of the tokens and names no router that chooses them: pass one, such as "
+                    "mmod.RoutingConfig.from_plan(plan, router='attention') or mmod.Plan(..., router='attention'); "
+                    f"routers are {', '.join(map(repr, sorted(SCORES)))}"
+                )
+            fields["router"] = "stride"
         # What all blocks have in common is said once: such blocks may hand on what they keep.
         operator, context = (each[0] if len(set(each)) == 1 else each for each in (plan.operators, plan.contexts))
         return cls(blocks=plan.blocks, capacity=plan.capacities, operator=operator, context=context, **fields)
@@ -309,6 +325,7 @@ class RoutingConfig:
         Raises:
             ValueError: An unknown key; the message names the valid ones.
         """
+        check_value("a routing config", values, Mapping)
         refuse_unknown("routing option", values, ROUTING_FIELDS)
         return cls(**regroup(values))
 

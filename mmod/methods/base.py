@@ -16,6 +16,7 @@ from torch import nn
 from mmod.adapters import BlockStack, find_stack
 from mmod.blocks import is_converted, make_dense
 from mmod.model import is_routed
+from mmod.values import check_module
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -148,4 +149,5 @@ def method_of(model: nn.Module) -> Method | None:
     Args:
         model: Any model.
     """
+    check_module(model)
     return vars(model).get("mod_method")

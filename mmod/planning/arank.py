@@ -19,6 +19,7 @@ from mmod.adapters import BlockStack, find_part
 from mmod.config import Plan
 from mmod.extras import name_missing_extra
 from mmod.ops.intercept import AttentionCall, AttentionIntercept, inside
+from mmod.values import check_value
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ class LayerRanks:
         """
         if (below is None) == (budget is None):
             raise ValueError("give either below, a rank, or budget, a mean capacity")
+        check_value("capacity", capacity, float, "(0, 1]")
+        check_value("below", below, float | None)
+        check_value("budget", budget, float | None, "(0, 1)")
         depth = len(self.ranks)
         order = sorted(range(depth), key=lambda layer: (self.ranks[layer], layer))
         if below is not None:
@@ -67,10 +71,9 @@ class LayerRanks:
             assert budget is not None
             number = math.ceil(round(depth * (1 - budget) / (1 - capacity), 9)) if capacity < 1 else depth + 1
             if not 0 < number <= depth:
-                least = max(capacity, 0)
                 raise ValueError(
                     f"a mean capacity of {budget} cannot be reached with layers that keep {capacity}: it lies between "
-                    f"{least} and {1 - (1 - capacity) / depth:.4f}"
+                    f"{capacity} and {1 - (1 - capacity) / depth:.4f}"
                 )
             chosen = order[:number]
         return Plan(blocks=tuple(sorted(chosen)), capacities=(capacity,) * len(chosen), depth=depth)

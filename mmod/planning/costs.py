@@ -12,8 +12,9 @@ from mmod.adapters import BlockStack
 from mmod.analysis.flop_report import BlockFlops
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import prefill_flops
-from mmod.config import Plan, RoutingConfig, Score
+from mmod.config import RoutingConfig, Score
 from mmod.model import route_, unroute_
+from mmod.values import check_value
 
 COSTS = ("flops", "image_flops", "cache", "milliseconds")
 
@@ -36,16 +37,8 @@ class Chooser(NamedTuple):
 
     @property
     def config(self) -> RoutingConfig:
-        """The config that says no more."""
+        """The config with other settings at their defaults."""
         return RoutingConfig(router=self.router, importance=self.importance)
-
-    def of_plan(self, plan: Plan) -> RoutingConfig:
-        """Return the config that routes by a plan.
-
-        Args:
-            plan: The plan.
-        """
-        return RoutingConfig.from_plan(plan, **self._asdict())
 
 
 class Option(NamedTuple):
@@ -101,6 +94,7 @@ class Costs:
         Args:
             budget: The share.
         """
+        check_value("budget", budget, float)
         if not self.least_share <= budget < 1:
             raise ValueError(
                 f"budget must lie in [{self.least_share:.4f}, 1) of the dense model's {self.total:.4g}, what these "

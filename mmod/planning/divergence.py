@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.values import one_of
+from mmod.values import check_finite, one_of
 
 IGNORED = -100
 
@@ -79,8 +79,15 @@ def outputs(model: nn.Module, batch: Any, part: str, image_token: int | None = N
         image_token: The id of image tokens, or None where there are none.
 
     Raises:
-        TypeError: An output of another kind.
+        TypeError: An output of another kind, or of integers or complex numbers.
+        ValueError: NaN or infinity in an output.
     """
+    rows_RF = _rows(model, batch, part, image_token)
+    check_finite(f"outputs of this {type(model).__name__}", rows_RF)
+    return rows_RF
+
+
+def _rows(model: nn.Module, batch: Any, part: str, image_token: int | None) -> Tensor:
     if isinstance(batch, Mapping):
         given = {name: value for name, value in batch.items() if name != "labels"}
         if hasattr(model, "generation_config"):
@@ -90,7 +97,8 @@ def outputs(model: nn.Module, batch: Any, part: str, image_token: int | None = N
         given, found = {}, model(batch)
     if "input_ids" in given and hasattr(found, "logits"):
         chosen_BN = _positions(batch, image_token)
-        return found.logits[chosen_BN]
+        logits_RF: Tensor = found.logits[chosen_BN]
+        return logits_RF
     if isinstance(found, (tuple, list)):
         found = found[1 if part == "text" else 0]
     elif isinstance(found, Mapping):

@@ -27,7 +27,7 @@ class PlanSearch:
         cost: What is counted: "flops", "image_flops", "cache" or "milliseconds".
         rows: Rows of output that scores are means of: images, or tokens of text.
         chooser: Which tokens a capacity above 0 keeps.
-        plan: The plan under the budget.
+        plan: The plan under the budget, with the score that it was searched with.
         divergence: That of the plan as a whole, where a round of scoring began with it; None where nothing measured it.
         time: Milliseconds of one pass with the plan, where the budget is one of time.
     """
@@ -47,7 +47,7 @@ class PlanSearch:
     @property
     def config(self) -> RoutingConfig:
         """The config that routes by the plan."""
-        return self.chooser.of_plan(self.plan)
+        return RoutingConfig.from_plan(self.plan)
 
     def plan_for(self, budget: float) -> Plan:
         """Return the plan with the least sum of scores under another budget; nothing is tried or timed again.
@@ -58,7 +58,7 @@ class PlanSearch:
         Raises:
             ValueError: A budget that no plan reaches.
         """
-        return best_plan(self.scores, self.costs, self.options, budget)
+        return best_plan(self.scores, self.costs, self.options, budget, self.chooser)
 
     def share(self, plan: Plan) -> float:
         """Return the share of the dense model's cost that a plan of these options has.
@@ -84,6 +84,9 @@ class PlanSearch:
         """Return which option a plan takes in each of its blocks."""
         found = {block: Option(capacity, operator, context) for block, capacity, operator, context in plan.rows}
         unknown = [f"{option} in block {block}" for block, option in found.items() if option not in self.options]
+        router = self.chooser.config.router
+        if plan.router not in (None, router):
+            raise ValueError(f"this search is of router {router.name!r}, and the plan of {plan.router.name!r}")
         if unknown or plan.depth != len(self.names):
             raise ValueError(f"this search knows no {', '.join(unknown) or f'plan of {plan.depth} blocks'}")
         return {block: self.options.index(option) for block, option in found.items()}
@@ -144,7 +147,9 @@ class PlanSearch:
         figure.savefig(path)
 
 
-def best_plan(scores: Sequence[Sequence[float]], costs: Costs, options: Sequence[Option], budget: float) -> Plan:
+def best_plan(
+    scores: Sequence[Sequence[float]], costs: Costs, options: Sequence[Option], budget: float, chooser: Chooser
+) -> Plan:
     """Return the plan with the least sum of scores under a budget.
 
     Args:
@@ -152,6 +157,7 @@ def best_plan(scores: Sequence[Sequence[float]], costs: Costs, options: Sequence
         costs: What they cost.
         options: What may be done to a block.
         budget: Share of the dense model's cost, in (0, 1).
+        chooser: Chooses tokens.
 
     Raises:
         ValueError: A budget that no plan reaches.
@@ -161,4 +167,4 @@ def best_plan(scores: Sequence[Sequence[float]], costs: Costs, options: Sequence
     losses = [(0.0, *row) for row in scores]
     sizes = [(dense, *row) for dense, row in zip(costs.dense, costs.options)]
     chosen = best_choices(losses, sizes, budget * costs.total - fixed)
-    return plan_of({block: options[item - 1] for block, item in enumerate(chosen) if item}, len(scores))
+    return plan_of({block: options[item - 1] for block, item in enumerate(chosen) if item}, len(scores), chooser)

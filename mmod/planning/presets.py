@@ -9,7 +9,9 @@ import inspect
 from typing import Any
 
 from mmod.config import PRESETS, Gate, LanguageRouting, RoutingConfig, Threshold, register_preset, revised, score
+from mmod.config.plan import DEPTH
 from mmod.planning.schedules import falling, ratio_decay
+from mmod.values import check_value
 
 
 def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig:
@@ -32,6 +34,8 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
         0.25
     """
     make = PRESETS[name]
+    if depth is not None:
+        check_value("depth", depth, int, DEPTH)
     if "depth" not in inspect.signature(make).parameters:
         return RoutingConfig.from_dict(revised(make(), changes))
     if depth is None and not {"capacity", "blocks"} <= set(changes):

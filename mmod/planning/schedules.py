@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from mmod.config import Plan
-from mmod.values import one_of
+from mmod.config.plan import DEPTH
+from mmod.values import check_value, one_of
 
 SHAPES = ("cosine", "linear")
 
@@ -36,6 +37,9 @@ def ratio_decay(
         (8, 0.5375)
     """
     one_of("shape", shape, SHAPES)
+    check_value("depth", depth, int, DEPTH)
+    for name, value in (("shift", shift), ("ceiling", ceiling), ("floor", floor)):
+        check_value(name, value, float)
     if depth < 2:
         raise ValueError(f"a decay needs at least 2 blocks, got depth {depth}")
     if not 0 < floor <= ceiling <= 1:
@@ -73,10 +77,9 @@ def stage_drop(depth: int, *, stages: int = 4, keep: float = 0.5) -> Plan:
         >>> plan.blocks, plan.capacities
         ((2, 3, 4, 5, 6, 7), (0.5, 0.5, 0.25, 0.25, 0.125, 0.125))
     """
-    if not 2 <= stages <= depth:
-        raise ValueError(f"stages must lie between 2 and depth={depth}, got {stages}")
-    if not 0 < keep < 1:
-        raise ValueError(f"keep must lie in (0, 1), got {keep!r}")
+    check_value("depth", depth, int, DEPTH)
+    check_value("stages", stages, int, f"[2, {depth}]")
+    check_value("keep", keep, float, "(0, 1)")
     stage_of = [block * stages // depth for block in range(depth)]
     blocks = tuple(block for block in range(depth) if stage_of[block])
     return Plan(blocks, tuple(round(keep ** stage_of[block], 6) for block in blocks), depth)
@@ -102,10 +105,9 @@ def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> Plan:
         >>> drop_once(6).blocks
         (2, 3, 4, 5)
     """
-    if not 0 <= after < depth:
-        raise ValueError(f"after must lie between 0 and {depth - 1}, got {after}")
-    if not 0 < keep < 1:
-        raise ValueError(f"keep must lie in (0, 1), got {keep!r}")
+    check_value("depth", depth, int, DEPTH)
+    check_value("after", after, int, f"[0, {depth})")
+    check_value("keep", keep, float, "(0, 1)")
     return Plan(tuple(range(after, depth)), (keep,) * (depth - after), depth)
 
 
@@ -128,11 +130,9 @@ def falling(depth: int, mean: float = 0.6, *, steps: int = 5) -> Plan:
         >>> plan.blocks[0], plan.capacities[::2]
         (1, (0.866667, 0.733333, 0.6, 0.466667, 0.333333))
     """
-    if not 1 <= steps < depth:
-        raise ValueError(f"steps must lie between 1 and {depth - 1}, the blocks after the first, got {steps}")
-    least = (steps - 1) / (2 * steps)
-    if not least < mean <= 1:
-        raise ValueError(f"mean must lie in ({least:g}, 1] for {steps} steps, got {mean!r}")
+    check_value("depth", depth, int, DEPTH)
+    check_value("steps", steps, int, f"[1, {depth})")
+    check_value("mean", mean, float, f"({(steps - 1) / (2 * steps):g}, 1]")
     fall = 2 * (1 - mean) / (steps + 1)
     blocks = tuple(range(1, depth))
     capacities = tuple(round(1 - fall * (1 + (block - 1) * steps // len(blocks)), 6) for block in blocks)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from mmod.config import Plan, RoutingConfig
-from mmod.io.files import check_regular, parse_json, write_atomically
+from mmod.io.files import check_regular, read_json_object, write_atomically
 from mmod.model import route_, unroute_
 from mmod.planning.costs import Chooser, Option, PromptLengths
 from mmod.planning.divergence import outputs
+from mmod.values import check_fields, from_plain
 
 Choices = dict[int, Option]
 """The option of each block that has one, by the block's index."""
@@ -56,12 +58,28 @@ class Sums:
     Args:
         totals: Sum for every trial.
         rows: Rows of output in the sums.
-        batches: Batches in the sums.
+        batches: The mean size of the dense model's outputs for each batch in the sums.
     """
 
     totals: list[float]
     rows: int = 0
-    batches: int = 0
+    batches: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_fields(self, rows="[0, inf)")
+
+
+@dataclass
+class _Progress:
+    """What a progress file holds.
+
+    Args:
+        search: What decides the scores.
+        sums: Sums of each base, by its choices as text.
+    """
+
+    search: dict[str, Any]
+    sums: dict[str, Sums]
 
 
 class Scoring:
@@ -88,7 +106,6 @@ class Scoring:
         self.rows = 0
         self.example: Any = None
         self.path = progress_file
-        # Sums of each base, by its choices as text: those without choices stand beside the identity in the file.
         self.saved: dict[str, Sums] = {}
         self.identity: dict[str, Any] = {
             "blocks": list(names), "options": [list(option) for option in options], "part": part,
@@ -129,21 +146,24 @@ class Scoring:
                 if not base and isinstance(batch, Mapping) and "input_ids" in batch:
                     self.lengths.add(batch)
                 own_RF = outputs(self.model, batch, self.part, self.token)
+                size = f"{float(own_RF.double().abs().mean()):.6e}"
                 if not place:
-                    self.identity["first"] = f"{float(own_RF.double().abs().mean()):.6e}"
                     self._read()
                     sums = self.saved.setdefault(_text(base), sums)
+                    self._check(len(sums.totals) == len(distinct))
                     begin()
-                if place < sums.batches:
+                if place < len(sums.batches):
+                    self._check(sums.batches[place] == size)
                     bar.update(len(distinct))
                     continue
                 for at, text in enumerate(distinct):
                     sums.totals[at] += self._divergence(own_RF, configs[text], batch)
                     bar.update()
-                sums.rows, sums.batches = sums.rows + len(own_RF), place + 1
+                sums.rows += len(own_RF)
+                sums.batches.append(size)
                 self._write()
-        if not sums.rows:
-            raise ValueError("no calibration samples: batches is empty, or holds nothing to compare")
+        _check_rows(sums.rows)
+        self._check(len(sums.batches) == place + 1)
         self.rows = sums.rows
         means = {text: total / sums.rows for text, total in zip(distinct, sums.totals)} | {_text({}): 0.0}
         dense = {
@@ -169,6 +189,7 @@ class Scoring:
             own_RF = outputs(self.model, batch, self.part, self.token)
             total += self._divergence(own_RF, config, batch)
             rows += len(own_RF)
+        _check_rows(rows)
         return total / rows
 
     def _divergence(self, own_RF: Tensor, config: Plan | RoutingConfig, batch: Any) -> float:
@@ -177,39 +198,47 @@ class Scoring:
         return float(self.compare(own_RF, changed_RF).double().sum())
 
     def _config(self, trial: Choices) -> RoutingConfig:
-        return self.chooser.of_plan(plan_of(trial, self.depth))
+        return RoutingConfig.from_plan(plan_of(trial, self.depth, self.chooser))
 
     def _read(self) -> None:
         """Take over what was finished before."""
         if self.saved or self.path is None or not Path(self.path).exists():
             return
         check_regular(self.path)
-        found = parse_json(Path(self.path).read_bytes(), repr(str(self.path)))
-        if not isinstance(found, dict) or found.get("search") != self.identity:
+        found = from_plain(_Progress, read_json_object(Path(self.path)), repr(str(self.path)))
+        self._check(found.search == self.identity)
+        self.saved = found.sums
+
+    def _check(self, is_of_search: bool) -> None:
+        """Refuse the progress file unless it is of this search."""
+        if not is_of_search:
             raise ValueError(
-                f"{str(self.path)!r} belongs to another search: of other blocks, options, weights or batches"
+                f"{str(self.path)!r} belongs to another search: of other blocks, options, weights or batches; "
+                "remove it or choose another progress_file"
             )
-        for text, own in {_text({}): found, **found.get("bases", {})}.items():
-            self.saved[text] = Sums([float(total) for total in own["totals"]], int(own["rows"]), int(own["batches"]))
 
     def _write(self) -> None:
         if self.path is not None:
-            alone, *others = (vars(sums) for sums in self.saved.values())
-            bases = dict(zip(list(self.saved)[1:], others))
-            state = {"search": self.identity, **alone, **({"bases": bases} if bases else {})}
-            write_atomically(self.path, json.dumps(state))
+            state = _Progress(self.identity, self.saved)
+            write_atomically(self.path, json.dumps(dataclasses.asdict(state)))
 
 
-def plan_of(choices: Choices, depth: int) -> Plan:
+def _check_rows(rows: int) -> None:
+    if not rows:
+        raise ValueError("no calibration samples: batches is empty, or holds nothing to compare")
+
+
+def plan_of(choices: Choices, depth: int, chooser: Chooser) -> Plan:
     """Return choices as a plan.
 
     Args:
         choices: The option of each block that has one.
         depth: Number of blocks of the model.
+        chooser: Chooses tokens.
     """
     rows = [(block, *choices[block]) for block in sorted(choices)]
     blocks, capacities, operators, contexts = zip(*rows)
-    return Plan(blocks, capacities, depth, operators, contexts)
+    return Plan(blocks, capacities, depth, operators, contexts, *chooser)
 
 
 def _text(choices: Choices) -> str:

@@ -19,7 +19,7 @@ from mmod.planning.divergence import divergence_of
 from mmod.planning.found import PlanSearch, best_plan
 from mmod.planning.scoring import Choices, Scoring
 from mmod.planning.stopwatch import in_time, stopwatch
-from mmod.values import one_of
+from mmod.values import check_value, one_of
 
 
 def search_plan(
@@ -88,10 +88,10 @@ def search_plan(
         True
     """
     one_of("cost", cost, COSTS)
-    if not budget > 0 or (cost != "milliseconds" and budget >= 1):
-        raise ValueError(f"budget must be in (0, {'inf' if cost == 'milliseconds' else 1}), got {budget!r}")
-    if rounds < 0 or (rounds and iter(batches) is batches):
-        raise ValueError(f"rounds must be 0 or more, and batches a list or alike to be read again, got {rounds!r}")
+    check_value("budget", budget, float, "(0, inf)" if cost == "milliseconds" else "(0, 1)")
+    check_value("rounds", rounds, int, "[0, inf)")
+    if rounds and iter(batches) is batches:
+        raise ValueError(f"rounds={rounds} read batches again: pass a list or alike, not an iterator")
     part, stack = _part(model, part)
     if cost in ("cache", "image_flops") and not stack.language:
         raise ValueError(f"cost={cost!r} is for language models: {stack.names[0]} is no layer of one")
@@ -120,7 +120,7 @@ def search_plan(
             # Prompts of later batches may be longer.
             count()
         costs, share = counted[-1]
-        plan = best_plan(scores, costs, chosen, share)
+        plan = best_plan(scores, costs, chosen, share, chooser)
         found = PlanSearch(stack.names, chosen, scores, costs, share, cost, scoring.rows, chooser, plan)
         found = _refine(found, scoring, batches, rounds)
         return in_time(found, stopwatch(model, part, scoring.example)) if cost == "milliseconds" else found
@@ -133,7 +133,7 @@ def _refine(found: PlanSearch, scoring: Scoring, batches: Iterable[Any], rounds:
         base: Choices = {block: Option(kept, operator, context) for block, kept, operator, context in found.plan.rows}
         scores, whole = scoring.run(batches, base)
         tried.append(dataclasses.replace(found, divergence=whole))
-        plan = best_plan(scores, found.costs, found.options, found.budget)
+        plan = best_plan(scores, found.costs, found.options, found.budget, found.chooser)
         if plan in [one.plan for one in tried]:
             break
         found = dataclasses.replace(found, scores=scores, plan=plan)
@@ -189,6 +189,7 @@ def _part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
 def _check_options(options: Sequence[Option], stack: BlockStack, chooser: Chooser) -> None:
     if not options:
         raise ValueError(f"no options to choose from for {stack.names[0]}")
+    check_value("options", options, tuple[Option, ...])
     score = chooser.config.router
     if score.learns:
         raise ValueError(f"router {score.name!r} learns, which nothing does here")

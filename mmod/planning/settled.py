@@ -16,7 +16,7 @@ class LearnedPlan:
     Args:
         names: Module names of the routed blocks, in order.
         learned: Their capacities, of which the costs add up to the budget.
-        plan: The plan.
+        plan: The plan, with the score and gate that the capacities were learned with.
         config: The config that routes by the plan.
         shares: What each routed block costs with the plan, as a share of the dense model's cost.
         rest: That of everything else.

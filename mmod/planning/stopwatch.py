@@ -76,7 +76,7 @@ def in_time(found: PlanSearch, measure: Measure) -> PlanSearch:
     for _ in range(CORRECTIONS):
         plan = found.plan_for(asked)
         if plan not in shares:
-            shares[plan] = measure([found.chooser.of_plan(plan)])[1][0]
+            shares[plan] = measure([RoutingConfig.from_plan(plan)])[1][0]
         share = shares[plan]
         if abs(share / budget - 1) <= TOLERANCE:
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mmod
-from mmod.config.plan import CONTEXTS, OPERATORS
+from mmod.config.plan import CONTEXTS, IMPORTANCE, OPERATORS
+from mmod.planning import drop_once, falling, ratio_decay, stage_drop
 from tests.adapters.vlm_zoo import make_joint, prompt
 from tests.zoo import make_images, make_model
 
-PLAN = mmod.Plan((1, 2, 3), (0.0, 0.5, 0.25), 4, ("block", "mlp", "attention"), ("all", "kept", "all"))
+PLAN = mmod.Plan((1, 2, 3), (0.0, 0.5, 0.25), 4, ("block", "mlp", "attention"), ("all", "kept", "all"), "stride")
 
 
 @st.composite
@@ -25,13 +27,17 @@ def plans(draw: st.DrawFn) -> mmod.Plan:
     operators = tuple(draw(st.sampled_from(OPERATORS)) for _ in blocks)
     contexts = tuple("kept" if operator == "mlp" else draw(st.sampled_from(CONTEXTS)) for operator in operators)
     capacities = tuple(draw(st.sampled_from([0.0, 0.125, 0.5, 1.0])) for _ in blocks)
-    return mmod.Plan(tuple(sorted(blocks)), capacities, depth, operators, contexts)
+    router = draw(st.sampled_from(["stride", "attention", mmod.score("linear", bias=True)]))
+    gate = draw(st.sampled_from([None, mmod.Gate("sigmoid", 0.5)])) if not isinstance(router, str) else None
+    importance = draw(st.sampled_from(IMPORTANCE))
+    prefix = draw(st.booleans())
+    return mmod.Plan(tuple(sorted(blocks)), capacities, depth, operators, contexts, router, importance, gate, prefix)
 
 
 @given(plan=plans())
 def test_plans_and_configs_say_the_same(plan: mmod.Plan) -> None:
     assert mmod.Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    config = mmod.RoutingConfig.from_plan(plan, router="stride")
+    config = mmod.RoutingConfig.from_plan(plan)
     assert config.plan(plan.depth) == plan
     assert mmod.RoutingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     lines = str(plan).splitlines()
@@ -50,7 +56,10 @@ def test_files_are_strict_and_never_overwritten(tmp_path: Path) -> None:
     good = PLAN.to_dict()
     for wrong, message in (
         ({**good, "score": "linear"}, "unknown field of a plan score"),
-        ({key: good[key] for key in ("blocks", "depth")}, "needs capacities, operators, contexts"),
+        ({key: good[key] for key in ("blocks", "depth")}, "needs capacities, operators, contexts, router, importance"),
+        ({**good, "router": "strid"}, "router must be one of 'attention', .*'stride', .*got 'strid'"),
+        ({**good, "importance": "first"}, "importance must be one of 'per_viewer'"),
+        ({**good, "router": None}, "pass router too"),
         ({**good, "capacities": [0, 2, 0.5]}, "capacities must be"),
         ({**good, "operators": ["block"]}, "as many operators, got 1"),
         ({**good, "contexts": ["all", "all", "all"]}, "operator='mlp' needs context='kept'"),
@@ -63,7 +72,7 @@ def test_files_are_strict_and_never_overwritten(tmp_path: Path) -> None:
 
 def test_a_plan_routes_and_its_model_is_saved(tmp_path: Path) -> None:
     images = make_images("test_vit", 2)
-    plan = mmod.Plan((2, 3), (0.0, 0.0), len(make_model("test_vit").blocks), ("block", "mlp"))
+    plan = mmod.Plan((2, 3), (0.0, 0.0), len(make_model("test_vit").blocks), ("block", "mlp"), router="stride")
     model = mmod.route_(make_model("test_vit"), plan)
     mmod.save_pretrained(model, tmp_path / "routed")
     again = mmod.load_pretrained(tmp_path / "routed")
@@ -78,9 +87,56 @@ def test_a_plan_routes_and_its_model_is_saved(tmp_path: Path) -> None:
 
 def test_language_models_keep_their_plan(tmp_path: Path) -> None:
     batch = prompt("llava", (1, 2))
-    model = mmod.route_(make_joint("llava"), language=mmod.RoutingConfig.from_plan(PLAN, router="stride"))
+    model = mmod.route_(make_joint("llava"), language=PLAN)
     model.save_pretrained(tmp_path / "routed")
     again = mmod.load_pretrained(tmp_path / "routed")
     assert mmod.routing_config(again).plan(4) == PLAN
     with torch.no_grad():
         assert torch.equal(model(**batch).logits, again(**batch).logits)
+
+
+def test_a_plan_without_a_score_routes_only_where_nothing_is_chosen() -> None:
+    model, depth = make_model("test_vit"), len(make_model("test_vit").blocks)
+    for plan in (mmod.Plan((1, 2), (1.0, 0.5), depth), falling(depth, 0.6)):
+        with pytest.raises(ValueError, match=r"names no router .*from_plan\(plan, router='attention'\).*'stride'"):
+            mmod.route_(model, plan)
+        assert not mmod.is_routed(model)
+        assert mmod.RoutingConfig.from_plan(plan, router="norm").router.name == "norm"
+    assert mmod.routing_config(mmod.route_(model, mmod.Plan((1, 2), (1, 0.0), depth))).router.name == "stride"
+
+
+def test_another_router_takes_the_place_of_the_score_of_a_plan() -> None:
+    plan = mmod.Plan((1,), (0.5,), 4, router="attention", importance="last_token")
+    assert mmod.RoutingConfig.from_plan(plan, importance="mean").importance == "mean"
+    config = mmod.RoutingConfig.from_plan(plan, router="linear")
+    assert (config.router.name, config.importance, config.gate.name) == ("linear", "per_viewer", "tanh")
+    assert str(plan).endswith("1 of 4 blocks are routed by attention (last_token)")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"depth": 10**400}, r"depth must be an integer in \[1, 100000\], got 1000"),
+        ({"depth": 10**5000}, "depth must be an integer in"),
+        ({"depth": "4"}, "depth must be an integer in .*, got '4'"),
+        ({"blocks": "late"}, "blocks must be several values"),
+        ({"gate": "tanh"}, "pass router too"),
+        ({"router": 3}, "router must be a name, a score or a function, got 3"),
+        ({"protect_prefix": "no"}, "protect_prefix must be true or false, got 'no'"),
+    ],
+)
+def test_plans_are_strict(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        mmod.Plan(**{"blocks": (1,), "capacities": (0.5,), "depth": 4, **fields})
+
+
+@pytest.mark.parametrize("depth", ["12", 10**400, 0, None])
+def test_depths_are_checked_wherever_they_are_given(depth: Any) -> None:
+    calls = [
+        lambda: mmod.RoutingConfig().plan(depth),
+        *(lambda make=make: make(depth) for make in (ratio_decay, stage_drop, drop_once, falling)),
+        *(lambda name=name: mmod.preset(name, depth=depth) for name in ("p-mod", "mindskip", "gradual", "gamma-mod")),
+    ]
+    for call in calls:
+        with pytest.raises((TypeError, ValueError), match="depth"):
+            call()

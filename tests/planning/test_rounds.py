@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def test_the_time_is_that_of_the_budget(
     costs = flops.timed(total, [total * share for share in shares])
     # What every option takes in all blocks is what was measured.
     assert [sum(column) for column in zip(*costs.options)] == pytest.approx([total * share for share in shares])
-    plan = best_plan(scores, costs, FEW, budget)
+    plan = best_plan(scores, costs, FEW, budget, Chooser())
     names = tuple(map(str, range(DEPTH)))
     found = in_time(PlanSearch(names, FEW, tuple(scores), costs, budget, "milliseconds", 1, Chooser(), plan), clock)
     assert found.time == pytest.approx(total * clock([found.config])[1][0])
@@ -109,8 +110,8 @@ def test_rounds_score_choices_beside_those_of_the_plan() -> None:
     assert of_base == pytest.approx(whole(first.plan))
     for block, item in ((0, 0), (3, 1), (first.plan.blocks[0], 1)):
         without = {at: option for at, option in base.items() if at != block}
-        dense = whole(plan_of(without, 4)) if without else 0.0
-        changed = whole(plan_of({**base, block: options[item]}, 4))
+        dense = whole(plan_of(without, 4, Chooser())) if without else 0.0
+        changed = whole(plan_of({**base, block: options[item]}, 4, Chooser()))
         assert scores[block][item] == pytest.approx(changed - dense, abs=1e-6)
 
 
@@ -131,8 +132,7 @@ def test_an_interrupted_round_goes_on(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         mmod.search_plan(model, Stopping(batches), 0.8, options=FEW, rounds=2, progress_file=path)
-    state = path.read_text()
-    assert '"bases"' in state
+    assert len(json.loads(path.read_text())["sums"]) == 2
     assert mmod.search_plan(model, batches, 0.8, options=FEW, rounds=2, progress_file=path) == whole
     # The dense model's scores serve a search without rounds too.
     assert mmod.search_plan(model, batches, 0.8, options=FEW, progress_file=path).divergence is None
@@ -140,8 +140,8 @@ def test_an_interrupted_round_goes_on(tmp_path: Path) -> None:
 
 def test_rounds_that_cannot_be_are_refused() -> None:
     model, images = make_model(NAME), make_images(NAME, 2)
-    for rounds, batches in ((-1, [images]), (1, iter([images]))):
-        with pytest.raises(ValueError, match="to be read again"):
+    for rounds, batches, message in ((-1, [images], "rounds must be"), (1, iter([images]), "read batches again")):
+        with pytest.raises(ValueError, match=message):
             mmod.search_plan(model, batches, 0.8, options=FEW, rounds=rounds)
-    with pytest.raises(ValueError, match=r"budget must be in \(0, inf\)"):
+    with pytest.raises(ValueError, match="budget must be a number above 0"):
         mmod.search_plan(model, [images], -1.0, cost="milliseconds")

@@ -62,8 +62,8 @@ def test_falling_capacity_has_equal_steps_and_its_mean(depth: int, steps: int, m
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"depth": 5, "steps": 5}, "steps must lie between 1 and 4, the blocks after the first, got 5"),
-        ({"depth": 12, "mean": 0.4}, r"mean must lie in \(0.4, 1\] for 5 steps, got 0.4"),
+        ({"depth": 5, "steps": 5}, r"steps must be an integer in \[1, 5\), got 5"),
+        ({"depth": 12, "mean": 0.4}, r"mean must be a number in \(0.4, 1\], got 0.4"),
         ({"depth": 12, "mean": 1.2}, "got 1.2"),
     ],
 )

@@ -85,7 +85,10 @@ def test_language_models_cost_and_say_what_the_search_says(name: str) -> None:
 def test_the_frontier_reaches_to_the_least(blocks: list[tuple[float, float]], rest: float) -> None:
     dense = tuple(size for size, _ in blocks)
     costs = Costs(tuple((size * share,) for size, share in blocks), dense, sum(dense) + rest)
-    plan, names = best_plan([[0.1]] * len(dense), costs, FEW[:1], costs.least_share), tuple("abcd"[: len(dense)])
+    plan, names = (
+        best_plan([[0.1]] * len(dense), costs, FEW[:1], costs.least_share, Chooser()),
+        tuple("abcd"[: len(dense)]),
+    )
     found = PlanSearch(names, FEW[:1], ((0.1,),) * len(dense), costs, costs.least_share, "flops", 1, Chooser(), plan)
     shares = [share for share, _ in found.frontier()]
     assert shares[-1] == pytest.approx(costs.least_share)
@@ -188,13 +191,81 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         mmod.search_plan(model, interrupted(), 0.8, options=FEW, progress_file=path)
-    assert json.loads(path.read_text())["batches"] == 2
+    (sums,) = json.loads(path.read_text())["sums"].values()
+    assert len(sums["batches"]) == 2
     assert not mmod.is_routed(model)
     again = mmod.search_plan(model, batches, 0.8, options=FEW, progress_file=path)
     assert again == whole
     for other, given_batches in ((make_model(NAME, seed=1), batches), (model, [images[3:], images[:3]])):
         with pytest.raises(ValueError, match="belongs to another search"):
             mmod.search_plan(other, given_batches, 0.8, options=FEW, progress_file=path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("totals", [math.nan] * 24, "totals of .* must be several values, each a finite number"),
+        ("totals", [1.0], "belongs to another search"),
+        ("totals", "all", "totals of .* must be several values"),
+        ("rows", -1, "rows must be an integer of at least 0"),
+        ("batches", 3, "batches of .* must be several values"),
+        ("batches", ["1.0e+00"] * 5, "belongs to another search"),
+    ],
+)
+def test_a_damaged_progress_file_is_refused(field: str, value: Any, message: str, tmp_path: Path) -> None:
+    model, images, path = make_model(NAME), make_images(NAME, 2), tmp_path / "scores.json"
+    mmod.search_plan(model, [images], 0.8, options=FEW, progress_file=path)
+    state = json.loads(path.read_text())
+    state["sums"]["{}"][field] = value
+    path.write_text(json.dumps(state))
+    with pytest.raises((TypeError, ValueError), match=message):
+        mmod.search_plan(model, [images], 0.8, options=FEW, progress_file=path)
+
+
+@pytest.mark.parametrize("change", ["another second batch", "fewer batches"])
+def test_progress_with_other_batches_is_refused(change: str, tmp_path: Path) -> None:
+    model, images, path = make_model(NAME), make_images(NAME, 6), tmp_path / "scores.json"
+    batches = list(images.split(2))
+    mmod.search_plan(model, batches, 0.8, options=FEW, progress_file=path)
+    others = batches[:2] if change == "fewer batches" else [batches[0], batches[2], batches[1]]
+    with pytest.raises(ValueError, match="belongs to another search"):
+        mmod.search_plan(model, others, 0.8, options=FEW, progress_file=path)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_images_and_weights_that_are_not_finite_are_refused(bad: float) -> None:
+    model, images = make_model(NAME), make_images(NAME, 2)
+    broken = images.clone()
+    broken[0, 0, 0, 0] = bad
+    with pytest.raises(ValueError, match="outputs of this VisionTransformer must be finite"):
+        mmod.search_plan(model, [images, broken], 0.8, options=FEW)
+    with pytest.raises(ValueError, match="outputs of this VisionTransformer must be finite"):
+        mmod.plan_divergence(model, [broken], mmod.RoutingConfig())
+    with pytest.raises(ValueError, match="no calibration samples"):
+        mmod.plan_divergence(model, [], mmod.RoutingConfig())
+    assert not mmod.is_routed(model)
+
+
+@pytest.mark.parametrize(
+    ("router", "importance"),
+    [("stride", "per_viewer"), ("attention", "class_token"), (mmod.score("random", seed=3), "per_viewer")],
+)
+def test_a_plan_keeps_the_score_that_it_was_searched_with(router: Any, importance: str, tmp_path: Path) -> None:
+    model, images = make_model(NAME), make_images(NAME, 4)
+    batches = list(images.split(2))
+    found = mmod.search_plan(model, batches, 0.8, options=FEW, router=router, importance=importance, rounds=1)
+    expected = mmod.plan_divergence(model, batches, found.config)
+    assert found.divergence == pytest.approx(expected)
+    assert (found.config.router, found.config.importance) == (mmod.RoutingConfig(router=router).router, importance)
+    found.plan.save(tmp_path / "plan.json")
+    for plan in (found.plan, mmod.Plan.load(tmp_path / "plan.json")):
+        assert mmod.plan_divergence(model, batches, plan) == expected
+    routed = mmod.route_(model, found.plan)
+    assert mmod.routing_config(routed) == found.config
+    for other in (found.plan_for(0.9), found.plan_for(0.75)):
+        assert (other.router, other.importance) == (found.plan.router, found.plan.importance)
+    with pytest.raises(ValueError, match="this search is of router"):
+        found.score(mmod.Plan(found.plan.blocks, found.plan.capacities, 12, found.plan.operators, router="norm"))
 
 
 def test_a_picture(tmp_path: Path) -> None:
@@ -209,7 +280,7 @@ def test_a_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"budget": 1.0}, r"budget must be in \(0, 1\)"),
+        ({"budget": 1.0}, r"budget must be a number in \(0, 1\)"),
         ({"budget": 0.01}, "what these options reach"),
         ({"batches": []}, "no calibration samples"),
         ({"cost": "bytes"}, "cost must be one of"),
@@ -220,11 +291,19 @@ def test_a_picture(tmp_path: Path) -> None:
         ({"options": []}, "no options"),
         ({"options": [mmod.Option(0.5, "head")]}, "operator must be"),
         ({"part": "text"}, "no part 'text'"),
+        ({"budget": "0.5"}, "budget must be a number in"),
+        ({"budget": math.nan}, "budget must be a number in"),
+        ({"rounds": "1"}, "rounds must be an integer of at least 0"),
+        ({"options": ["mlp"]}, "options must be several values, each a Option, got"),
+        ({"options": "mlp"}, "options must be several values, each a Option, got"),
+        ({"model": NAME}, "must be a torch.nn.Module"),
+        ({"importance": "first"}, "importance must be one of 'per_viewer', 'mean', 'class_token', 'last_token'"),
+        ({"router": "sturdy"}, "router must be one of 'attention', .*'stride'"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(changes: dict[str, Any], message: str) -> None:
     model, images = make_model(NAME), make_images(NAME, 1)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         mmod.search_plan(**{"model": model, "batches": [images], "budget": 0.8, "options": FEW, **changes})
     assert not mmod.is_routed(model)
     with pytest.raises(ValueError, match="routed already"):

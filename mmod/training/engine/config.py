@@ -264,7 +264,7 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
 
     Args:
         fields: Fields of `RoutingConfig`; or a preset's name and arguments; or the file of a plan, which says blocks,
-            capacities, operators and contexts, and the fields that it does not say.
+            capacities, operators, contexts and mostly the router, and fields that it does not say or another router.
 
     Raises:
         ValueError: Both a preset and a plan.
