@@ -19,6 +19,7 @@ from mmod.analysis.flop_report import REST, BlockFlops, FlopReport
 from mmod.analysis.memory import ActivationMemory
 from mmod.analysis.trace import Trace, trace
 from mmod.blocks import RoutedBlock
+from mmod.config import Threshold
 from mmod.model import is_routed, unroute_
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 from mmod.routing import Routing
@@ -56,7 +57,8 @@ def flops(
             the model's arguments by name, to count that call: `{"text": ids}` is the text tower of a CLIP model.
         kept: For threshold routing, whose cost follows from the data: the share of tokens kept in [0, 1], one for
             all routed blocks, by module name, or a trace of a pass over representative images. Counts are rounded
-            down to whole tokens. Of blocks that keep whole images it is the share of images.
+            down to whole tokens. Of blocks that keep whole images it is the share of images. Blocks with `max_tokens`
+            run so many slots, empty ones too, whatever the share.
 
     Returns:
         Counts per block and in all.
@@ -174,9 +176,12 @@ def _fix_thresholds(model: nn.Module, kept: float | Mapping[str, float] | Trace 
     if missing:
         raise ValueError(f"kept names no share for {', '.join(missing)}; it names {', '.join(shares)}")
     for name, block in by_threshold.items():
-        share, router = float(shares[name]), block.router
+        share, router, select = float(shares[name]), block.router, block.router.config.select
         if not 0 <= share <= 1:
             raise ValueError(f"the kept share of {name} must be in [0, 1], got {share}")
+        if isinstance(select, Threshold) and select.max_tokens is not None:
+            # So many slots run, whatever fills them.
+            continue
         if router.config.router.whole or not share:
             whole[name] = share
         if router.config.router.whole:

@@ -167,6 +167,17 @@ def test_threshold_needs_what_was_kept() -> None:
     assert flops(model, side, kept=0.5).blocks[1].kept == 8
 
 
+def test_slots_of_a_static_threshold_run_empty_too() -> None:
+    model, side = make("vit")
+    mmod.route_(model, mmod.RoutingConfig(router="norm", select=mmod.Threshold(100.0, max_tokens=8)))
+    with torch.no_grad(), trace(model) as decisions:
+        counted_flops = counted(model, side)
+    assert int(decisions["blocks.1"].keep_BN.sum()) == 1
+    report = flops(model, side, kept=decisions)
+    assert report.blocks[1].kept == 8
+    assert report.routed == counted_flops
+
+
 @pytest.mark.parametrize("operator", ["block", "mlp"])
 def test_blocks_that_keep_nothing_cost_their_router_alone(operator: str) -> None:
     model, side = make("vit")
