@@ -20,6 +20,7 @@ from mmod.benchmarks.report import (
     refuse_to_overwrite,
 )
 from mmod.io.claim import check_same
+from mmod.io.progress import progress_bar
 
 
 def run_all(
@@ -44,14 +45,12 @@ def run_all(
         FileExistsError: The output folder holds a benchmark already.
         ValueError: The output folder holds an unfinished benchmark with other options or of another machine.
     """
-    from tqdm import tqdm
-
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     options, folder, machine = plain_options(config), Path(config.out), environment(config.device)
     log = ResumeLog(folder, options, machine)
     missing = [name for name in runs if name not in log.runs]
-    with tqdm(total=len(runs), initial=len(runs) - len(missing), disable=not progress, unit="run") as bar:
+    with progress_bar(total=len(runs), initial=len(runs) - len(missing), shown=progress, unit="run") as bar:
         for name in missing:
             bar.set_description(name)
             log.add(name, runs[name]())

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack, find_part
 from mmod.config import Plan
 from mmod.extras import name_missing_extra
+from mmod.io.progress import progress_bar
 from mmod.ops.intercept import AttentionCall, AttentionIntercept, inside
 from mmod.values import check_value
 
@@ -151,12 +152,10 @@ def attention_ranks(
         >>> len(ranks.ranks), ranks.samples
         (6, 2)
     """
-    from tqdm import tqdm
-
     _, stack = find_part(model, part)
     totals = [0.0] * len(stack.blocks)
     maps, tokens, samples = 0, 0, 0
-    for batch in tqdm(batches, desc="attention ranks", leave=False, disable=None):
+    for batch in progress_bar(batches, desc="attention ranks", leave=False):
         keywords = batch if isinstance(batch, Mapping) else {}
         mask = keywords.get("attention_mask")
         modes = [_Ranks(mask, tolerance, diagonal) for _ in stack.blocks]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mmod.config import Plan, RoutingConfig
 from mmod.io.files import check_regular, read_json_object, write_atomically
+from mmod.io.progress import progress_bar
 from mmod.model import route_, unroute_
 from mmod.planning.costs import Chooser, Option, PromptLengths
 from mmod.planning.divergence import outputs
@@ -130,8 +131,6 @@ class Scoring:
         Raises:
             ValueError: No batches, or a progress file of another search.
         """
-        from tqdm import tqdm
-
         trials = [{**base, block: option} for block in self.blocks for option in self.options]
         # With the block dense, and as the base has it: each is tried once.
         trials += [{at: option for at, option in base.items() if at != block} for block in base]
@@ -140,7 +139,7 @@ class Scoring:
         distinct = list(configs)
         total = len(batches) * len(distinct) if isinstance(batches, Sized) else None
         sums = Sums([0.0] * len(distinct))
-        with tqdm(desc="search plan", total=total, leave=False, disable=None) as bar:
+        with progress_bar(desc="search plan", total=total, leave=False) as bar:
             for place, batch in enumerate(batches):
                 self.example = batch if self.example is None else self.example
                 if not base and isinstance(batch, Mapping) and "input_ids" in batch:

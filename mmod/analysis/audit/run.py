@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mmod.analysis.audit.auditor import Auditor, Judge, Shift
 from mmod.analysis.audit.choices import Place, choices
@@ -24,6 +23,7 @@ from mmod.analysis.audit.partial import Partial
 from mmod.analysis.audit.result import LEARNED, Audit, compare
 from mmod.analysis.audit.strata import ALL, DIFFICULTY, SHIFT, Outcomes, Strata, StratumOf, compare_strata
 from mmod.analysis.modes import in_mode
+from mmod.io.progress import progress_bar
 from mmod.values import check_value
 
 __all__ = ["audit"]
@@ -185,7 +185,7 @@ def _go_on(
     for name, (batches, take) in steps.items():
         done = kept.done.get(name, 0)
         left = itertools.islice(batches, done, None)
-        for batch in tqdm(left, name, counts[name], initial=done, disable=not progress):
+        for batch in progress_bar(left, desc=name, total=counts[name], initial=done, shown=progress):
             take(batch)
             kept.add(name, state)
         if kept.done.get(name, 0) > done:

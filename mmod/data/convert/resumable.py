@@ -24,6 +24,7 @@ from mmod.data.readers.image_files import ImageFileError
 from mmod.data.readers.images import convert_image, open_image
 from mmod.io.claim import claim_folder
 from mmod.io.files import open_shard, read_json_object, write_atomically
+from mmod.io.progress import progress_bar
 
 SETTINGS, REPORT, DROPPED = "conversion.json", "report.json", "dropped.csv"
 _STATS = "_stats.json"
@@ -77,8 +78,6 @@ def convert_items(
         FileNotFoundError: If the source is not there.
         FileExistsError: If the output holds other files, or a conversion of another source or with other settings.
     """
-    from tqdm import tqdm
-
     folder = _claim(config, free_keys)
     numbered = enumerate(items)
 
@@ -88,7 +87,10 @@ def convert_items(
         except (DroppedItemError, ImageFileError) as error:
             return error
 
-    with ThreadPoolExecutor(config.threads) as pool, tqdm(total=count, unit=unit, disable=not progress) as bar:
+    with (
+        ThreadPoolExecutor(config.threads) as pool,
+        progress_bar(desc="convert", total=count, unit=unit, shown=progress) as bar,
+    ):
         for first in range(0, count, config.shard_size):
             part = islice(numbered, min(config.shard_size, count - first))
             number = f"{first // config.shard_size:05d}"

@@ -23,6 +23,7 @@ from mmod.data.readers.shards import Members, expand_pattern, read_at, read_samp
 from mmod.data.records import IMAGE, Message, check_record, image_names, read_records
 from mmod.data.synthetic.question_files import QUESTIONS
 from mmod.io.files import parse_json
+from mmod.io.progress import progress_bar
 from mmod.values import check_fields
 
 Protected = Literal["question", "conversation"]
@@ -185,9 +186,7 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
 
 
 def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, Any]]:
-    from tqdm import tqdm
-
-    for place, record in enumerate(tqdm(read_records(path), "check", unit="record", disable=not progress)):
+    for place, record in enumerate(progress_bar(read_records(path), desc="check", unit="record", shown=progress)):
         try:
             messages = check_record(record)
             images = [files.locate(name) for name in image_names(record)]
@@ -198,9 +197,7 @@ def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: b
 
 
 def _read_shards(pattern: str, report: CorruptReport, progress: bool) -> Iterator[dict[str, Any]]:
-    from tqdm import tqdm
-
-    for shard in tqdm(expand_pattern(pattern), "index", unit="shard", disable=not progress):
+    for shard in progress_bar(expand_pattern(pattern), desc="index", unit="shard", shown=progress):
         with open(shard, "rb") as file:
             for row in read_samples(shard, partial(_shard_row, file)):
                 if isinstance(row, Fault):

@@ -29,6 +29,7 @@ from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.readers.images import IMAGE_EXTENSIONS, MAX_BYTES, decode_image, open_image
 from mmod.data.readers.source import UnreadableSampleError
 from mmod.io.files import check_regular, replacing
+from mmod.io.progress import progress_bar
 
 # What `tarfile` raises at damaged archives, whose headers may claim anything.
 _DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, MemoryError, RecursionError)
@@ -221,12 +222,10 @@ class ShardSource:
         progress: bool = False,
         target: Target = CLASS,
     ):
-        from tqdm import tqdm
-
         self.target = target
         self.shards = [_local(url, cache) for url in expand_pattern(pattern)]
         rows: list[tuple[int, int, int, int, int]] = []
-        for number, shard in enumerate(tqdm(self.shards, "index", unit="shard", disable=not progress)):
+        for number, shard in enumerate(progress_bar(self.shards, desc="index", unit="shard", shown=progress)):
             for entry in read_samples(shard, self._choose):
                 if isinstance(entry, Fault):
                     report.add([entry])

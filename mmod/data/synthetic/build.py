@@ -14,6 +14,7 @@ from mmod.data.synthetic.handwriting import SPLITS
 from mmod.io.claim import check_same, read_claim
 from mmod.io.files import open_shard, replacing
 from mmod.io.locks import locked
+from mmod.io.progress import progress_bar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -121,11 +122,9 @@ class SyntheticSet(Generic[Config]):
         return written
 
     def _write(self, folder: Path, config: Config, progress: bool) -> dict[str, dict[str, Any]]:
-        from tqdm import tqdm
-
         shards: dict[str, dict[str, Any]] = {}
         counts, size = getattr(config, self.counts), config.shard_size  # type: ignore[attr-defined]
-        with tqdm(total=sum(counts.values()), unit=self.counts, disable=not progress) as bar:
+        with progress_bar(desc="build", total=sum(counts.values()), unit=self.counts, shown=progress) as bar:
             for split in SPLITS:
                 samples = self.compose(config, split)
                 for first in range(0, counts[split], size):

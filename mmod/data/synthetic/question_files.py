@@ -13,6 +13,7 @@ from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.handwriting import SPLITS, encode_png
 from mmod.data.synthetic.questions import DIFFICULTIES, QuestionsConfig, SyntheticChat, compose_chats
 from mmod.io.files import replacing
+from mmod.io.progress import progress_bar
 
 
 def to_record(key: str, chat: SyntheticChat, images: list[str]) -> dict[str, Any]:
@@ -71,8 +72,6 @@ def export_questions(
     Raises:
         FileExistsError: If `root` holds anything.
     """
-    from tqdm import tqdm
-
     config = QUESTIONS.config(config) if isinstance(config, str) else config
     files = {}
     # Not durable: there are too many small files to wait for each.
@@ -81,7 +80,9 @@ def export_questions(
         for split in SPLITS:
             records = []
             chats = compose_chats(config, split)
-            for index, chat in enumerate(tqdm(chats, split, config.conversations[split], disable=not progress)):
+            for index, chat in enumerate(
+                progress_bar(chats, desc=split, total=config.conversations[split], shown=progress)
+            ):
                 names = [f"images/{split}-{index:06d}.{number}.png" for number in range(len(chat.scenes))]
                 for name, scene in zip(names, chat.scenes):
                     (partial / name).write_bytes(encode_png(scene.image))

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from mmod.io.files import DamagedFileError
+from mmod.io.progress import progress_bar
 from mmod.training.engine.checkpoint import read_newest
 from mmod.training.engine.health import rows_of_logs, write_rows
 from mmod.training.engine.signals import StopRequest
@@ -23,18 +24,36 @@ _STATE = "trainer_state.json"
 class RunCallback(TrainerCallback):
     """Claims the run folder after the first step, writes the routers' figures into it, and stops when a signal asks.
 
+    It also shows how far the training is.
+
     Args:
         claim: Writes the config into the run folder; None in processes that do not.
         stop: What signals asked for.
+        progress: Show a bar.
     """
 
-    def __init__(self, claim: Callable[[], object] | None, stop: StopRequest) -> None:
+    def __init__(self, claim: Callable[[], object] | None, stop: StopRequest, progress: bool) -> None:
         self._claim = claim
         self._stop = stop
+        self._progress = progress
         self.stopped = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Show the bar."""
+        steps = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
+        self._bar = progress_bar(desc="train", shown=self._progress and state.is_world_process_zero, **steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Show the figures."""
+        self._bar.set_postfix(logs, refresh=False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End the bar."""
+        self._bar.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Claim the folder once; see what signals ask for."""
+        self._bar.update(state.global_step - self._bar.n)
         if self._claim is not None:
             self._claim()
             self._claim = None

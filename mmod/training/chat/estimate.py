@@ -104,7 +104,7 @@ def estimate(config: TrainConfig) -> CostEstimate:
         ValueError: As `mmod.training.chat.recipe.fit` does for a config that does not fit.
     """
     trainer = {name: value for name, value in config.trainer.items() if name not in _DEVICES}
-    arguments = training_arguments(replace(config, trainer=trainer), progress=False)
+    arguments = training_arguments(replace(config, trainer=trainer))
     train = open_conversations(config.data.train, config.data)
     model, processor = create_model(config, on_meta=True)
     collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mmod import Routing, is_routed, routed_blocks
 from mmod.analysis.modes import in_mode
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
+from mmod.io.progress import progress_bar
 from mmod.training.engine.distributed import sum_over_processes
 
 __all__ = ["EvalResult", "evaluate"]
@@ -168,7 +168,7 @@ def _batches(
 ) -> Iterator[list[ChatSample]]:
     """Yield this process's conversations, those of about equal length together."""
     order = np.lexsort((conversations.letters, conversations.images))[rank::world]
-    for start in tqdm(range(0, len(order), batch_size), desc="answer", disable=not progress, leave=False):
+    for start in progress_bar(range(0, len(order), batch_size), desc="answer", shown=progress, leave=False):
         yield [conversations[int(index)] for index in order[start : start + batch_size]]
 
 

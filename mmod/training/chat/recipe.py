@@ -72,12 +72,11 @@ class FineTuneResult:
         return "\n".join(lines)
 
 
-def training_arguments(config: TrainConfig, progress: bool = True) -> Any:
+def training_arguments(config: TrainConfig) -> Any:
     """Make transformers' training arguments of a run.
 
     Args:
         config: The run's config.
-        progress: Show bars, and print logs.
 
     Raises:
         ValueError: If an argument is unknown; the valid ones are named. If ZeRO-3 would leave the final model split.
@@ -94,7 +93,7 @@ def training_arguments(config: TrainConfig, progress: bool = True) -> Any:
     refuse_unknown("argument of the trainer", config.trainer, known)
     # A copy: what it is given for fsdp and deepspeed, the trainer completes in place.
     given = copy.deepcopy(config.trainer)
-    chosen = {"report_to": "none", "disable_tqdm": not progress, "logging_nan_inf_filter": False, **given}
+    chosen = {"report_to": "none", "disable_tqdm": True, "logging_nan_inf_filter": False, **given}
     # YAML reads the word no as False.
     chosen |= {name: "no" for name, value in chosen.items() if name.endswith("_strategy") and value is False}
     arguments = TrainingArguments(
@@ -134,14 +133,16 @@ def fit(config: TrainConfig, *, progress: bool = True) -> FineTuneResult:
 def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> FineTuneResult:
     """Train, evaluate and write the result, in a folder that no other process writes to."""
     folder = Path(config.output)
-    arguments = training_arguments(config, progress)
+    arguments = training_arguments(config)
     train = open_conversations(config.data.train, config.data, progress)
     val = None if config.data.val is None else open_conversations(config.data.val, config.data, progress)
     model, processor = create_model(config)
     collator = ChatCollator(processor, config.data.max_length, config.data.packed, config.data.protected)
 
+    from transformers import PrinterCallback
+
     with stop_signals() as stop:
-        callback = RunCallback(claim if arguments.should_save else None, stop)
+        callback = RunCallback(claim if arguments.should_save else None, stop, progress and arguments.disable_tqdm)
         trainer = RoutedTrainer(
             config.optim,
             model=model,
@@ -151,6 +152,8 @@ def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> Fi
             processing_class=processor,
             callbacks=[callback],
         )
+        # What it prints, the bar shows.
+        trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=last_checkpoint(folder / _CHECKPOINTS))
         if callback.stopped:
             stop.leave(folder, trainer.state.global_step, loud=arguments.should_save)

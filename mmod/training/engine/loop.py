@@ -20,11 +20,11 @@ import torch.distributed as dist
 from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.stream import BatchStream
 from mmod.io.files import replacing
+from mmod.io.progress import progress_bar
 from mmod.training.engine.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -196,13 +196,13 @@ class _Trainer(Generic[Found]):
         start = min(done * config.accumulate, self.train_stream.steps_per_epoch)
         batches = self.train_stream.batches(self.epoch, start)
         images = config.data.batch_size * config.accumulate * self.process.world
-        bar = tqdm(
+        bar = progress_bar(
             desc=f"epoch {self.epoch + 1}/{self.epochs}",
             total=self.steps_per_epoch * images,
             initial=done * images,
             unit="sample",
             unit_scale=True,
-            disable=not self.progress,
+            shown=self.progress,
         )
         with bar:
             for group in islice(_groups(batches, config.accumulate), self.steps_per_epoch - done):
@@ -259,7 +259,7 @@ class _Trainer(Generic[Found]):
         self.meters.update(parts, work.samples)
         return parts
 
-    def _log(self, bar: tqdm) -> None:
+    def _log(self, bar: Any) -> None:
         self._check_finite()
         rows = self.health.take(self.step)
         self.routers += rows

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
+from mmod.io.progress import progress_bar
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import KeptShares, RoutedResult
 from mmod.training.engine.task import autocast
@@ -111,7 +111,7 @@ def evaluate(
     # Patches by class and first guess.
     confusion = torch.zeros(0, dtype=torch.float64, device=device)
     batches: Iterable[tuple[Tensor, Tensor]] = stream.batches(0)
-    bar = tqdm(batches, total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False)
+    bar = progress_bar(batches, total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False)
     with in_mode(False, model):
         for images, targets in bar:
             check_targets(targets, model)

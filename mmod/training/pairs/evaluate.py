@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
 from mmod.data.readers.pairs import Tokenizer, Transform
+from mmod.io.progress import progress_bar
 from mmod.training.engine.evaluate import KeptShares, RoutedResult
 from mmod.training.engine.task import autocast
 from mmod.training.pairs.zero_shot import classify_folder, classify_scenes, share
@@ -171,8 +171,8 @@ def _embed(
     kept = KeptShares(model, device)
     parts: list[list[Tensor]] = []
     batches: Iterable[tuple[Tensor, Tensor]] = stream.batches(0)
-    for images, texts in tqdm(
-        batches, total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False
+    for images, texts in progress_bar(
+        batches, total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False
     ):
         moved = images.to(device, non_blocking=True), texts.to(device, non_blocking=True)
         with autocast(device, precision), kept.watch():

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from mmod.data.readers.pairs import Tokenizer, Transform
 from mmod.data.synthetic.scenes import zero_shot_prompts
+from mmod.io.progress import progress_bar
 from mmod.training.engine.distributed import sum_over_processes
 
 __all__ = ["classify_folder", "classify_scenes", "share"]
@@ -79,7 +79,7 @@ def classify_folder(
     weights = _classifier(model, tokenizer, IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES)
     device = weights.device
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, classes in tqdm(batches, disable=not bar):
+    for images, classes in progress_bar(batches, desc="zero-shot", shown=bar):
         logits = model.encode_image(images.to(device), normalize=True).float() @ weights
         first, five = _top(logits, classes.to(device))
         sums += len(images) * torch.tensor([first, five, 1.0], dtype=torch.float64, device=device)

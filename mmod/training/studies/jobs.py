@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from tqdm import tqdm
 
+from mmod.io.progress import progress_bar, say
 from mmod.training.studies.config import PlanOptions
 
 __all__ = ["Job", "Runner", "Search", "Tick", "in_words"]
@@ -91,7 +91,7 @@ class Runner:
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         if self.progress:
-            tqdm.write(line)
+            say(line)
 
     def run(self, jobs: Sequence[Job[Config]], do: Do[Config, Result]) -> Iterator[tuple[Job[Config], Result]]:
         """Do the runs and yield each with its result as soon as it has one.
@@ -159,14 +159,16 @@ class _Bar:
         self.shares = [0.0] * len(jobs)
         self.total = sum(job.work for job in jobs)
         self.started: tuple[float, float] | None = None
-        layout = "study:{percentage:3.0f} % |{bar}| {desc}"
-        self.bar = tqdm(total=self.total, bar_format=layout, disable=not progress)
+        layout = "study: {percentage:.0f} % |{bar}| {desc}"
+        self.bar = progress_bar(total=self.total, bar_format=layout, shown=progress)
         self.shown = 0.0
 
     def __enter__(self) -> _Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.started is not None:
+            self._show()
         self.bar.close()
 
     @property

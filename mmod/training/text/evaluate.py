@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mmod.analysis.modes import in_mode
 from mmod.data.stream import BatchStream
+from mmod.io.progress import progress_bar
 from mmod.speculation import every_token
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import RoutedResult
@@ -110,7 +110,7 @@ def evaluate(
     ways = Ways(model)
     trained, alone, full = (_Sums(model, ways, device) for _ in range(3))
     agreement = _Agreement(device) if ways.both else None
-    bar = tqdm(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", disable=not progress, leave=False)
+    bar = progress_bar(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False)
     with in_mode(False, model), autocast(device, precision):
         for batch in bar:
             tokens, following = (part.to(device, non_blocking=True) for part in batch)

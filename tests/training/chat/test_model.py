@@ -34,7 +34,7 @@ def test_routers_that_would_not_learn_are_refused_before_training(folder: Path) 
     create_model(vlm_config(folder, routing={"language": {**routing["language"], "losses": {"capacity": 0.1}}}))
     model, _ = create_model(vlm_config(folder, routing=GAMMA))
     model.model.language_model.shared_router.requires_grad_(False)
-    arguments = training_arguments(vlm_config(folder), False)
+    arguments = training_arguments(vlm_config(folder))
     with pytest.raises(ValueError, match="all of their 1 weights are frozen"):
         RoutedTrainer(model=model, args=arguments)
 

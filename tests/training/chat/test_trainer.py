@@ -32,7 +32,7 @@ def test_auxiliary_losses_are_added_once(folder: Path, accumulate: int) -> None:
         config = vlm_config(folder, trainer=trainer_fields, routing={"language": fields})
         model, processor = create_model(config)
         train, collator = open_conversations(config.data.train, config.data), ChatCollator(processor)
-        arguments = training_arguments(config, progress=False)
+        arguments = training_arguments(config)
         trainer = RoutedTrainer(model=model, args=arguments, train_dataset=train, data_collator=collator)
         trainer.current_gradient_accumulation_steps = split
         talks = [train[0]] * 4

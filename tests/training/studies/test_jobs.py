@@ -103,6 +103,7 @@ def test_the_bar_says_how_long_the_whole_study_will_take(
         for share in (0.25, 0.5, 0.75, 1.0):
             tick(share)
 
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     list(Runner().run(JOBS, slowly))
     shown = capsys.readouterr().err
     assert "base, seed 0, time left: measuring" in shown

@@ -1,0 +1,65 @@
+"""Progress of long work: a bar on a terminal, and elsewhere a plain line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from tqdm import tqdm
+
+__all__ = ["SECONDS", "progress_bar", "say"]
+
+SECONDS = 30
+"""Seconds between two lines where there is no terminal."""
+_LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed} elapsed, {remaining} left{postfix}"
+
+say = tqdm.write
+"""Print a line above the bars."""
+
+
+def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> tqdm:
+    """Return a tqdm bar; off a terminal it writes lines in its place, without carriage returns.
+
+    Lines come every 30 seconds, and one at the end unless the bar is told not to stay (`leave=False`).
+
+    Args:
+        items: What is iterated; None for a bar that is updated by hand.
+        shown: Show anything at all.
+        options: Arguments of tqdm, such as `desc`, `total` and `unit`.
+
+    Example:
+        >>> [number**2 for number in progress_bar([1, 2, 3], shown=False)]
+        [1, 4, 9]
+    """
+    return (tqdm if sys.stderr.isatty() else _Lines)(items, disable=not shown, **options)
+
+
+class _Lines(tqdm):
+    """A bar that writes lines; tqdm counts and measures."""
+
+    disable: bool
+    monitor_interval = 0
+
+    def __init__(self, items: Iterable[Any] | None, *, bar_format: str = _LINE, **options: Any) -> None:
+        self._due = time.monotonic() + SECONDS
+        super().__init__(items, bar_format=bar_format.replace("|{bar}| ", ""), **options)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Write a line if it is time for one."""
+        if time.monotonic() >= self._due:
+            self._write()
+
+    def clear(self, nolock: bool = False) -> None:
+        """Leave the lines that are written."""
+
+    def close(self) -> None:
+        """Write the last line."""
+        if self.leave and not self.disable:
+            self._write()
+        self.disable = True
+
+    def _write(self) -> None:
+        self._due = time.monotonic() + SECONDS
+        print(self, file=self.fp, flush=True)

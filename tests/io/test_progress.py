@@ -1,0 +1,85 @@
+"""Progress off a terminal is plain lines now and then, and one mechanism shows all of it."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from typing import Any
+
+import pytest
+
+import mmod.io.progress
+from mmod.io.progress import SECONDS, progress_bar
+from mmod.training.studies.jobs import Job, Runner, Tick
+from tests.scripts import ROOT
+
+
+class Clock:
+    """Seconds that pass only when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(mmod.io.progress, "time", clock := Clock())
+    return clock
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("options", [{}, {"leave": False}], ids=["stays", "leaves"])
+def test_off_a_terminal_there_are_lines_now_and_then(
+    clock: Clock, capsys: pytest.CaptureFixture[str], options: dict[str, Any]
+) -> None:
+    for _ in progress_bar(range(100), desc="epoch 1/2", unit="sample", mininterval=0, miniters=1, **options):
+        clock.now += 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 100 // SECONDS + (not options)
+    assert all(re.fullmatch(r"epoch 1/2: \d+ of 100 sample, \d\d:\d\d elapsed, \d\d:\d\d left", line) for line in lines)
+    assert [line.split()[2] for line in lines[:3]] == ["30", "60", "90"]
+    assert options or lines[-1].startswith("epoch 1/2: 100 of 100")
+
+
+def test_a_bar_by_hand_counts_and_shows_figures(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar(desc="a", total=4, initial=2) as bar:
+        bar.update(1)
+        bar.set_postfix({"loss": "0.5"})
+        assert bar.n == 3
+        mmod.io.progress.say("a line")
+    assert capsys.readouterr().err.splitlines()[-1].endswith("left, loss=0.5")
+    with progress_bar(desc="nothing", total=4, shown=False) as bar:
+        bar.update(4)
+    assert not capsys.readouterr().err
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    list(progress_bar(range(3), desc="epoch"))
+    assert "\r" in screen.getvalue()
+    assert "100%|" in screen.getvalue()
+
+
+def test_a_study_off_a_terminal_says_what_is_done_in_lines(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    def do(job: Job[None], tick: Tick) -> None:
+        clock.now += SECONDS
+        tick(1.0)
+
+    jobs = [Job(name, seed, None) for seed in range(2) for name in ("dense", "mod")]
+    assert len(list(Runner().run(jobs, do))) == 4
+    said = capsys.readouterr().err
+    assert "\r" not in said
+    assert said.splitlines()[-1].startswith("study: 100 % mod, seed 1, ")
+
+
+def test_every_bar_is_made_in_one_place() -> None:
+    users = [path for path in (ROOT / "mmod").rglob("*.py") if re.search(r"\bimport tqdm\b", path.read_text())]
+    assert [path.name for path in users] == ["progress.py"]
