@@ -11,18 +11,19 @@ EXTRAS = {
     "train": (
         "PIL",
         "docstring_parser",
+        "filelock",
         "jsonargparse",
         "matplotlib",
         "scipy",
         "sklearn",
         "timm",
         "torchvision",
+        "vl_convert",
         "webdataset",
         "yaml",
     ),
     "clip": ("open_clip",),
     "vlm": ("accelerate", "peft", "transformers"),
-    "report": ("vl_convert",),
 }
 """Each extra to the packages that are imported of it."""
 
@@ -38,7 +39,7 @@ def name_missing_extra() -> Iterator[None]:
         >>> with name_missing_extra():
         ...     raise ModuleNotFoundError("No module named 'peft'", name="peft")
         Traceback (most recent call last):
-        ModuleNotFoundError: this needs the package peft, which is not installed: pip install -e ".[vlm]"
+        ModuleNotFoundError: this needs the package peft, which is not installed: pip install "mmod[vlm]"
     """
     try:
         yield
@@ -47,6 +48,6 @@ def name_missing_extra() -> Iterator[None]:
         extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
         if extra is None:
             raise
-        instruction = f'pip install -e ".[{extra}]"'
+        instruction = f'pip install "mmod[{extra}]"'
         message = f"this needs the package {package}, which is not installed: {instruction}"
         raise ModuleNotFoundError(message, name=error.name) from None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -150,7 +152,7 @@ def test_a_missing_extra_is_named(package: str, code: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; {code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stderr.splitlines()[-1] == (
-        f'ModuleNotFoundError: this needs the package {package}, which is not installed: pip install -e ".[train]"'
+        f'ModuleNotFoundError: this needs the package {package}, which is not installed: pip install "mmod[train]"'
     )
 
 
@@ -162,10 +164,29 @@ def test_the_command_names_a_missing_extra_in_one_line(package: str) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        f'error: this needs the package {package}, which is not installed: pip install -e ".[train]"'
+        f'error: this needs the package {package}, which is not installed: pip install "mmod[train]"'
     )
 
 
 def test_extras_are_those_of_the_installation() -> None:
+    distributions = metadata.packages_distributions()
     text = (ROOT / "pyproject.toml").read_text()
-    assert all(f"\n{extra} = [" in text for extra in EXTRAS)
+    for extra, packages in EXTRAS.items():
+        wanted = re.findall(r'"([\w-]+)', text.partition(f"\n{extra} = [")[2].partition("]\n")[0].replace("[", '"['))
+        names = {name.lower().replace("_", "-") for name in wanted}
+        for package in packages:
+            # Two that come with jsonargparse.
+            brought = {"docstring-parser": "jsonargparse"}
+            owners = {name.lower().replace("_", "-") for name in distributions[package]}
+            assert {brought.get(owner, owner) for owner in owners} & names, f"{package} is not of the extra {extra}"
+
+
+def test_the_main_job_and_its_report_need_the_extra_train_alone() -> None:
+    assert "vl_convert" in EXTRAS["train"]
+    assert "filelock" in EXTRAS["train"]
+    assert "report" not in EXTRAS
+
+
+def test_locks_need_nothing_of_unix() -> None:
+    code = "import sys; sys.modules['fcntl'] = None; from mmod.io.locks import locked; from mmod.training import fit"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -1,7 +1,7 @@
 """Show what studies and audits found on one page: `python tools/report.py FOLDER... [--output FOLDER]`.
 
 The page is one HTML file that opens in a browser without a network, with every figure as PNG and CSV beside it. It
-needs the extra `report`.
+needs the extra `train`.
 """
 
 import sys

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
 
 __all__ = ["LockedError", "locked"]
-
-_held: set[IO[str]] = set()
 
 
 class LockedError(RuntimeError):
@@ -42,23 +39,12 @@ def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
     """
     path = Path(folder).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.parent / f".{path.name}.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError as error:
-            raise LockedError(f"another process is writing to {str(folder)!r}: wait for it to end") from error
-        _held.add(lock)
-        try:
-            yield
-        finally:
-            _held.discard(lock)
-
-
-def _let_go() -> None:
-    """Close the locks in a process that was forked, which would hold them after its parent is gone."""
-    for lock in _held:
-        os.close(lock.fileno())
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)
+    lock = FileLock(path.parent / f".{path.name}.lock", blocking=wait)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise LockedError(f"another process is writing to {str(folder)!r}: wait for it to end") from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -55,7 +55,7 @@ def write_report(folders: Sequence[str | Path], output: str | Path | None = None
     Raises:
         FileNotFoundError: If a folder is not there.
         FolderTakenError: If the folder of the report holds a report of other folders, or other files.
-        ModuleNotFoundError: If the extra `report` is not installed.
+        ModuleNotFoundError: If vl-convert-python, of the extra `train`, is not installed.
         ValueError: If a folder holds none of them.
     """
     import vl_convert

@@ -12,7 +12,7 @@ import pytest
 from mmod.report import write_report
 from tests.report.records import write_audit, write_run, write_study
 
-pytest.importorskip("vl_convert", reason="needs the extra report (vl-convert-python)")
+pytest.importorskip("vl_convert", reason="needs vl-convert-python, of the extra train")
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait

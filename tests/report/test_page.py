@@ -21,7 +21,7 @@ from mmod.report.health import health_chart
 from mmod.report.sources import read_sources
 from tests.report.records import write_audit, write_run, write_study
 
-needs_charts = pytest.mark.skipif(find_spec("vl_convert") is None, reason="needs the extra report (vl-convert-python)")
+needs_charts = pytest.mark.skipif(find_spec("vl_convert") is None, reason="needs vl-convert-python, of the extra train")
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,14 @@ def test_progress_of_another_audit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_the_bar_begins_where_the_audit_was_cut(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_begins_where_the_audit_was_cut(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = {**options(), "leave_one_out": 0, "conditions": ["random"], "shifts": {}, "beside": {}, "others": {}}
     with pytest.raises(Stopped):
         mmod.audit(**plain, judge=stopping(7), progress_file=tmp_path / "partial.json")
     capfd.readouterr()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     mmod.audit(**plain, progress_file=tmp_path / "partial.json", progress=True)
     bars = [line for line in capfd.readouterr().err.split("\r") if line.strip()]
     first = {name: next(bar for bar in bars if bar.startswith(name)) for name in ("positions", "audit")}
