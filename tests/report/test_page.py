@@ -214,7 +214,7 @@ def test_a_study_ends_with_its_page(
 ) -> None:
     study = write_study(tmp_path / "study")
     monkeypatch.setattr("mmod.training.studies.command.main", lambda arguments: study)
-    cli.run("tradeoff CONFIG", [])
+    cli.run("tradeoff CONFIG", ["digits"])
     assert (study / "report/report.html").is_file()
     assert capsys.readouterr().out == f"Report: {study / 'report/report.html'}\n"
 
@@ -232,6 +232,6 @@ def test_a_study_whose_page_cannot_be_written_ends_well(
     monkeypatch.setattr("mmod.training.studies.command.main", lambda arguments: study)
     if missing:
         monkeypatch.setitem(sys.modules, "vl_convert", None)
-    cli.run("tradeoff CONFIG", [])
+    cli.run("tradeoff CONFIG", ["digits"])
     assert re.search(f"^No report: .*({said})", capsys.readouterr().out)
     assert [path.name for path in (study / "report").iterdir()] == ["mine.txt"]
