@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
-_ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_OPS = torch.ops.aten
+_ON_CPU = {
+    _OPS._scaled_dot_product_flash_attention_for_cpu: _OPS._scaled_dot_product_flash_attention,
+    _OPS._scaled_dot_product_flash_attention_for_cpu_backward: _OPS._scaled_dot_product_flash_attention_backward,
+}
 
 
 def flop_counter() -> FlopCounterMode:
     """Return torch's counter, which in torch 2.11 leaves out fused attention on a CPU."""
     counter = FlopCounterMode(display=False)
-    counter.flop_registry.setdefault(_ATTENTION_ON_CPU, flop_registry[_ATTENTION])
+    for own, on_gpu in _ON_CPU.items():
+        counter.flop_registry.setdefault(own, flop_registry[on_gpu])
     return counter

@@ -1,9 +1,9 @@
-"""FLOPs of a language model's prefill, per layer, from counts of tokens alone."""
+"""FLOPs of a language model's prefill and of its training on a text, from counts of tokens alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -12,10 +12,31 @@ from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
 from mmod.blocks import ImportanceBlock, RoutedBlock, model_hooks
 from mmod.methods.experts import ExpertMlp
 from mmod.methods.recursion_choices import cycle_of
+from mmod.routing.decoder import Predictor
 from mmod.values import check_module
 
 # What a mixture of experts has beside its first expert, which is the MLP of the dense layer.
 _ADDED = ("mlp.router", "mlp.others", "mlp.predictors")
+
+
+class _Cost(NamedTuple):
+    """FLOPs of one multiplication in each kind of product.
+
+    Args:
+        weights: With weights.
+        pairs: Of queries and keys, and of probabilities and values.
+        stopped: With the first weights of a predictor, whose input gets no gradient.
+    """
+
+    weights: int
+    pairs: int
+    stopped: int
+
+
+_FORWARD = _Cost(2, 2, 2)
+# A backward pass has two products for each with weights. Attention's has five for two, since it computes the scores
+# once more in the place of storing them.
+_STEP = _Cost(6, 7, 4)
 
 
 def prefill_flops(
@@ -46,6 +67,34 @@ def prefill_flops(
         ValueError: No language part, layers that are shared, no tokens, more protected tokens than text, or threshold
             routing without `kept`.
     """
+    return _count(_FORWARD, model, text_tokens, image_tokens, kept, protected_tokens)
+
+
+def training_flops(model: nn.Module, tokens: int) -> int:
+    """Count what training spends on a text: forward and backward pass, with the logits of every token.
+
+    A product with weights counts three times that of its forward pass, attention three and a half times. Importance has
+    no gradient and counts once; a predictor gives its input none.
+
+    Args:
+        model: A transformers model with a language part, dense or routed by top-k.
+        tokens: Tokens of the text.
+
+    Raises:
+        ValueError: As `prefill_flops` does.
+    """
+    counts = _count(_STEP, model, tokens)
+    return counts.routed + (tokens - 1) * counts.rest.routed
+
+
+def _count(
+    cost: _Cost,
+    model: nn.Module,
+    text_tokens: int,
+    image_tokens: int | Sequence[int] = 0,
+    kept: float | Mapping[str, float] | None = None,
+    protected_tokens: int = 0,
+) -> PrefillFlops:
     check_module(model)
     if cycle_of(model) is not None:
         raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
@@ -66,10 +115,10 @@ def prefill_flops(
         if isinstance(block, RoutedBlock):
             share = kept.get(name) if isinstance(kept, Mapping) else kept
             own = tokens - sum(free) + _kept(name, block, free, share)
-        rows.append(_row(name, block, tokens, own, stack.dim))
+        rows.append(_row(cost, name, block, tokens, own, stack.dim))
     cached = _bytes_per_token(stack.blocks[0])
     heads = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "lm_head"]
-    head = sum(2 * stack.dim * int(module.out_features) for module in heads)
+    head = sum(cost.weights * stack.dim * int(module.out_features) for module in heads)
     return PrefillFlops(tuple(rows), BlockFlops(REST, 0, 0, head, head), tokens, sum(images), cached)
 
 
@@ -86,16 +135,16 @@ def _kept(name: str, block: RoutedBlock, free: Sequence[int], share: float | Non
     return sum(number * capacity.numerator // capacity.denominator for number in free)
 
 
-def _row(name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> BlockFlops:
+def _row(cost: _Cost, name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> BlockFlops:
     attention: Any = block.get_submodule("self_attn")
     width = int(attention.config.num_attention_heads) * int(attention.head_dim)
     router = importance = 0
     operator, context = "block", "kept"
     if isinstance(block, RoutedBlock):
         operator, context = str(block.router.config.operator), str(block.router.config.context)
-        router = 2 * tokens * sum(p.numel() for p in block.router.parameters() if p.ndim > 1)
+        router = tokens * _deciding(cost, block.router)
         if block.router.config.language.shared:
-            router += 2 * tokens * dim
+            router += cost.weights * tokens * dim
     elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
         importance = 2 * (1 if block.mod_state.average == "last_token" else tokens) * tokens * width
     mixture = next((module for module in block.modules() if isinstance(module, ExpertMlp)), None)
@@ -110,19 +159,27 @@ def _row(name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> Block
     def layer(queries: int, keys: int, rows: int) -> int:
         """Count attention of some queries to some keys, and the MLP of some rows."""
         projections = queries * (in_attention - keys_and_values) + keys * keys_and_values
-        return 2 * projections + 4 * queries * keys * width + 2 * rows * (sum(sizes.values()) - in_attention)
+        in_mlp = rows * (sum(sizes.values()) - in_attention)
+        return cost.weights * (projections + in_mlp) + 2 * cost.pairs * queries * keys * width
 
     queries = tokens if operator == "mlp" else kept
     keys = tokens if context == "all" else queries
     rows = tokens if operator == "attention" else kept
     if mixture is not None:
         choosing = [mixture.router, *mixture.predictors] if hasattr(mixture, "predictors") else [mixture.router]
-        router += 2 * rows * sum(p.numel() for module in choosing for p in module.parameters() if p.ndim > 1)
+        router += rows * sum(_deciding(cost, module) for module in choosing)
         config = mixture.mod_state.config
         rows = config.experts * config.slots_of(rows)
     routed = layer(queries, keys, rows)
     dense = layer(tokens, tokens, tokens)
     return BlockFlops(name, tokens, kept, dense, routed + router + importance, router, importance, keys)
+
+
+def _deciding(cost: _Cost, module: nn.Module) -> int:
+    """Return the FLOPs that a router or predictor spends on one token."""
+    stopped = {id(own.hidden.weight) for own in module.modules() if isinstance(own, Predictor)}
+    weights = [weight for weight in module.parameters() if weight.ndim > 1]
+    return sum((cost.stopped if id(weight) in stopped else cost.weights) * weight.numel() for weight in weights)
 
 
 def _key_width(attention: Any) -> int:

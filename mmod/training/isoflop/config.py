@@ -23,7 +23,7 @@ class IsoflopConfig:
             A run is divided into as many parts as it has `epochs`, or up to twice as many where its steps then come
             nearer to the budget; warm-up takes some of them.
         sizes: Name of each size to the fields of `model.config` that differ.
-        budgets: FLOPs of a training run: three times those of its forward passes, see `mmod.prefill_flops`.
+        budgets: FLOPs of a training run, forward and backward passes, see `mmod.analysis.prefill.training_flops`.
         routings: Name of each series to its routing, as in a training config; or to `method:`, and `routing:` where the
             model is routed as well; null is the dense model. The first series is what others are compared with.
         rates: Learning rates that are tried for each size, budget and routing; one needs no trial.

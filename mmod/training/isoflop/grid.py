@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmod import prefill_flops
+from mmod.analysis.prefill import training_flops
 from mmod.data.readers.text import create_train_text
 from mmod.io.yaml import read_yaml
 from mmod.training.engine.loop import steps_of_epoch
@@ -19,10 +20,7 @@ from mmod.training.text.config import TrainConfig
 from mmod.training.text.model import create_models
 from mmod.training.text.ways import Ways
 
-__all__ = ["Place", "forward_flops", "plan"]
-
-# A training step takes a forward pass, and a backward pass of twice its products.
-_STEP = 3
+__all__ = ["Place", "count_flops", "plan"]
 
 
 @dataclass(frozen=True)
@@ -84,31 +82,36 @@ def plan(config: IsoflopConfig) -> list[Place]:
             changes = {"model": {"config": fields}, **ways}
             own = TrainConfig.from_dict(merged(recipe, changes))
             model, _ = create_models(own)
-            cost = forward_flops(model, own.data.length)
             parameters = sum(parameter.numel() for parameter in model.parameters())
-            places += [_place(own, series, size, budget, parameters, cost) for budget in config.budgets]
+            forward, window = count_flops(model, own.data.length)
+            places += [_place(own, series, size, budget, parameters, forward, window) for budget in config.budgets]
     _check_text(places)
     return sorted(places, key=lambda place: place.budget)
 
 
-def forward_flops(model: Any, length: int) -> int:
-    """Count the forward pass of a window as training runs it: logits of every token, and the top-k of routed layers.
+def count_flops(model: Any, length: int) -> tuple[int, int]:
+    """Count a window as training runs it, with logits of every token and the top-k of routed layers.
 
     Args:
         model: A causal language model.
         length: Tokens of the window.
+
+    Returns:
+        FLOPs of the forward pass, and of forward and backward pass.
 
     Raises:
         ValueError: A model routed by threshold, whose cost follows from the text.
     """
     with Ways(model).together():
         counts = prefill_flops(model, text_tokens=length)
-    # A prompt's prefill needs the logits of its last token alone.
-    return counts.routed + (length - 1) * counts.rest.routed
+        # A prompt's prefill needs the logits of its last token alone.
+        return counts.routed + (length - 1) * counts.rest.routed, training_flops(model, length)
 
 
-def _place(config: TrainConfig, series: str, size: str, budget: float, parameters: int, cost: int) -> Place:
-    of_step = _STEP * cost * config.data.batch_size * config.accumulate
+def _place(
+    config: TrainConfig, series: str, size: str, budget: float, parameters: int, forward: int, window: int
+) -> Place:
+    of_step = window * config.data.batch_size * config.accumulate
     paid, parts = budget / of_step, range(config.epochs, 2 * config.epochs)
     if paid < config.epochs:
         raise ValueError(
@@ -119,7 +122,7 @@ def _place(config: TrainConfig, series: str, size: str, budget: float, parameter
     epochs = min(parts, key=lambda number: abs(number * round(paid / number) - paid))
     steps = epochs * round(paid / epochs)
     own = dataclasses.replace(config, epochs=epochs, epoch_steps=steps // epochs, eval_every=epochs)
-    return Place(series, size, budget, parameters, cost, steps, float(of_step * steps), own)
+    return Place(series, size, budget, parameters, forward, steps, float(of_step * steps), own)
 
 
 def _check_text(places: list[Place]) -> None:

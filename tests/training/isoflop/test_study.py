@@ -12,13 +12,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from mmod.training.engine.distributed import Process
 from mmod.training.engine.parse import load_config
 from mmod.training.isoflop import study
 from mmod.training.isoflop.config import IsoflopConfig
-from mmod.training.isoflop.grid import forward_flops, plan
+from mmod.training.isoflop.grid import count_flops, plan
 from mmod.training.isoflop.study import describe, run_study
 from mmod.training.text.model import create_models
-from tests.training.text.configs import LLAMA, PREDICTOR, text_config
+from mmod.training.text.recipe import TextRecipe
+from tests.counting import flop_counter
+from tests.training.text.configs import LLAMA, PREDICTOR, SCORE, text_config
 
 ROOT = Path(__file__).parents[3]
 SIZES = {f"w{width}": {"hidden_size": width, "intermediate_size": 2 * width} for width in (8, 16, 24)}
@@ -57,7 +60,36 @@ def test_flops_of_a_dense_pass_are_those_that_torch_counts(tmp_path: Path, layer
     model, _ = create_models(text_config(tmp_path, model={"config": {"num_hidden_layers": layers}}))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.zeros(1, 48, dtype=torch.long))
-    assert forward_flops(model, 48) == counter.get_total_flops()
+    assert count_flops(model, 48)[0] == counter.get_total_flops()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "score": {"routing": SCORE},
+    "predictor": {"routing": PREDICTOR},
+    "random": {"routing": {"router": "random", "capacity": 0.25}},
+    "attention": {"routing": {"router": "attention", "importance": "mean", "capacity": 0.25}},
+    "all": {"routing": {"router": "linear", "capacity": 0.25, "context": "all"}},
+    "mlp": {"routing": {"router": "linear", "capacity": 0.25, "operator": "mlp"}},
+    "shared": {"routing": {"router": "linear", "blocks": "all", "language": {"shared": True}}},
+    "experts": {"method": {"kind": "experts", "sampling": "predictor"}},
+    "integrated": {"method": {"kind": "experts", "capacity": 0.5, "idle": 1, "sampling": "predictor"}},
+    "staged": {"method": {"kind": "experts", "sampling": "predictor"}, "routing": PREDICTOR},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("width", [16, 64])
+def test_a_training_step_spends_what_is_counted(tmp_path: Path, way: str, width: int) -> None:
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width}
+    config = text_config(tmp_path, **WAYS[way], model={"config": sizes}, data={"length": 64})
+    # In fp64 importance has products of its own on a CPU too.
+    model = create_models(config)[0].double().train()
+    task = TextRecipe(config).create_task(model, None, Process(0, 1, torch.device("cpu")))
+    tokens = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
+    with flop_counter() as counter:
+        task.forward(tokens, tokens)["loss"].backward()
+    assert count_flops(model, 64)[1] == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def test_a_routed_pass_counts_what_training_keeps(tmp_path: Path) -> None:
@@ -65,9 +97,9 @@ def test_a_routed_pass_counts_what_training_keeps(tmp_path: Path) -> None:
     costs = []
     for capacity in (0.25, 0.5, 1.0):
         routing = {**PREDICTOR, "capacity": capacity}
-        costs.append(forward_flops(create_models(text_config(tmp_path, routing=routing))[0], 48))
+        costs.append(count_flops(create_models(text_config(tmp_path, routing=routing))[0], 48)[0])
     assert costs == sorted(costs)
-    routers = costs[-1] - forward_flops(dense, 48)
+    routers = costs[-1] - count_flops(dense, 48)[0]
     assert 0 < routers < 0.05 * costs[-1]
 
 
