@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import timm
+from huggingface_hub import constants, try_to_load_from_cache
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
@@ -19,7 +22,7 @@ from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.model import classifier_names, converted, load_weights, prepare_models
 from mmod.training.image.config import LossConfig, MixupConfig, ModelConfig, TrainConfig
 
-__all__ = ["create_criterion", "create_dense_model", "create_mixup", "create_models"]
+__all__ = ["check_published", "create_criterion", "create_dense_model", "create_mixup", "create_models"]
 
 # Names of what routing and methods add to a model.
 _ADDED = (".router.", ".exit.", ".others.")
@@ -61,8 +64,38 @@ def create_dense_model(config: ModelConfig) -> nn.Module:
     if "/" not in config.name and not timm.is_model(config.name):
         hint = near_names(config.name.split(".")[0], timm.list_models(), "timm.list_models()")
         raise ValueError(f"timm knows no model {config.name!r}; {hint}")
+    check_published(config)
     model: nn.Module = timm.create_model(config.name, pretrained=config.pretrained, **config.args)
     return model
+
+
+def check_published(config: ModelConfig) -> None:
+    """Raise where published weights are wanted that are neither in the cache nor within reach.
+
+    The hub's own client tries again for minutes before it says so.
+
+    Args:
+        config: The model.
+
+    Raises:
+        ConnectionError: The hub does not answer.
+    """
+    hub = getattr(timm.get_pretrained_cfg(config.name), "hf_hub_id", None) if "/" not in config.name else None
+    if not config.pretrained or hub is None or any(name.startswith("pretrained_cfg") for name in config.args):
+        return
+    if any(isinstance(try_to_load_from_cache(hub, name), str) for name in ("model.safetensors", "pytorch_model.bin")):
+        return
+    try:
+        urllib.request.urlopen(constants.ENDPOINT, timeout=10).close()
+    except urllib.error.HTTPError:
+        # It answers.
+        return
+    except OSError as error:
+        raise ConnectionError(
+            f"the published weights of {config.name!r} are not in the cache and {constants.ENDPOINT} does not answer: "
+            "name a file of weights, `--checkpoint FILE` for a study of features, else `--model.checkpoint FILE "
+            "--model.pretrained false`"
+        ) from error
 
 
 def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:

@@ -27,6 +27,7 @@ from mmod.training.engine.loop import seed_draws
 from mmod.training.engine.run_folder import portable
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import Features, extract, read_features
+from mmod.training.image.model import check_published
 from mmod.training.studies.config import FeaturesStudyConfig
 from mmod.training.studies.entrants import DENSE, merged
 from mmod.training.studies.image import TimmStudy
@@ -175,8 +176,10 @@ class FeaturesStudy(TimmStudy[Judged]):
         kept = json.loads(path.read_text()) if path.exists() else {}
         if kept.get("settings") == settings:
             return self.found(**kept["found"])
-        # Before weights are fetched, which takes minutes where a folder of images is soon found to be missing.
+        # What is missing is said before weights are fetched or features computed.
+        check_published(config.model)
         parts_of = _streams(config.data)
+        self._check(parts_of)
         seed_draws(config.seed, 0, 0)
         model = self.create(config).to(choose_device(config.device))
         features = [
@@ -187,6 +190,11 @@ class FeaturesStudy(TimmStudy[Judged]):
         found = self._classify(features, blocks, parts_of)
         write_atomically(path, json.dumps({"settings": settings, "found": dataclasses.asdict(found)}) + "\n")
         return found
+
+    def _check(self, streams: Mapping[str, BatchStream]) -> None:
+        """Raise where classes have too few images for the classifiers."""
+        if len(streams) == 1:
+            split_by_class(streams[_TESTED].reader.labels.numpy(), self.config.folds)  # type: ignore[attr-defined]
 
     def _classify(self, features: list[Features], blocks: list[str], streams: Mapping[str, BatchStream]) -> Judged:
         own, tested = self.config, features[-1]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
+import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,24 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save_file
 
+import mmod
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.stream import BatchStream
+from mmod.io.configs import find_config
+from mmod.training.engine.parse import load_config
+from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import feature_of
-from mmod.training.studies.config import FeaturesStudyConfig
+from mmod.training.image.model import create_dense_model
+from mmod.training.studies.config import FeaturesStudyConfig, SegmentationStudyConfig
 from mmod.training.studies.features import FeaturesStudy
 from mmod.training.studies.probes import Resampling, linear_probe, nearest_neighbours, split_by_class
 from mmod.training.studies.results import StudyResult
+from mmod.training.studies.segmentation import SegmentationStudy
+from tests.scripts import ROOT
 
 MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": 3}
 CLASSES, EACH = 3, 12
+ONE = {"random": {"router": "random"}}
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +141,43 @@ def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -
     assert "which are not ranked" in result.table
     for picture in ("tradeoff", "maps-attention-0.5"):
         assert (tmp_path / "study" / f"{picture}.png").stat().st_size
+
+
+def test_too_few_images_of_a_class_are_refused_before_any_model_is_made(
+    given_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(FeaturesStudy, "create", lambda self, config: made.append(config))
+    study = FeaturesStudy(config(given_files, tmp_path / "study", folds=EACH + 1, rivals={}, routers=ONE))
+    with pytest.raises(ValueError, match=rf"folds={EACH + 1} .* class 0 has {EACH}"):
+        study.run(progress=False)
+    assert not made
+
+
+def test_weights_that_cannot_be_fetched_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr("urllib.request.urlopen", fail)
+    monkeypatch.setattr(timm, "create_model", lambda *_, **__: pytest.fail("weights were asked for"))
+    with pytest.raises(ConnectionError, match=r"weights of 'vit_small_patch14_dinov2' .*`--checkpoint FILE`"):
+        create_dense_model(ModelConfig(name="vit_small_patch14_dinov2", pretrained=True))
+
+
+@pytest.mark.parametrize("name", ["dinov2-untrained", "segmentation-untrained"])
+def test_the_published_tables_are_of_the_model_of_their_command(name: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs/equal_time.md").read_text()
+    command, _, table = page.partition(f"    mmod tradeoff {name} ")[2].partition("\n")
+    words = [tmp_path / "weights" if word == "FILE" else word for word in shlex.split(command)]
+    of_patches = name.startswith("segmentation")
+    kind, study_of = (
+        (SegmentationStudyConfig, SegmentationStudy) if of_patches else (FeaturesStudyConfig, FeaturesStudy)
+    )
+    study = study_of(load_config(find_config(name), [*map(str, words), "--maps", "0"], kind=kind))
+    dense: Any = study.plan()[1][0].config
+    model = timm.create_model(dense.model.name, **dense.model.args)
+    (row,) = [line for line in table.splitlines() if line.startswith(f"| dense, {dense.data.image_size} pixels")][:1]
+    assert f"{mmod.flops(model, dense.data.image_size).dense / 1e9:.1f}" == row.split("|")[2].strip()
 
 
 def test_a_study_that_was_stopped_goes_on_to_the_same(
