@@ -65,7 +65,7 @@ def flops(
 
     Raises:
         ValueError: A model of no supported library, threshold routing without `kept`, `kept` for a model without
-            threshold routing, or an operation that cannot be counted.
+            threshold routing, a routed language model (see `prefill_flops`), or an operation that cannot be counted.
 
     Example:
         >>> import timm, mmod
@@ -74,6 +74,12 @@ def flops(
         1.42
     """
     inputs = _inputs(model, input_size)
+    for stack in _stacks(model).values():
+        if stack.language and any(isinstance(block, RoutedBlock) for block in stack.blocks):
+            raise ValueError(
+                "which tokens a routed language model may skip follows from the ids, which are not read here: use "
+                "mmod.analysis.prefill_flops(model, text_tokens, image_tokens)"
+            )
     routed = _meta_copy(model)
     whole = _fix_thresholds(routed, kept)
     dense = unroute_(_meta_copy(routed)) if is_routed(routed) else routed

@@ -11,6 +11,7 @@ import torch
 import mmod
 from mmod.analysis import flops, trace
 from mmod.analysis.memory import ActivationMemory
+from tests.adapters.vlm_zoo import make_language
 from tests.counting import flop_counter
 
 # Small versions of every kind of block that can be routed: name, image side, further arguments.
@@ -200,6 +201,9 @@ def test_errors_name_what_is_wrong() -> None:
         flops(model, (3, 64))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="supported are models of"):
         flops(torch.nn.Linear(2, 2), 64)
+    language = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear"))
+    with pytest.raises(ValueError, match="use mmod.analysis.prefill_flops"):
+        flops(language, {"input_ids": torch.ones(1, 4, dtype=torch.int64)})
 
 
 def test_a_model_that_cannot_be_routed_is_counted_as_a_whole() -> None:

@@ -250,3 +250,8 @@ def test_redundancy_keeps_what_no_token_before_can_stand_for() -> None:
         other = torch.where(valid.unsqueeze(-1), x, torch.randn_like(x))
         padded, scored = (RedundancyScore(prefix)(each, valid)[valid] for each in (x, other))
         assert torch.equal(padded, scored)
+
+
+def test_redundancy_ranks_tokens_among_those_that_count() -> None:
+    x, valid = torch.randn(1, 9, 16), torch.tensor([[False, True, True, False, True, True, False, False, True]])
+    torch.testing.assert_close(RedundancyScore()(x, valid)[valid], RedundancyScore()(x[valid][None])[0])

@@ -67,9 +67,12 @@ class RedundancyScore(nn.Module):
         """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, stands for nothing."""
         with torch.no_grad():
             unit_BND = F.normalize(signed_sums(x_BND[:, self.prefix :], self.channels), dim=-1)
-            order_N = spread_evenly(unit_BND.shape[1], x_BND.device)
-            later_NN = order_N <= order_N.unsqueeze(1)
-            alike_BNN = (unit_BND @ unit_BND.transpose(1, 2)).masked_fill(later_NN, -1.0)
+            order_BN = spread_evenly(unit_BND.shape[1], x_BND.device).unsqueeze(0)
+            if valid_BN is not None:
+                # By rank among the tokens that count, so that neither padding nor text moves the order.
+                order_BN = order_BN[0, (valid_BN[:, self.prefix :].cumsum(1) - 1).clamp(min=0)]
+            later_BNN = order_BN.unsqueeze(1) <= order_BN.unsqueeze(2)
+            alike_BNN = (unit_BND @ unit_BND.transpose(1, 2)).masked_fill(later_BNN, -1.0)
             if valid_BN is not None:
                 alike_BNN = alike_BNN.masked_fill(~valid_BN[:, None, self.prefix :], -1.0)
             return F.pad(1 - alike_BNN.amax(dim=-1), (self.prefix, 0), value=2.0)
