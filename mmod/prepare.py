@@ -103,7 +103,7 @@ def _check_call(config: RoutingConfig, call: BlockCall, name: str) -> None:
     if config.context not in call.contexts:
         raise ValueError(
             f"context={config.context!r} is not possible in {name}, which supports {', '.join(call.contexts)}: 'all' "
-            "needs fused attention"
+            "needs fused attention in a block of timm or open_clip or in a decoder layer"
         )
     if config.operator != "block" and config.operator not in call.operators:
         raise ValueError(
@@ -174,7 +174,9 @@ def _span_start(index: int, plan: Plan) -> int:
 def _check_free_prefix(stack: BlockStack, plan: Plan) -> None:
     for index in plan.blocks:
         if stack.prefix and stack.call_of(stack.blocks[index], None).needs_prefix:
-            raise ValueError("protect_prefix=False: rotary positions need the prefix tokens first in every block")
+            raise ValueError(
+                "protect_prefix must be True: rotary positions need the prefix tokens first in every block"
+            )
 
 
 def check_budget(name: str, router: Router, capacity: Fraction) -> None:

@@ -165,7 +165,9 @@ class TestRoute:
         with mmod.trace(model) as decisions:
             model(make_images(NAME, 8))
         assert not all(bool(routing.keep_BN[:, 0].all()) for routing in decisions.values())
-        with pytest.raises(ValueError, match="rotary positions need the prefix tokens first"):
+        with pytest.raises(
+            ValueError, match="protect_prefix must be True: rotary positions need the prefix tokens first"
+        ):
             mmod.route_(make_model("eva02_tiny_patch14_224"), RoutingConfig(protect_prefix=False))
 
 

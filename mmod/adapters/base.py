@@ -83,7 +83,10 @@ class BlockStack:
                 f"skipped='merge' is not possible in {name}: attention there takes no bias for larger groups"
             )
         if config.enter_at == "mlp" and call.halves is None:
-            raise ValueError(f"enter_at='mlp' runs timm's blocks in two halves, MLP after attention; {name} is none")
+            raise ValueError(
+                f"enter_at='mlp' is not possible in {name}: only timm's blocks with the MLP after attention run in two "
+                "halves; use enter_at='block'"
+            )
 
     def check_importance(self, importance: str) -> None:
         """Raise a ValueError where importance cannot be taken as a config has it.

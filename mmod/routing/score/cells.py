@@ -71,7 +71,9 @@ class CellScore(Grouping):
             ValueError: The tokens are no grid, or some of them are padding.
         """
         if valid_BN is not None:
-            raise ValueError("router 'cells' needs a grid of tokens in every image, some of these are padding")
+            raise ValueError(
+                "router 'cells' needs a full grid of tokens in every image; some of these are padding or text"
+            )
         images, tokens = x_BND.shape[:2]
         first_N = self.first(tokens, x_BND.device)[self.prefix :] - self.prefix
         with torch.no_grad():
