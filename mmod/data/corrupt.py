@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
+import re
+import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mmod.values import one_of
 
@@ -80,3 +84,48 @@ class CorruptReport:
         if not self.faults:
             return "no corrupt data met"
         return "\n".join([f"{len(self.faults)} corrupt, skipped:", *map(str, self.faults)])
+
+
+_WORKER = re.compile(r"'?Caught \w+ in DataLoader worker process \d+\.")
+_RAISED = re.compile(r"^(?:(?P<module>[\w.]+)\.)?(?P<name>\w+)(?:: (?P<message>.*?))?\n?\Z", re.MULTILINE | re.DOTALL)
+
+
+@contextmanager
+def original_errors() -> Iterator[None]:
+    """Raise errors of a loader's worker processes as they were raised there.
+
+    torch puts the worker's traceback in place of the message, and a RuntimeError in place of errors that take more than
+    a message.
+
+    Raises:
+        Exception: The error of the worker; of one that takes more than a message, the nearest class that it derives
+            from.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> with original_errors():
+        ...     list(DataLoader(["1", "x"], num_workers=1, collate_fn=lambda texts: int(texts[0])))
+        Traceback (most recent call last):
+        ValueError: invalid literal for int() with base 10: 'x'
+    """
+    try:
+        yield
+    except Exception as error:
+        text = str(error.args[0]) if error.args else ""
+        # The last frame of the traceback and its line are indented; the error follows.
+        raised = _RAISED.search(text, text.rfind('\n  File "')) if _WORKER.match(text) else None
+        if raised is None:
+            raise
+        raise _rebuilt(type(error), **raised.groupdict(default="")) from error
+
+
+def _rebuilt(kind: type[Exception], module: str, name: str, message: str) -> Exception:
+    """Return an error that another process raised."""
+    found: Any = getattr(sys.modules.get(module, builtins), name, kind)
+    for base in found.__mro__:
+        try:
+            error: Exception = base(message)
+        except TypeError:
+            continue
+        return error
+    return kind(message)

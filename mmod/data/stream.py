@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
-from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
+from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, original_errors
 from mmod.data.readers.source import ImageSource, UnreadableSampleError
 
 
@@ -265,7 +265,11 @@ class _Batches(Dataset):
 
 def _checked(batches: Iterator[Batch], report: CorruptReport) -> Iterator[tuple[Tensor, Tensor]]:
     """Count the faults of each batch, and pass on its tensors."""
-    for batch in batches:
+    while True:
+        with original_errors():
+            batch = next(batches, None)
+        if batch is None:
+            return
         report.add(batch.faults)
         if not len(batch.labels):
             raise CorruptDataError(f"no sample of a batch can be read; {report}")

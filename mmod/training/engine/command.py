@@ -47,9 +47,10 @@ def _is_refusal(error: BaseException) -> bool:
     """Return whether mmod raised an error itself, or the system named the file that it concerns."""
     if isinstance(error, OSError) and error.filename is not None:
         return True
-    if type(error.__cause__).__name__ == "_RemoteTraceback":
-        # Raised in a process of a pool, whose traceback comes as text.
-        raised = re.findall(r'^  File "(.+)", line \d+, in ', str(error.__cause__), flags=re.MULTILINE)[-1]
+    cause = error.__cause__
+    if type(cause).__name__ == "_RemoteTraceback" or " in DataLoader worker process " in str(cause):
+        # Raised in a process of a pool or a loader, whose traceback comes as text.
+        raised = re.findall(r'^  File "(.+)", line \d+, in ', str(cause), flags=re.MULTILINE)[-1]
     else:
         raised = traceback.extract_tb(error.__traceback__)[-1].filename
     return _PACKAGE in Path(raised).parents

@@ -1,0 +1,89 @@
+"""What goes wrong in a loader's worker process is raised as it is in the training process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from mmod.data.config import DataConfig, PairsConfig, TextConfig
+from mmod.data.corrupt import CorruptDataError, original_errors
+from mmod.data.loader import create_eval_stream
+from mmod.data.readers.image_files import ImageFileError
+from mmod.data.readers.pairs import create_eval_pairs
+from mmod.data.readers.text import create_eval_text
+from mmod.data.stream import BatchStream
+from tests.data.pair_files import png, tokenizer, write_pairs
+
+
+def refuse(_: Any) -> Any:
+    raise ValueError("0.png: of no use\nin two lines")
+
+
+def image_stream(folder: Path, workers: int) -> BatchStream:
+    path = folder / "val" / "a" / "0.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(png(0))
+    stream = create_eval_stream(DataConfig("folder", str(folder), channels=3, workers=workers))
+    stream.reader.transform = refuse  # type: ignore[attr-defined]
+    return stream
+
+
+def pair_stream(folder: Path, workers: int) -> BatchStream:
+    shard = write_pairs(folder / "a.tar", range(3))
+    return create_eval_pairs(PairsConfig(val=str(shard), workers=workers), refuse, tokenizer)
+
+
+def text_stream(folder: Path, workers: int) -> BatchStream:
+    for number in range(80):
+        (folder / f"{number}.txt").write_text("words " * 9 + str(number))
+    stream = create_eval_text(TextConfig(f"{folder}/*.txt", length=8, workers=workers))
+    stream.reader.read = lambda *_: refuse(0)  # type: ignore[method-assign]
+    return stream
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("create", [image_stream, pair_stream, text_stream])
+def test_every_stream_raises_the_error_itself(
+    tmp_path: Path, create: Callable[[Path, int], BatchStream], workers: int
+) -> None:
+    with pytest.raises(ValueError, match=r"\A0\.png: of no use\nin two lines\Z") as caught:
+        next(create(tmp_path, workers).batches(0))
+    assert type(caught.value) is ValueError
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind"),
+    [
+        (lambda: b"\xff".decode(), UnicodeError),
+        (lambda: json.loads("{"), ValueError),
+        (lambda: open("/nowhere/0.png"), FileNotFoundError),
+        (lambda: throw(ImageFileError("image not found", "0.png")), ValueError),
+        (lambda: throw(CorruptDataError("a.tar [7]: bad: worse")), CorruptDataError),
+        (lambda: throw(RuntimeError("plain")), RuntimeError),
+        (lambda: throw(AssertionError()), AssertionError),
+    ],
+)
+def test_errors_of_every_kind_keep_their_message(fail: Callable[[], Any], kind: type[Exception]) -> None:
+    with pytest.raises(kind) as there:
+        fail()
+    loader = DataLoader([0], num_workers=1, collate_fn=lambda _: fail())  # type: ignore[arg-type]
+    with pytest.raises(kind) as here, original_errors():
+        next(iter(loader))
+    assert type(here.value) is kind
+    assert str(here.value) == str(there.value)
+
+
+def test_what_no_worker_raised_stays_as_it_is() -> None:
+    for error in (ValueError("Caught cold"), KeyError(3), StopIteration()):
+        with pytest.raises(type(error)) as caught, original_errors():
+            raise error
+        assert caught.value is error
+
+
+def throw(error: Exception) -> None:
+    raise error
