@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmod.adapters import ADAPTERS, find_library, load_adapter
 from mmod.adapters.described import Saving
 from mmod.config import RoutingConfig
-from mmod.io.files import parse_json, replacing
+from mmod.io.files import parse_json, replacing, write_atomically
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.methods.base import method_of
 from mmod.model import capacities, is_routed, restore_capacities, route_, routing_configs
@@ -69,9 +69,9 @@ def save_pretrained(
         raise FileExistsError(f"{str(folder)!r} holds {' and '.join(taken)}; pass overwrite=True to replace them")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config, indent=2)
-    with replacing(folder / WEIGHTS) as weights, replacing(folder / CONFIG) as described:
+    with replacing(folder / WEIGHTS) as weights:
         write_tensors(weights, state, {"format": "pt", "mmod": text})
-        described.write_text(text + "\n")
+        write_atomically(folder / CONFIG, text + "\n")
 
 
 def load_pretrained(folder: str | Path, device: torch.device | str | None = None, **options: Any) -> nn.Module:

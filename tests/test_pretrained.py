@@ -18,6 +18,8 @@ from torch import nn
 
 import mmod
 from mmod import RoutingConfig, load_pretrained, save_pretrained
+from mmod.io.files import UnwrittenError
+from tests.disk import small_disk
 
 IMAGE = (2, 3, 160, 160)
 LEARNED = RoutingConfig(
@@ -50,6 +52,15 @@ def test_round_trip(config: RoutingConfig, tmp_path: Path) -> None:
     assert mmod.routing_config(again) == config
     assert type(again) is type(model)
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["mmod.json", "model.safetensors"]
+
+
+def test_a_full_disk_keeps_what_was_saved_before(tmp_path: Path) -> None:
+    save_pretrained(routed(), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    message = r"model\.safetensors' could not be written: .*model\.safetensors' is kept as it was"
+    with small_disk(100_000), pytest.raises(UnwrittenError, match=message):
+        save_pretrained(routed(), tmp_path, overwrite=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_changes_since_creation_are_kept(tmp_path: Path) -> None:

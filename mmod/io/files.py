@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DamagedFileError(ValueError):
@@ -18,6 +22,10 @@ class DamagedFileError(ValueError):
 
 class DuplicateKeyError(ValueError):
     """A JSON object that names a key twice, of which other readers take the last."""
+
+
+class UnwrittenError(OSError):
+    """A file or folder that the disk could not take."""
 
 
 def check_regular(path: str | Path) -> None:
@@ -81,7 +89,38 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def replacing(target: str | Path, *, shared: bool = False, durable: bool = True) -> Iterator[Path]:
+def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None]:
+    """Name a file or folder that the disk could not take, and what is kept.
+
+    Libraries report a full disk by errors of their own, most of which do not say which file it was.
+
+    Args:
+        target: What the block writes.
+        kept: An earlier version of it; by default `target` where it is there.
+
+    Raises:
+        UnwrittenError: If the disk was full, or a file too long for it.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = _disk_fault(error)
+        if reason is None:
+            raise
+        target = Path(target)
+        folder = next(parent for parent in target.absolute().parents if parent.is_dir())
+        kept = target if kept is None and target.exists() else kept
+        remains = "nothing was written" if kept is None else f"{str(kept)!r} is kept as it was"
+        raise UnwrittenError(
+            f"{str(target)!r} could not be written: {reason}; {shutil.disk_usage(folder).free / 1e6:.0f} MB are free "
+            f"on its disk, {remains}; make room and start again"
+        ) from error
+
+
+@contextmanager
+def replacing(
+    target: str | Path, *, shared: bool = False, durable: bool = True, kept: str | Path | None = None
+) -> Iterator[Path]:
     """Write a file or folder under a temporary name; it takes its own name when the block ends.
 
     A reader finds the old content or the new, never a part. When the block fails, nothing is left; what a killed
@@ -92,12 +131,14 @@ def replacing(target: str | Path, *, shared: bool = False, durable: bool = True)
         shared: Whether several processes may write the target at once. Otherwise the caller holds a lock.
         durable: Push all content to disk first, so that this holds for a crash of the machine, too. It takes
             milliseconds a file.
+        kept: See `writing`.
 
     Yields:
         A path beside `target` at which the block makes the file or folder.
 
     Raises:
         FileExistsError: If `target` is a folder with files in it.
+        UnwrittenError: If the disk is full.
 
     Example:
         >>> import tempfile
@@ -116,10 +157,11 @@ def replacing(target: str | Path, *, shared: bool = False, durable: bool = True)
     partial = target.with_name(f".{target.name}.partial" + f"-{os.getpid()}" * shared)
     _remove(partial)
     try:
-        yield partial
-        for path in (*partial.rglob("*"), partial) if durable else ():
-            _sync(path)
-        os.replace(partial, target)
+        with writing(target, kept):
+            yield partial
+            for path in (*partial.rglob("*"), partial) if durable else ():
+                _sync(path)
+            os.replace(partial, target)
     finally:
         _remove(partial)
     _sync(target.parent)
@@ -153,6 +195,21 @@ def open_shard(path: Path) -> Iterator[Any]:
         closing(TarWriter(str(partial), mtime=0, user="", group="", encoder=False)) as writer,
     ):
         yield writer
+
+
+def _disk_fault(error: BaseException | None) -> str | None:
+    """Return why a disk could not take a file; None where an error says something else."""
+    if error is None or isinstance(error, UnwrittenError):
+        return None
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return os.strerror(error.errno)
+    # What safetensors and torch say of it: the one names the system's error, the other does not.
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if type(error).__name__ == "SafetensorError" and number is not None:
+        return os.strerror(int(number[1]))
+    if isinstance(error, RuntimeError) and re.search("PytorchStreamWriter|inline_container", str(error)):
+        return "the disk took a part of it only"
+    return _disk_fault(error.__cause__ or error.__context__)
 
 
 def _remove(path: Path) -> None:

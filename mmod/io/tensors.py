@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from mmod.io.files import DamagedFileError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["read_tensors", "write_tensors"]
+__all__ = ["check_whole", "read_tensors", "write_tensors"]
 
 
 def write_tensors(path: str | Path, state: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> None:
@@ -62,3 +63,26 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118  # no mapping
     except (SafetensorError, OSError) as error:
         raise DamagedFileError(f"{str(path)!r} is no whole safetensors file: {error}") from error
+
+
+def check_whole(folder: str | Path) -> None:
+    """Refuse a folder with a file of weights or of a training state that is cut short; no tensor is read.
+
+    Args:
+        folder: The folder; what lies in folders below it is looked at, too.
+
+    Raises:
+        DamagedFileError: If a `.safetensors` file, or a file that torch wrote, is not whole.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(path, framework="pt"):
+                    pass
+            except (SafetensorError, OSError) as error:
+                raise DamagedFileError(f"{str(path)!r} is no whole safetensors file: {error}") from error
+        # What torch writes is a ZIP file, whose directory stands at its end.
+        elif path.suffix in (".pt", ".pth") and not zipfile.is_zipfile(path):
+            raise DamagedFileError(f"{str(path)!r} is cut short or was not written by torch")

@@ -1,10 +1,22 @@
+import errno
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from mmod.io.files import DamagedFileError, parse_json, read_json_object, replacing, write_atomically
-from mmod.io.tensors import read_tensors, write_tensors
+from mmod.io.files import (
+    DamagedFileError,
+    UnwrittenError,
+    open_shard,
+    parse_json,
+    read_json_object,
+    replacing,
+    write_atomically,
+    writing,
+)
+from mmod.io.tensors import check_whole, read_tensors, write_tensors
+from tests.disk import small_disk
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -64,3 +76,77 @@ def test_a_key_twice_is_refused_at_any_depth(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match=r"x\.json: the key 'a' is given twice"):
         read_json_object(tmp_path / "x.json")
     assert parse_json('{"a": {"a": 1}, "b": [{"a": 2}, {"a": 3}]}', "plan")["b"][1] == {"a": 3}
+
+
+def save(path: Path, value: torch.Tensor) -> None:
+    with replacing(path) as partial:
+        torch.save(value, partial)
+
+
+def save_tensors(path: Path, value: torch.Tensor) -> None:
+    with replacing(path) as partial:
+        write_tensors(partial, {"x": value})
+
+
+def save_folder(path: Path, value: torch.Tensor) -> None:
+    with replacing(path) as partial:
+        partial.mkdir()
+        (partial / "a").write_bytes(b"whole")
+        write_tensors(partial / "b", {"x": value})
+
+
+def save_shard(path: Path, value: torch.Tensor) -> None:
+    with open_shard(path) as writer:
+        writer.write({"__key__": "0", "txt": value.numpy().tobytes()})
+
+
+WRITERS = {
+    "torch": save,
+    "safetensors": save_tensors,
+    "shard": save_shard,
+    "bytes": lambda path, value: write_atomically(path, value.numpy().tobytes()),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_full_disk_is_named_and_keeps_what_was_there(tmp_path: Path, kind: str) -> None:
+    write: Callable[[Path, torch.Tensor], None] = WRITERS[kind]
+    path = tmp_path / "state"
+    with small_disk(20_000):
+        with pytest.raises(
+            UnwrittenError, match=rf"'{path}' could not be written: .* MB are free.*nothing was written"
+        ):
+            write(path, torch.zeros(100_000))
+        assert not list(tmp_path.iterdir())
+        write(path, torch.zeros(10))
+        before = path.read_bytes()
+        with pytest.raises(UnwrittenError, match=rf"'{path}' could not be written: .*'{path}' is kept as it was"):
+            write(path, torch.zeros(100_000))
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == before
+
+
+def test_a_folder_that_does_not_fit_is_not_there(tmp_path: Path) -> None:
+    with small_disk(20_000), pytest.raises(UnwrittenError, match=r"set' could not be written: File too large"):
+        save_folder(tmp_path / "set", torch.zeros(100_000))
+    assert not list(tmp_path.iterdir())
+
+
+def test_errors_of_other_kinds_stay_as_they_are(tmp_path: Path) -> None:
+    for error in (ValueError("no"), OSError(errno.ENOENT, "none", "x"), RuntimeError("no"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as caught, writing(tmp_path / "x"):
+            raise error
+        assert caught.value is error
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth"])
+def test_a_file_that_is_cut_short_is_found_without_reading_it(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "below" / name
+    path.parent.mkdir()
+    state = {"x": torch.zeros(1000)}
+    write_tensors(path, state) if path.suffix == ".safetensors" else torch.save(state, path)
+    (tmp_path / "notes.txt").write_text("mine")
+    check_whole(tmp_path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DamagedFileError, match=rf"'{path}' is "):
+        check_whole(tmp_path)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
-from mmod.io.files import DamagedFileError
+from mmod.io.files import DamagedFileError, read_json_object
 from mmod.io.progress import progress_bar
+from mmod.io.tensors import check_whole
 from mmod.training.engine.checkpoint import read_newest
 from mmod.training.engine.health import rows_of_logs, write_rows
 from mmod.training.engine.signals import StopRequest
 
-__all__ = ["RunCallback", "last_checkpoint"]
+__all__ = ["RunCallback", "finished_checkpoints", "last_checkpoint"]
 
 _STATE = "trainer_state.json"
 
@@ -80,34 +79,30 @@ def last_checkpoint(folder: Path) -> str | None:
     Raises:
         DamagedFileError: If there are finished checkpoints and none is sound.
     """
-    found = [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal()]
-    finished = sorted((path for path in found if _is_finished(path)), key=_step, reverse=True)
-    newest = read_newest(finished, _check_whole)
+    newest = read_newest(finished_checkpoints(folder), _check)
     return None if newest is None else str(newest[0])
+
+
+def finished_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a trainer's folder that were written to their end, the newest first.
+
+    Args:
+        folder: The trainer's folder.
+    """
+    found = [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal()]
+    return sorted((path for path in found if (path / _STATE).is_file()), key=_step, reverse=True)
 
 
 def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
-def _is_finished(checkpoint: Path) -> bool:
+def _check(checkpoint: Path) -> None:
+    """Raise a DamagedFileError at the first file of a checkpoint that is not whole."""
     try:
-        return bool(json.loads((checkpoint / _STATE).read_text()))
-    except (OSError, ValueError):
-        return False
-
-
-def _check_whole(checkpoint: Path) -> None:
-    """Raise at the first file of a checkpoint that is not whole, without reading its tensors."""
-    from safetensors import SafetensorError, safe_open
-
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise DamagedFileError(f"{str(path)!r} is damaged: {error}") from error
-    for path in sorted(checkpoint.glob("*.pt")):
-        # What torch writes is a ZIP file, whose directory stands at its end.
-        if path.is_file() and not zipfile.is_zipfile(path):
-            raise DamagedFileError(f"{str(path)!r} is damaged")
+        is_written = bool(read_json_object(checkpoint / _STATE))
+    except ValueError as error:
+        raise DamagedFileError(str(error)) from error
+    if not is_written:
+        raise DamagedFileError(f"{checkpoint / _STATE} holds no state")
+    check_whole(checkpoint)

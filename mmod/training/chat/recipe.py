@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
 from mmod.data.synthetic.priors import prior_of
+from mmod.io.files import replacing
 from mmod.training.chat.checkpoints import RunCallback, last_checkpoint
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import EvalResult, evaluate, mean_over_kinds
@@ -199,8 +201,11 @@ def _save(trainer: RoutedTrainer, folder: Path, config: TrainConfig) -> Any:
     if config.lora is not None and model is not None:
         model = model.merge_and_unload()
     if trainer.args.should_save:
-        model.save_pretrained(folder)
-        trainer.processing_class.save_pretrained(folder)  # type: ignore[union-attr]
+        # What a start before this one left, which ended between weights and result.
+        shutil.rmtree(folder, ignore_errors=True)
+        with replacing(folder) as partial_folder:
+            model.save_pretrained(partial_folder)
+            trainer.processing_class.save_pretrained(partial_folder)  # type: ignore[union-attr]
     wait_for_all()
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from transformers import Trainer
 from mmod import auxiliary_loss, is_routed, routed_blocks
 from mmod.adapters import find_stacks
 from mmod.blocks import host_class
+from mmod.data.corrupt import original_errors
 from mmod.data.readers.conversations import ChatDataset
+from mmod.io.files import UnwrittenError, writing
 from mmod.io.tensors import read_tensors, write_tensors
+from mmod.training.chat.checkpoints import finished_checkpoints
 from mmod.training.chat.model import check_routers_learn, router_parameters
 from mmod.training.chat.sampler import LengthSampler
 from mmod.training.engine.config import OptimConfig
@@ -112,6 +116,21 @@ class RoutedTrainer(Trainer):
         share, seed = self.args.train_batch_size, int(self.args.seed)
         lengths = lengths if grouped else np.zeros_like(lengths)
         return LengthSampler(lengths, share * self.args.world_size, seed, dataset.images if together else None, share)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(str(self.args.output_dir))
+        path = folder / f"checkpoint-{self.state.global_step}"
+        try:
+            with writing(path, kept=next(iter(finished_checkpoints(folder)), None)):
+                super()._save_checkpoint(model, trial)
+        except UnwrittenError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """Read the batches of a step; see `transformers.Trainer.get_batch_samples`."""
+        with original_errors():
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         model: Any = self.model

@@ -72,13 +72,16 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint,
 
     Returns:
         The checkpoint's folder. One that is there already stays as it is: position decides content.
+
+    Raises:
+        UnwrittenError: If the disk is full; the message names the checkpoint that is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step-{step:09d}-epoch-{epoch:05d}"
     if target.exists():
         return target
     header = {key: json.dumps(value) for key, value in metadata.items()}
-    with replacing(target) as partial:
+    with replacing(target, kept=next(iter(list_checkpoints(folder)), None)) as partial:
         partial.mkdir()
         write_tensors(partial / _WEIGHTS, checkpoint.weights, header)
         if checkpoint.average is not None:
@@ -162,7 +165,10 @@ def read_newest(paths: Iterable[Path], read: Callable[[Path], Content]) -> tuple
             warnings.warn(f"going on from {str(path)!r}, because {'; '.join(faults)}", stacklevel=2)
         return path, found
     if faults:
-        raise DamagedFileError(f"no checkpoint can be read, so the run cannot go on: {'; '.join(faults)}")
+        raise DamagedFileError(
+            f"no checkpoint can be read, so the run cannot go on: {'; '.join(faults)}. Remove the damaged checkpoints "
+            "to train from the start, or choose another output"
+        )
     return None
 
 
@@ -187,9 +193,14 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     for key in ("state_dict", "model", "model_ema"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    values = content.values() if isinstance(content, dict) else [None]
-    if not all(isinstance(value, Tensor) for value in values):
-        raise ValueError(f"{str(file)!r} holds no state dict (a mapping of names to tensors)")
+    if not isinstance(content, dict):
+        raise DamagedFileError(f"{str(file)!r} holds no state dict, but a {type(content).__name__}")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise DamagedFileError(
+                f"{str(file)!r} holds no state dict, which maps names to tensors: it maps {name!r} to a "
+                f"{type(value).__name__}"
+            )
     return {name.removeprefix("module."): value for name, value in content.items()}
 
 
@@ -230,5 +241,8 @@ def _load_pickle(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may fail in any way
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        # Torch's advice, to read it with code allowed, is not handed on.
+        code = re.search(r"GLOBAL ([\w.]+)", str(error))
+        plain = str(error).strip().split("\n")[0] or type(error).__name__
+        reason = f"it holds {code[1]} besides; save the state dict alone" if code else plain
         raise DamagedFileError(f"{str(path)!r} is no whole file of tensors and plain values: {reason}") from error

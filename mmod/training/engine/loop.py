@@ -7,6 +7,7 @@ weights, their average, the optimiser and the position alone, and a resumed run 
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -377,9 +378,10 @@ class _Trainer(Generic[Found]):
 
     def _export(self, model: nn.Module, name: str) -> None:
         """Write final weights, whole or not at all."""
-        if not (self.folder / name).exists():
-            with replacing(self.folder / name) as folder:
-                self.recipe.export(model, folder)
+        # Those that a start before this one left, which ended between weights and result, may be damaged since.
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        with replacing(self.folder / name) as folder:
+            self.recipe.export(model, folder)
 
 
 def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:

@@ -16,8 +16,9 @@ import yaml
 
 from mmod.config import regroup_saved
 from mmod.io.claim import check_same, read_claim
-from mmod.io.files import write_atomically
+from mmod.io.files import DamagedFileError, write_atomically
 from mmod.io.locks import locked
+from mmod.io.tensors import check_whole
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
@@ -164,11 +165,19 @@ def read_result(folder: Path, make: Callable[[dict[str, Any]], Done]) -> Done | 
         make: From the fields of the result to the result.
 
     Raises:
-        ValueError: If the file of the result holds something else.
+        ValueError: If the file of the result holds something else, or weights of the run are damaged.
     """
     path = folder / _RESULT
     if not path.exists():
         return None
+    try:
+        for name in ("model", "ema"):
+            check_whole(folder / name)
+    except DamagedFileError as error:
+        raise DamagedFileError(
+            f"the run in {str(folder)!r} had finished, and its weights were damaged since: {error}. Remove the folder "
+            "to train again, or choose another output"
+        ) from error
     try:
         return make({**json.loads(path.read_text()), "folder": str(folder), "reused": True})
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -147,7 +147,7 @@ def _load(model: Any, checkpoint: str) -> dict[str, Tensor]:
     if file.suffix in (".npz", ".npy"):
         open_clip.load_checkpoint(model, str(file))
         return {}
-    state = open_clip.factory.load_state_dict(str(file), weights_only=True)
+    state = read_weights(file)
     routers = {name: value for name, value in state.items() if ".router" in name}
     try:
         if routers:

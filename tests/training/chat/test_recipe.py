@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import shutil
 import signal
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,13 @@ import pytest
 import torch
 
 import mmod
+from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
+from mmod.io.files import DamagedFileError, UnwrittenError
 from mmod.io.locks import LockedError, locked
-from mmod.training.chat.checkpoints import last_checkpoint
+from mmod.io.tensors import write_tensors
+from mmod.training.chat.checkpoints import RunCallback, last_checkpoint
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
 from mmod.training.chat.evaluate import evaluate, mean_over_kinds
@@ -25,6 +30,7 @@ from mmod.training.chat.model import create_model, create_processor, router_para
 from mmod.training.chat.recipe import fit
 from mmod.training.chat.trainer import RoutedTrainer
 from mmod.training.engine.health import FIGURES
+from tests.disk import small_disk
 from tests.training.chat.configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
 
 
@@ -78,7 +84,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_stopped(
     shutil.rmtree(run / "checkpoints" / "checkpoint-4")
     # A checkpoint that was being written when the process died.
     shutil.copytree(run / "checkpoints" / "checkpoint-2", run / "checkpoints" / "checkpoint-3")
-    (run / "checkpoints" / "checkpoint-3" / "trainer_state.json").write_text("{")
+    (run / "checkpoints" / "checkpoint-3" / "trainer_state.json").unlink()
     assert str(last_checkpoint(run / "checkpoints")).endswith("checkpoint-2")
     assert same(weights(fit(config, progress=False)), whole)
 
@@ -109,6 +115,59 @@ def test_a_signal_ends_a_run_after_its_step_and_another_start_goes_on(
     damaged.write_bytes(damaged.read_bytes()[:-100])
     with pytest.warns(UserWarning, match=r"going on from '.*checkpoint-2', because '.*checkpoint-3/model\.safe"):
         assert same(weights(fit(config, progress=False)), whole)
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "rng_state.pth", "optimizer.pt", "model.safetensors"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str) -> None:
+    for step in (2, 3):
+        path = tmp_path / f"checkpoint-{step}"
+        path.mkdir()
+        (path / "trainer_state.json").write_text('{"global_step": 2}')
+        torch.save({"x": torch.zeros(9)}, path / "rng_state.pth")
+        torch.save({"x": torch.zeros(9)}, path / "optimizer.pt")
+        write_tensors(path / "model.safetensors", {"x": torch.zeros(9)})
+    for step in (3, 2):
+        damaged = tmp_path / f"checkpoint-{step}" / name
+        damaged.write_bytes(damaged.read_bytes()[:-5])
+        if step == 3:
+            with pytest.warns(UserWarning, match=rf"going on from '.*checkpoint-2', because '?{damaged}'? is "):
+                assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    with pytest.raises(DamagedFileError, match=rf"cannot go on: .*checkpoint-3/{name}.*{damaged}.*another output"):
+        last_checkpoint(tmp_path)
+
+
+def test_a_full_disk_ends_a_run_with_its_last_whole_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = vlm_config(folder, "full", data=replace(vlm_config(folder).data, val=None), routing=P_MOD)
+    on_save = RunCallback.on_save
+    with ExitStack() as disk:
+
+        def fill(self: RunCallback, *args: Any, **kwargs: Any) -> None:
+            on_save(self, *args, **kwargs)
+            disk.enter_context(small_disk(5000))
+
+        monkeypatch.setattr(RunCallback, "on_save", fill)
+        message = r"checkpoint-4' could not be written: .*checkpoint-2' is kept as it was"
+        with pytest.raises(UnwrittenError, match=message):
+            fit(config, progress=False)
+    monkeypatch.undo()
+    checkpoints = folder / "full" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["checkpoint-2"]
+    with small_disk(5000), pytest.raises(UnwrittenError, match=r"checkpoint-4' could not be written"):
+        fit(config, progress=False)
+    (folder / "full" / "model").mkdir()
+    (folder / "full" / "model" / "model.safetensors").write_bytes(b"half")
+    assert fit(config, progress=False).steps == 4
+    assert weights(fit(config, progress=False))
+
+
+def test_an_image_that_a_worker_cannot_decode_is_named(tmp_path: Path) -> None:
+    said = [{"from": "human", "value": "<image> what ?"}, {"from": "gpt", "value": "3"}]
+    (tmp_path / "0.png").write_bytes(b"no image")
+    (tmp_path / "t.json").write_text(json.dumps([{"id": "7", "image": "0.png", "conversations": said}] * 8))
+    data = replace(vlm_config(tmp_path).data, train=str(tmp_path / "t.json"), val=None)
+    config = vlm_config(tmp_path, "run", {"dataloader_num_workers": 1}, data=data)
+    with pytest.raises(CorruptDataError, match=rf"\A{tmp_path}/0\.png \[7\]: image of 8 bytes cannot be decoded"):
+        fit(config, progress=False)
 
 
 def test_a_start_that_fails_leaves_the_folder_to_another(folder: Path) -> None:

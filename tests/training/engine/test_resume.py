@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmod.io.files import DamagedFileError
+from mmod.io.files import DamagedFileError, UnwrittenError
 from mmod.io.locks import LockedError, locked
 from mmod.training import OptimConfig, TrainConfig
 from mmod.training.engine.checkpoint import (
@@ -28,6 +28,7 @@ from mmod.training.engine.checkpoint import (
     save_checkpoint,
 )
 from mmod.training.engine.run_folder import run_once
+from tests.disk import small_disk
 from tests.processes import run_processes
 from tests.training.engine.worker import main, run, tiny_config, weights
 from tests.trap import Trap
@@ -228,7 +229,9 @@ class TestCheckpoints:
             assert run(config).steps == 6
         both = replace(config, output=str(tmp_path / "both"))
         harm(tmp_path / "both/checkpoints" / older.name, damage, tmp_path / "executed")
-        with pytest.raises(DamagedFileError, match=r"no checkpoint can be read.*step-000000004.*step-000000003"):
+        with pytest.raises(
+            DamagedFileError, match=r"no checkpoint can be read.*step-000000004.*step-000000003.*another output"
+        ):
             run(both)
         assert len(list_checkpoints(tmp_path / "both/checkpoints")) == 2
         assert not (tmp_path / "executed").exists()
@@ -247,6 +250,41 @@ def harm(checkpoint: Path, damage: str, executed: Path) -> None:
         torch.save([1, 2], state)
     else:
         state.write_bytes(pickle.dumps(Trap(executed), protocol=2))
+
+
+@pytest.mark.parametrize("part", ["weights", "average", "training"])
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_names_it(tmp_path: Path, part: str) -> None:
+    small: dict[str, Any] = {name: {"x": torch.ones(2)} for name in ("weights", "average", "training")}
+    kept = save_checkpoint(tmp_path, 0, 1, Checkpoint(**small), {})
+    large = {**small, part: {"x": torch.ones(100_000)}}
+    message = rf"'{tmp_path}/step-000000002-epoch-00000' could not be written: .*'{kept}' is kept as it was"
+    with small_disk(20_000), pytest.raises(UnwrittenError, match=message):
+        save_checkpoint(tmp_path, 0, 2, Checkpoint(**large), {})
+    assert list(tmp_path.iterdir()) == [kept]
+    assert load_checkpoint(kept).training["x"].tolist() == [1, 1]
+
+
+def test_a_finished_run_whose_weights_were_damaged_since_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1, ema={"decay": 0.9})
+    run(config)
+    path = tmp_path / "run/ema/model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(DamagedFileError, match=rf"had finished, .* damaged since: '{path}'.*choose another output"):
+        run(config)
+    path.write_bytes(whole)
+    assert run(config).reused
+
+
+def test_weights_left_by_a_start_that_ended_before_its_result_are_written_again(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1)
+    with pytest.raises(SystemExit):
+        run(config, signals={3: signal.SIGTERM})
+    left = tmp_path / "run/model/model.safetensors"
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+    assert run(config).steps == 6
+    assert weights(left.parent)
 
 
 def test_checkpoint_killed_while_written_leaves_the_earlier_one(
