@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "brief",
     "check_distinct",
     "check_fields",
     "check_finite",
@@ -49,7 +50,7 @@ _FINITE = "(-inf, inf)"
 def one_of(name: str, value: object, valid: Sequence[str]) -> None:
     """Raise a ValueError that names the value and the valid ones unless `value` is one of `valid`."""
     if value not in valid:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, got {_brief(value)}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, got {brief(value)}")
 
 
 def refuse_unknown(kind: str, names: Iterable[str], valid: Sequence[str]) -> None:
@@ -115,7 +116,7 @@ def check_value(name: str, value: object, hint: Any, limit: Limit = _FINITE) -> 
     """
     fault = _fault(value, hint, limit)
     if fault is not None:
-        raise fault(f"{name} must be {describe(hint, limit)}, got {_brief(value)}")
+        raise fault(f"{name} must be {describe(hint, limit)}, got {brief(value)}")
 
 
 def _builtin(value: Any) -> Any:
@@ -161,7 +162,7 @@ def check_module(model: object) -> None:
     from torch import nn
 
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {_brief(model)}")
+        raise TypeError(f"model must be a torch.nn.Module, got {brief(model)}")
 
 
 def from_plain(kind: type[Made], values: object, name: str, **limits: Limit) -> Made:
@@ -185,7 +186,7 @@ def from_plain(kind: type[Made], values: object, name: str, **limits: Limit) -> 
         Span(ends=(1, 4))
     """
     if not isinstance(values, Mapping):
-        raise TypeError(f"{name} must be a mapping of names to values, got {_brief(values)}")
+        raise TypeError(f"{name} must be a mapping of names to values, got {brief(values)}")
     own: Any = kind
     hints = _hints(own)
     refuse_unknown(f"field of {name}", values, list(hints))
@@ -324,7 +325,7 @@ def _describe_number(name: str, limit: Limit) -> str:
     return f"{name} in {interval}"
 
 
-def _brief(value: object) -> str:
+def brief(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:

@@ -171,10 +171,15 @@ def _transform(config: DataConfig, training: bool, mean: Tensor, std: Tensor, no
         "std": tuple(std.tolist()),
         "normalize": normalise,
     }
-    if training and config.augment is not None:
-        return create_transform(is_training=True, **common, **asdict(config.augment))
-    crop_pct, interpolation = _crop_pct(config), config.interpolation
-    return create_transform(is_training=False, crop_pct=crop_pct, interpolation=interpolation, **common)
+    augment = config.augment if training else None
+    chosen: dict[str, Any] = {"crop_pct": _crop_pct(config), "interpolation": config.interpolation}
+    if augment is not None:
+        chosen = asdict(augment)
+    try:
+        return create_transform(is_training=augment is not None, **common, **chosen)
+    except (KeyError, AssertionError, ValueError) as error:
+        texts = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if isinstance(value, str))
+        raise ValueError(f"timm makes no transform with {texts}: {type(error).__name__}: {error}") from error
 
 
 def _crop_pct(config: DataConfig) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmod.io.files import DuplicateKeyError, check_regular, parse_json
+from mmod.values import brief
 
 IMAGE = "<image>"
 """What stands in a text where an image does."""
@@ -76,7 +77,7 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
         raise ValueError(f"{IMAGE} outside a question")
     kinds = record.get("kinds") or []
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise ValueError(f"`kinds` must be a list of words, got {kinds!r}")
+        raise ValueError(f"`kinds` must be a list of words, got {brief(kinds)}")
     if kinds and len(kinds) != sum(message.role == "user" for message in messages):
         raise ValueError(f"{len(kinds)} kinds for another number of questions")
     return tuple(messages)
@@ -86,7 +87,7 @@ def _check_message(place: int, said: Any) -> Message:
     if not isinstance(said, Mapping) or not isinstance(said.get("value"), str):
         raise ValueError(f"message {place} is not of the form {{from, value}}")
     if not isinstance(said.get("from"), str) or said["from"] not in ROLES:
-        raise ValueError(f"message {place} is from {said.get('from')!r}; valid: {', '.join(ROLES)}")
+        raise ValueError(f"message {place} is from {brief(said.get('from'))}; valid: {', '.join(ROLES)}")
     if not said["value"].strip():
         raise ValueError(f"message {place} is empty")
     try:
@@ -122,7 +123,7 @@ def image_names(record: Mapping[str, Any]) -> list[str]:
     if names is None or isinstance(names, str):
         names = [names] if names else []
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"`image` must be a path or a list of paths, got {names!r}")
+        raise ValueError(f"`image` must be a path or a list of paths, got {brief(names)}")
     return names
 
 

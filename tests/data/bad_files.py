@@ -266,6 +266,17 @@ IMAGE_NAMES: dict[str, Any] = {
     "an empty name of an image": {"image": [""], "conversations": SAID},
     "an image too many": {"image": ["0.png", "0.png"], "conversations": SAID},
 }
+LINES: dict[str, bytes] = {
+    "half a letter": json.dumps({"conversations": SAID}).encode().replace(b"square", b"squ\xc3"),
+    "lists of 10,000 levels": b'{"id": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+    "maps of 10,000 levels": b'{"a": ' * 10_000 + b"1" + b"}" * 10_000,
+    "10 MB for an image": json.dumps({"image": "a" * 10**7, "conversations": SAID}).encode(),
+    "10 MB of numbers for an image": json.dumps({"image": list(range(10**6)), "conversations": SAID}).encode(),
+    "10 MB for a role": json.dumps({"conversations": [{"from": "a" * 10**7, "value": "b"}, SAID[1]]}).encode(),
+    "10 MB for a kind": json.dumps({"image": "0.png", "kinds": [1] * 10**6, "conversations": SAID}).encode(),
+    "a line cut": json.dumps({"image": "0.png", "conversations": SAID}).encode()[:-9],
+}
+"""Lines that are no records of an image and what is said of it."""
 NO_JSON: dict[str, bytes] = {
     "nothing": b"",
     "a word": b"conversations",

@@ -20,7 +20,7 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.shards import ShardSource
 from mmod.data.synthetic.digits import DIGITS
-from tests.data.bad_files import IMAGE_NAMES, IMAGES, NO_JSON, PNG, RECORDS, SAID, SOUND, SPECIAL, Payload
+from tests.data.bad_files import IMAGE_NAMES, IMAGES, LINES, NO_JSON, PNG, RECORDS, SAID, SOUND, SPECIAL, Payload
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("trap_folder")]
 
@@ -64,6 +64,27 @@ def test_files_that_are_no_json(suffix: str, name: str) -> None:
             read()
     with pytest.raises(ValueError, match=r"'t\.json' is no JSON: "):
         convert_pairs(ConvertConfig("t.json", "out"), progress=False)
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_lines_are_counted_with_file_and_line(name: str) -> None:
+    Path("0.png").write_bytes(PNG)
+    sound = json.dumps({"image": "0.png", "conversations": SAID}).encode()
+    Path("t.jsonl").write_bytes(b"\n".join([sound, LINES[name], sound]))
+    with pytest.raises(CorruptDataError, match=r"^t\.jsonl \[1\]: \S") as caught:
+        open_conversations("t.jsonl")
+    found = open_conversations("t.jsonl", ConversationsConfig(on_corrupt="skip"))
+    assert (len(found), found.report.counts) == (2, {"t.jsonl": 1})
+    config = ConvertConversationsConfig("t.jsonl", "out", on_fault="drop")
+    assert convert_conversations(config, progress=False).kept == 2
+    assert max(len(str(caught.value)), len(str(found.report)), Path("out/dropped.csv").stat().st_size) < 6000
+
+
+def test_an_answer_of_10_mb_is_read_whole() -> None:
+    said = [SAID[0], {"from": "gpt", "value": "words " * (10**7 // 6)}]
+    Path("0.png").write_bytes(PNG)
+    Path("t.jsonl").write_text(json.dumps({"image": "0.png", "conversations": said}))
+    assert open_conversations("t.jsonl")[0].answer == said[1]["value"]
 
 
 @pytest.mark.parametrize("name", [*RECORDS, *IMAGE_NAMES])

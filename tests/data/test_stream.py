@@ -302,3 +302,25 @@ def test_readers_survive_pickling(folder):
     again = pickle.loads(pickle.dumps(reader))
     indices = np.arange(3)
     assert torch.equal(reader.read(indices, (0, 0)).images, again.read(indices, (0, 0)).images)
+
+
+@pytest.mark.parametrize(
+    ("is_augment", "name", "value"),
+    [
+        (False, "interpolation", "cubic"),
+        (True, "interpolation", "cubic"),
+        (True, "auto_augment", "random"),
+        (True, "auto_augment", "rand-m9-strong3"),
+        (True, "auto_augment", "original-strong3"),
+    ],
+)
+def test_what_timm_knows_no_transform_of_is_refused_with_its_name(
+    folder: Path, is_augment: bool, name: str, value: str
+) -> None:
+    def create() -> BatchStream:
+        if not is_augment:
+            return create_eval_stream(folder_config(folder, **{name: value}))
+        return create_train_stream(folder_config(folder, augment=AugmentConfig(**{name: value})), 0)
+
+    with pytest.raises(ValueError, match=rf"{name}.*{value}"):
+        create()

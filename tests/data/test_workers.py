@@ -61,7 +61,7 @@ def test_every_stream_raises_the_error_itself(
     [
         (lambda: b"\xff".decode(), UnicodeError),
         (lambda: json.loads("{"), ValueError),
-        (lambda: open("/nowhere/0.png"), FileNotFoundError),
+        (lambda: Path("/nowhere/0.png").read_bytes(), FileNotFoundError),
         (lambda: throw(ImageFileError("image not found", "0.png")), ValueError),
         (lambda: throw(CorruptDataError("a.tar [7]: bad: worse")), CorruptDataError),
         (lambda: throw(RuntimeError("plain")), RuntimeError),

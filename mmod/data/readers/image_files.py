@@ -10,6 +10,9 @@ from pathlib import Path
 from mmod.data.readers.images import MAX_BYTES
 from mmod.io.files import check_regular
 
+# Longer than any path that a file can have.
+_LONGEST = 5000
+
 
 class ImageFileError(ValueError):
     """An image file that is not read.
@@ -22,7 +25,8 @@ class ImageFileError(ValueError):
     def __init__(self, reason: str, details: str) -> None:
         super().__init__(reason, details)
         self.reason = reason
-        self.details = details
+        # A record may give megabytes for a path.
+        self.details = details if len(details) <= _LONGEST else f"{details[:_LONGEST]}..."
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.details}"
@@ -121,5 +125,6 @@ def _faults_of(path: str) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ImageFileError("image not found", path) from error
     except (OSError, ValueError) as error:
-        # The latter for names that no file can have, and for what is no regular file.
-        raise ImageFileError("image cannot be read", str(error)) from error
+        # The latter for names that no file can have, which errors leave out, and for what is no regular file.
+        details = str(error) if path in str(error) else f"{path!a}: {error}"
+        raise ImageFileError("image cannot be read", details) from error

@@ -34,7 +34,9 @@ _WHITE_IS_ZERO, _BITS_PER_SAMPLE, _PHOTOMETRIC = 0, 258, 262
 def open_image(data: bytes) -> Image.Image:
     """Decode an image completely, as it is stored.
 
-    Formats beyond `EXTENSIONS` are not tried: for some of them Pillow starts other programs.
+    Formats beyond `EXTENSIONS` are not tried: for some of them Pillow starts other programs. Of an animation or of
+    several pages the first is taken. Pixels stay as they are stored: as in timm, torchvision and open_clip, an EXIF
+    orientation does not turn them.
 
     Args:
         data: The encoded file.
@@ -43,7 +45,8 @@ def open_image(data: bytes) -> Image.Image:
         The image, of any mode.
 
     Raises:
-        ValueError: If the bytes are no image that can be read to its end.
+        ValueError: If the bytes are no image that can be read to its end, or it has more pixels than twice Pillow's
+            `MAX_IMAGE_PIXELS`.
     """
     Image.init()
     try:

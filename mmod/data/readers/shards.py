@@ -302,9 +302,12 @@ def read_samples(path: str, choose: Callable[[str, Members], Sample]) -> Iterato
         ValueError: If the shard is compressed.
     """
     ends: list[Fault] = []
-    empty = True
+    keys: set[str] = set()
     for key, members in _group(path, ends):
-        empty = False
+        if key in keys:
+            yield Fault(path, key, "the key stands for another sample of the shard already")
+            continue
+        keys.add(key)
         try:
             chosen = choose(key, members)
         except ValueError as error:
@@ -313,7 +316,7 @@ def read_samples(path: str, choose: Callable[[str, Members], Sample]) -> Iterato
                 yield Fault(path, key, str(error))
         else:
             yield chosen
-    yield from ends or ([Fault(path, "", "holds no sample")] if empty else [])
+    yield from ends or ([] if keys else [Fault(path, "", "holds no sample")])
 
 
 def _group(path: str, ends: list[Fault]) -> Iterator[tuple[str, Members]]:

@@ -31,8 +31,8 @@ class TimmSource:
         train_split: Split that the classes of another one must agree with, where there is a folder for it.
 
     Raises:
-        ValueError: If the name is unknown, the split's folder does not exist or holds no image, or its classes have
-            other numbers than those of the training split.
+        ValueError: If the name is unknown, the split's folder does not exist, it or the folder of a class holds no
+            image, or its classes have other numbers than those of the training split.
 
     Example:
         >>> import tempfile
@@ -109,6 +109,8 @@ def _open(name: str, root: str | None, split: str, options: dict[str, Any]) -> A
     except (RuntimeError, FileNotFoundError, AssertionError) as error:
         # No image in a folder, in torchvision's case in that of any class; a class map that is not there.
         raise ValueError(f"source {name!r} cannot be read: {error}") from error
+    if name.lower() in FOLDERS and "class_map" not in options:
+        _check_filled(str(root), getattr(dataset, "reader", dataset).samples)
     if hasattr(dataset, "loader"):
         # torchvision's own would take 16-bit images for white.
         dataset.loader = _load
@@ -136,6 +138,18 @@ def _find_folder(root: str, split: str) -> str | None:
     names = next((synonyms for synonyms in _SYNONYMS if split in synonyms), ())
     folders = [os.path.join(root, name) for name in (split, *names)]
     return next((folder for folder in folders if os.path.isdir(folder)), None)
+
+
+def _check_filled(folder: str, samples: list[tuple[str, int]]) -> None:
+    """Refuse folders of classes that hold no image: timm leaves them out and numbers the others without them."""
+    filled = {os.path.relpath(path, folder).split(os.sep)[0] for path, _ in samples}
+    empty = [os.path.join(folder, name) for name in _folders(folder) if name not in filled and name[0] != "."]
+    if empty:
+        more = " and others" if len(empty) > 3 else ""
+        raise ValueError(
+            f"folders of classes hold no image that is read: {', '.join(empty[:3])}{more}. Remove them, or name the "
+            "classes by options={'class_map': ...}"
+        )
 
 
 def _check_classes(dataset: Any, folder: str, train: Any, train_folder: str) -> None:

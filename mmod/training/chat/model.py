@@ -14,6 +14,7 @@ from mmod import RoutingConfig, is_routed, route_, routed_blocks
 from mmod.adapters import find_parts
 from mmod.adapters.transformers.saving import read_routing
 from mmod.blocks import RoutedBlock, model_hooks
+from mmod.io.tensors import check_whole
 from mmod.pretrained import route_again
 from mmod.routing import BorrowedScore
 from mmod.training.chat.config import WITHOUT_WEIGHTS, ModelConfig, TrainConfig
@@ -43,8 +44,8 @@ def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
         The model, in training mode, and the processor.
 
     Raises:
-        ValueError: If the model is routed already, has no such part, an option of LoRA is unknown, text is to be
-            protected that no layer could skip, or routers would not learn.
+        ValueError: If the checkpoint is damaged, the model is routed already, has no such part, an option of LoRA is
+            unknown, text is to be protected that no layer could skip, or routers would not learn.
     """
     processor = create_processor(config.model)
     model = _create_dense(config, processor, on_meta)
@@ -194,6 +195,7 @@ def _create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     source = config.model
     if source.config is None and not on_meta:
         assert source.checkpoint is not None
+        check_whole(source.checkpoint)
         return AutoModelForImageTextToText.from_pretrained(source.checkpoint, **source.args)
     if source.config is None:
         described = AutoConfig.from_pretrained(str(source.checkpoint))

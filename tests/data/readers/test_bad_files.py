@@ -125,6 +125,27 @@ def test_archives_that_lie(reader: str, name: str) -> None:
     assert report.counts == {"0.tar": 1}
 
 
+@pytest.mark.parametrize("reader", BESIDE)
+def test_a_key_that_comes_again_is_counted_once(reader: str) -> None:
+    suffix, beside = BESIDE[reader]
+    rest = b"".join(body({f"{key}.png": PNG, f"{key}{suffix}": beside}) for key in "878") + END
+    with pytest.raises(CorruptDataError, match=r"^0\.tar \[7\]: the key stands for another sample"):
+        read_archive(reader, rest, "raise")
+    read, report = read_archive(reader, rest, "skip")
+    assert (read, [fault.sample for fault in report.faults]) == (2, ["7", "8"])
+
+
+@pytest.mark.parametrize("name", ["../../8", "/tmp/8", "a/../8", "./8", "\\\\8"])
+@pytest.mark.parametrize("reader", BESIDE)
+def test_names_that_lead_out_of_a_folder_are_keys_alone(reader: str, name: str) -> None:
+    suffix, beside = BESIDE[reader]
+    before = sorted(Path("..").iterdir())
+    read, _ = read_archive(reader, body({f"{name}.png": PNG, f"{name}{suffix}": beside}) + END, "raise")
+    assert read == 2
+    assert [path.name for path in Path().iterdir()] == ["0.tar"]
+    assert sorted(Path("..").iterdir()) == before
+
+
 @pytest.mark.parametrize("name", INCOMPLETE)
 @pytest.mark.parametrize("reader", BESIDE)
 def test_samples_that_are_incomplete(reader: str, name: str) -> None:

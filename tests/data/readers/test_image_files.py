@@ -53,6 +53,7 @@ FAULTS = {
     "a.png/b.png": "image not found",
     "a\0.png": "image cannot be read",
     "a" * 5000: "image cannot be read",
+    "a" * 10**7: "image cannot be read",
     "\ud800.png": "image cannot be read",
     "http://example.org/a.png": "image not found",
 }
@@ -78,6 +79,9 @@ def test_everything_else_has_a_reason(folder: Path, name: str, read: object) -> 
     with pytest.raises(ImageFileError) as caught:
         read(ImageFiles(folder), name.format(folder) if "{" in name else name)  # type: ignore[operator]
     assert caught.value.reason == FAULTS[name]
+    path = os.path.join(folder, name.format(folder) if "{" in name else name)[:1000]
+    assert path in str(caught.value) or repr(path)[1:-1] in str(caught.value)
+    assert len(str(caught.value)) < 5100
 
 
 @pytest.mark.timeout(20)

@@ -24,10 +24,14 @@ from tests.data.pair_files import tokenizer, transform, write_tar
 RAMP = np.arange(65536, dtype=np.uint16).reshape(256, 256)
 
 
-def encode(pixels: np.ndarray, kind: str, **options: Any) -> bytes:
+def encode_image(image: Image.Image, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, format=kind, **options)
+    image.save(file, format=kind, **options)
     return file.getvalue()
+
+
+def encode(pixels: np.ndarray, kind: str, **options: Any) -> bytes:
+    return encode_image(Image.fromarray(pixels), kind, **options)
 
 
 def twelve_bits() -> bytes:
@@ -138,7 +142,19 @@ def read_conversation(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, 
     return transform(found[0].images[0])[None], found.report
 
 
+def read_shard(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, CorruptReport]:
+    folder.mkdir(exist_ok=True)
+    write_tar(folder / "val.tar", {"0.png": data, "0.cls": b"0", "1.png": DEEP["png"], "1.cls": b"1"})
+    unchanged = {"crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1 / 255,) * 3}
+    config = DataConfig(
+        f"shards:{folder}/{{split}}.tar", channels=3, image_size=256, on_corrupt=on_corrupt, **unchanged
+    )
+    stream = create_eval_stream(config)
+    return next(stream.batches(0))[0], stream.report
+
+
 READERS = {
+    "shard": read_shard,
     "folder": lambda *args: read_folder(*args[:2], "folder", args[2]),
     "torch/image_folder": lambda *args: read_folder(*args[:2], "torch/image_folder", args[2]),
     "pairs": read_pairs,
@@ -159,3 +175,37 @@ def test_every_reader_counts_pixels_of_unknown_range_as_a_fault(name: str, tmp_p
     if name != "conversation":
         _, report = READERS[name](UNSCALED["float tiff"], tmp_path / "skip", "skip")
         assert list(report.counts.values()) == [1]
+
+
+PLAIN = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
+OTHER = Image.fromarray(255 - PLAIN)
+TURNED = Image.Exif()
+TURNED[0x0112] = 6
+LOSSLESS = {"lossless": True, "save_all": True, "append_images": [OTHER]}
+FIRST = {"save_all": True, "append_images": [OTHER]}
+CMYK = Image.fromarray(PLAIN).convert("CMYK")
+# What is read of each: the pixels, or why there are none.
+OUTCOMES: dict[str, tuple[bytes, np.ndarray | str]] = {
+    "CMYK": (encode_image(CMYK, "TIFF"), np.asarray(CMYK.convert("RGB"))),
+    "16 bits": (DEEP["png"], np.repeat((RAMP >> 8).astype(np.uint8)[..., None], 3, -1)),
+    "EXIF orientation": (encode(PLAIN, "PNG", exif=TURNED), PLAIN),
+    "animated PNG": (encode(PLAIN, "PNG", **FIRST), PLAIN),
+    "animated WebP": (encode(PLAIN, "WEBP", **LOSSLESS), PLAIN),
+    "pages of a TIFF": (encode(PLAIN, "TIFF", **FIRST), PLAIN),
+    "transparency": (encode(np.dstack([PLAIN, np.zeros((256, 256), np.uint8)]), "PNG"), PLAIN),
+    "no bytes": (b"", "image of 0 bytes cannot be decoded"),
+    "bomb": (encode_image(Image.new("1", (20_000, 10_000)), "PNG"), r"200000000 pixels\) exceeds limit"),
+    "bomb in a page": (encode_image(Image.new("1", (20_000, 10_000)), "TIFF"), r"200000000 pixels\) exceeds limit"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_every_reader_has_one_outcome_for_unusual_images(name: str, reader: str, tmp_path: Path) -> None:
+    data, expected = OUTCOMES[name]
+    if isinstance(expected, str):
+        with pytest.raises(CorruptDataError, match=expected):
+            READERS[reader](data, tmp_path, "raise")
+        return
+    images, _ = READERS[reader](data, tmp_path, "raise")
+    assert np.array_equal(images[0].round().permute(1, 2, 0).numpy().astype(np.uint8), expected)

@@ -84,10 +84,22 @@ def test_a_class_folder_without_images_would_shift_labels(tmp_path, name, emptie
                 Image.new("RGB", (8, 8)).save(tmp_path / split / label / "0.png")
     (tmp_path / emptied / "b" / "note.txt").write_text("no image")
     # torchvision itself refuses such a folder.
-    message = "only in one of them" if name == "folder" else "no valid file for the classes b"
-    config = DataConfig(name, str(tmp_path), channels=3)
+    empty = rf"folders of classes hold no image that is read: {tmp_path}/{emptied}/b\. Remove them"
+    message = empty if name == "folder" else "no valid file for the classes b"
     with pytest.raises(ValueError, match=message):
-        create_eval_stream(config)
+        create_eval_stream(DataConfig(name, str(tmp_path), channels=3))
+    if name == "folder":
+        chosen = {"class_map": {"a": 0, "c": 1}}
+        assert len(TimmSource(name, str(tmp_path), emptied, chosen)) == 2
+
+
+def test_a_class_folder_without_images_is_named_where_there_is_no_other_split(tmp_path):
+    for label in "abc":
+        (tmp_path / "train" / label / "below").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "b" / "below" / "0.png")
+    (tmp_path / "train" / ".cache").mkdir()
+    with pytest.raises(ValueError, match=rf"read: {tmp_path}/train/a, {tmp_path}/train/c\. Remove them"):
+        TimmSource("folder", str(tmp_path), "train")
 
 
 def test_classes_are_compared_with_those_of_the_training_split_that_is_named(root):

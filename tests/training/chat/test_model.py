@@ -12,6 +12,7 @@ import torch
 import mmod
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
+from mmod.io.files import DamagedFileError
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.model import create_model, resize_images
 from mmod.training.chat.recipe import training_arguments
@@ -37,6 +38,15 @@ def test_routers_that_would_not_learn_are_refused_before_training(folder: Path) 
     arguments = training_arguments(vlm_config(folder))
     with pytest.raises(ValueError, match="all of their 1 weights are frozen"):
         RoutedTrainer(model=model, args=arguments)
+
+
+def test_a_damaged_checkpoint_is_named(folder: Path) -> None:
+    for part in create_model(vlm_config(folder)):
+        part.save_pretrained(folder / "cut")
+    path = folder / "cut" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(DamagedFileError, match=rf"^'{path}' is no whole safetensors file"):
+        create_model(vlm_config(folder, model=ModelConfig(checkpoint=str(path.parent))))
 
 
 @pytest.mark.parametrize("tower", ["siglip", "clip"])
