@@ -326,6 +326,15 @@ def _describe_number(name: str, limit: Limit) -> str:
 
 
 def brief(value: object) -> str:
+    """Return a value as messages show it, of which a long one is cut.
+
+    Args:
+        value: The value.
+
+    Example:
+        >>> len(brief("a" * 10**6))
+        203
+    """
     try:
         text = repr(value)
     except ValueError:
