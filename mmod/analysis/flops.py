@@ -83,7 +83,11 @@ def flops(
     routed = _meta_copy(model)
     whole = _fix_thresholds(routed, kept)
     dense = unroute_(_meta_copy(routed)) if is_routed(routed) else routed
-    dense_count = _follow(dense, inputs)
+    try:
+        dense_count = _follow(dense, inputs)
+    except AssertionError as error:
+        shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in inputs.items())
+        raise ValueError(f"this {type(model).__name__} cannot take {shapes}: {error}") from error
     routed_count = dense_count if dense is routed else _follow(routed, inputs)
     rows = [
         _row(name, block, dense_count, routed_count, whole.get(name))
@@ -235,8 +239,8 @@ def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, T
         return {name: value.to("meta") for name, value in given.items()}
     if "image" not in find_parts(model):
         raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
-    size = (3, given, given) if isinstance(given, int) else tuple(given)
-    if len(size) != 3 or min(size) < 1:
+    size = (3, given, given) if isinstance(given, int) else given
+    if not isinstance(size, (tuple, list)) or len(size) != 3 or not all(isinstance(x, int) and x > 0 for x in size):
         raise ValueError(
             f"input_size must be (channels, height, width), one number or arguments by name, got {given!r}"
         )

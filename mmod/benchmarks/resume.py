@@ -20,6 +20,7 @@ from mmod.benchmarks.report import (
     refuse_to_overwrite,
 )
 from mmod.io.claim import check_same
+from mmod.io.files import parse_json
 from mmod.io.progress import progress_bar
 
 
@@ -86,7 +87,7 @@ class ResumeLog:
         if not self._path.exists():
             return
         lines = self._path.read_text().splitlines(keepends=True)
-        whole = [json.loads(line) for line in lines if line.endswith("\n")]
+        whole = [parse_json(line, str(self._path)) for line in lines if line.endswith("\n")]
         if whole:
             check_same(self._path, whole[0], self._head, kind="a benchmark")
         self.runs = {entry["run"]: entry["rows"] for entry in whole[1:]}

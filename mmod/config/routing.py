@@ -202,6 +202,9 @@ class RoutingConfig:
                 f"operator={self.operator!r} needs gate_on='update' and a gate without reweight_skipped: the gate "
                 "weighs what tokens miss"
             )
+        if router.learns and isinstance(self.select, Threshold):
+            # The score is squashed by a sigmoid.
+            check_value("the threshold of a learned score", self.select.threshold, float, "[0, 1]")
         whole_update = self.context == "all" or self.operator == "mlp" or router.whole
         if gate.name == "step" and not (isinstance(self.select, Threshold) and whole_update):
             raise ValueError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mmod.data.corrupt import OnCorrupt
-from mmod.values import check_fields
+from mmod.values import check_fields, one_of
 
 EMBEDDED = ("digits", "crowds")
 """Embedded sets of images, built where they are not there."""
@@ -20,6 +20,11 @@ _TORCHVISION = (
     *("imagenet", "image_folder", "folder"),
 )
 _STREAMS = ("hfids", "tfds", "wds")
+
+
+# As timm knows them; a policy is the first word of `auto_augment`.
+_INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+_POLICIES = ("rand", "augmix", "original", "originalr", "v0", "v0r", "3a")
 
 
 @dataclass
@@ -64,6 +69,7 @@ class AugmentConfig:
             self,
             "data.augment",
             train_crop_mode=("rrc", "rkrc", "rkrr"),
+            interpolation=(*_INTERPOLATIONS, "random"),
             scale="(0, inf)",
             ratio="(0, inf)",
             color_jitter="[0, inf)",
@@ -71,6 +77,8 @@ class AugmentConfig:
             re_count="[1, inf)",
             **dict.fromkeys(shares, "[0, 1]"),
         )
+        if self.auto_augment is not None:
+            one_of("the policy of data.augment.auto_augment", self.auto_augment.partition("-")[0], _POLICIES)
 
 
 @dataclass
@@ -146,6 +154,7 @@ class DataConfig:
             workers="[0, inf)",
             crop_pct="(0, 1]",
             std="(0, inf)",
+            interpolation=_INTERPOLATIONS,
         )
         kind = self.source.partition(":")[0]
         if kind == "maps":

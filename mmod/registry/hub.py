@@ -17,6 +17,7 @@ from mmod.adapters import find_library, find_stacks
 from mmod.analysis.flop_report import FlopCounts
 from mmod.model import capacities, routing_configs
 from mmod.pretrained import save_pretrained
+from mmod.values import check_value
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -105,13 +106,19 @@ def model_card(model: nn.Module, repo: str, flops: FlopCounts, *, about: str = "
         about: What else the card says.
 
     Raises:
-        ValueError: Nothing is routed, the model is of no supported library, or the count is not of this routing.
+        TypeError: `about` or `repo` is no text.
+        ValueError: Nothing is routed, the model is of no supported library, the count is not of this routing, or the
+            hub takes no such name.
     """
     from huggingface_hub import ModelCard, ModelCardData
+    from huggingface_hub.utils import validate_repo_id
 
     configs, kept, library = routing_configs(model), capacities(model), find_library(model)
     if library is None:
         raise ValueError(f"this {type(model).__name__} is no model of a supported library: upload the model itself")
+    check_value("about", about, str)
+    check_value("repo", repo, str)
+    validate_repo_id(repo)
     counted = {row.name for row in flops.blocks}
     if not set(kept) & counted:
         raise ValueError(

@@ -183,7 +183,7 @@ def test_slots_of_a_static_threshold_run_empty_too() -> None:
 def test_blocks_that_keep_nothing_cost_their_router_alone(operator: str) -> None:
     model, side = make("vit")
     config = mmod.RoutingConfig(
-        router=mmod.score("linear", init_std=0.0), select=mmod.Threshold(2.0), operator=operator, protect_prefix=False
+        router=mmod.score("linear", init_std=0.0), select=mmod.Threshold(1.0), operator=operator, protect_prefix=False
     )
     mmod.route_(model, config)
     with torch.no_grad(), trace(model) as decisions:
@@ -250,3 +250,11 @@ def test_routing_saves_memory_for_training() -> None:
     report = flops(mmod.route_(make("vit")[0], mmod.RoutingConfig(capacity=0.125)), 64)
     assert 0 < report.training_bytes < report.dense_training_bytes
     assert report.activation_bytes < report.training_bytes
+
+
+@pytest.mark.parametrize("size", [150, (3, 160, 150), (3, 160), 64.5, "160", 0])
+def test_images_that_a_model_cannot_take_are_refused_in_one_line(size: object) -> None:
+    model = timm.create_model("test_vit")
+    with pytest.raises(ValueError, match=r"cannot take image|input_size must be") as error:
+        mmod.flops(model, size)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)

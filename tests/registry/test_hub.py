@@ -113,6 +113,11 @@ def test_what_a_card_cannot_state_is_refused(tmp_path: Path) -> None:
     model, flops, _ = timm_model()
     with pytest.raises(ValueError, match="FLOPs are of other blocks"):
         model_card(model, "me/small", causal_model()[1])
+    for repo in ("", "**bold**/small", "me/small](http://x)", "me/a/b", None):
+        with pytest.raises((TypeError, ValueError), match=r"Repo id must|repo must be a text, got None"):
+            model_card(model, repo, flops)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="about must be a text, got None"):
+        model_card(model, "me/small", flops, about=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing in this"):
         write_hub_folder(mmod.unroute_(model), tmp_path, "me/small", flops)
     assert not list(tmp_path.iterdir())

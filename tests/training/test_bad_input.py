@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 
 from mmod import Gate, LanguageRouting, RoutingConfig, Threshold
 from mmod.config import Plan
+from mmod.data.config import AugmentConfig, DataConfig
+from mmod.data.loader import _transform
 from mmod.io.claim import claim_folder
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
@@ -123,6 +125,10 @@ def test_a_value_of_another_type_and_a_number_that_is_not_finite_are_refused(kin
         (TrainConfig, "data.batch_size", 0, "an integer of at least 1"),
         (TrainConfig, "data.workers", -1, "an integer of at least 0"),
         (TrainConfig, "data.std", [0.0], "each a number above 0"),
+        (TrainConfig, "data.interpolation", "cubic", "one of 'nearest', 'bilinear', 'bicubic'"),
+        (TrainConfig, "data.interpolation", "random", "one of 'nearest', 'bilinear', 'bicubic'"),
+        (TrainConfig, "data.augment.interpolation", "cubic", "one of 'nearest', 'bilinear', 'bicubic'"),
+        (TrainConfig, "data.augment.auto_augment", "random-m9", "one of 'rand', 'augmix', 'original'"),
         (TrainConfig, "data.augment.hflip", 2, "a number in [0, 1]"),
         (TrainConfig, "data.augment.re_count", 0, "an integer of at least 1"),
         (TrainConfig, "routing", {"capcity": 1}, "valid ones are router, capacity"),
@@ -325,3 +331,21 @@ def test_what_a_record_holds_is_read_back(tmp_path: Path) -> None:
     record = TrainConfig.from_dict(KINDS[TrainConfig]).to_dict()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(record))
     assert claim_folder(tmp_path, record, file="config.yaml", kind="a run")
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"])
+@pytest.mark.parametrize("value", [0, -4, 1.5])
+def test_sizes_of_language_models_are_checked_before_they_are_built(name: str, value: Any) -> None:
+    for kind, part in ((TextConfig, {}), (ChatConfig, {"text_config": {}})):
+        described = {"model_type": "llama", **({"text_config": {name: value}} if part else {name: value})}
+        model = {"config": described, **({"processor": "words"} if part else {})}
+        with pytest.raises((TypeError, ValueError), match=rf"{name} must be an integer.*, got {value!r}"):
+            config_from({"output": "run", "model": model}, kind)
+
+
+@pytest.mark.parametrize("policy", ["rand-z9", "augmix-q1", "v0-m3"])
+def test_options_that_no_policy_of_augmentation_has_are_refused(policy: str) -> None:
+    config = DataConfig(channels=3, image_size=32, augment=AugmentConfig(auto_augment=policy))
+    with pytest.raises(ValueError, match="timm makes no transform with") as error:
+        _transform(config, True, torch.zeros(3), torch.ones(3))
+    one_line(error.value, f"auto_augment={policy!r}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mmod.data.synthetic.handwriting import SPLITS
 from mmod.io.claim import check_same, read_claim
-from mmod.io.files import open_shard, replacing
+from mmod.io.files import open_shard, parse_json, replacing
 from mmod.io.locks import locked
 from mmod.io.progress import progress_bar
 
@@ -118,7 +118,7 @@ class SyntheticSet(Generic[Config]):
                 if self.sizes:
                     sizes = {name: shard["samples"] for name, shard in manifest["shards"].items()}
                     (partial / SIZES).write_text(json.dumps(sizes, indent=2) + "\n")
-        written: dict[str, Any] = json.loads((root / MANIFEST).read_bytes())
+        written: dict[str, Any] = parse_json((root / MANIFEST).read_bytes(), str(root / MANIFEST))
         return written
 
     def _write(self, folder: Path, config: Config, progress: bool) -> dict[str, dict[str, Any]]:

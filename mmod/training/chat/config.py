@@ -8,7 +8,7 @@ from typing import Any
 
 from mmod.config import RoutingConfig
 from mmod.data.readers.conversations import ConversationsConfig
-from mmod.training.engine.config import RunConfig
+from mmod.training.engine.config import RunConfig, check_sizes
 from mmod.values import check_fields, check_value
 
 __all__ = ["ModelConfig", "TrainConfig"]
@@ -74,6 +74,7 @@ class ModelConfig:
             raise ValueError("give either model.checkpoint or model.config")
         if self.config is not None and self.processor is None:
             raise ValueError("model.config needs model.processor: a folder, a name, or 'words'")
+        check_sizes(self.config or {}, "model.config")
         if self.config is not None and "model_type" not in self.config:
             raise ValueError(f"model.config needs a model_type, got {', '.join(self.config) or 'nothing'}")
         foreign = sorted(set(self.args) - set(WITHOUT_WEIGHTS))

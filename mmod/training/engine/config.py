@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from mmod.config import Plan, RoutingConfig
 from mmod.planning.presets import preset
-from mmod.values import Limit, check_fields
+from mmod.values import Limit, check_fields, check_value
 
 if TYPE_CHECKING:
     # By way of the package, which what reads the types of fields imports without torch.
@@ -27,6 +27,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "StartConfig",
+    "check_sizes",
     "resolve_method",
     "resolve_routing",
 ]
@@ -34,6 +35,11 @@ __all__ = [
 
 SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant", "none")
 """Names of the learning-rate schedules that are functions of the step."""
+
+
+_SIZES = {"hidden_size", "intermediate_size", "head_dim"} | {
+    f"num_{name}" for name in ("hidden_layers", "attention_heads", "key_value_heads")
+}
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,20 @@ class EmaConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "ema", decay="[0, 1)")
+
+
+def check_sizes(described: Mapping[str, Any], name: str) -> None:
+    """Raise unless the sizes among the fields of a transformers config are integers of at least 1.
+
+    Args:
+        described: The fields, or those of a part among them.
+        name: What they are called.
+    """
+    for key, value in described.items():
+        if isinstance(value, Mapping):
+            check_sizes(value, f"{name}.{key}")
+        elif key in _SIZES:
+            check_value(f"{name}.{key}", value, int | None, "[1, inf)")
 
 
 @dataclass(frozen=True, kw_only=True)

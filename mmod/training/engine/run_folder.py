@@ -16,7 +16,7 @@ import yaml
 
 from mmod.config import regroup_saved
 from mmod.io.claim import check_same, read_claim
-from mmod.io.files import DamagedFileError, write_atomically
+from mmod.io.files import DamagedFileError, parse_json, write_atomically
 from mmod.io.locks import locked
 from mmod.io.tensors import check_whole
 from mmod.training.engine.config import RunConfig
@@ -179,7 +179,7 @@ def read_result(folder: Path, make: Callable[[dict[str, Any]], Done]) -> Done | 
             "to train again, or choose another output"
         ) from error
     try:
-        return make({**json.loads(path.read_text()), "folder": str(folder), "reused": True})
+        return make({**parse_json(path.read_bytes(), path.name), "folder": str(folder), "reused": True})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"{str(path)!r} is no result of a finished run ({type(error).__name__}: {error}); remove it to finish the "

@@ -11,7 +11,7 @@ from typing_extensions import Self
 from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
 from mmod.training.engine import config as engine
-from mmod.values import check_fields
+from mmod.values import check_fields, check_value
 
 if TYPE_CHECKING:
     # By way of the package, which what reads the types of fields imports without torch.
@@ -276,6 +276,7 @@ class TrainConfig(engine.LoopConfig):
             taken = [name for name in ("routing", "method", "compile") if getattr(self, name)]
             if taken:
                 raise ValueError(f"in_training cannot be combined with {', '.join(taken)}")
+            check_value("in_training.epochs", self.in_training.epochs, int | None, f"[1, {self.epochs}]")
         if self.trained is not None and (self.routing is None or not self.model.has_weights):
             raise ValueError("trained='routers' needs routing, and trained weights to be frozen: set model.checkpoint")
         if self.mixup is not None and self.data.batch_size % 2:

@@ -16,6 +16,7 @@ from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import KeptShares, RoutedResult
 from mmod.training.engine.task import autocast
 from mmod.training.image.task import answers, check_targets
+from mmod.values import check_value
 
 __all__ = ["EvalResult", "evaluate"]
 
@@ -93,7 +94,9 @@ def evaluate(
         The figures.
 
     Raises:
-        ValueError: If the stream is empty, or a label is not a class of the model, or grids do not fit; see `answers`.
+        TypeError: If the model returns integers or complex numbers.
+        ValueError: If the stream is empty, a label is not a class of the model, the loss is not finite, or grids do not
+            fit; see `answers`.
 
     Example:
         >>> import tempfile, timm
@@ -114,16 +117,22 @@ def evaluate(
     bar = progress_bar(batches, total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False)
     with in_mode(False, model):
         for images, targets in bar:
-            check_targets(targets, model)
+            labels = targets
             images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
             with autocast(device, precision), kept.watch():
-                logits = answers(model, images, targets).float()
+                logits = answers(model, images, targets)
+            if not logits.is_floating_point():
+                raise TypeError(f"this {type(model).__name__} must return floating-point logits, got {logits.dtype}")
+            check_targets(labels, logits.shape[-1])
+            logits = logits.float()
             sums += _batch_sums(logits, targets.flatten(), len(images))
             if targets.ndim == 2:
                 confusion = _count(logits, targets.flatten()) + (confusion if len(confusion) else 0)
     first, five, loss, labels, samples = sum_over_processes(sums).tolist()
     if samples == 0:
         raise ValueError("the evaluation stream holds no images")
+    # Once for all batches, since each check waits for the device; one logit that is not finite makes the loss so.
+    check_value("the mean loss of an evaluation", loss / labels, float)
     objects, mean_iou = _patch_figures(sum_over_processes(confusion)) if len(confusion) else (None, None)
     return EvalResult(
         top1=100 * first / labels,

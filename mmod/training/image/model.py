@@ -120,6 +120,7 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
             f"data.image_size is {data.image_size} and the model takes {size[0]}x{size[1]}; "
             f"set model.args.img_size to {data.image_size}"
         )
+    _check_patches(patch_embed, data.image_size)
     _check_answers(model, data.label_patch)
     if pretrained and data.channels == 3:
         published: Mapping[str, Any] = getattr(model, "pretrained_cfg", {})
@@ -131,6 +132,16 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
                     f"the published weights expect images normalised with {name} {list(expected)}, "
                     f"data gives {list(given)}; set data.{name} to {list(expected)}"
                 )
+
+
+def _check_patches(patch_embed: Any, side: int) -> None:
+    """Raise a ValueError where patches do not divide an image: timm leaves out the pixels beyond the last patch."""
+    patch = getattr(patch_embed, "patch_size", None)
+    sides = patch if isinstance(patch, tuple) else (patch or 1,)
+    if any(side % each for each in sides) and not getattr(patch_embed, "dynamic_img_pad", False):
+        raise ValueError(
+            f"data.image_size is {side}, which the model's patches of {sides[0]} pixels do not divide: take a multiple"
+        )
 
 
 def _check_answers(model: nn.Module, label_patch: int | None) -> None:

@@ -69,7 +69,7 @@ class ClassificationTask(Task):
         """Yield one pass for each batch, weighed by its share of the step's images; see `Task.passes`."""
         total = sum(len(targets) for _, targets in group)
         for images, targets in group:
-            check_targets(targets, self.model)
+            check_targets(targets, getattr(self.model, "num_classes", None))
             count = len(targets)
             images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
             if self.mixup is not None:
@@ -207,14 +207,13 @@ def resized(x_BNC: Tensor, patches: int) -> Tensor:
     return F.interpolate(grid, size=(asked, asked), mode="bilinear").flatten(2).transpose(1, 2)
 
 
-def check_targets(targets: Tensor, model: nn.Module) -> None:
+def check_targets(targets: Tensor, classes: int | None) -> None:
     """Raise a ValueError when a label is not a class of the model.
 
     Args:
         targets: Class numbers (B) or (B, N), on the CPU.
-        model: A timm model; one without `num_classes` is not checked.
+        classes: Number of classes; None where it is not known.
     """
-    classes = getattr(model, "num_classes", None)
     if classes is not None and len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < classes:
         raise ValueError(
             f"labels run from {int(targets.min())} to {int(targets.max())} and the model has {classes} "

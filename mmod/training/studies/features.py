@@ -20,7 +20,7 @@ from mmod.config import regroup_saved
 from mmod.data.config import DataConfig
 from mmod.data.loader import BatchStream, create_eval_stream
 from mmod.io.claim import check_same, claim_folder, read_claim
-from mmod.io.files import write_atomically
+from mmod.io.files import parse_json, write_atomically
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.loop import seed_draws
@@ -173,7 +173,7 @@ class FeaturesStudy(TimmStudy[Judged]):
             check_same(folder, regroup_saved(kept_record), record, kind="features")
         settings = {"neighbours": own.neighbours, "strengths": own.strengths, "folds": own.folds}
         path = folder / "found.json"
-        kept = json.loads(path.read_text()) if path.exists() else {}
+        kept = parse_json(path.read_bytes(), str(path)) if path.exists() else {}
         if kept.get("settings") == settings:
             return self.found(**kept["found"])
         # What is missing is said before weights are fetched or features computed.

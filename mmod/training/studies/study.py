@@ -17,7 +17,7 @@ from mmod.analysis.plots import draw_tradeoff
 from mmod.analysis.timing import interleave, relative_times
 from mmod.config import regroup_saved
 from mmod.io.claim import differences
-from mmod.io.files import write_atomically
+from mmod.io.files import parse_json, write_atomically
 from mmod.io.yaml import read_yaml
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.loop import seed_draws
@@ -297,7 +297,7 @@ class Study(ABC, Generic[Config, Found]):
         config = portable(run.to_dict())
         del config["output"]
         if path.exists():
-            kept = json.loads(path.read_text())
+            kept = parse_json(path.read_bytes(), str(path))
             if not differences(regroup_saved(kept.get("config")) or {}, config):
                 found: Found = self.found(**kept["found"])
                 return found

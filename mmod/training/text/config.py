@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.config import RoutingConfig
 from mmod.data.config import TextConfig
-from mmod.training.engine.config import LoopConfig, StartConfig, resolve_method, resolve_routing
+from mmod.training.engine.config import LoopConfig, StartConfig, check_sizes, resolve_method, resolve_routing
 
 if TYPE_CHECKING:
     # By way of the package, which what reads the types of fields imports without torch.
@@ -40,6 +40,7 @@ class ModelConfig(StartConfig):
             )
         if self.config is None and self.checkpoint is None:
             raise ValueError("give model.config, fields of a transformers config, or model.checkpoint")
+        check_sizes(self.config or {}, "model.config")
         if self.config is not None and "model_type" not in self.config:
             raise ValueError(f"model.config needs a model_type, got {', '.join(self.config) or 'nothing'}")
         vocabulary = BYTES if self.config is None else self.config.get("vocab_size", BYTES)

@@ -19,6 +19,7 @@ from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.task import autocast
 from mmod.training.text.model import logits_of
 from mmod.training.text.ways import Decided, Ways
+from mmod.values import check_value
 
 __all__ = ["EvalResult", "evaluate"]
 
@@ -158,6 +159,7 @@ class _Sums:
     def means(self) -> tuple[float, dict[str, float], int]:
         """Return loss a token, kept share of each block, and samples; all processes must ask."""
         samples, tokens, loss, *kept = sum_over_processes(self._sums).tolist()
+        check_value("the mean loss of an evaluation", loss / tokens, float)
         return loss / tokens, {name: share / samples for name, share in zip(self._ways.names, kept)}, int(samples)
 
 

@@ -169,6 +169,8 @@ def test_wrong_values() -> None:
         InTrainingConfig({"router": "linear"})
     with pytest.raises(ValueError, match="adds weights as 'experts', which the dense model cannot keep"):
         InTrainingConfig(method={"kind": "experts"})
+    with pytest.raises(ValueError, match=r"in_training\.epochs must be an integer in \[1, 3\] or null, got 4"):
+        tiny_config(output="o", epochs=3, in_training=InTrainingConfig(RANDOM, epochs=4))
     for both in ({}, {"routing": RANDOM, "method": {"kind": "merge"}}):
         with pytest.raises(ValueError, match="needs one of routing and method"):
             InTrainingConfig(**both)

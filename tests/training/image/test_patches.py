@@ -29,7 +29,7 @@ from mmod.training import (
     evaluate,
     fit,
 )
-from mmod.training.image.model import create_models
+from mmod.training.image.model import check_input, create_models
 from mmod.training.image.task import answers
 from tests.zoo import make_model
 
@@ -203,3 +203,41 @@ def test_models_that_answer_something_else(
 def test_mixed_images_have_no_labels_of_patches(data: DataConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mixup mixes labels of images: data\.label_patch"):
         config_of(tmp_path, data, mixup=MixupConfig(), distill=DistillConfig())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda logits: logits.masked_fill(logits == logits.max(), torch.nan),
+            ValueError,
+            "loss of an evaluation must be",
+        ),
+        (lambda logits: logits / 0, ValueError, "loss of an evaluation must be"),
+        (lambda logits: logits.long(), TypeError, r"floating-point logits, got torch\.int64"),
+        (lambda logits: logits.to(torch.complex64), TypeError, r"floating-point logits, got torch\.complex64"),
+    ],
+)
+def test_outputs_that_no_figure_can_be_made_of_are_refused(change: Any, error: type[Exception], message: str) -> None:
+    logits = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
+    model = Table(logits)
+    model.forward = lambda images: change(logits[images.flatten().long()])  # type: ignore[method-assign]
+    with pytest.raises(error, match=message):
+        evaluate(model, Labels(torch.ones(4, 3, dtype=torch.int64), 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("label", [-1, -100, 5, 900])
+def test_labels_that_no_class_has_are_refused(label: int) -> None:
+    model, targets = Table(torch.randn(4, 3, 5)), torch.ones(4, 3, dtype=torch.int64)
+    # As with a model that does not say how many classes it knows.
+    del model.num_classes
+    targets[3, 2] = label
+    with pytest.raises(ValueError, match=f"labels run from .*{label}.* and the model has 5 classes"):
+        evaluate(model, Labels(targets, 2))  # type: ignore[arg-type]
+
+
+def test_images_that_patches_do_not_divide_are_refused() -> None:
+    model = make_model("vit_tiny_patch16_224", img_size=24)
+    model.patch_embed.strict_img_size = False  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="image_size is 30, which the model's patches of 16 pixels do not divide"):
+        check_input(model, DataConfig(source="folder", root="r", image_size=30, channels=3), pretrained=False)
