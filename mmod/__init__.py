@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from mmod.lazy import lazy_names
-from mmod.registry.transformers import watch_loads
 
 # The one list of this package's names, see lazy_names.
 # ruff: noqa: F401
@@ -48,5 +47,3 @@ if TYPE_CHECKING:
     from mmod.routing import Routing
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)
-
-watch_loads()

@@ -21,7 +21,6 @@ from mmod.blocks import (
     make_dense,
     make_important,
     make_routed,
-    model_hooks,
 )
 from mmod.config import Plan, RoutingConfig, rational
 from mmod.prepare import check_budget, prepare
@@ -93,16 +92,6 @@ def _route(model: nn.Module, config: HowToRoute, parts: Mapping[str, HowToRoute]
     for module, hook in hooks:
         attach(module, hook)
     model.routing_configs = {**vars(model).get("routing_configs", {}), **configs}  # type: ignore[assignment]
-    _describe(model)
-
-
-def _describe(model: nn.Module) -> None:
-    """Let a host that saves its own description of a model know how it is routed."""
-    hooks = model_hooks(model)
-    if hooks:
-        configs = routing_configs(model)
-        for hook in hooks:
-            hook.describe(configs, capacities(model))
 
 
 def _completed(config: RoutingConfig | Plan, depth: int) -> RoutingConfig:
@@ -269,7 +258,6 @@ def _assign(model: nn.Module, exact: Mapping[str, Fraction]) -> None:
         for router in blocks[name].router.modules():
             if isinstance(router, Router):
                 router.capacity = value
-    _describe(model)
 
 
 def capacities(model: nn.Module) -> dict[str, float]:

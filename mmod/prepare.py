@@ -41,7 +41,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     if config.wants_importance(training=True):
         stack.check_importance(config.importance)
     training_only = attends and not config.router.reads_importance
-    shares, captioned = attends or config.scored_by_first, bool(stack.companions)
+    shares, captioned = attends or config.scored_by_first, any(state is not None for *_, state in stack.companions)
     common = {"captioned": captioned, "training_only": training_only}
     # A block that decides after its attention reads the importance there.
     observes = attends and config.enter_at == "mlp"

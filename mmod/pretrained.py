@@ -20,8 +20,6 @@ from mmod.methods.base import method_of
 from mmod.model import capacities, is_routed, restore_capacities, route_, routing_configs
 
 FORMAT_VERSION = 3
-# Version 2 has the options of all parts of a routing config side by side.
-_READ = (2, FORMAT_VERSION)
 WEIGHTS = "model.safetensors"
 CONFIG = "mmod.json"
 HUB = "hf-hub:"
@@ -249,9 +247,9 @@ def _settings(model: nn.Module) -> dict[str, object]:
 def _read_config(path: Path) -> dict[str, Any]:
     config = parse_json(path.read_bytes(), repr(str(path)))
     found = config.get("format_version") if isinstance(config, dict) else None
-    if found not in _READ:
+    if found != FORMAT_VERSION:
         raise ValueError(
-            f"{str(path)!r} has format version {found!r}; this mmod ({_version('mmod')}) reads one of {_READ}"
+            f"{str(path)!r} has format version {found!r}; this mmod ({_version('mmod')}) reads {FORMAT_VERSION}"
         )
     if (
         set(config) - {"method"} != set(_KEYS)

@@ -154,7 +154,7 @@ def test_examples_of_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_readme_commands_exist() -> None:
-    for script in re.findall(r"python (tools/\S+\.py|datasets/\S+\.py)", (ROOT / "README.md").read_text()):
+    for script in re.findall(r"python (tools/\S+\.py|scripts/\S+\.py)", (ROOT / "README.md").read_text()):
         assert (ROOT / script).is_file(), f"README names {script}"
     for config in re.findall(r"configs/\S+\.yaml", (ROOT / "README.md").read_text()):
         assert (ROOT / config).is_file(), f"README names {config}"
@@ -167,9 +167,9 @@ def test_readme_commands_exist() -> None:
         ["tools/benchmark.py", "models", "--batch_size", "1"],
         ["tools/train.py", "configs/digits/dense.yaml", "--epoch", "1"],
         ["tools/train_clip.py", "configs/clip/scenes.yaml", "--epoch", "1"],
-        ["datasets/cluttered_digits.py", "folder", "--clut", "3"],
-        ["datasets/cluttered_pairs.py", "folder", "--clut", "3"],
-        ["datasets/convert_pairs.py", "table.csv", "folder", "--resiz", "3"],
+        ["scripts/cluttered_digits.py", "folder", "--clut", "3"],
+        ["scripts/cluttered_pairs.py", "folder", "--clut", "3"],
+        ["scripts/convert_pairs.py", "table.csv", "folder", "--resiz", "3"],
     ],
     ids=lambda command: command[0],
 )

@@ -42,8 +42,9 @@ class BlockStack:
         call_of: Returns how the library calls a block, given how it is routed, or None for a dense one; raises a
             ValueError that says why it cannot be routed.
         tracker: Carries what the modules of the stack share in a forward pass.
-        companions: Modules outside the blocks that are converted with them, each with its mixin and the state it reads:
-            one of them begins every forward pass, with what only the model knows, such as which tokens are padding.
+        companions: Modules outside the blocks that are converted with them, each with its mixin and the state it reads.
+            One of those that have a state begins every forward pass, with what only the model knows, such as which
+            tokens are padding.
         sequence: Length of the token ids the part reads, or None where it reads images.
         language: It takes `RoutingConfig.language`.
         class_token: Its first token is a class token.

@@ -48,9 +48,10 @@ def converted_class(mixin: type[nn.Module], host: type[nn.Module]) -> type[nn.Mo
         reduced = host.__reduce_ex__(self, protocol)
         return (_instance, (mixin, host), *reduced[2:])
 
-    name = mixin.__name__.removesuffix("Block") + host.__name__
+    # Libraries know a whole model by the name of its class, which says what is in a saved folder.
+    prefix = "" if getattr(mixin, "keeps_name", False) else mixin.__name__.removesuffix("Block")
     members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce}
-    return _CLASSES.setdefault((mixin, host), type(name, (mixin, host), members))
+    return _CLASSES.setdefault((mixin, host), type(prefix + host.__name__, (mixin, host), members))
 
 
 def _instance(mixin: type[nn.Module], host: type[nn.Module]) -> nn.Module:
@@ -60,13 +61,18 @@ def _instance(mixin: type[nn.Module], host: type[nn.Module]) -> nn.Module:
 
 def host_class(module: nn.Module) -> type[nn.Module]:
     """Return the host library's class of a module, converted or not."""
+    return host_of(type(module))
+
+
+def host_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the host library's class that a class was made of, or the class itself where it was not made here."""
     mixins = tuple(mixin for mixin, _ in _CLASSES)
     # A mixin may derive from another, which stands among the bases of a converted class without being one of them.
     ours = {base for mixin in mixins for base in mixin.__mro__}
-    for base in type(module).__mro__:
+    for base in kind.__mro__:
         if issubclass(base, nn.Module) and base not in ours and not issubclass(base, mixins):
             return base
-    raise AssertionError(type(module))
+    raise AssertionError(kind)
 
 
 def is_converted(module: nn.Module) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from mmod.config import RoutingConfig
 from mmod.values import check_module
 
 
@@ -21,16 +20,8 @@ class ModelHook:
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Be told that a forward pass has ended, or failed."""
 
-    def describe(self, configs: Mapping[str, RoutingConfig], capacities: Mapping[str, float]) -> None:
-        """Write into the host what it takes to route such a model again.
-
-        Args:
-            configs: How each part of the model is routed.
-            capacities: The capacity of every routed block by module name.
-        """
-
     def release(self) -> None:
-        """Take back what was written into the host."""
+        """Remove what the hook added to the model."""
 
 
 def attach(module: nn.Module, hook: ModelHook) -> None:

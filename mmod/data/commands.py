@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=COMMANDS)
     name = parser.parse_args(arguments[:1]).command
-    # A script of `datasets/` is named after its command, `mmod data` is not.
+    # A script of `scripts/` is named after its command, `mmod data` is not.
     prog = parser.prog if parser.prog.endswith(".py") else f"{parser.prog} {name}"
     try:
         COMMANDS[name](arguments[1:], prog)

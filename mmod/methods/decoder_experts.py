@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from mmod.adapters.transformers.language import valid_tokens
-from mmod.adapters.transformers.saving import erase_description, write_description
+from mmod.adapters.transformers.saving import describe_method
 from mmod.methods.experts import Experts
 
 
@@ -51,7 +51,7 @@ class WholeTexts:
 
 
 def describe(model: nn.Module, config: Experts, layers: Sequence[str]) -> None:
-    """Write into a model's config how it was changed, for its own `save_pretrained`, and watch over its texts.
+    """Let a model say in a saved folder how it was changed, and watch over its texts.
 
     Args:
         model: The model.
@@ -62,16 +62,15 @@ def describe(model: nn.Module, config: Experts, layers: Sequence[str]) -> None:
     text = model.get_submodule(owner.rstrip("."))
     names = tuple(inspect.signature(type(text).forward).parameters)[1:]
     text.register_forward_pre_hook(WholeTexts(f"layers.{place}.mlp", names), with_kwargs=True)
-    write_description(model, {"method": config.to_dict()})
+    describe_method(model, config)
 
 
 def release(model: nn.Module) -> None:
-    """Take back what `describe` wrote, and its hook.
+    """Remove the hook that `describe` added.
 
     Args:
         model: The model.
     """
-    erase_description(model, "method")
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, WholeTexts):

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.adapters.transformers.context import OtherLayer
 from mmod.adapters.transformers.language import valid_tokens
-from mmod.adapters.transformers.saving import erase_description, write_description
+from mmod.adapters.transformers.saving import describe_method
 from mmod.methods.recursions import GATE, Cycle, Recursions
 from mmod.ops.gate import apply_gate
 from mmod.routing import Routing
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import slots_of
+
+__all__ = ["DecoderCycle", "describe_method", "release"]
 
 
 class DecoderCycle(Cycle):
@@ -96,23 +98,12 @@ class DecoderCycle(Cycle):
         return cast(Tensor, block(y, **selected))
 
 
-def describe(model: nn.Module, config: Recursions) -> None:
-    """Write into a model's config how it was changed, for its own `save_pretrained`.
-
-    Args:
-        model: The model.
-        config: How it was changed.
-    """
-    write_description(model, {"method": config.to_dict()})
-
-
 def release(model: nn.Module) -> None:
-    """Take back what `describe` wrote, and give layers without weights, as in a loaded model, new ones.
+    """Give layers without weights, as in a loaded model, new ones.
 
     Args:
         model: The model, with its shared layers.
     """
-    erase_description(model, "method")
     initialise: Any = model._init_weights
     for cycle in [module for module in model.modules() if isinstance(module, DecoderCycle)]:
         weight = next(cycle.shared.parameters())

@@ -123,7 +123,7 @@ class Recursions(Method):
         kind = decoders().DecoderCycle if stack.language else Cycle
         container[self.first] = kind(self, stack, middle[:shared], middle[shared:]).train(container.training)
         if stack.language:
-            decoders().describe(model, self)
+            decoders().describe_method(model, self)
 
     def remove(self, model: nn.Module) -> None:
         """Give the blocks that were left out back, where the model is by then."""

@@ -1,6 +1,6 @@
 """Routed models on the Hugging Face hub, each with a card that says how it is routed and what it costs.
 
-`mmod.load_pretrained("hf-hub:owner/name")` gets them back, and those of transformers by `from_pretrained`, too.
+`mmod.load_pretrained("hf-hub:owner/name")` gets them back.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["model_card", "push_to_hub", "write_hub_folder"]
 
-_LOADING = {
-    "transformers": 'import mmod\nfrom transformers import {auto}\n\nmodel = {auto}.from_pretrained("{repo}")',
-    "timm": 'import mmod\n\nmodel = mmod.load_pretrained("hf-hub:{repo}")',
-}
-_LOADING["open_clip"] = _LOADING["timm"]
+_LOADING = 'import mmod\n\nmodel = mmod.load_pretrained("hf-hub:{repo}")'
 
 
 def push_to_hub(
@@ -125,12 +121,11 @@ def model_card(model: nn.Module, repo: str, flops: FlopCounts, *, about: str = "
             f"the FLOPs are of other blocks: {', '.join(sorted(counted))}, and routed are {', '.join(kept)}"
         )
     data = ModelCardData(library_name="mmod", tags=["mmod", "mixture-of-depths", library])
-    auto = "AutoModelForCausalLM" if "vision" not in find_stacks(model) else "AutoModelForImageTextToText"
     sections = [
         f"# {repo.rpartition('/')[2]}",
         f"A {type(model).__name__} of {library}, routed by Mixture-of-Depths: blocks compute only what they keep.",
         about.strip(),
-        f"## Use\n\n```python\n{_LOADING[library].format(repo=repo, auto=auto)}\n```",
+        f"## Use\n\n```python\n{_LOADING.format(repo=repo)}\n```",
         "## Routing",
         *(_part(name, config.to_dict(), str(config.plan(_depth(model, name)))) for name, config in configs.items()),
         f"Share of tokens that each routed block keeps: {', '.join(f'{n} {value:g}' for n, value in kept.items())}.",

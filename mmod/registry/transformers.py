@@ -1,78 +1,119 @@
-"""Routed folders in transformers: once mmod is imported, every `from_pretrained` gives the model that was saved.
+"""Routed folders in transformers: by its Auto classes, and by `from_pretrained` of every class where a program asks.
 
-`AutoModelForCausalLM.from_pretrained(folder)` and `LlamaForCausalLM.from_pretrained(folder)` alike give the routed
-model where the folder's config.json describes routing, and go on as ever everywhere else. Arguments (`dtype`,
-`device_map`, `quantization_config`, ...) mean what they always do.
-
-Transformers lets other packages change how a folder is loaded by `quantization_config` alone. That place is taken where
-weights are quantized, and is empty in folders that were saved before; so the method itself is wrapped, as soon as
-transformers is imported and not before.
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` runs a small file of the folder, which asks here
+for the class to open it with. Programs whose own code calls `from_pretrained` without that, as benchmarks do, call
+`open_routed_folders()` first. Importing this module changes nothing.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+import inspect
 from typing import Any
 
-__all__ = ["watch_loads"]
+__all__ = ["auto_class", "open_routed_folders"]
 
-_MODULE = "transformers.modeling_utils"
 # Where a config is looked for.
 _PLACE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
-def watch_loads() -> None:
-    """Wrap transformers' `from_pretrained` once it is imported, without importing it."""
-    if _MODULE in sys.modules:
-        _watch(sys.modules[_MODULE])
-    else:
-        sys.meta_path.insert(0, _Finder())
+class _Opened:
+    """What an Auto class takes for a model class from the code in a routed folder."""
 
+    auto: Any
 
-class _Finder(MetaPathFinder):
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: _watch(module, execute)  # type: ignore[method-assign]
-        return spec
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Register nothing: configs of routed models are of the same classes as those of dense ones."""
 
-
-def _watch(module: Any, execute: Any = None) -> None:
-    if execute is not None:
-        execute(module)
-    plain: Any = module.PreTrainedModel.from_pretrained.__func__
-
-    @functools.wraps(plain)
-    def from_pretrained(cls: Any, folder: Any, *args: Any, **options: Any) -> Any:
-        if not _holds_routing(module, cls, folder, options):
-            return plain(cls, folder, *args, **options)
-        from mmod.adapters.transformers.saving import load
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any, **options: Any) -> Any:
+        """Load the routed model of a folder."""
+        from mmod.adapters.transformers.loading import load
         from mmod.pretrained import route_again
 
-        return load(folder, route_again, *args, model_class=cls, **options)
+        made = cls._class_for(config)
+        return load(pretrained_model_name_or_path, route_again, *args, model_class=made, config=config, **options)
 
-    module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    @classmethod
+    def _from_config(cls, config: Any, **options: Any) -> Any:
+        from mmod.adapters.transformers.loading import take_description
+        from mmod.pretrained import route_again
+
+        described = take_description(config, config.name_or_path)
+        model = cls._class_for(config)._from_config(config, **options)
+        route_again(model, *described)
+        return model
+
+    @classmethod
+    def _class_for(cls, config: Any) -> Any:
+        from transformers.models.auto.auto_factory import _get_model_class
+
+        return _get_model_class(config, cls.auto._model_mapping)
 
 
-def _holds_routing(module: Any, cls: Any, folder: Any, options: dict[str, Any]) -> bool:
-    """Return whether a folder's config describes routing that the class to be made does not bring itself."""
-    if "routes_itself" in vars(cls):
+def auto_class(name: str) -> type:
+    """Return what opens routed folders for an Auto class of transformers.
+
+    Args:
+        name: Name of the Auto class.
+
+    Raises:
+        AttributeError: There is no such class.
+    """
+    if not name.startswith("AutoModel"):
+        raise AttributeError(name)
+    import transformers
+
+    return type(name, (_Opened,), {"auto": getattr(transformers, name)})
+
+
+def open_routed_folders() -> None:
+    """Let `from_pretrained` of every class of transformers give the routed model for the folder of one.
+
+    Wraps that method and keeps its signature; whatever describes no routing is loaded by the method itself. A second
+    call changes nothing.
+
+    Example:
+        >>> import inspect, transformers
+        >>> before = inspect.signature(transformers.LlamaForCausalLM.from_pretrained)
+        >>> open_routed_folders()
+        >>> inspect.signature(transformers.LlamaForCausalLM.from_pretrained) == before
+        True
+    """
+    import transformers
+
+    model: Any = transformers.PreTrainedModel
+    plain = model.from_pretrained.__func__
+    if plain.__module__ == __name__:
+        return
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
+    def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
+        given = signature.bind_partial(cls, *args, **options).arguments
+        folder: Any = given.get("pretrained_model_name_or_path")
+        if "routes_itself" in vars(cls) or not _describes_routing(folder, given.get("config"), options):
+            return plain(cls, *args, **options)
+        from mmod.adapters.transformers.loading import load
+        from mmod.pretrained import route_again
+
+        others = {name: value for name, value in options.items() if name != "pretrained_model_name_or_path"}
+        return load(folder, route_again, *args[1:], model_class=cls, **others)
+
+    model.from_pretrained = classmethod(from_pretrained)
+
+
+def _describes_routing(folder: Any, config: Any, options: dict[str, Any]) -> bool:
+    """Return whether the config to be loaded describes routing."""
+    from transformers import PreTrainedConfig
+
+    if isinstance(config, PreTrainedConfig):
+        return isinstance(getattr(config, "mmod", None), dict)
+    try:
+        place = {name: options[name] for name in _PLACE if name in options}
+        values, _ = PreTrainedConfig.get_config_dict(folder if config is None else config, **place)
+    except (OSError, TypeError):
+        # No config: loading itself says so, or reads a format that has none.
         return False
-    config = options.get("config")
-    if not isinstance(config, module.PreTrainedConfig):
-        try:
-            place = {name: options[name] for name in _PLACE if name in options}
-            values, _ = module.PreTrainedConfig.get_config_dict(folder if config is None else config, **place)
-        except (OSError, TypeError):
-            # No config: loading itself says so, or reads a format that has none.
-            return False
-        return isinstance(values.get("mmod"), dict)
-    return isinstance(getattr(config, "mmod", None), dict)
+    return isinstance(values.get("mmod"), dict)

@@ -11,7 +11,6 @@ from mmod.routing.router import Router
 
 # Ends like the name of a layer's own router, so that what reaches those by name, as peft does, reaches it too.
 NAME = "shared_router"
-_FORMER_NAME = "router_score"
 
 
 class BorrowedScore(nn.Module):
@@ -45,27 +44,11 @@ class BorrowedScore(nn.Module):
 def share_score(owner: nn.Module, routers: Sequence[Router]) -> None:
     """Let routers score with the first one's weight, which moves to `owner`."""
     owner.add_module(NAME, routers[0].score)
-    owner.register_load_state_dict_pre_hook(_rename)
     for router in routers:
         router.score = BorrowedScore(owner)
 
 
 def unshare_score(owner: nn.Module) -> None:
     """Take back what `share_score` did to a module, if it did."""
-    if NAME not in owner._modules:
-        return
-    delattr(owner, NAME)
-    for key, hook in list(owner._load_state_dict_pre_hooks.items()):
-        if getattr(hook, "hook", hook) is _rename:
-            del owner._load_state_dict_pre_hooks[key]
-
-
-def _rename(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Read a state dict that holds the score under its former name."""
-    former = f"{prefix}{_FORMER_NAME}."
-    for key in [key for key in state_dict if key.startswith(former)]:
-        state_dict[f"{prefix}{NAME}.{key.removeprefix(former)}"] = state_dict.pop(key)
-
-
-# How transformers is told the same.
-KEY_MAPPING = {rf"{_FORMER_NAME}\.": f"{NAME}."}
+    if NAME in owner._modules:
+        delattr(owner, NAME)

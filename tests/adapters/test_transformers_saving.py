@@ -6,16 +6,23 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import mmod
 from mmod.adapters.transformers import load
+from mmod.blocks import host_class
+from mmod.methods import Experts, method_of
 from mmod.model import routing_configs
 from mmod.training.chat.model import router_parameters
 from tests.adapters.vlm_zoo import IMAGE, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
 from tests.trap import Trap
+
+LINEAR_TEXT = LINEAR.replace(language={"tokens": "all"})
 
 
 def test_copies_route_alike() -> None:
@@ -148,21 +155,16 @@ def test_peft_trains_saves_and_merges_every_router(method: str, name: str, tmp_p
     assert router_parameters(merged).keys() == router_parameters(mmod.route_(make(name), language=config)).keys()
 
 
-def test_a_shared_score_follows_copies_and_is_read_by_its_former_name() -> None:
+def test_a_shared_score_follows_copies() -> None:
     model, config = make_joint("llava"), LINEAR.replace(shared=True)
     twin = copy.deepcopy(mmod.route_(model, language=config))
     (owner,) = {block.router.score.held for block in mmod.routed_blocks(twin).values()}
     assert owner is twin.model.language_model.shared_router
-    # As it was called in state dicts of version 0.1.0.
-    former = {key.replace("shared_router", "router_score"): value for key, value in model.state_dict().items()}
-    assert "model.language_model.router_score.weight" in former
     owner.weight.data.zero_()
-    twin.load_state_dict(former)
+    twin.load_state_dict(model.state_dict())
     assert torch.equal(owner.weight, model.model.language_model.shared_router.weight)
     dense = list(make_joint("llava").state_dict())
     assert list(mmod.unroute_(model).state_dict()) == dense
-    with pytest.raises(RuntimeError, match="router_score"):
-        model.load_state_dict(former)
 
 
 def test_routed_layers_stay_whole_when_a_model_is_split() -> None:
@@ -195,3 +197,142 @@ def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
     with pytest.raises((ValueError, OSError)):
         mmod.load_pretrained(tmp_path)
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_shared_config_says_nothing_of_routing(tmp_path: Path) -> None:
+    student = make_language("llama")
+    teacher = type(student)(student.config)
+    teacher.load_state_dict(student.state_dict())
+    before = json.dumps(student.config.to_dict())
+    mmod.route_(student, LINEAR.replace(language={"tokens": "all"}))
+    assert student.config is teacher.config
+    for model in (teacher, transformers.AutoModelForCausalLM.from_config(student.config)):
+        model.save_pretrained(tmp_path / "dense")
+        assert not {"mmod", "auto_map"} & set(json.loads((tmp_path / "dense/config.json").read_text()))
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+        assert not mmod.is_routed(again)
+    student.save_pretrained(tmp_path / "routed")
+    teacher.save_pretrained(tmp_path / "dense")
+    assert mmod.is_routed(mmod.load_pretrained(tmp_path / "routed"))
+    with pytest.raises(ValueError, match="holds no routed model"):
+        mmod.load_pretrained(tmp_path / "dense")
+    now = json.loads(json.dumps(student.config.to_dict()))
+    assert {**now, "architectures": None, "dtype": None} == {**json.loads(before), "architectures": None, "dtype": None}
+    assert type(mmod.unroute_(student)) is type(teacher)
+    student.save_pretrained(tmp_path / "undone")
+    assert not mmod.is_routed(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "undone"))
+
+
+def test_models_inside_a_routed_model_describe_themselves(tmp_path: Path) -> None:
+    model, batch = make_joint("llava"), prompt("llava", (1, 2))
+    mmod.route_(model, language=LINEAR, vision=mmod.RoutingConfig(capacity=0.5))
+    model.model.save_pretrained(tmp_path / "body")
+    again = mmod.load_pretrained(tmp_path / "body")
+    assert isinstance(again, transformers.LlavaModel)
+    assert mmod.capacities(again).values() != []
+    with torch.no_grad():
+        assert torch.equal(again(**batch)[0], model.model(**batch)[0])
+    tower = model.model.vision_tower
+    tower.save_pretrained(tmp_path / "tower")
+    assert mmod.is_routed(mmod.load_pretrained(tmp_path / "tower"))
+    # Its layers skip image tokens, which the model around it finds.
+    with pytest.raises(ValueError, match="cannot save this LlamaModel alone"):
+        model.model.language_model.save_pretrained(tmp_path / "text")
+    mmod.unroute_(model)
+    assert all(type(module).__module__.startswith("transformers") for module in (model, model.model, tower))
+
+
+def test_a_method_describes_itself_in_no_config(tmp_path: Path) -> None:
+    model = make_language("llama")
+    teacher = type(model)(model.config)
+    Experts(experts=2, blocks=(1,), choice="tokens", capacity=None).apply_(model)
+    teacher.save_pretrained(tmp_path / "dense")
+    assert method_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")) is None
+    for saved, kind in ((model, "whole"), (model.model, "body")):
+        saved.save_pretrained(tmp_path / kind)
+        assert method_of(mmod.load_pretrained(tmp_path / kind)) == method_of(model)
+        with pytest.raises(ValueError, match="this is no dense model"):
+            host_class(saved).from_pretrained(tmp_path / kind)
+
+
+def test_scores_start_as_their_config_says_wherever_a_model_is_initialised() -> None:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = mmod.route_(transformers.AutoModelForCausalLM.from_config(make_language("llama").config), LINEAR_TEXT)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        # Else transformers takes what was made on the meta device for initialised.
+        vars(module).pop("_is_hf_initialized", None)
+    for weight in router_parameters(model).values():
+        weight.data.fill_(float("nan"))
+    model.post_init()
+    for weight in router_parameters(model).values():
+        assert 0.1 < float(weight.std()) < 0.3
+    # What is routed already keeps its scores.
+    model = mmod.route_(make_language("llama"), LINEAR_TEXT)
+    drawn = {name: weight.clone() for name, weight in router_parameters(model).items()}
+    model.post_init()
+    assert all(torch.equal(weight, drawn[name]) for name, weight in router_parameters(model).items())
+
+
+def test_distributed_checkpoints_are_refused(tmp_path: Path) -> None:
+    model = mmod.route_(make_language("llama"), LINEAR_TEXT)
+    with pytest.raises(ValueError, match="has no distributed checkpoint"):
+        model.save_pretrained(tmp_path, distributed_checkpoint=True)
+
+
+def test_a_router_that_is_a_function_cannot_be_saved(tmp_path: Path) -> None:
+    model = mmod.route_(make_joint("llava"), language=mmod.RoutingConfig(router=lambda x: x.sum(-1), blocks=(1,)))
+    with pytest.raises(ValueError, match="router is a function cannot be saved"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("door", ["save_pretrained", "push_to_hub"])
+def test_what_goes_to_the_hub_opens_as_a_routed_model(door: str, tmp_path: Path, monkeypatch: Any) -> None:
+    sent: list[str] = []
+
+    class Hub:
+        def create_repo(self, repo_id: str, **options: Any) -> Any:
+            return SimpleNamespace(repo_id=repo_id)
+
+    def upload(self: Any, folder: str, repo: str, files_timestamps: dict[str, float], **options: Any) -> None:
+        new = [path for path in Path(folder).iterdir() if path.name not in files_timestamps]
+        sent.extend(sorted(path.name for path in new))
+
+    monkeypatch.setattr(transformers.modeling_utils, "hf_api", Hub)
+    monkeypatch.setattr("transformers.utils.hub.hf_api", Hub)
+    monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: SimpleNamespace(save=id))
+    model = mmod.route_(make_language("llama"), LINEAR_TEXT)
+    monkeypatch.setattr(transformers.PreTrainedModel, "_upload_modified_files", upload)
+    if door == "push_to_hub":
+        monkeypatch.setattr(
+            "transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: SimpleNamespace(save=lambda path: None)
+        )
+        model.push_to_hub("me/small")
+    else:
+        model.save_pretrained(tmp_path, push_to_hub=True, repo_id="me/small")
+    assert {"config.json", "mmod_model.py", "model.safetensors"} <= set(sent)
+
+
+def test_the_trainer_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    rows = [{"input_ids": torch.randint(3, 90, (12,))} for _ in range(8)]
+    rows = [{**row, "labels": row["input_ids"]} for row in rows]
+
+    def train(resume: bool, steps: int) -> Any:
+        model = mmod.route_(make_language("llama"), LINEAR_TEXT)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=steps, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+            disable_tqdm=True, learning_rate=0.01, lr_scheduler_type="constant",
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train(resume_from_checkpoint=resume)
+        return model
+
+    train(False, 2)
+    model = train(True, 4)
+    again = mmod.load_pretrained(tmp_path / "checkpoint-4")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name])
+    first = mmod.load_pretrained(tmp_path / "checkpoint-2").state_dict()
+    assert any(not torch.equal(weight, first[name]) for name, weight in model.state_dict().items() if "router" in name)

@@ -12,12 +12,11 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import mmod
 from mmod.registry.hub import model_card, write_hub_folder
-from tests.adapters.vlm_zoo import LINEAR, make_joint, make_language, words
+from tests.adapters.vlm_zoo import LINEAR, make_language, words
 
 
 class Hub:
@@ -100,13 +99,6 @@ def test_models_of_open_clip_name_their_architecture(tmp_path: Path) -> None:
     write_hub_folder(model, tmp_path, "me/clip", flops, architecture=clip_zoo.small_config("ViT-B-32"))
     assert torch.equal(answers(mmod.load_pretrained(tmp_path), batch), answers(model, batch))
     assert 'mmod.load_pretrained("hf-hub:me/clip")' in (tmp_path / "README.md").read_text()
-
-
-def test_the_card_loads_the_kind_of_model_that_it_is_of(tmp_path: Path) -> None:
-    model = mmod.route_(make_joint("llava"), language=LINEAR)
-    write_hub_folder(model, tmp_path, "me/llava", mmod.prefill_flops(model, 5, 9))
-    assert 'AutoModelForImageTextToText.from_pretrained("me/llava")' in (tmp_path / "README.md").read_text()
-    assert mmod.is_routed(transformers.AutoModelForImageTextToText.from_pretrained(tmp_path))
 
 
 def test_what_a_card_cannot_state_is_refused(tmp_path: Path) -> None:

@@ -1,64 +1,141 @@
-"""Folders of routed models, loaded by transformers' own calls."""
+"""Folders of routed transformers models: the doors that open them, and what stands before the others."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import nn
 
 import mmod
+from mmod.blocks import host_class
 from mmod.model import routing_configs
+from mmod.registry.transformers import open_routed_folders
 from tests.adapters.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted({name.removesuffix("-window") for name in (*LANGUAGE, *JOINT)} - {"llava-mistral"})
-TEXT = LINEAR.replace(tokens="all")
+TEXT = LINEAR.replace(language={"tokens": "all"})
+REFUSED = r"this is no dense model\. Where mmod is installed, mmod\.load_pretrained opens it"
 
 
-def save(name: str, folder: Path) -> nn.Module:
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `from_pretrained` opens routed folders, in this test alone."""
+    plain = vars(transformers.PreTrainedModel)["from_pretrained"]
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", plain)
+    open_routed_folders()
+
+
+def save(name: str, folder: Path) -> Any:
     model = make_joint(name) if name in JOINT else make_language(name)
     mmod.route_(model, language=LINEAR if name in JOINT else TEXT).save_pretrained(folder)
     return model
 
 
+def same(again: Any, model: Any, batch: dict[str, Any]) -> bool:
+    assert routing_configs(again) == routing_configs(model)
+    with torch.no_grad():
+        return torch.equal(again(**batch)[0], model(**batch)[0])
+
+
+def auto_of(name: str) -> Any:
+    return transformers.AutoModelForImageTextToText if name in JOINT else transformers.AutoModelForCausalLM
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_routed_folders_give_routed_models(name: str, tmp_path: Path) -> None:
     model = save(name, tmp_path)
-    auto = transformers.AutoModelForImageTextToText if name in JOINT else transformers.AutoModelForCausalLM
     batch = prompt(name, (1, 2)) if name in JOINT else words()
-    for made_by in (auto, type(model)):
-        again = made_by.from_pretrained(tmp_path)
+    auto, kind = auto_of(name), host_class(model)
+    for again in (mmod.load_pretrained(tmp_path), auto.from_pretrained(tmp_path, trust_remote_code=True)):
         assert type(again) is type(model)
-        assert routing_configs(again) == routing_configs(model)
-        with torch.no_grad():
-            assert torch.equal(again(**batch).logits, model(**batch).logits)
+        assert same(again, model, batch)
+        # A config is shared by models, dense ones too.
+        assert not {"mmod", "auto_map", "transformers_weights"} & set(vars(again.config))
+    for load in (auto.from_pretrained, kind.from_pretrained, type(model).from_pretrained):
+        with pytest.raises(ValueError, match=REFUSED):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "llava"])
+@pytest.mark.parametrize("installed", [True, False])
+def test_no_class_opens_a_routed_folder_as_a_dense_model(name: str, installed: bool, tmp_path: Path) -> None:
+    save(name, tmp_path)
+    kinds = {"llama": ["LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"]}.get(
+        name, ["LlavaForConditionalGeneration", "LlavaModel", "LlamaForCausalLM", "CLIPVisionModel"]
+    )
+    kinds += ["AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification"]
+    code = (
+        "import sys, transformers\n"
+        + ("" if installed else "sys.modules['mmod'] = None\n")
+        + f"for kind in {kinds!r}:\n"
+        + "    for options in ({}, {'attn_implementation': 'eager'}, {'dtype': 'auto'}):\n"
+        + "        try:\n"
+        + f"            model = getattr(transformers, kind).from_pretrained({str(tmp_path)!r}, **options)\n"
+        + "        except ValueError as error:\n"
+        + "            text = str(error)\n"
+        + "            assert 'no dense model' in text or 'Unrecognized configuration class' in text, text\n"
+        + "        else:\n"
+        + "            raise AssertionError(f'{kind} gave {type(model)}')\n"
+        + "print(len(list(transformers.AutoConfig.from_pretrained(sys.argv[1]).to_dict())))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert int(done.stdout) > 10, done.stderr
+
+
+def test_without_mmod_its_code_says_what_to_install(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    code = (
+        "import sys, transformers\n"
+        "sys.modules['mmod'] = None\n"
+        f"transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, trust_remote_code=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert "mmod" in done.stderr.splitlines()[-1]
+    assert "Error" in done.stderr.splitlines()[-1]
 
 
 def test_arguments_mean_what_they_always_do(tmp_path: Path) -> None:
     model = save("llama", tmp_path)
     again, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.bfloat16, attn_implementation="eager", device_map={"": "cpu"}, output_loading_info=True
-    )
+        tmp_path, dtype=torch.bfloat16, attn_implementation="eager", device_map={"": "cpu"}, output_loading_info=True,
+        trust_remote_code=True,
+    )  # fmt: skip
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert (again.dtype, again.config._attn_implementation) == (torch.bfloat16, "eager")
     assert mmod.capacities(again) == mmod.capacities(model)
+    # An argument that is an option of the config changes it.
+    assert mmod.load_pretrained(tmp_path, rms_norm_eps=0.5).config.rms_norm_eps == 0.5
 
 
-def test_the_model_without_its_head_is_routed(tmp_path: Path) -> None:
+def test_auto_classes_open_parts_and_other_heads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = save("llama", tmp_path)
-    again = transformers.AutoModel.from_pretrained(tmp_path)
-    assert type(again) is transformers.LlamaModel
-    assert list(mmod.routed_blocks(again)) == ["layers.1", "layers.3"]
+    base = transformers.AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
+    assert isinstance(base, transformers.LlamaModel)
     batch = words()
     with torch.no_grad():
-        assert torch.equal(again(**batch)[0], model.model(**batch)[0])
+        assert torch.equal(base(**batch)[0], model.model(**batch)[0])
+    base.save_pretrained(tmp_path / "base")
+    heads = {"CausalLM": "lm_head", "SequenceClassification": "score", "TokenClassification": "score"}
+    for task, head in heads.items():
+        auto = getattr(transformers, f"AutoModelFor{task}")
+        for folder in (tmp_path, tmp_path / "base"):
+            other, report = auto.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+            known = task == "CausalLM" and folder == tmp_path
+            assert {name.partition(".")[0] for name in report["missing_keys"]} == (set() if known else {head})
+            assert all(bool(p.isfinite().all()) and not p.is_meta for p in other.parameters())
+            kept = {name: p for name, p in other.state_dict().items() if ".router." in name}
+            assert kept
+            assert all(torch.equal(p, model.state_dict()[name]) for name, p in kept.items())
 
 
 def test_pipelines_run_the_routed_model(tmp_path: Path) -> None:
@@ -70,67 +147,144 @@ def test_pipelines_run_the_routed_model(tmp_path: Path) -> None:
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokens = transformers.PreTrainedTokenizerFast(tokenizer_object=own, unk_token="w0", pad_token="w1")
     tokens.save_pretrained(tmp_path)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)("w5 w9")["input_ids"] == [5, 9]
     options, text = {"max_new_tokens": 8, "do_sample": False}, "w5 w9 w11 w5 w7 w3"
-    written = transformers.pipeline("text-generation", model=str(tmp_path))(text, return_tensors=True, **options)
     with torch.no_grad():
         wanted = model.generate(**tokens(text, return_tensors="pt"), **options)
-    assert written[0]["generated_token_ids"] == wanted[0].tolist()
+    run = transformers.pipeline("text-generation", model=str(tmp_path), trust_remote_code=True)
+    assert run(text, return_tensors=True, **options)[0]["generated_token_ids"] == wanted[0].tolist()
 
 
 def test_weights_without_routers_are_refused(tmp_path: Path) -> None:
     model = save("llama", tmp_path)
     state = {name: value for name, value in model.state_dict().items() if ".router." not in name}
     model.save_pretrained(tmp_path, state_dict=state)
-    for load in (mmod.load_pretrained, transformers.AutoModelForCausalLM.from_pretrained, type(model).from_pretrained):
+    for load, options in (
+        (mmod.load_pretrained, {}),
+        (transformers.AutoModelForCausalLM.from_pretrained, {"trust_remote_code": True}),
+    ):
         with pytest.raises(ValueError, match=r"do not fit: missing \['.*router.*has lost its routers"):
-            load(tmp_path)
+            load(tmp_path, **options)
 
 
-@pytest.mark.parametrize("name", ["llama", "llava"])
-def test_dense_models_are_what_they_were(name: str, tmp_path: Path) -> None:
-    model = make_joint(name) if name in JOINT else make_language(name)
-    auto = transformers.AutoModelForImageTextToText if name in JOINT else transformers.AutoModelForCausalLM
-    model.save_pretrained(tmp_path)
-    for again in (auto.from_pretrained(tmp_path), auto.from_config(model.config)):
-        assert type(again) is type(model)
-        assert type(again).__module__.startswith("transformers.")
-        assert [type(module) for module in again.modules()] == [type(module) for module in model.modules()]
-        assert not mmod.is_routed(again)
-    again = auto.from_pretrained(tmp_path, dtype=torch.float16)
-    assert again.dtype == torch.float16
-
-
-def test_transformers_may_be_imported_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["parts", "capacities", "method"])
+@pytest.mark.parametrize("value", [None, "text"])
+def test_a_description_that_lacks_a_field_is_refused(field: str, value: str | None, tmp_path: Path) -> None:
     save("llama", tmp_path)
-    # The other order is that of lmms-eval.
-    code = (
-        "import transformers, mmod\n"
-        f"print(mmod.is_routed(transformers.LlamaForCausalLM.from_pretrained({str(tmp_path)!r})))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "True"
-
-
-def test_a_config_that_is_given_decides(tmp_path: Path) -> None:
-    model = save("llama", tmp_path)
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
-    batch = words()
-    for given in (config, str(tmp_path)):
-        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=given)
-        with torch.no_grad():
-            assert torch.equal(again(**batch).logits, model(**batch).logits)
-    # An argument that is an option of the config changes it, as ever.
-    assert transformers.LlamaForCausalLM.from_pretrained(tmp_path, rms_norm_eps=0.5).config.rms_norm_eps == 0.5
-    del config.mmod
-    assert not mmod.is_routed(transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=config))
-
-
-def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
-    save("llama", tmp_path)
-    with pytest.raises(OSError, match="elsewhere"):
-        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "elsewhere")
     described = json.loads((tmp_path / "config.json").read_text())
+    described["mmod"].pop(field)
+    if value is not None:
+        described["mmod"][field] = value
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=rf"config\.json: mmod\.{field} "):
+        mmod.load_pretrained(tmp_path)
+
+
+def test_a_description_of_nothing_is_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["mmod"]["parts"] = {}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=r"mmod\.parts and mmod\.method are empty"):
+        mmod.load_pretrained(tmp_path)
     described["mmod"]["version"] = 99
     (tmp_path / "config.json").write_text(json.dumps(described))
     with pytest.raises(ValueError, match="saved as version 99"):
-        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        mmod.load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "llava"])
+@pytest.mark.usefixtures("opened")
+def test_every_class_opens_routed_folders_where_a_program_asks(name: str, tmp_path: Path) -> None:
+    model = save(name, tmp_path)
+    batch = prompt(name, (1, 2)) if name in JOINT else words()
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    for made_by in (auto_of(name), host_class(model), type(model)):
+        for options in ({}, {"config": config}, {"config": str(tmp_path)}):
+            again = made_by.from_pretrained(pretrained_model_name_or_path=tmp_path, **options)
+            assert type(again) is type(model)
+            assert same(again, model, batch)
+    with pytest.raises(OSError, match="elsewhere"):
+        host_class(model).from_pretrained(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("name", ["llama", "llava"])
+def test_dense_models_are_what_they_were(
+    name: str, asked: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    plain = inspect.signature(transformers.PreTrainedModel.from_pretrained)
+    if asked:
+        request.getfixturevalue("opened")
+    assert inspect.signature(transformers.PreTrainedModel.from_pretrained) == plain
+    model = make_joint(name) if name in JOINT else make_language(name)
+    model.save_pretrained(tmp_path)
+    for again in (
+        auto_of(name).from_pretrained(pretrained_model_name_or_path=tmp_path),
+        type(model).from_pretrained(pretrained_model_name_or_path=tmp_path),
+        type(model).from_pretrained(tmp_path, config=model.config),
+        auto_of(name).from_config(model.config),
+    ):
+        assert [type(module) for module in again.modules()] == [type(module) for module in model.modules()]
+        assert all(type(module).__module__.partition(".")[0] != "mmod" for module in again.modules())
+    assert auto_of(name).from_pretrained(tmp_path, dtype=torch.float16).dtype == torch.float16
+
+
+def hosts_after(code: str) -> str:
+    """Run code in another process and print what it changed in other libraries."""
+    watch = (
+        "import sys, importlib, torch, timm, open_clip, transformers, peft, accelerate\n"
+        "from transformers.models.auto import modeling_auto\n"
+        "import transformers.trainer, timm.models._registry as registry, open_clip.factory as factory\n"
+        "kinds = [transformers.PreTrainedModel, transformers.PreTrainedConfig, transformers.Trainer, peft.PeftModel,\n"
+        "         transformers.GenerationMixin, transformers.LlamaForCausalLM, torch.nn.Module]\n"
+        "modules = [registry, factory, transformers.utils, transformers.modeling_utils, torch.nn.functional, torch]\n"
+        "def plain(value):\n"
+        "    return sorted(map(str, value)) if isinstance(value, (dict, set, list, tuple)) else id(value)\n"
+        "def look():\n"
+        "    autos = {k: v for k, v in vars(modeling_auto).items() if k.startswith('AutoModel')}\n"
+        "    return {'meta_path': list(map(id, sys.meta_path)), 'hooks': list(map(id, sys.path_hooks)),\n"
+        "        'none': [k for k, v in sys.modules.items() if v is None],\n"
+        "        'autos': {k: len(getattr(v._model_mapping, '_extra_content', ())) for k, v in autos.items()},\n"
+        "        **{str(each): {k: plain(v) for k, v in vars(each).items() if k[:2] != '__'} for each in kinds},\n"
+        "        **{str(each): {k: plain(v) for k, v in vars(each).items() if k[:2] != '__'} for each in modules}}\n"
+        "before = look()\n" + code + "\n"
+        "after = look()\n"
+        "for key, value in before.items():\n"
+        "    now = after[key]\n"
+        "    if isinstance(value, dict):\n"
+        "        now = {name: now.get(name) for name in value}\n"
+        "    if now != value:\n"
+        "        print(key, [name for name in value if now[name] != value[name]] if isinstance(value, dict) else now)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True, cwd=ROOT)
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def test_importing_mmod_changes_no_other_library() -> None:
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "mmod").rglob("*.py")]
+    # Those that are left out are imported to register names with timm and open_clip, or run a program.
+    asked = ("registry.timm", "registry.open_clip", "adapters.timm_models", "adapters.open_clip_models")
+    left_out = tuple(f"mmod.{name}" for name in asked)
+    names = sorted(name for name in names if not name.startswith(left_out) and not name.endswith("__main__"))
+    everything = (
+        f"for name in {names!r}:\n"
+        "    try:\n"
+        "        importlib.import_module(name.removesuffix('.__init__'))\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        assert error.name.partition('.')[0] != 'mmod', error\n"
+    )
+    assert hosts_after(everything) == ""
+    # What the test looks at does show a change.
+    called = "import mmod.registry.transformers as routed; routed.open_routed_folders()"
+    assert "from_pretrained" in hosts_after(called)
+
+
+def test_no_folder_beside_the_package_is_taken_for_a_library() -> None:
+    code = "import transformers.utils, mmod.adapters.transformers; print(transformers.utils.is_datasets_available())"
+    shown = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=place).stdout
+        for place in (ROOT, ROOT / "tests")
+    ]
+    assert shown[0] == shown[1]

@@ -8,8 +8,7 @@ from torch import nn
 
 from mmod.adapters.base import Part
 from mmod.adapters.transformers.language import find_language, is_decoder_layer
-from mmod.adapters.transformers.own_folder import hide_own_folder
-from mmod.adapters.transformers.saving import load
+from mmod.adapters.transformers.loading import load
 from mmod.adapters.transformers.vision import find_vision, is_encoder_layer
 
 SUPPORTED = (
@@ -41,7 +40,5 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
         raise ValueError(f"cannot route {type(model).__name__}: supported are {SUPPORTED}")
     return parts
 
-
-hide_own_folder()
 
 __all__ = ["SAVING", "SUPPORTED", "find_parts", "load"]

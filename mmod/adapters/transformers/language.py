@@ -19,7 +19,7 @@ from mmod.adapters.transformers.images import IMAGES, Frames, ImageTokens
 from mmod.adapters.transformers.layers import GROUPS, DecoderLayerCall, is_sandwich
 from mmod.adapters.transformers.masks import first_column
 from mmod.adapters.transformers.rotary import CompactRotary
-from mmod.adapters.transformers.saving import DescribedRouting
+from mmod.adapters.transformers.saving import DescribedRouting, describe_routing
 from mmod.adapters.transformers.tower import TowerImportance
 from mmod.blocks import ImportanceDecoderBlock, ModelHook, RoutedDecoderBlock, host_class
 from mmod.config import RoutingConfig, Threshold
@@ -78,7 +78,8 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         language=True,
         router=DecoderRouter,
         mixins=(RoutedDecoderBlock, ImportanceDecoderBlock),
-        hooks=lambda routing: _hooks(GroupHook(model, entry, text, routing, plain), entry),
+        companions=describe_routing(model, layers),
+        hooks=lambda routing: _hooks(GroupHook(entry, text, routing, plain), entry),
     )
 
 
@@ -104,7 +105,6 @@ class GroupHook(DescribedRouting):
     """Finds out, once for all layers, which tokens of a forward pass may be skipped.
 
     Args:
-        model: The model that was routed.
         entry: The module that takes `input_ids` and is hooked.
         text: The module that holds the layers.
         config: How its language part is routed.
@@ -114,12 +114,11 @@ class GroupHook(DescribedRouting):
         ValueError: A config that does not suit the model.
     """
 
-    def __init__(self, model: nn.Module, entry: nn.Module, text: nn.Module, config: RoutingConfig, plain: bool) -> None:
-        super().__init__(model)
+    def __init__(self, entry: nn.Module, text: nn.Module, config: RoutingConfig, plain: bool) -> None:
+        super().__init__("language", config)
         self.images = ImageTokens(entry.config if entry is not text else None)
         self.language = config.language
         self.tokens = self.language.tokens or ("image" if entry is not text else "all")
-        self.config = config
         self.text_config: Any = text.config
         self.window: int | None = getattr(text.config, "sliding_window", None)
         self.names = tuple(inspect.signature(type(entry).forward).parameters)[1:]

@@ -1,210 +1,231 @@
-"""Routing inside a transformers checkpoint: in its config.json under "mmod", read again by one call."""
+"""Routing inside a transformers checkpoint: a changed model describes itself in config.json under "mmod".
+
+Models share configs, so the description goes into the file alone. The file also keeps the folder from being opened as a
+dense model: where transformers reads the name of the weights from it, there is a sentence that says what to do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import transformers
 from torch import nn
 
-from mmod.blocks import ModelHook, StandingModule, host_class, is_converted
+from mmod.blocks import (
+    ModelHook,
+    RoutedBlock,
+    RoutedDecoderBlock,
+    StandingModule,
+    convert,
+    host_class,
+    host_of,
+    is_converted,
+    model_hooks,
+)
 from mmod.config import RoutingConfig
-from mmod.routing.shared import KEY_MAPPING
+from mmod.routing import LinearScore
 
 FORMAT_VERSION = 3
-# Version 1 has the options of all parts of a routing config side by side, and version 2 knows routing alone.
-_READ = (1, 2, FORMAT_VERSION)
 KEY = "mmod"
-# What every way of transformers to batch continuously calls first.
-_CONTINUOUS = "init_continuous_batching"
+# The field of a config from which transformers takes the name of the file of weights, if it has one.
+WEIGHTS_FIELD = "transformers_weights"
+REFUSAL = (
+    "this is no dense model. Where mmod is installed, mmod.load_pretrained opens it, or an Auto class with "
+    "trust_remote_code=True"
+)
+CODE = "mmod_model"
+_SOURCE = '''"""Let the Auto classes of transformers open the model in this folder, which mmod changed."""
+
+from mmod.registry.transformers import auto_class as __getattr__
+'''
 
 
 class DescribedRouting(ModelHook):
-    """Keeps a model's config, which `save_pretrained` writes, in step with its routing.
+    """Marks where a part of a model is routed, with its config, for what saves the model.
 
     Args:
-        model: The model that was routed.
+        part: The part's name.
+        config: How it is routed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, part: str, config: RoutingConfig) -> None:
+        self.part = part
+        self.config = config
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Leave the arguments as they are."""
 
-    def describe(self, configs: Mapping[str, RoutingConfig], capacities: Mapping[str, float]) -> None:
-        """Write the routing into the model's config, and keep routed layers whole when a model is split."""
-        parts = {
-            # A function cannot be saved; loading then says so.
-            part: {"router": "a function"} if routing.router.name == "function" else routing.to_dict()
-            for part, routing in configs.items()
-        }
-        write_description(self.model, {"parts": parts, "capacities": list(capacities.values())})
 
-    def release(self) -> None:
-        """Take back what `describe` wrote."""
-        erase_description(self.model, "parts", "capacities")
+class DescribedModel(nn.Module):
+    """Goes in front of the class of a routed `PreTrainedModel`, and of each such model inside that holds routed layers.
+
+    Its `mod_state` is the method that changed the model, None where none did.
+    """
+
+    keeps_name = True
+    config: Any
+    mod_state: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a dense model where the class of a routed one is called with a config."""
+        return host_of(cls)(*args, **kwargs) if args or kwargs else super().__new__(cls)
+
+    @property
+    def _no_split_modules(self) -> set[str]:
+        """Names of the classes that accelerate must not split over devices: the host's and those made of them."""
+        names = set(vars(self).get("_no_split_modules") or ())
+        inner = [each for each in self.modules() if not isinstance(each, DescribedModel)]
+        changed = [each for each in inner if is_converted(each) or isinstance(each, StandingModule)]
+        whole = [each for each in changed if any(host_class(part).__name__ in names for part in each.modules())]
+        return names | {type(each).__name__ for each in whole}
+
+    @_no_split_modules.setter
+    def _no_split_modules(self, names: Iterable[str]) -> None:
+        inner = [each for each in self.modules() if not isinstance(each, DescribedModel)]
+        vars(self)["_no_split_modules"] = set(names) - {type(each).__name__ for each in inner if is_converted(each)}
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse what every way of transformers to batch continuously calls first.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "a routed model cannot batch continuously (generate_batch): its layers keep different tokens, which a "
+            "paged cache has no room for. Use generate, which takes padded batches"
+        )
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """Save the model as its host does, with a description of its change in config.json.
+
+        Args:
+            save_directory: Where to.
+            args: Further arguments of the host's `save_pretrained`.
+            options: The same by name.
+
+        Raises:
+            ValueError: A router is a function, the model cannot do without the one around it, or a distributed
+                checkpoint is asked for.
+        """
+        host: Any = super()
+        described = describe(self)
+        if described is None:
+            host.save_pretrained(save_directory, *args, **options)
+            return
+        if options.get("distributed_checkpoint"):
+            raise ValueError("a routed model has no distributed checkpoint: transformers would open it as a dense one")
+        config = self.config
+        self.config = _described_config(config, described)
+        try:
+            host.save_pretrained(save_directory, *args, **options)
+        finally:
+            self.config = config
+
+    def _init_weights(self, module: nn.Module) -> None:
+        host: Any = super()
+        if not isinstance(module, LinearScore):
+            host._init_weights(module)
+        elif not module.drawn:
+            module.reset_parameters()
 
 
-def write_description(model: nn.Module, described: Mapping[str, Any]) -> None:
-    """Write into a model's config what it takes to change another one alike, and keep changed layers whole.
+class ChangedModel(DescribedModel, StandingModule):
+    """Goes in front of the class of a `PreTrainedModel` that a method changed, until that is undone."""
+
+
+def describe_routing(model: nn.Module, layers: nn.Module) -> tuple[tuple[nn.Module, type[nn.Module], None], ...]:
+    """Return the models that must describe themselves once some layers are routed, as companions of the layers.
 
     Args:
-        model: A model that was routed, changed by a method, or both.
-        described: What it takes, in plain values, beside what was written before.
+        model: The model that is to be routed.
+        layers: The layers in it.
     """
-    setattr(model.config, KEY, {"version": FORMAT_VERSION, **getattr(model.config, KEY, {}), **described})
-    for module, names in _splits(model):
-        whole = {type(block).__name__ for block in model.modules() if _whole(block, names)}
-        module._no_split_modules = names | whole  # type: ignore[assignment]
-    for module in _generating(model):
-        vars(module)[_CONTINUOUS] = refuse_continuous_batching
+    around = _models_around(model, [layers])
+    return tuple((each, DescribedModel, None) for each in around if not isinstance(each, DescribedModel))
 
 
-def erase_description(model: nn.Module, *names: str) -> None:
-    """Take back what `write_description` wrote, while the changed layers are still there.
+def describe_method(model: nn.Module, method: Any) -> None:
+    """Let a model that a method changed describe itself, and so each model inside that holds what was changed.
 
     Args:
         model: The model.
-        names: Names of what is no longer so.
+        method: The method, see `mmod.methods.base.Method`.
     """
-    left = {name: value for name, value in getattr(model.config, KEY, {}).items() if name not in names}
-    stays = set(left) > {"version"}
-    if stays:
-        setattr(model.config, KEY, left)
-    elif hasattr(model.config, KEY):
-        delattr(model.config, KEY)
-    changed = [block for block in model.modules() if _is_changed(block)]
-    gone = {type(block).__name__ for block in changed if not (stays and isinstance(block, StandingModule))}
-    for module, found in _splits(model):
-        module._no_split_modules = found - gone  # type: ignore[assignment]
-    for module in [] if stays else _generating(model):
-        vars(module).pop(_CONTINUOUS, None)
+    for each in _models_around(model, [module for module in model.modules() if isinstance(module, StandingModule)]):
+        convert(each, ChangedModel, method)
 
 
-def _generating(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that can batch continuously: the model, or the one in it where peft wraps it."""
-    return [module for module in model.modules() if hasattr(type(module), _CONTINUOUS)]
+def _models_around(model: nn.Module, parts: Iterable[nn.Module]) -> list[nn.Module]:
+    wanted = set(map(id, parts))
+    models = [each for each in model.modules() if isinstance(each, transformers.PreTrainedModel)]
+    return [each for each in models if not wanted.isdisjoint(map(id, each.modules()))]
 
 
-def _splits(model: nn.Module) -> list[tuple[nn.Module, set[str]]]:
-    """Return the modules that name classes which accelerate must not split over devices, with those names."""
-    found = [(module, vars(module).get("_no_split_modules")) for module in model.modules()]
-    return [(module, set(names)) for module, names in found if names]
-
-
-def refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
-    """Stand in a routed model where transformers begins to batch requests continuously.
-
-    Raises:
-        ValueError: Always.
-    """
-    raise ValueError(
-        "a routed model cannot batch continuously (generate_batch): its layers keep different tokens, which a paged "
-        "cache has no room for. Use generate, which takes padded batches"
-    )
-
-
-def _whole(block: nn.Module, names: set[str]) -> bool:
-    """Whether a changed block is one that must not be split, or holds such."""
-    return _is_changed(block) and any(host_class(each).__name__ in names for each in block.modules())
-
-
-def _is_changed(block: nn.Module) -> bool:
-    return is_converted(block) or isinstance(block, StandingModule)
-
-
-class Described(NamedTuple):
-    """What a saved folder says of how its model was changed.
+def describe(model: nn.Module) -> dict[str, Any] | None:
+    """Return in plain values what it takes to change another model alike; None where nothing is changed.
 
     Args:
-        parts: The configs of its routed parts by name.
-        capacities: The capacities of its routed blocks in order.
-        method: The method that changed it, in plain values; None where none did.
-    """
-
-    parts: dict[str, RoutingConfig]
-    capacities: list[float]
-    method: dict[str, Any] | None
-
-
-# Changes a model as a folder says.
-Route = Callable[[nn.Module, dict[str, RoutingConfig], list[float], "dict[str, Any] | None"], None]
-
-
-def read_routing(config: Any, folder: str | Path) -> Described:
-    """Return how a saved model was routed, or else changed.
-
-    Args:
-        config: The model's config.
-        folder: Where it was read from.
+        model: A routed model, or one that a method changed.
 
     Raises:
-        ValueError: Not saved from a routed model, or by a version this one does not know.
+        ValueError: A router is a function, or tokens are chosen by what only a model around this one knows.
     """
-    described = getattr(config, KEY, None)
-    if not isinstance(described, dict):
+    parts = {each.part: each.config.to_dict() for each in model_hooks(model) if isinstance(each, DescribedRouting)}
+    routed = [each for each in model.modules() if isinstance(each, RoutedBlock)]
+    if "language" not in parts and any(isinstance(each, RoutedDecoderBlock) for each in routed):
         raise ValueError(
-            f"{str(folder)!r} holds no routed model: its config.json says nothing of {KEY!r}. Load a dense one with "
-            "from_pretrained and call mmod.route_"
+            f"cannot save this {type(model).__name__} alone: the model around it finds the tokens that its routed "
+            "layers may skip. Save the whole model, or call mmod.unroute_ on that first"
         )
-    if described.get("version") not in _READ:
-        raise ValueError(f"{str(folder)!r} was saved as version {described.get('version')!r}, none of {_READ}")
-    parts = {name: RoutingConfig.from_dict(values) for name, values in described.get("parts", {}).items()}
-    return Described(parts, list(described.get("capacities", [])), described.get("method"))
+    method = vars(model).get("mod_state")
+    if not parts and method is None:
+        return None
+    return {
+        "version": FORMAT_VERSION,
+        "parts": parts,
+        "capacities": [float(each.router.capacity) for each in routed],
+        "method": None if method is None else method.to_dict(),
+    }
 
 
-def load(folder: str | Path, route: Route, *args: Any, model_class: Any = None, **options: Any) -> Any:
-    """Build, route and load a model that was saved by its own `save_pretrained` after it was routed.
+def _described_config(config: Any, described: dict[str, Any]) -> Any:
+    """Return a copy of a config that writes a description, and what opens the folder by it, beside itself."""
+
+    def to_json_file(self: Any, json_file_path: str, use_diff: bool = True) -> None:
+        values = json.loads(self.to_json_string(use_diff))
+        _refuse_dense(values)
+        # Auto classes that code beside the weights would open otherwise are those that know the config.
+        autos = {name: f"{CODE}.{name}" for name in auto_classes(type(config))}
+        values |= {KEY: described, "auto_map": {**values.get("auto_map", {}), **autos}}
+        path = Path(json_file_path)
+        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+        path.with_name(f"{CODE}.py").write_text(_SOURCE)
+
+    host = type(config)
+    twin = copy.copy(config)
+    twin.__class__ = type(host.__name__, (host,), {"__module__": host.__module__, "to_json_file": to_json_file})
+    return twin
+
+
+def _refuse_dense(values: dict[str, Any]) -> None:
+    """Name no weights in the values of a config and of those inside it, which classes of parts of a model read."""
+    values[WEIGHTS_FIELD] = REFUSAL
+    for value in values.values():
+        if isinstance(value, dict) and "model_type" in value:
+            _refuse_dense(value)
+
+
+def auto_classes(config_class: type) -> dict[str, Any]:
+    """Return the Auto classes of transformers that know a class of configs, by name.
 
     Args:
-        folder: The folder, with one or several files of weights.
-        route: Routes the model, or changes it otherwise, while it has no weights yet.
-        args: Further arguments of the model's `__init__`.
-        model_class: The class to make; None means the one that the local folder names.
-        options: What the model's `from_pretrained` takes: `dtype`, `device_map`, `quantization_config` ...
-
-    Returns:
-        The model in evaluation mode, with `output_loading_info` as a tuple with the report.
-
-    Raises:
-        ValueError: Not saved from a routed model, by a version this one does not know, or without some of its weights.
+        config_class: The class.
     """
-    dense: Any = _class_of(folder) if model_class is None else model_class
+    from transformers.models.auto import modeling_auto
 
-    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        described = read_routing(config, folder)
-        dense.__init__(self, config, *args, **kwargs)
-        # Routed while it has no weights yet: those of the routers are then loaded like all others.
-        route(self, *described)
-
-    # Named like the dense class, by which checkpoints, devices and recorded outputs know it.
-    members = {"__init__": build, "__module__": dense.__module__, "routes_itself": True}
-    routed = type(dense.__name__, (dense,), members)
-    mapping = {**KEY_MAPPING, **options.pop("key_mapping", {})}
-    with_report = options.pop("output_loading_info", False)
-    model, found = routed.from_pretrained(  # type: ignore[attr-defined]
-        folder, *args, key_mapping=mapping, output_loading_info=True, **{"use_safetensors": True, **options}
-    )
-    missing = sorted(found["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"the weights in {str(folder)!r} do not fit: missing {missing}. A routed model that was loaded where mmod "
-            "had not been imported, and saved again, has lost its routers"
-        )
-    model.__class__ = dense
-    return (model, found) if with_report else model
-
-
-def _class_of(folder: str | Path) -> Any:
-    """Return the class that a routed folder names."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    read_routing(config, folder)
-    name = next(iter(config.architectures or ()), None)
-    dense = getattr(transformers, str(name), None)
-    if not isinstance(dense, type) or not issubclass(dense, transformers.PreTrainedModel):
-        raise ValueError(f"{str(folder)!r} names {name!r} in its config.json, which is no model of transformers")
-    return dense
+    found = {name: each for name, each in vars(modeling_auto).items() if name.startswith("AutoModel")}
+    return {name: each for name, each in found.items() if config_class in (each._model_mapping or ())}

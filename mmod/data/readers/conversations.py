@@ -126,7 +126,7 @@ class ChatDataset:
         """Read one conversation and decode its images.
 
         Raises:
-            CorruptDataError: If an image cannot be decoded; `datasets/convert_conversations.py` finds all such.
+            CorruptDataError: If an image cannot be decoded; `scripts/convert_conversations.py` finds all such.
         """
         row = self.record(index)
         images = tuple(_open_image(place, row["key"]) for place in row["images"])

@@ -105,6 +105,8 @@ class LinearScore(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the initial weight."""
         nn.init.normal_(self.weight, std=self.init_std)
+        # Not on the meta device, after which the host of the model says when weights are drawn.
+        self.drawn = not self.weight.is_meta
         if self.bias is not None:
             nn.init.constant_(self.bias, self.initial)
 

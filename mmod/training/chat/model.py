@@ -12,10 +12,10 @@ from torch import nn
 
 from mmod import RoutingConfig, is_routed, route_, routed_blocks
 from mmod.adapters import find_parts
-from mmod.adapters.transformers.saving import read_routing
+from mmod.adapters.transformers.loading import take_description
 from mmod.blocks import RoutedBlock, model_hooks
 from mmod.io.tensors import check_whole
-from mmod.pretrained import route_again
+from mmod.pretrained import load_pretrained, route_again
 from mmod.routing import BorrowedScore
 from mmod.training.chat.config import WITHOUT_WEIGHTS, ModelConfig, TrainConfig
 from mmod.training.chat.words import create_word_processor
@@ -196,6 +196,8 @@ def _create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     if source.config is None and not on_meta:
         assert source.checkpoint is not None
         check_whole(source.checkpoint)
+        if _was_routed(source.checkpoint):
+            return load_pretrained(source.checkpoint, **source.args)
         return AutoModelForImageTextToText.from_pretrained(source.checkpoint, **source.args)
     if source.config is None:
         described = AutoConfig.from_pretrained(str(source.checkpoint))
@@ -203,12 +205,14 @@ def _create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
         described = AutoConfig.for_model(
             **_with_words(source.config, processor) if source.processor == _WORDS else source.config
         )
+    routed = source.checkpoint is not None and _was_routed(source.checkpoint)
+    taken = take_description(described, str(source.checkpoint)) if routed else None
     torch.manual_seed(config.seed)
     known = {name: source.args[name] for name in WITHOUT_WEIGHTS if name in source.args}
     with torch.device("meta" if on_meta else "cpu"):
         model = AutoModelForImageTextToText.from_config(described, **known)
-        if source.checkpoint is not None and _was_routed(source.checkpoint):
-            route_again(model, *read_routing(described, source.checkpoint))
+        if taken is not None:
+            route_again(model, *taken)
     return model
 
 

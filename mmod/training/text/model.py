@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mmod.adapters.transformers.loading import forget_description
 from mmod.data.readers.text import END
 from mmod.methods import Method
 from mmod.training.engine.checkpoint import find_weights, read_weights
@@ -71,7 +72,7 @@ def create_dense(config: ModelConfig) -> Any:
         if described.vocab_size != BYTES:
             raise ValueError(f"{str(folder)!r} holds a model of {described.vocab_size} tokens, not of {BYTES} bytes")
         # How the checkpoint was routed is said by its run's config.
-        vars(described).pop("mmod", None)
+        forget_description(described)
     return AutoModelForCausalLM.from_config(described).train()
 
 

@@ -1,4 +1,4 @@
-"""Build the embedded set "crowded digits": `python datasets/crowded_digits.py --help` says how."""
+"""Build the embedded set "crowded digits": `python scripts/crowded_digits.py --help` says how."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Convert a table of images and captions to webdataset shards: `python datasets/convert_pairs.py --help` says how."""
+"""Convert a table of images and captions to webdataset shards: `python scripts/convert_pairs.py --help` says how."""
 
 import sys
 

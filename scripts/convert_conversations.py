@@ -1,4 +1,4 @@
-"""Check conversations in LLaVA's JSON format: `python datasets/convert_conversations.py --help` says how."""
+"""Check conversations in LLaVA's JSON format: `python scripts/convert_conversations.py --help` says how."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Build the embedded set "cluttered questions": `python datasets/cluttered_questions.py --help` says how."""
+"""Build the embedded set "cluttered questions": `python scripts/cluttered_questions.py --help` says how."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Build the embedded set "cluttered digits": `python datasets/cluttered_digits.py --help` says how."""
+"""Build the embedded set "cluttered digits": `python scripts/cluttered_digits.py --help` says how."""
 
 import sys
 
