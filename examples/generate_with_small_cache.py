@@ -44,7 +44,7 @@ def main() -> None:
     words = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        again = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        again = mmod.load_pretrained(folder)
     same = again.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
     print("loaded again, routed:", mmod.is_routed(again), "| same words:", torch.equal(words, same))
 

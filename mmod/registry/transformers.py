@@ -73,13 +73,6 @@ def open_routed_folders() -> None:
 
     Wraps that method and keeps its signature; whatever describes no routing is loaded by the method itself. A second
     call changes nothing.
-
-    Example:
-        >>> import inspect, transformers
-        >>> before = inspect.signature(transformers.LlamaForCausalLM.from_pretrained)
-        >>> open_routed_folders()
-        >>> inspect.signature(transformers.LlamaForCausalLM.from_pretrained) == before
-        True
     """
     import transformers
 
