@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import mmod
+from mmod.cli import COMMANDS
 from tests.scripts import ROOT, run_script
 
 PACKAGE = ROOT / "mmod"
@@ -155,10 +156,20 @@ def test_examples_of_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_readme_commands_exist() -> None:
-    for script in re.findall(r"python (tools/\S+\.py|scripts/\S+\.py)", (ROOT / "README.md").read_text()):
-        assert (ROOT / script).is_file(), f"README names {script}"
+    commands = tuple(" ".join(word for word in command.split() if word.islower()) for command in COMMANDS)
+    for command in re.findall(r"(?:&& |`|^ +|-m )mmod ([a-z][^`\n]*)", (ROOT / "README.md").read_text(), re.MULTILINE):
+        assert command.startswith(commands), f"README names mmod {command}"
     for config in re.findall(r"configs/\S+\.yaml", (ROOT / "README.md").read_text()):
         assert (ROOT / config).is_file(), f"README names {config}"
+
+
+@pytest.mark.parametrize("folder", ["configs", "docs", "examples", "mmod", "README.md", "CONTRIBUTING.md"])
+def test_commands_are_those_that_the_wheel_has(folder: str) -> None:
+    scripts = {path.stem for path in (ROOT / "tools").glob("*.py")} - {"run_timm_tests"}
+    there = ROOT / folder
+    for path in [there] if there.is_file() else [*there.rglob("*.md"), *there.rglob("*.py"), *there.rglob("*.yaml")]:
+        named = set(re.findall(r"\btools/(\w+)\.py", path.read_text())) & scripts
+        assert not named, f"{path} names tools/{named}, which a wheel lacks: say `mmod ...`"
 
 
 @pytest.mark.parametrize(

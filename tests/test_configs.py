@@ -37,5 +37,5 @@ def test_header_holds_the_exact_command(path: Path) -> None:
     assert path.read_text().startswith("# ")
     for entry in ("Source row:", "Command:", "Source's figure:"):
         assert sum(entry in line for line in header) == 1, entry
-    assert any(f"tools/train.py {path.relative_to(ROOT)}" in line for line in header)
+    assert any(f"mmod train image {path.relative_to(ROOT)}" in line for line in header)
     assert any("Time:" in line or "Hours:" in line for line in header)

@@ -262,7 +262,7 @@ class PairsConfig:
         if self.sampling == "resampled" or self.samples is not None:
             raise ValueError(
                 f"data.sampling={self.sampling!r}, data.samples={self.samples}: only open_clip's own program draws "
-                "shards with replacement; run tools/train_open_clip.py with its option --dataset-resampled, or set "
+                "shards with replacement; run mmod train open-clip with its option --dataset-resampled, or set "
                 "data.sampling to 'exact'"
             )
 

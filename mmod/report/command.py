@@ -1,4 +1,4 @@
-"""The command that writes a report: `python tools/report.py FOLDER... [--output FOLDER]`."""
+"""The command that writes a report: `mmod report FOLDER... [--output FOLDER]`."""
 
 from __future__ import annotations
 

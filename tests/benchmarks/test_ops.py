@@ -263,7 +263,7 @@ def test_suites_are_read_strictly_and_name_their_command(monkeypatch: pytest.Mon
     monkeypatch.setattr("mmod.benchmarks.command.MODES", modes)
     main(["suite", "--config", str(path)])
     relative = path.relative_to(ROOT)
-    assert f"python tools/benchmark.py suite --config {relative}" in path.read_text()
+    assert f"mmod benchmark suite --config {relative}" in path.read_text()
     assert [each.name for each in seen[0].thresholds] == [
         each["name"] for each in yaml.safe_load(path.read_text()).get("thresholds", [])
     ]

@@ -1,4 +1,4 @@
-"""The command that runs an isoFLOP study: `python tools/isoflop.py CONFIG [--dry-run] [--key value]`."""
+"""The command that runs an isoFLOP study: `mmod isoflop CONFIG [--dry-run] [--key value]`."""
 
 from __future__ import annotations
 

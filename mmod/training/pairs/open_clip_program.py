@@ -60,7 +60,7 @@ def train_open_clip(
         ValueError: If the program would build a teacher, which would be routed, too.
     """
     if any(argument.startswith("--distill") for argument in arguments):
-        raise ValueError("--distill-model would be routed like the model: distill with tools/train_clip.py instead")
+        raise ValueError("--distill-model would be routed like the model: distill with mmod train pairs instead")
     import open_clip
 
     from mmod.registry.open_clip import routed

@@ -1,4 +1,4 @@
-"""The command that evaluates an image classifier as it is: `python tools/evaluate.py CONFIG [--key value]`."""
+"""The command that evaluates an image classifier as it is: `mmod evaluate CONFIG [--key value]`."""
 
 from __future__ import annotations
 

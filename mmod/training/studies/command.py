@@ -1,4 +1,4 @@
-"""The command that runs a study: `python tools/tradeoff.py CONFIG [--key value]`."""
+"""The command that runs a study: `mmod tradeoff CONFIG [--key value]`."""
 
 from __future__ import annotations
 

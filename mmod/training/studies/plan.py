@@ -1,4 +1,4 @@
-"""The command that searches a plan: `python tools/plan.py CONFIG [--kind conversations] [--key value]`."""
+"""The command that searches a plan: `mmod plan CONFIG [--kind conversations] [--key value]`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_configs_are_read_and_say_what_they_are(path: Path) -> None:
         config = replace(config, trainer={k: v for k, v in config.trainer.items() if k not in ("bf16", "deepspeed")})
     training_arguments(config)
     header = path.read_text().split("output:")[0]
-    for entry in ("Source row:", "Command:", "Source's figure:", f"tools/finetune_vlm.py configs/vlm/{path.name}"):
+    for entry in ("Source row:", "Command:", "Source's figure:", f"mmod train chat configs/vlm/{path.name}"):
         assert header.count(entry) == 1, entry
     assert "Time:" in header or "Hours:" in header
 

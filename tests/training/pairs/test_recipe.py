@@ -222,7 +222,7 @@ def test_config_builds_its_model_and_says_what_it_is(path: Path, monkeypatch: py
     monkeypatch.chdir(ROOT)
     config = TrainConfig.load(path)
     assert config.output == f"runs/clip/{path.stem}"
-    assert f"tools/train_clip.py {path.relative_to(ROOT)}" in path.read_text()
+    assert f"mmod train pairs {path.relative_to(ROOT)}" in path.read_text()
     start = config.model.__class__(config.model.name, config.model.config)
     model, _ = create_models(TrainConfig.from_dict({**config.to_dict(), "model": vars(start)}))
     assert mmod.is_routed(model) == (config.routing is not None)

@@ -118,7 +118,7 @@ def test_wrong_studies_are_named(study: ChatStudyConfig) -> None:
 def shipped(name: str) -> dict[str, TrainConfig]:
     path = ROOT / "configs" / "tradeoff" / name
     config = ChatStudyConfig(**yaml.safe_load(path.read_text()))
-    assert f"tools/tradeoff.py configs/tradeoff/{name}" in path.read_text()
+    assert f"mmod tradeoff configs/tradeoff/{name}" in path.read_text()
     return {
         job.name: job.config
         for job in ChatStudy(dataclasses.replace(config, dense=str(ROOT / config.dense), seeds=1)).plan()[1]

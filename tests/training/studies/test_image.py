@@ -184,7 +184,7 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
     assert len(routed) == config.seeds * sum(per_series)
     assert all(job.config.model.has_weights and job.config.routing_config() for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
-    assert f"tools/tradeoff.py {path}" in path.read_text()
+    assert f"mmod tradeoff {path}" in path.read_text()
     # Every rival fits the model that it is meant for.
     rivals = {f"{series}-{capacity:g}" for series, budgets in config.rivals.items() for capacity in budgets}
     for job in planned if rivals else ():

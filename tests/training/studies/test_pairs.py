@@ -95,4 +95,4 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
     assert len(routed) == config.seeds * len(config.routers) * len(config.capacities)
     assert all(job.config.model.has_weights and job.config.routing_configs() for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
-    assert f"tools/tradeoff.py {path}" in path.read_text()
+    assert f"mmod tradeoff {path}" in path.read_text()
