@@ -4,7 +4,7 @@ from mmod.config.parts import GATES, Gate, LanguageRouting, Threshold
 from mmod.config.plan import Plan, rational
 from mmod.config.reading import revised, score
 from mmod.config.registry import LOSSES, PRESETS, SCORES, register_loss, register_preset, register_score
-from mmod.config.routing import ROUTING_FIELDS, RoutingConfig, regroup_saved
+from mmod.config.routing import ROUTING_FIELDS, RoutingConfig
 from mmod.config.score import Placement, Score
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "Score",
     "Threshold",
     "rational",
-    "regroup_saved",
     "register_loss",
     "register_preset",
     "register_score",

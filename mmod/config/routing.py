@@ -339,18 +339,3 @@ def _frozen(value: Any) -> Any:
 
 _NAMES = tuple(item.name for item in dataclasses.fields(RoutingConfig))
 ROUTING_FIELDS = (*_NAMES, *FLAT)
-# What every saved config has.
-_FIRST_NAMES = set(_NAMES) - {"operator", "skipped", "enter_at"}
-
-
-def regroup_saved(tree: Any) -> Any:
-    """Return plain values in which routing configs that were saved in the former form are in the present one.
-
-    Args:
-        tree: Nested mappings, as a file holds them.
-    """
-    if not isinstance(tree, Mapping):
-        return tree
-    if FLAT.keys() <= tree.keys() or tree.keys() >= _FIRST_NAMES:
-        return RoutingConfig.from_dict(tree).to_dict()
-    return {key: regroup_saved(value) for key, value in tree.items()}

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import mmod
 from mmod import Gate, LanguageRouting, RoutingConfig, Threshold
-from mmod.config import regroup_saved
 from mmod.config.flat import FLAT
 
 # What mmod 0.1 made of presets and keywords, and saved.
@@ -68,11 +66,3 @@ def test_a_mapping_changes_options_of_a_part_and_a_value_replaces_it() -> None:
 def test_options_of_parts_are_strict(fields: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         RoutingConfig.from_dict(fields)
-
-
-def test_records_of_runs_are_read_in_the_present_form() -> None:
-    case = SAVED[3]
-    record = yaml.safe_load(yaml.safe_dump({"routing": {"image": case["saved"], "text": None}, "epochs": 3}))
-    present = RoutingConfig.from_dict(case["saved"]).to_dict()
-    assert regroup_saved(record) == {"routing": {"image": present, "text": None}, "epochs": 3}
-    assert regroup_saved(regroup_saved(record)) == regroup_saved(record)

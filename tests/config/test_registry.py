@@ -12,6 +12,7 @@ import torch
 import mmod
 from mmod import RoutingConfig, Threshold
 from mmod.analysis.calibrate import match_topk_
+from mmod.config import registry
 from tests.config.own_methods import Contrast, ContrastScore
 from tests.processes import run_processes
 from tests.zoo import make_images, make_model
@@ -109,3 +110,12 @@ def test_names_are_not_taken_twice_and_scores_are_checked() -> None:
             shared = True
 
     assert mmod.register_score("contrast")(Contrast) is Contrast
+
+
+@pytest.mark.parametrize("names", [registry.SCORES, registry.PRESETS, registry.LOSSES])
+@pytest.mark.parametrize("name", ["unknown", "", None, ["stride"], 3])
+def test_an_unknown_name_is_refused_with_every_registered_one(names: registry.Registry[object], name: object) -> None:
+    with pytest.raises(ValueError, match="must be one of") as error:
+        names[name]  # type: ignore[index]
+    assert all(repr(valid) in str(error.value) for valid in names)
+    assert f"got {name!r}" in str(error.value)

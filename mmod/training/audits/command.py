@@ -250,10 +250,9 @@ def _kind_of(fields: Any) -> type[AnyConfig]:
 
 def _of_run(folder: Path) -> tuple[type[AnyConfig], dict[str, Any]]:
     """Return kind and config of a finished run, started from its own weights."""
-    from mmod.config import regroup_saved
     from mmod.io.yaml import read_yaml
 
-    fields = {name: value for name, value in regroup_saved(read_yaml(folder / _RUN)).items() if name != "world_size"}
+    fields = {name: value for name, value in read_yaml(folder / _RUN).items() if name != "world_size"}
     kind = _kind_of(fields)
     config = kind.from_dict({**fields, "output": str(folder)})
     if isinstance(config, ChatAuditConfig):

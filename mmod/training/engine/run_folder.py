@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
-from mmod.config import regroup_saved
 from mmod.io.claim import check_same, read_claim
 from mmod.io.files import DamagedFileError, parse_json, write_atomically
 from mmod.io.locks import locked
@@ -103,7 +102,7 @@ def run_once(
     def finished() -> Done | None:
         found = read_claim(folder, _CONFIG)
         if found is not None:
-            there, now = portable(regroup_saved(found)), portable(record)
+            there, now = portable(found), portable(record)
             check_same(folder, there, now, kind="a run", free_keys=config.free_keys)
         return read(folder)
 

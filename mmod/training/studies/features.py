@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod import is_routed, routed_blocks
-from mmod.config import regroup_saved
 from mmod.data.config import DataConfig
 from mmod.data.loader import BatchStream, create_eval_stream
 from mmod.io.claim import check_same, claim_folder, read_claim
@@ -170,7 +169,7 @@ class FeaturesStudy(TimmStudy[Judged]):
         if kept_record is None:
             claim_folder(folder, record, file="config.json", kind="features")
         else:
-            check_same(folder, regroup_saved(kept_record), record, kind="features")
+            check_same(folder, kept_record, record, kind="features")
         settings = {"neighbours": own.neighbours, "strengths": own.strengths, "folds": own.folds}
         path = folder / "found.json"
         kept = parse_json(path.read_bytes(), str(path)) if path.exists() else {}

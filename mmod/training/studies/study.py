@@ -15,7 +15,6 @@ from torch import nn
 
 from mmod.analysis.plots import draw_tradeoff
 from mmod.analysis.timing import interleave, relative_times
-from mmod.config import regroup_saved
 from mmod.io.claim import differences
 from mmod.io.files import parse_json, write_atomically
 from mmod.io.yaml import read_yaml
@@ -298,7 +297,7 @@ class Study(ABC, Generic[Config, Found]):
         del config["output"]
         if path.exists():
             kept = parse_json(path.read_bytes(), str(path))
-            if not differences(regroup_saved(kept.get("config")) or {}, config):
+            if not differences(kept.get("config") or {}, config):
                 found: Found = self.found(**kept["found"])
                 return found
         # As at the start of training, so that routers are drawn alike.
