@@ -193,7 +193,7 @@ def _common_parts(audits: Sequence[AuditRecord]) -> list[_Part]:
         "model",
         "points over random tokens",
         "explained by the best fixed position",
-        "what was learned",
+        "what the router uses",
         "blocks",
     ]
     rows = []

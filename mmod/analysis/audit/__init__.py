@@ -3,6 +3,7 @@
 from mmod.analysis.audit.across import Across
 from mmod.analysis.audit.choices import Place
 from mmod.analysis.audit.generation import Generation, judge_generation
+from mmod.analysis.audit.influence import Influence
 from mmod.analysis.audit.information import Information
 from mmod.analysis.audit.judges import judge_answers, judge_classes
 from mmod.analysis.audit.oracle import LeaveOneOut
@@ -19,6 +20,7 @@ __all__ = [
     "Condition",
     "Estimate",
     "Generation",
+    "Influence",
     "Information",
     "LeaveOneOut",
     "Place",

@@ -13,16 +13,17 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.audit.across import Counter
 from mmod.analysis.audit.choices import RANDOM, Choice, Kept, Place
+from mmod.analysis.audit.influence import InfluenceCounts
 from mmod.analysis.audit.oracle import TokenValues
 from mmod.analysis.audit.reference import Reference, consult
 from mmod.analysis.audit.replace import free_tokens, keep_best, only_free, replaced_decisions
 from mmod.analysis.audit.result import LEARNED
 from mmod.analysis.audit.statistics import Values
 from mmod.analysis.audit.strata import Outcomes
-from mmod.blocks import RoutedBlock
 from mmod.model import routed_blocks
 from mmod.routing import Routing
 
@@ -34,7 +35,7 @@ Shift = Callable[[Any, range], Any]
 # In the place of a shift: what another model made of the images.
 _BESIDE = "beside"
 # Attributes that count for themselves.
-_PARTS = ("positions", "across", "worth")
+_PARTS = ("positions", "across", "influence", "worth")
 
 Judge = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """Runs a model on a batch, once, and returns the loss and the accuracy in [0, 1] of each image or sample, (B,) each."""
@@ -65,8 +66,10 @@ class Auditor:
         reference: A dense model that is judged first.
 
     Attributes:
+        at: Which batch is judged, for messages.
         positions: What the model keeps at each position.
         across: How the decisions that were judged hang together.
+        influence: What is kept where content is moved.
         worth: What single tokens were worth.
     """
 
@@ -81,13 +84,12 @@ class Auditor:
         self.shifts = shifts
         self.beside = beside
         self.reference = reference
+        self.given_grid = grid
         self.grid = grid or getattr(getattr(model, "patch_embed", None), "grid_size", None)
+        self.at = "the first batch"
         self.blocks = routed_blocks(model)
         self.positions, self.across = Counter(list(self.blocks)), Counter(list(self.blocks))
-        self.worth = TokenValues()
-        # Blocks that share scores, so that one draw serves all of them.
-        spans = {name: _span(name, block) for name, block in self.blocks.items()}
-        self._number = {name: list(dict.fromkeys(spans.values())).index(span) for name, span in spans.items()}
+        self.influence, self.worth = InfluenceCounts(), TokenValues()
         # By the name of a set, "" for the audited one: what was decided on its last image, and how many there were.
         self._last: dict[str, dict[str, Kept]] = {}
         self._images: dict[str, int] = {}
@@ -119,9 +121,10 @@ class Auditor:
         seen, loss_B = self._see(batch)
         dense = self.reference
         if dense is not None:
-            consulted = consult(dense, lambda: self.judge(dense, batch)[0], seen.learned, self.made)
+            consulted = consult(dense, lambda: self._outcome(dense, batch)[0], seen.learned, self.made)
             seen = seen._replace(reference=consulted)
         self.across.add({name: routing.keep_BN for name, routing in seen.learned.items()}, seen.free, kinds)
+        self._move(seen)
         for name, choice in self.made.items():
             self._note((name, ""), *self._judge(seen, choice))
         if leave_one_out:
@@ -133,7 +136,7 @@ class Auditor:
             shifted, _ = self._see(shift(batch, seen.images), name, seen.partners)
             self._note((RANDOM, name), *self._judge(shifted, self.made[RANDOM]))
         for name, other in self.beside.items():
-            self._note((name, _BESIDE), *self.judge(other, batch))
+            self._note((name, _BESIDE), *self._outcome(other, batch))
         self._images[""] = seen.images.stop
         return len(seen.images), None if seen.reference is None else seen.reference.loss_B
 
@@ -182,10 +185,14 @@ class Auditor:
         Args:
             first: The first batch, by whose loss model and data are known; None where there is none.
         """
-        loss = None if first is None else f"{float(self._as_learned(first)[0].double().mean()):.6e}"
-        names = {"conditions": self.made, "shifts": self.shifts, "beside": self.beside}
-        plain = {"draws": self.draws, "reference": self.reference is not None, "model and data": loss}
-        return {name: list(own) for name, own in names.items()} | plain
+        models = {"beside": self.beside, "reference": {} if self.reference is None else {"": self.reference}}
+        losses: dict[str, Any] = {"model and data": None}
+        if first is not None:
+            losses["model and data"] = _mean_loss(self._as_learned(first)[0])
+            for part, own in models.items():
+                losses[part] = {name: _mean_loss(self._outcome(model, first)[0]) for name, model in own.items()}
+        names = {"conditions": list(self.made), "shifts": list(self.shifts)}
+        return names | {"draws": self.draws, "grid": self.given_grid and list(self.given_grid)} | losses
 
     def outcomes(self, choice: str, shift: str = "") -> tuple[Values, Values]:
         """Return accuracy and loss of each image with a choice of tokens.
@@ -235,6 +242,22 @@ class Auditor:
         partners = partners or self._partners(learned, free, self._last.setdefault(of, {}))
         return _Seen(batch, learned, free, partners, range(start, start + len(loss_B))), loss_B
 
+    def _move(self, seen: _Seen) -> None:
+        """Count what is kept of a batch whose content is moved, in decisions on all patches of a grid."""
+        grids = {
+            name: grid
+            for name, free_BN in seen.free.items()
+            if (grid := self._grid(free_BN)) is not None and bool((free_BN.sum(1) == grid[0] * grid[1]).all())
+        }
+        grid = next(iter(grids.values()), None)
+
+        def decide(batch: Any) -> dict[str, Tensor]:
+            learned = self._as_learned(batch)[2]
+            return {name: only_free(learned[name].keep_BN, seen.free[name]) for name in grids if grids[name] == grid}
+
+        if grid is not None:
+            self.influence.add(seen.batch, decide, grid, seen.images)
+
     def _judge(self, seen: _Seen, choice: Choice) -> list[Tensor]:
         """Return loss and accuracy with another choice of tokens, the mean over draws where it is random."""
         draws = range(self.draws if choice.family == "random" else 1)
@@ -246,6 +269,10 @@ class Auditor:
 
     def _as_learned(self, batch: Any) -> tuple[Tensor, Tensor, dict[str, Routing]]:
         """Judge a batch as it was learned, and return the decision of each router that was asked."""
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim:
+                # A sum is finite where all numbers are.
+                self._check_finite("the sum of the inputs", leaf.flatten(1).double().sum(1) if leaf.ndim > 1 else leaf)
         learned: dict[str, Routing] = {}
 
         def record(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> None:
@@ -254,7 +281,7 @@ class Auditor:
             learned[name] = routing
 
         with replaced_decisions(self.model, record):
-            loss_B, accuracy_B = self.judge(self.model, batch)
+            loss_B, accuracy_B = self._outcome(self.model, batch)
         if not learned:
             raise ValueError(
                 "no router of the model decided: `judge` runs another model, or a compiled one. Give the model itself"
@@ -267,8 +294,29 @@ class Auditor:
                 )
         return loss_B, accuracy_B, learned
 
+    def _outcome(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Judge a batch, and raise unless all losses and accuracies are finite."""
+        loss_B, accuracy_B = self.judge(model, batch)
+        self._check_finite("loss", loss_B)
+        self._check_finite("accuracy", accuracy_B)
+        return loss_B, accuracy_B
+
+    def _check_finite(self, what: str, value_B: Tensor) -> None:
+        """Raise where the value of a sample is not finite, naming the first such one."""
+        if not bool(value_B.isfinite().all()):
+            sample = int(value_B.isfinite().int().argmin())
+            raise ValueError(f"{what} of sample {sample} in {self.at} must be finite, got {float(value_B[sample])}")
+
     def _free(self, learned: Mapping[str, Routing]) -> dict[str, Tensor]:
-        return {name: free_tokens(routing, self.blocks[name].router.prefix) for name, routing in learned.items()}
+        """Return where a token may be skipped in each decision; raise where a grid of the user's fits none."""
+        free = {name: free_tokens(routing, self.blocks[name].router.prefix) for name, routing in learned.items()}
+        tokens = sorted({int(free_BN.sum(1).max()) for free_BN in free.values()})
+        if self.given_grid is not None and self.given_grid[0] * self.given_grid[1] not in tokens:
+            raise ValueError(
+                f"grid={self.given_grid} must have as many places as tokens may be skipped, "
+                f"{' or '.join(map(str, tokens))}: give rows and columns of that many patches"
+            )
+        return free
 
     def _replaced(self, seen: _Seen, choice: Choice, draw: int = 0) -> tuple[Tensor, Tensor]:
         """Judge a batch with another choice of tokens."""
@@ -278,21 +326,22 @@ class Auditor:
             learned, free_BN = seen.learned[name], seen.free[name]
             dense = seen.reference
             place = Place(
-                name, self._number[name], x_BND, learned, free_BN, seen.partners[name], seen.images, frequency_F,
-                self._grid(free_BN), dense and dense.attention.get(name), dense and dense.entropy_BN, draw,
+                name, x_BND, learned, free_BN, seen.partners[name], seen.images, frequency_F,
+                self._grid(free_BN) or (1, int(free_BN.sum(1).max())), dense and dense.attention.get(name),
+                dense and dense.entropy_BN, draw,
             )  # fmt: skip
             return keep_best(choice.rank(place), learned, routing, self.blocks[name].router, left_BN)
 
         with replaced_decisions(self.model, replace):
-            return self.judge(self.model, seen.batch)
+            return self._outcome(self.model, seen.batch)
 
-    def _grid(self, free_BN: Tensor) -> tuple[int, int]:
-        """Return rows and columns of the tokens that may be skipped; one row where nobody knows."""
+    def _grid(self, free_BN: Tensor) -> tuple[int, int] | None:
+        """Return rows and columns of the tokens that may be skipped, a square if nobody says; None where none fit."""
         tokens = int(free_BN.sum(1).max())
         if self.grid is not None and self.grid[0] * self.grid[1] == tokens:
             return self.grid
         side = round(tokens**0.5)
-        return (side, side) if side * side == tokens else (1, tokens)
+        return (side, side) if side * side == tokens else None
 
     def _partners(
         self, learned: Mapping[str, Routing], free: Mapping[str, Tensor], last: dict[str, Kept]
@@ -309,8 +358,5 @@ class Auditor:
         return partners
 
 
-def _span(name: str, block: RoutedBlock) -> tuple[str, object]:
-    """Return what blocks have in common that share a score."""
-    state, router = block.mod_state, block.router
-    shared = router.config.router.shared and state.span is not None
-    return name.rpartition(".")[0], state.span if shared else name
+def _mean_loss(loss_B: Tensor) -> str:
+    return f"{float(loss_B.double().mean()):.6e}"

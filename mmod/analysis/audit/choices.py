@@ -39,7 +39,6 @@ class Place:
 
     Args:
         block: Name of the block whose router decides.
-        decision: Number of the decision. Blocks that share a score have the same one, so that they draw once.
         x_BND: What the router scores in this forward pass (B, N, D).
         learned: What it decides on these images as it was learned.
         free_BN: True where a token may be skipped (B, N).
@@ -55,7 +54,6 @@ class Place:
     """
 
     block: str
-    decision: int
     x_BND: Tensor
     learned: Routing
     free_BN: Tensor
@@ -93,9 +91,9 @@ class Choice(NamedTuple):
 
 
 def _random(place: Place) -> Tensor:
-    """Draw for each image by its number, whatever else is in its batch."""
+    """Draw once for each image, by its number: all blocks keep the same tokens, whatever else is in the batch."""
     tokens = place.x_BND.shape[1]
-    draws = [np.random.default_rng((place.draw, place.decision, image)).random(tokens) for image in place.images]
+    draws = [np.random.default_rng((place.draw, image)).random(tokens) for image in place.images]
     return torch.from_numpy(np.stack(draws)).to(place.x_BND.device)
 
 
@@ -204,12 +202,15 @@ def choices(
         has_reference: Whether there is a dense model.
 
     Raises:
-        ValueError: A name that there is not, one that is taken, no random choice, or one that needs a dense model.
+        ValueError: A name that there is not, one that is taken or named twice, no random choice, or one that needs a
+            dense model.
     """
     wanted, own = default_choices(has_reference) if conditions is None else list(conditions), own or {}
     unknown = sorted(set(wanted) - set(CHOICES))
     if unknown:
         raise ValueError(f"conditions names {', '.join(unknown)}; valid are {', '.join(CHOICES)}")
+    if len(set(wanted)) < len(wanted):
+        raise ValueError(f"conditions must name each choice once, got {wanted}")
     taken = sorted(set(own) & {*CHOICES, "as learned"})
     if taken:
         raise ValueError(f"own names {', '.join(taken)}, which an audit has already: choose another name")

@@ -148,7 +148,6 @@ def information_rows(information: Mapping[str, Mapping[str, Information]]) -> Se
     rows = [["decision", "known of a token", "bits", "% of the decision's entropy", "kept"]]
     for decision, known in information.items():
         for name, own in known.items():
-            percent = Estimate(*(100 * end for end in (own.share.value, own.share.low, own.share.high)))
             kept = ", ".join(f"{kind} {share:.2f}" for kind, share in own.kept.items())
-            rows.append([decision, name, f"{own.bits:.4f}", f"{percent:.1f}", kept])
+            rows.append([decision, name, f"{own.bits:.4f}", f"{100 * own.share:.1f}", kept])
     return rows

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 __all__ = ["judge_answers", "judge_classes"]
 
 _IGNORED = -100
+_GIVE = "give `judge`, which returns loss and accuracy of each image of such a batch"
 # What serves training alone.
 _NO_INPUTS = ("labels", "protected_mask")
 
@@ -26,18 +27,23 @@ def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
             patches is returned.
 
     Raises:
-        ValueError: Classes of another shape than the model's answers.
+        ValueError: No pair of tensors, classes of another shape than the model's answers, or that the model lacks.
     """
     device = next(model.parameters()).device
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(own, Tensor) for own in batch):
+        raise ValueError(f"a batch must be two tensors, images and their classes, got {type(batch).__name__}: {_GIVE}")
     images, targets = (value.to(device) for value in batch)
     logits = model(images).float()
     if targets.ndim == 2 and logits.ndim == 3:
         logits = logits[:, -targets.shape[1] :]
     if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
         raise ValueError(
-            f"the model answers {tuple(logits.shape)} and the classes are {targets.dtype} {tuple(targets.shape)}: give "
-            "`judge`, which returns loss and accuracy of each image of such a batch"
+            f"the model answers {tuple(logits.shape)} and the classes are {targets.dtype} {tuple(targets.shape)}: "
+            f"{_GIVE}"
         )
+    classes, outside = logits.shape[-1], targets[(targets < 0) | (targets >= logits.shape[-1])]
+    if len(outside):
+        raise ValueError(f"classes must be in [0, {classes}), as the model has {classes}, got {int(outside[0])}")
     loss = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
     right = (logits.argmax(-1) == targets).float()
     return loss.flatten(1).mean(1) if loss.ndim > 1 else loss, right.flatten(1).mean(1) if right.ndim > 1 else right

@@ -7,11 +7,14 @@ import io
 import json
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mmod.io.files import check_regular, parse_json, write_atomically
 
@@ -20,10 +23,12 @@ __all__ = ["Partial"]
 # Seconds between two times that it is written.
 _EVERY = 10.0
 _ARRAY = "array"
+# Number of the layout of the file, which changes with what is kept.
+_FORMAT = 2
 
 
 class Partial:
-    """What was done so far, kept in a JSON file.
+    """What was done so far, kept in a JSON file with a checksum.
 
     Args:
         path: The file; None keeps nothing.
@@ -46,6 +51,8 @@ class Partial:
     def __init__(self, path: str | Path | None) -> None:
         self.path = path
         self.done: dict[str, int] = {}
+        # Of all batches that were done, by the same names.
+        self._checks: dict[str, int] = {}
         self._identity: Mapping[str, Any] = {}
         self._written = time.monotonic()
 
@@ -56,23 +63,47 @@ class Partial:
             identity: What decides the outcome, as plain values.
 
         Raises:
-            ValueError: The file belongs to another audit.
+            ValueError: The file is damaged, or belongs to another audit.
         """
         self._identity = identity
         if self.path is None or not Path(self.path).exists():
             return None
-        check_regular(self.path)
-        found = parse_json(Path(self.path).read_bytes(), repr(str(self.path)))
-        own = found.get("of", {}) if isinstance(found, dict) else {}
-        differing = [name for name, value in identity.items() if own.get(name) != value]
+        try:
+            check_regular(self.path)
+            found = parse_json(Path(self.path).read_bytes(), "its content")
+        except ValueError as error:
+            raise self._refused(f"is damaged: {error}") from error
+        if not isinstance(found, dict) or found.get("format") != _FORMAT:
+            raise self._refused(f"is not the progress of an audit in format {_FORMAT}")
+        if found.pop("check", None) != zlib.crc32(json.dumps(found).encode()):
+            raise self._refused("is damaged: its content was changed after it was written, by its checksum")
+        differing = [name for name, value in identity.items() if found["of"].get(name) != value]
         if differing:
-            raise ValueError(
-                f"{str(self.path)!r} belongs to another audit, which differs in {', '.join(differing)}: remove it or "
-                "choose another place"
-            )
-        self.done = found["done"]
+            raise self._refused(f"belongs to another audit, which differs in {', '.join(differing)}")
+        self.done, self._checks = found["done"], found["checks"]
         state: dict[str, Any] = _unpacked(found["state"])
         return state
+
+    def left(self, name: str, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches with which something was not done yet.
+
+        Args:
+            name: What is done.
+            batches: All of them.
+
+        Raises:
+            ValueError: Those that were done are others, or more.
+        """
+        done, number, check = self.done.get(name, 0), 0, 0
+        for number, batch in enumerate(batches, 1):
+            check = 0 if self.path is None else _check_of(batch, check)
+            if number == done and check != self._checks[name]:
+                raise self._refused(f"belongs to another audit: its first {done} batches of {name!r} are others")
+            if number > done:
+                self._checks[name] = check
+                yield batch
+        if number < done:
+            raise self._refused(f"belongs to another audit: it did {done} batches of {name!r}, and there are {number}")
 
     def add(self, name: str, state: Callable[[], Mapping[str, Any]]) -> None:
         """Note that one more batch is done, and write what is known by now if that was long ago.
@@ -92,9 +123,21 @@ class Partial:
             state: As for `add`.
         """
         if self.path is not None:
-            content = {"of": self._identity, "done": self.done, "state": state()}
-            write_atomically(self.path, json.dumps(content, default=_packed))
+            own = {"of": self._identity, "done": self.done, "checks": self._checks, "state": state()}
+            content = json.dumps({"format": _FORMAT, **own}, default=_packed)
+            write_atomically(self.path, f'{{"check": {zlib.crc32(content.encode())}, {content[1:]}')
             self._written = time.monotonic()
+
+    def _refused(self, why: str) -> ValueError:
+        return ValueError(f"{str(self.path)!r} {why}. Delete it or choose another file")
+
+
+def _check_of(batch: Any, check: int) -> int:
+    """Return a checksum of the tensors of a batch, continued from that of the batches before."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            check = zlib.crc32(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, check)
+    return check
 
 
 def _packed(array: np.ndarray) -> dict[str, str]:

@@ -5,26 +5,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from mmod.analysis.audit.across import Across
 from mmod.analysis.audit.choices import Choice
+from mmod.analysis.audit.influence import Influence
 from mmod.analysis.audit.information import Information, information_rows
 from mmod.analysis.audit.oracle import LeaveOneOut
 from mmod.analysis.audit.statistics import Estimate, Values, adjusted, estimate_of, resampled_means, sign_test
 from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
+from mmod.analysis.audit.verdict import Kind, judge
 from mmod.analysis.tables import markdown_table
 
-__all__ = ["LEARNED", "Audit", "Condition", "Kind", "compare", "read_audit"]
+__all__ = ["LEARNED", "Audit", "Condition", "compare", "read_audit"]
 
 LEARNED = "as learned"
-Kind = Literal["content", "position", "both", "no better than random", "cannot be told"]
-# Up to this share of what a router gains over chance, and from it on, position is not or is most of what it found.
-_HALF = 0.5
-# Shares between which both matter, where the interval lies between them.
-_BOTH = (0.25, 0.75)
 _LEVEL = 0.05
 
 
@@ -66,13 +63,15 @@ class Audit:
         gap: Accuracy of the learned choice above the random one.
         position: Name of the fixed position that scores highest.
         explained: Share of the gap that this position reaches; None without a clear gap or a position.
-        kind: "content" or "position" for what most of the gap is due to, "both", "no better than random", or "cannot be
-            told".
-        verdict: The same in a sentence.
+        kind: What the router uses: "content", "position" or "both"; "no better than random" where it uses neither; or
+            "cannot be told".
+        verdict: The same in sentences, with what its choice is worth and what a fixed position would reach on the data.
         across: How the decisions of the blocks hang together.
         strata: The learned against the random choice in parts of the set, where any were asked for.
         leave_one_out: What single tokens are worth, where that was asked for.
         beside: The model against others, on all images and in parts of the set, where there were any.
+        influence: What decides which patches are kept where content is moved, from which `kind` is found; None where
+            the batches have no images on a known grid of patches.
     """
 
     images: int
@@ -87,6 +86,7 @@ class Audit:
     strata: list[Stratum] = dataclasses.field(default_factory=list)
     leave_one_out: LeaveOneOut | None = None
     beside: list[Stratum] = dataclasses.field(default_factory=list)
+    influence: Influence | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON values."""
@@ -183,12 +183,13 @@ def read_audit(fields: Mapping[str, Any]) -> Audit:
     across["returning"] = _estimate(across["returning"])
     plain = {name: _estimate(value) for name, value in fields.items()}
     # Not there in what earlier versions wrote.
-    single = fields.get("leave_one_out")
+    single, moved = fields.get("leave_one_out"), fields.get("influence")
     more: dict[str, Any] = {
         part: [Stratum(**{name: _estimate(value) for name, value in own.items()}) for own in fields.get(part, [])]
         for part in ("strata", "beside")
     }
     more["leave_one_out"] = None if single is None else LeaveOneOut(**_estimates(single))
+    more["influence"] = None if moved is None else Influence(**_estimates(moved))
     return Audit(**{**plain, "conditions": conditions, "across": Across(**across), **more})
 
 
@@ -208,7 +209,7 @@ def _estimate(value: Any) -> Any:
 
 def compare(
     outcomes: Mapping[str, tuple[Values, Values]], made: Mapping[str, Choice], *, resamples: int, margin: float,
-    draws: int, across: Across,
+    draws: int, across: Across, influence: Influence | None,
 ) -> Audit:  # fmt: skip
     """Compare the conditions of an audit.
 
@@ -219,6 +220,7 @@ def compare(
         margin: Points of accuracy below which a gap counts as none.
         draws: Random choices that were averaged.
         across: What was counted across decisions.
+        influence: What decides where content is moved.
     """
     names = list(outcomes)
     accuracies, losses = zip(*outcomes.values())
@@ -252,27 +254,6 @@ def compare(
         at, reached = names.index(best), drawn[:, 0] - drawn[:, random]
         share = (drawn[:, at] - drawn[:, random])[reached > 0] / reached[reached > 0]
         explained = estimate_of((mean_C[at] - mean_C[random]) / gap.value, share)
-    kind, verdict = _judge(gap, explained, best, margin, is_clear=is_clear)
+    kind, verdict = judge(gap, explained, best, margin, influence, is_clear=is_clear)
     conditions = [condition(name, place) for place, name in enumerate(names)]
-    return Audit(len(value_IC), draws, conditions, gap, best, explained, kind, verdict, across)
-
-
-def _judge(
-    gap: Estimate, explained: Estimate | None, best: str | None, margin: float, *, is_clear: bool
-) -> tuple[Kind, str]:
-    """Return what a router has learned, and the sentence that says so."""
-    told = f"{gap:+.1f} points of accuracy over random tokens (95 % interval)"
-    if not is_clear and gap.high < margin:
-        return "no better than random", f"No better than random: the learned choice is worth {told}."
-    if explained is None:
-        why = "no fixed position was tried" if is_clear else "so few images do not say whether it is worth any"
-        return "cannot be told", f"Cannot be told: the learned choice is worth {told}, and {why}."
-    share = Estimate(100 * explained.value, 100 * explained.low, 100 * explained.high)
-    of = f"the learned choice is worth {told}, of which the best fixed position, {best!r}, explains {share:.0f} %"
-    if explained.high < _HALF:
-        return "content", f"Mostly content: {of}."
-    if explained.low > _HALF:
-        return "position", f"Mostly position: {of}."
-    if _BOTH[0] < explained.low and explained.high < _BOTH[1]:
-        return "both", f"Content and position: {of}."
-    return "cannot be told", f"Whether content or position cannot be told: {of}."
+    return Audit(len(value_IC), draws, conditions, gap, best, explained, kind, verdict, across, influence=influence)

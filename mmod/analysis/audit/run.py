@@ -6,7 +6,6 @@ Axes: B images, N tokens, D channels.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
@@ -108,7 +107,7 @@ def audit(
         was found in strata and about single tokens.
 
     Raises:
-        TypeError: Batches that can be passed once only.
+        TypeError: No batches, or some that can be passed once only.
         ValueError: Nothing in the model is routed, tokens join groups that a score has formed ("cells"), routers do not
             run in it, an unknown condition, a set of fewer than two images, a shift and another set of one name, or the
             progress of another audit.
@@ -121,13 +120,16 @@ def audit(
         >>> found.images, [condition.name for condition in found.conditions]
         (8, ['as learned', 'random', 'stride'])
     """
-    for name, value, limit in (("draws", draws, "[1, inf)"), ("resamples", resamples, "[100, inf)")):
-        check_value(name, value, int, limit)
-    made = choices(None if conditions is None else tuple(conditions), own, has_reference=reference is not None)
-    for given in (batches, positions_from):
-        if isinstance(given, Iterator):
-            raise TypeError(f"batches are passed twice, so they must be a list or a loader, got {given!r}")
+    check_value("draws", draws, int, "[1, inf)")
+    check_value("resamples", resamples, int, "[100, inf)")
     check_value("leave_one_out", leave_one_out, int, "[0, inf)")
+    check_value("margin", margin, float, "[0, inf)")
+    check_value("grid", grid, tuple[int, int] | None, "[1, inf)")
+    made = choices(None if conditions is None else tuple(conditions), own, has_reference=reference is not None)
+    sets = {"batches": batches} | ({} if positions_from is None else {"positions_from": positions_from})
+    for name, given in (sets | {f"others[{name!r}]": own for name, own in (others or {}).items()}).items():
+        if not isinstance(given, Iterable) or (name in sets and isinstance(given, Iterator)):
+            raise TypeError(f"{name} must be a list or a loader, which can be passed twice, got {given!r}")
     beside, shifts, others = beside or {}, shifts or {}, others or {}
     if shifts.keys() & others.keys():
         raise ValueError(f"shifts and others both name {', '.join(shifts.keys() & others.keys())}: choose another name")
@@ -151,7 +153,15 @@ def audit(
     with in_mode(False, model, reference, *beside.values()):
         _go_on(auditor, sorted_by, steps, leave_one_out, kept, progress=progress)
     outcomes = {name: auditor.outcomes(name) for name in (LEARNED, *made)}
-    found = compare(outcomes, made, resamples=resamples, margin=margin, draws=draws, across=auditor.across.result())
+    found = compare(
+        outcomes,
+        made,
+        resamples=resamples,
+        margin=margin,
+        draws=draws,
+        across=auditor.across.result(),
+        influence=auditor.influence.result(),
+    )
     parts, models = _strata_of(auditor, sorted_by, (*shifts, *others), beside)
     return dataclasses.replace(
         found,
@@ -184,8 +194,9 @@ def _go_on(
             sorted_by.restore(found["strata"])
     for name, (batches, take) in steps.items():
         done = kept.done.get(name, 0)
-        left = itertools.islice(batches, done, None)
-        for batch in progress_bar(left, desc=name, total=counts[name], initial=done, shown=progress):
+        bar = progress_bar(kept.left(name, batches), desc=name, total=counts[name], initial=done, shown=progress)
+        for number, batch in enumerate(bar, done):
+            auditor.at = f"batch {number} of {name!r}"
             take(batch)
             kept.add(name, state)
         if kept.done.get(name, 0) > done:

@@ -38,6 +38,9 @@ class Estimate:
     low: float
     high: float
 
+    def __rmul__(self, factor: float) -> Estimate:
+        return Estimate(factor * self.value, factor * self.low, factor * self.high)
+
     def __format__(self, form: str) -> str:
         form = form or ".1f"
         return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"

@@ -17,8 +17,8 @@ TOKENS = SIDE * SIDE
 FAVOURED = (5, 6, 9, 10)
 
 
-def make_set(images: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return noise with an object in one patch each, a fifth of them in the middle by intent.
+def make_set(images: int, seed: int, favour: float = 0.2) -> tuple[Tensor, Tensor]:
+    """Return noise with an object in one patch each, a share `favour` of them in the middle by intent.
 
     An object shows two patterns, and its class is the sum of their numbers, which no linear map of its patch tells: a
     block must run on it.
@@ -28,15 +28,15 @@ def make_set(images: int, seed: int) -> tuple[Tensor, Tensor]:
     first, second = torch.randint(CLASSES, (2, images), generator=draw)
     place = torch.randint(TOKENS, (images,), generator=draw)
     favoured = torch.tensor(FAVOURED)[torch.randint(len(FAVOURED), (images,), generator=draw)]
-    place = torch.where(torch.rand(images, generator=draw) < 0.2, favoured, place)
+    place = torch.where(torch.rand(images, generator=draw) < favour, favoured, place)
     patches = 0.2 * torch.randn(images, TOKENS, PATCH, PATCH, generator=draw)
     patches[torch.arange(images), place] += 2 * (patterns[0, first] + patterns[1, second])
     rows = patches.unflatten(1, (SIDE, SIDE)).transpose(2, 3)
     return rows.reshape(images, 1, SIDE * PATCH, SIDE * PATCH), (first + second) % CLASSES
 
 
-def batches_of(images: int, seed: int, size: int = 200) -> list[tuple[Tensor, Tensor]]:
-    data = make_set(images, seed)
+def batches_of(images: int, seed: int, size: int = 200, favour: float = 0.2) -> list[tuple[Tensor, Tensor]]:
+    data = make_set(images, seed, favour)
     return list(zip(*(part.split(size) for part in data)))
 
 

@@ -38,9 +38,27 @@ def test_planted_routers_are_told_apart_with_most_seeds(kind: str) -> None:
 
 
 def test_few_images_do_not_tell() -> None:
-    found = mmod.audit(plant("norm"), batches_of(12, seed=0), draws=1, resamples=200)
-    assert found.kind == "cannot be told"
-    assert found.verdict.startswith("Cannot be told")
+    for router, images in (("norm", 9), ("random", 9)):
+        found = mmod.audit(plant(router), batches_of(images, seed=0), draws=1, resamples=200)
+        assert found.kind == "cannot be told"
+        assert found.verdict.startswith("Cannot be told")
+        assert "These images are too few" in found.verdict
+
+
+def test_a_random_choice_is_one_draw_for_all_blocks() -> None:
+    model, kept = plant(content), []
+
+    def judge(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        with mmod.trace(model) as decisions:
+            outcome = judge_classes(model, batch)
+        kept.append([routing.keep_BN for routing in decisions.values()])
+        return outcome
+
+    mmod.audit(model, batches_of(8, seed=0), judge=judge, conditions=["random"], draws=2, resamples=100)
+    first, second = kept[-2:]
+    for one, other in (first, second):
+        assert torch.equal(one, other)
+    assert not torch.equal(first[0], second[0])
 
 
 def small_audit(size: int, **options: Any) -> mmod.Audit:
@@ -208,7 +226,16 @@ def test_answers_of_patches_are_averaged_over_each_image() -> None:
             "the dense model has no attention over 17 tokens in blocks.0",
         ),
         ({"own": {"stride": content}}, "own names stride, which an audit has already"),
+        ({"conditions": ["random", "centre", "random"]}, "must name each choice once"),
         ({"draws": 0}, "draws must be"),
+        ({"margin": -1.0}, "margin must be"),
+        ({"margin": float("nan")}, "margin must be"),
+        ({"grid": (4, 5)}, r"grid=\(4, 5\) must have as many places as tokens may be skipped, 16"),
+        ({"grid": (0, 16)}, "grid must be"),
+        (
+            {"judge": lambda model, batch: (model(batch[0])[:, 0] * torch.nan,) * 2},
+            "loss of sample 0 in batch 0 of 'pos",
+        ),
         ({"judge": lambda model, batch: (torch.zeros(8), torch.zeros(8))}, "no router of the model decided"),
         ({"judge": lambda model, batch: (model(batch[0])[:3, 0],) * 2}, "losses of 3 and accuracies of 3 images"),
     ],
@@ -230,3 +257,35 @@ def test_what_cannot_be_audited_is_refused() -> None:
         judge_answers(make_model(SMALL), {"labels": torch.full((2, 3), -100)})
     with pytest.raises(ValueError, match="give `judge`"):
         mmod.audit(plant("random"), [(make_images(SMALL, 2)[:, :1, :16, :16], torch.rand(2, 4))])
+    with pytest.raises(ValueError, match="a batch must be two tensors, images and their classes, got NoneType"):
+        mmod.audit(plant("random"), [None])
+    for name, options in (
+        ("batches", {}),
+        ("positions_from", {"positions_from": 3}),
+        (r"others\['b'\]", {"others": {"b": None}}),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be a list or a loader"):
+            mmod.audit(plant("random"), None if not options else [], **options)
+
+
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_classes_that_the_model_lacks_are_refused(wrong: int) -> None:
+    images, targets = batches_of(8, seed=0)[0]
+    targets[5] = wrong
+    with pytest.raises(ValueError, match=rf"classes must be in \[0, 4\), as the model has 4, got {wrong}"):
+        mmod.audit(plant("random"), [(images, targets)])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["batches", "positions_from", "others"])
+def test_images_that_are_not_finite_are_refused(where: str, value: float) -> None:
+    """Also where no token of theirs is read: an image in which one patch is NaN, which ranks last."""
+    sets: dict[str, Any] = {name: batches_of(12, seed, 5) for seed, name in enumerate(("batches", "positions_from"))}
+    sets["others"] = {"elsewhere": batches_of(12, 2, 5)}
+    step = "elsewhere" if where == "others" else "positions"
+    (sets["others"]["elsewhere"] if where == "others" else sets[where])[1][0][3, 0, 0, 0] = value
+    if where == "batches":
+        del sets["positions_from"]
+    batches = sets.pop("batches")
+    with pytest.raises(ValueError, match=rf"inputs of sample 3 in batch 1 of '.*{step}' must be finite, got (nan|inf)"):
+        mmod.audit(plant("norm"), batches, conditions=["random"], draws=1, resamples=100, **sets)

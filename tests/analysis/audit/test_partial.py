@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +72,15 @@ def test_an_audit_that_was_cut_finds_what_it_would_have_found(tmp_path: Path) ->
     whole = mmod.audit(**options())
     file = tmp_path / "partial.json"
     # Within the positions, in the batch after that whose tokens are left out, and in the other set.
-    for calls in (3, 60, 34):
+    for calls in (4, 58, 40):
         with pytest.raises(Stopped):
             mmod.audit(**options(), judge=stopping(calls), progress_file=file)
     done = json.loads(file.read_text())["done"]
     assert done == {"positions": 2, "audit": 3, "audit of other": 1}
-    found = mmod.audit(**options(), judge=stopping(3), progress_file=file)
+    found = mmod.audit(**options(), judge=stopping(5), progress_file=file)
     assert found.to_dict() == whole.to_dict()
-    # All is done, so that nothing but the first batch is judged again.
-    assert mmod.audit(**options(), judge=stopping(1), progress_file=file).to_dict() == whole.to_dict()
+    # All is done, so that nothing but the first batch is judged again, by each of three models.
+    assert mmod.audit(**options(), judge=stopping(3), progress_file=file).to_dict() == whole.to_dict()
 
 
 @pytest.mark.usefixtures("always")
@@ -90,18 +91,117 @@ def test_progress_of_another_audit_is_refused(tmp_path: Path) -> None:
     for change, differing in (
         ({"draws": 2}, "draws"),
         ({"others": {}}, "batches"),
-        ({"batches": [tuple(torch.cat(part) for part in zip(*batches(8, seed=0)))]}, "model and data, batches"),
+        (
+            {"batches": [tuple(torch.cat(part) for part in zip(*batches(8, seed=0)))]},
+            "model and data, beside, reference, batches",
+        ),
         ({"model": mmod.route_(make_model(NAME, seed=1), mmod.RoutingConfig(blocks=(1, 2)))}, "model and data"),
+        ({"reference": make_model(NAME, seed=1)}, "reference"),
+        ({"beside": {"random": mmod.route_(make_model(NAME, seed=1), mmod.RoutingConfig())}}, "beside"),
+        ({"grid": (4, 4)}, "grid"),
     ):
-        with pytest.raises(ValueError, match=f"belongs to another audit, which differs in {differing}: remove it"):
+        with pytest.raises(ValueError, match=f"belongs to another audit, which differs in {differing}. Delete it"):
             mmod.audit(**{**options(), **change}, progress_file=file)
-    json.loads(file.read_text())
-    file.write_text("[]")
-    with pytest.raises(ValueError, match="belongs to another audit"):
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("at", [1, 2])
+def test_progress_on_other_batches_is_refused(tmp_path: Path, at: int) -> None:
+    """Also where the first of them is the same, or where there are fewer than were done."""
+    file = tmp_path / "partial.json"
+    mmod.audit(**options(), progress_file=file)
+    images, targets = batches(8, seed=0)[at]
+    other = batches(8, seed=0)
+    other[at] = (images.flip(3), targets)
+    with pytest.raises(ValueError, match=r"its first 3 batches of 'audit' are others\. Delete it"):
+        mmod.audit(**{**options(), "batches": other}, progress_file=file)
+
+    class Unsized:
+        def __iter__(self) -> Iterator[Batch]:
+            return iter(batches(8, seed=0)[:left])
+
+    left, unsized = 3, {**options(), "batches": Unsized()}
+    file.unlink()
+    mmod.audit(**unsized, progress_file=file)
+    left = at
+    with pytest.raises(ValueError, match=f"it did 3 batches of 'audit', and there are {at}"):
+        mmod.audit(**unsized, progress_file=file)
+
+
+def first_array(value: Any) -> dict[str, str]:
+    """Return the first array of a file's plain values."""
+    if isinstance(value, dict) and set(value) == {"array"}:
+        return value
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, map(first_array, items)), {})
+
+
+def changed(change: Callable[[Any], object]) -> Callable[[bytes], bytes]:
+    """Return what changes the plain values of a file."""
+
+    def write(content: bytes) -> bytes:
+        fields = json.loads(content)
+        change(fields)
+        return json.dumps(fields).encode()
+
+    return write
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "a byte less": lambda content: content[:-1],
+    "binary": lambda _: bytes(range(256)),
+    "a list": lambda _: b"[]",
+    "an empty object": lambda _: b"{}",
+    "text of another file": lambda _: b'{"of": {}, "done": {}, "state": {}}',
+    "a key twice": lambda content: content[:-1] + b', "done": {}}',
+    "no state": changed(lambda own: own.pop("state")),
+    "no count of batches": changed(lambda own: own.pop("done")),
+    "no identity": changed(lambda own: own.pop("of")),
+    "no checksum": changed(lambda own: own.pop("check")),
+    "state is a list": changed(lambda own: own.update(state=[])),
+    "a part is missing": changed(lambda own: own["state"]["auditor"].pop("across")),
+    "a part is null": changed(lambda own: own["state"].update(auditor=None)),
+    "more batches than there are": changed(lambda own: own["done"].update(audit=999)),
+    "fewer batches than none": changed(lambda own: own["done"].update(audit=-1)),
+    "a count is a text": changed(lambda own: own["done"].update(audit="two")),
+    "images are NaN": changed(lambda own: own["state"]["auditor"]["images"].update({"": float("nan")})),
+    "strata are short": changed(lambda own: own["state"]["strata"]["values"]["class"].pop()),
+    "no such outcomes": changed(lambda own: own["state"]["auditor"]["outcomes"].pop()),
+    "an array is text": changed(lambda own: first_array(own["state"]).update(array="no array")),
+    "an array is cut": changed(lambda own: first_array(own["state"]).update(array=first_array(own)["array"][:40])),
+    "an array is another": changed(
+        lambda own: first_array(own["state"]).update(array=first_array(own["state"]["auditor"]["outcomes"])["array"])
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def half_done(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Return the file of an audit that was cut."""
+    file = tmp_path_factory.mktemp("half") / "partial.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partial_file, "_EVERY", 0.0)
+        with pytest.raises(Stopped):
+            mmod.audit(**options(), judge=stopping(58), progress_file=file)
+    return file.read_bytes()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_progress_is_refused_by_name(half_done: bytes, damage: str, tmp_path: Path) -> None:
+    file = tmp_path / "partial.json"
+    damaged = DAMAGES[damage](half_done)
+    assert damaged != half_done
+    file.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"partial\.json' is .*\. Delete it or choose another file$"):
         mmod.audit(**options(), progress_file=file)
-    file.write_text('{"of": ')
-    with pytest.raises(ValueError, match="is no JSON"):
-        mmod.audit(**options(), progress_file=file)
+    assert file.read_bytes() == damaged
+
+
+def test_progress_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no regular file\. Delete it"):
+        mmod.audit(**options(), progress_file=tmp_path)
 
 
 @pytest.mark.usefixtures("always")
@@ -110,7 +210,7 @@ def test_the_bar_begins_where_the_audit_was_cut(
 ) -> None:
     plain = {**options(), "leave_one_out": 0, "conditions": ["random"], "shifts": {}, "beside": {}, "others": {}}
     with pytest.raises(Stopped):
-        mmod.audit(**plain, judge=stopping(7), progress_file=tmp_path / "partial.json")
+        mmod.audit(**plain, judge=stopping(10), progress_file=tmp_path / "partial.json")
     capfd.readouterr()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     mmod.audit(**plain, progress_file=tmp_path / "partial.json", progress=True)
