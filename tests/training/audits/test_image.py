@@ -90,7 +90,7 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
     arguments = [str(run), *QUICK, "--audit.conditions", "[random]", "--audit.maps", "0", "--data.batch_size", "16"]
     whole = main([*arguments, "--output", str(tmp_path / "whole")])
     cut = [*arguments, "--output", str(tmp_path / "cut")]
-    left, judge = itertools.count(11, -1), ImageSubject.judge
+    left, judge = itertools.count(18, -1), ImageSubject.judge
 
     def stopping(*args: Any) -> Any:
         if not next(left):
