@@ -62,8 +62,9 @@ def audit(
     the router keeps most often); by "token norm"; "inverted", what the router dropped, lowest score first, and then,
     where fewer were dropped than kept, of the rest those of lowest score; "shuffled", what it keeps of the image
     before; with a `reference`, "dense attention", what receives most attention in the same block of that model, and
-    "reference entropy", where that model is least sure of its answer. Routers that share a score choose once. The best
-    fixed position is picked on the audited images.
+    "reference entropy", where that model is least sure of its answer. The best fixed position is picked on the audited
+    images. What the router uses is found on the same images rolled by whole patches, see `Influence`, where batches
+    have images on a grid.
 
     Memory holds two numbers for each image and condition, whatever the size of images.
 
@@ -78,10 +79,10 @@ def audit(
         own: Further conditions, as functions from an `mmod.analysis.Place` to ranks (B, N), of which the highest are
             kept.
         draws: Random choices for each image, which are averaged.
-        grid: Rows and columns of the tokens that may be skipped; None asks the model, and takes a square where it does
-            not say.
-        margin: Points of accuracy: a router without a clear gain over chance, the interval of which ends below the
-            margin, is no better than random.
+        grid: Rows and columns of the tokens that may be skipped, as many as there are; None asks the model, and takes a
+            square where it does not say.
+        margin: Points of accuracy: a choice without a clear gain over chance, the interval of which ends below the
+            margin, is worth no more than random tokens.
         resamples: How often images are resampled, and signs drawn.
         strata: Returns for a batch what its images are sorted by, such as `{"kind": ["a", "b"], "size": [3, 9]}`.
             The learned choice is compared with the random one among images of one name, or of one third of the numbers.
@@ -99,7 +100,7 @@ def audit(
         beside: Other models by name, such as one of early exit at the same budget, which `judge` runs on the same
             images: the audited one is compared with each of them, on all images and in each stratum.
         progress_file: File that keeps what was found of the batches so far. An audit that was cut goes on where it
-            stopped and finds what it would have found. It is left there at the end.
+            stopped and finds what it would have found, on the same batches. It is left there at the end.
         progress: Show a bar.
 
     Returns:
@@ -109,8 +110,9 @@ def audit(
     Raises:
         TypeError: No batches, or some that can be passed once only.
         ValueError: Nothing in the model is routed, tokens join groups that a score has formed ("cells"), routers do not
-            run in it, an unknown condition, a set of fewer than two images, a shift and another set of one name, or the
-            progress of another audit.
+            run in it, an unknown condition or one named twice, a grid that fits no decision, inputs or losses that are
+            not finite, a set of fewer than two images, a shift and another set of one name, or a progress file that is
+            damaged or belongs to another audit.
 
     Example:
         >>> import timm, torch, mmod
@@ -120,16 +122,12 @@ def audit(
         >>> found.images, [condition.name for condition in found.conditions]
         (8, ['as learned', 'random', 'stride'])
     """
-    check_value("draws", draws, int, "[1, inf)")
-    check_value("resamples", resamples, int, "[100, inf)")
-    check_value("leave_one_out", leave_one_out, int, "[0, inf)")
-    check_value("margin", margin, float, "[0, inf)")
-    check_value("grid", grid, tuple[int, int] | None, "[1, inf)")
+    _check_options(draws=draws, resamples=resamples, leave_one_out=leave_one_out, margin=margin, grid=grid)
+    _check_sets(
+        {"batches": batches} | ({} if positions_from is None else {"positions_from": positions_from}), twice=True
+    )
+    _check_sets({f"others[{name!r}]": own for name, own in (others or {}).items()}, twice=False)
     made = choices(None if conditions is None else tuple(conditions), own, has_reference=reference is not None)
-    sets = {"batches": batches} | ({} if positions_from is None else {"positions_from": positions_from})
-    for name, given in (sets | {f"others[{name!r}]": own for name, own in (others or {}).items()}).items():
-        if not isinstance(given, Iterable) or (name in sets and isinstance(given, Iterator)):
-            raise TypeError(f"{name} must be a list or a loader, which can be passed twice, got {given!r}")
     beside, shifts, others = beside or {}, shifts or {}, others or {}
     if shifts.keys() & others.keys():
         raise ValueError(f"shifts and others both name {', '.join(shifts.keys() & others.keys())}: choose another name")
@@ -145,23 +143,15 @@ def audit(
     steps: dict[str, _Step] = {
         "positions": (batches if positions_from is None else positions_from, auditor.learn),
         _AUDIT: (batches, judge_batch),
-        **{
-            f"audit of {name}": (own_batches, partial(auditor.judge_other, name))
-            for name, own_batches in others.items()
-        },
+        **{f"audit of {name}": (own, partial(auditor.judge_other, name)) for name, own in others.items()},
     }
     with in_mode(False, model, reference, *beside.values()):
         _go_on(auditor, sorted_by, steps, leave_one_out, kept, progress=progress)
     outcomes = {name: auditor.outcomes(name) for name in (LEARNED, *made)}
     found = compare(
-        outcomes,
-        made,
-        resamples=resamples,
-        margin=margin,
-        draws=draws,
-        across=auditor.across.result(),
+        outcomes, made, resamples=resamples, margin=margin, draws=draws, across=auditor.across.result(),
         influence=auditor.influence.result(),
-    )
+    )  # fmt: skip
     parts, models = _strata_of(auditor, sorted_by, (*shifts, *others), beside)
     return dataclasses.replace(
         found,
@@ -169,6 +159,27 @@ def audit(
         leave_one_out=auditor.worth.result(),
         beside=compare_strata(models, resamples),
     )
+
+
+_OPTIONS: Mapping[str, tuple[Any, str]] = {
+    "draws": (int, "[1, inf)"),
+    "resamples": (int, "[100, inf)"),
+    "leave_one_out": (int, "[0, inf)"),
+    "margin": (float, "[0, inf)"),
+    "grid": (tuple[int, int] | None, "[1, inf)"),
+}
+
+
+def _check_options(**options: Any) -> None:
+    for name, value in options.items():
+        check_value(name, value, *_OPTIONS[name])
+
+
+def _check_sets(sets: Mapping[str, Any], *, twice: bool) -> None:
+    """Raise unless all sets are batches that can be passed, or passed twice."""
+    for name, batches in sets.items():
+        if not isinstance(batches, Iterable) or (twice and isinstance(batches, Iterator)):
+            raise TypeError(f"{name} must be a list or a loader, which can be passed twice, got {batches!r}")
 
 
 def _go_on(
