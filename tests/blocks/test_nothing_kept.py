@@ -44,6 +44,24 @@ def test_where_no_image_is_kept_any_gate_runs(gate: str) -> None:
     check_starved(model, make_images(NAME, 2), model.blocks)
 
 
+@pytest.mark.parametrize("operator", ["block", "mlp", "attention"])
+@pytest.mark.parametrize("gate", mmod.config.GATES)
+@pytest.mark.parametrize("name", [NAME, "vit_small_patch16_dinov3", "vit_base_patch16_siglip_224"])
+def test_a_batch_of_which_no_image_is_kept_is_not_changed(name: str, gate: str, operator: str) -> None:
+    config = NONE.replace(router=mmod.score("linear", per="sequence"), gate=gate, operator=operator)
+    model, dense, images = make_model(name, depth=2), make_model(name, depth=2), make_images(name, 2)
+    for block in dense.blocks:
+        if operator == "block":
+            block.register_forward_hook(lambda _, args, output: args[0])
+        else:
+            branch = block.mlp if operator == "mlp" else block.attn
+            branch.register_forward_hook(lambda _, args, output: torch.zeros_like(output))
+    mmod.route_(model, config)
+    with torch.no_grad():
+        assert torch.equal(model(images), dense(images))
+    assert torch.equal(model(images), dense(images))
+
+
 @pytest.mark.parametrize("gate_on", ["update", "branches"])
 def test_every_parameter_of_a_starved_language_model_has_a_gradient(gate_on: str) -> None:
     model = mmod.route_(make_language("llama"), NONE.replace(gate_on=gate_on)).train()
