@@ -13,6 +13,7 @@ from mmod.adapters import adapted_model, find_parts
 from mmod.blocks import (
     RoutedBlock,
     RoutedState,
+    SpanHook,
     StandingModule,
     attach,
     convert,
@@ -84,9 +85,12 @@ def _route(model: nn.Module, config: HowToRoute, parts: Mapping[str, HowToRoute]
                 make_routed(block, router, state, stack.mixins[0])
             else:
                 make_important(block, state, stack.mixins[1])
+        *path, block_list, _ = stack.names[0].split(".")
+        owner = model.get_submodule(".".join(path))
         if configs[name].language.shared:
-            owner = model.get_submodule(".".join(stack.names[0].split(".")[:-2]))
             share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
+        if any(state.shares for _, _, state in conversions[name]):
+            hooks.append((owner, SpanHook(stack.tracker, block_list, stack.blocks, stack.hands_on)))
         for module, mixin, shared in stack.companions:
             convert(module, mixin, shared)
     for module, hook in hooks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -135,8 +135,19 @@ def test_onnx_runs_in_onnx_runtime(routing: str, tmp_path: Path) -> None:
 
 def test_torchscript_is_refused() -> None:
     for routing in ("attention", "linear"):
-        with pytest.raises(RuntimeError, match=r"torch\.export"):
+        with pytest.raises(RuntimeError, match=r"scripted.* Use torch\.export"):
             torch.jit.script(routed(routing))
+
+
+@pytest.mark.parametrize("routing", ["attention", "linear", "stride", "threshold"])
+@pytest.mark.parametrize(
+    "record", [torch.jit.trace, lambda *args: torch.onnx.export(*args, "model.onnx", dynamo=False)]
+)
+def test_what_records_one_input_is_refused(routing: str, record: Callable[..., object]) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"torch\.jit\.trace.* Use torch\.export, torch\.onnx\.export\(dynamo=True\)"
+    ):
+        record(routed(routing), images(2))
 
 
 def assert_same_gradients(one: nn.Module, other: nn.Module, atol: float = 1e-5) -> None:

@@ -22,7 +22,7 @@ from mmod.adapters.masks import (
     pack_rope,
     weigh_groups,
 )
-from mmod.blocks import BlockCall, ForwardPass, Halves, ImportanceBlock, ModelHook, PassTracker, RoutedBlock, SpanHook
+from mmod.blocks import BlockCall, ForwardPass, Halves, ImportanceBlock, ModelHook, PassTracker, RoutedBlock
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
 from mmod.ops.views import visible
@@ -51,6 +51,8 @@ class BlockStack:
         router: What decides in its routed blocks.
         mixins: What is put in front of the class of a routed block, and of one that computes importance.
         hooks: Returns the modules to call before the blocks and what to call, for a config that suits the part.
+        hands_on: Package whose code runs the blocks one after another and looks at nothing between them, so that they
+            may hand on kept rows alone; empty where there is none.
     """
 
     library: str
@@ -67,6 +69,7 @@ class BlockStack:
     router: type[Router] = Router
     mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
+    hands_on: str = ""
 
     def check_skipped(self, config: RoutingConfig, call: BlockCall, name: str) -> None:
         """Raise a ValueError where skipped tokens cannot take part in a block as a config has it.
@@ -245,17 +248,3 @@ def _of_images(value: Any, image_S: Tensor) -> Any:
     """Return what an argument is for some images of a batch; one without a row for each is that of all."""
     own = isinstance(value, Tensor) and value.ndim == 4 and len(value) > 1
     return value.index_select(0, image_S) if own else value
-
-
-def span_hook(
-    owner: nn.Module, blocks: str, tracker: PassTracker, config: RoutingConfig
-) -> Sequence[tuple[nn.Module, ModelHook]]:
-    """Return the hook that lets blocks of a span hand on rows, for routers that share their score.
-
-    Args:
-        owner: The module that holds the list of blocks and calls them one after another.
-        blocks: The list's name in it.
-        tracker: That of the stack.
-        config: How the blocks are routed.
-    """
-    return [(owner, SpanHook(tracker, blocks))] if config.hands_on else []

@@ -22,7 +22,7 @@ from open_clip.timm_model import TimmModel
 from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
-from mmod.adapters.base import BlockStack, NamedArguments, Part, span_hook
+from mmod.adapters.base import BlockStack, NamedArguments, Part
 from mmod.adapters.described import Saving, check_keys, parameters
 from mmod.blocks import ForwardPass, PassTracker, host_class
 from mmod.routing import Routing, TokenMarks
@@ -75,8 +75,7 @@ def _image_tower(tower: Any, name: str) -> BlockStack:
             "mmod.route_(model, text=config)"
         )
     stack = _stack(tower.transformer, f"{name}transformer.resblocks", prefix=1)
-    hooks = functools.partial(span_hook, tower.transformer, "resblocks", stack.tracker)
-    return dataclasses.replace(stack, class_token=True, hooks=hooks)
+    return dataclasses.replace(stack, class_token=True, hands_on="open_clip")
 
 
 def _text_tower(tower: Any, name: str) -> BlockStack:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import timm
-from timm.layers import DiffAttention, LayerNorm, RmsNorm, register_notrace_module
+from timm.layers import DiffAttention, LayerNorm, RmsNorm
 from timm.models import (
     PretrainedCfg,
     beit,
@@ -23,10 +23,10 @@ from timm.models import (
 )
 from torch import nn
 
-from mmod.adapters.base import BlockStack, NamedArguments, Part, span_hook
+from mmod.adapters.base import BlockStack, NamedArguments, Part
 from mmod.adapters.described import Saving, check_keys, parameters
 from mmod.adapters.halves import HALVES, PRE_NORM, SPLIT
-from mmod.blocks import ImportanceBlock, PassTracker, RoutedBlock, host_class
+from mmod.blocks import host_class
 from mmod.config import ROUTING_FIELDS
 
 BLOCKS: tuple[type[nn.Module], ...] = (
@@ -40,9 +40,6 @@ BLOCKS: tuple[type[nn.Module], ...] = (
     beit.Block,
 )
 PLAIN_NORMS = (nn.LayerNorm, LayerNorm, RmsNorm)
-# timm's feature extraction by torch.fx takes a converted block as one node: its decisions are no symbolic values.
-register_notrace_module(RoutedBlock)
-register_notrace_module(ImportanceBlock)
 # What entries of timm's registry that route take beside the dense model's arguments.
 ROUTING_ARGUMENTS = {"preset", *ROUTING_FIELDS}
 # Where timm looks for published weights.
@@ -84,7 +81,6 @@ def find_blocks(model: nn.Module) -> BlockStack:
     dim = getattr(owner, "embed_dim", None)
     if prefix is None or dim is None:
         raise ValueError(f"cannot route {title}: it does not say how many prefix tokens it has. Supported: {SUPPORTED}")
-    tracker = PassTracker()
     return BlockStack(
         library="timm",
         names=tuple(f"{name}.{index}" for index in range(len(blocks))),
@@ -93,8 +89,7 @@ def find_blocks(model: nn.Module) -> BlockStack:
         dim=int(dim),
         class_token=any(key.rpartition(".")[2] == "cls_token" for key, _ in owner.named_parameters()),
         call_of=lambda block, config: _call_of(block, int(prefix), title),
-        tracker=tracker,
-        hooks=functools.partial(span_hook, owner, name.rpartition(".")[2], tracker),
+        hands_on="timm",
     )
 
 

@@ -127,7 +127,7 @@ class _Running:
         normed: Kept rows of the running block, and what its first norm makes of them.
         gate_BK: Weights for the branches of the running block (B, K).
         branch_rows: How its branch runs for kept rows alone, a `BranchRows`, or None.
-        holds_rows: See `ForwardPass`; of the call of the model that runs.
+        holds_rows: See `ForwardPass`; of the pass that the call of the model will begin.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,10 @@ class PassTracker:
 
     def begin(self) -> ForwardPass:
         """Begin a pass in this thread."""
-        return self._run(ForwardPass(self.running.holds_rows))
+        running = self.running
+        # For one pass: a call that is interrupted is not told of its end.
+        holds_rows, running.holds_rows = running.holds_rows, False
+        return self._run(ForwardPass(holds_rows))
 
     def resume(self) -> ForwardPass:
         """Return the running pass for a block that only writes; begin one where none runs, or a part runs again."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 
 from mmod.blocks.branches import BranchRows, branch_on_rows
 from mmod.blocks.forward_pass import ForwardPass, SharedScore
@@ -20,6 +21,8 @@ from mmod.blocks.span import HeldRows
 from mmod.blocks.state import ImportanceState, RoutedState
 from mmod.ops import Packing, capture_importance
 from mmod.routing import Router, Routing, TokenMarks
+
+_EXPORT = "Use torch.export, torch.onnx.export(dynamo=True) or torch.compile, which replace TorchScript"
 
 
 class ConvertedBlock(nn.Module):
@@ -65,11 +68,15 @@ class ConvertedBlock(nn.Module):
         forward_pass.scores[span] = SharedScore(captured.importance_BN)
         return y
 
+    def as_node(self, x: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the block as one node of the graph that torch.fx traces: decisions are no symbolic values."""
+        return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *args), dict(kwargs))
+
     def __prepare_scriptable__(self) -> nn.Module:
         """Refuse TorchScript."""
         raise RuntimeError(
             "a routed model cannot be scripted: its blocks take the host's arguments as they come, which TorchScript "
-            "has no types for. Use torch.export or torch.compile, which replace TorchScript"
+            f"has no types for. {_EXPORT}"
         )
 
 
@@ -86,9 +93,19 @@ class RoutedBlock(ConvertedBlock):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Route tokens (B, N, D): gather the kept rows, run the host block on them, weigh the update, write it back."""
+        if isinstance(x, fx.Proxy):
+            return self.as_node(x, args, kwargs)
+        if torch.jit.is_tracing():
+            raise RuntimeError(
+                "a routed model cannot be traced by torch.jit.trace or torch.onnx.export(dynamo=False), which would "
+                f"record how many tokens are kept of this one input. {_EXPORT}"
+            )
         arguments = self.mod_state.call.bind(args, kwargs)
         forward_pass = self.enter(x, arguments)
         held: HeldRows | None = None if forward_pass is None else forward_pass.held
+        if held is not None and held.slots != x.shape[1]:
+            # Rows of a pass that was interrupted.
+            forward_pass = held = None
         if forward_pass is not None and held is not None and not held.serves(self.router):
             x, held, forward_pass.held = held.leave(x), None, None
         if self.router.config.enter_at == "mlp":
@@ -201,6 +218,8 @@ class ImportanceBlock(ConvertedBlock):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host block on tokens (B, N, D) and share the attention each of them received in it."""
+        if isinstance(x, fx.Proxy):
+            return self.as_node(x, args, kwargs)
         state = self.mod_state
         if not state.wanted:
             return super().forward(x, *args, **kwargs)

@@ -5,8 +5,8 @@ Axes: B images, N tokens, K slots per image, D channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,12 @@ class HeldRows:
         self.router = router
         self.routing: Routing | None = None
         self._entered: list[tuple[Tensor, Tensor, Routing]] = []
+
+    @property
+    def slots(self) -> int:
+        """Rows of an image that are handed on."""
+        assert self.routing is not None
+        return self.routing.index_BK.shape[1]
 
     def serves(self, router: Router) -> bool:
         """Return whether a block can choose among the rows, or keeps all of them."""
@@ -78,33 +84,68 @@ def _among(routing: Routing, earlier: Routing) -> Routing:
 
 
 class SpanHook(ModelHook):
-    """Lets blocks hand on rows where nobody else looks at what passes between them.
+    """Ends each forward pass of a stack, and lets its blocks hand on rows where nobody can look between them.
 
-    That is known of a call of the module that holds the blocks, made without gradients and without hooks on the blocks.
-    Whatever else runs the blocks (`forward_intermediates`, a graph of extracted features, a loop of the user's) gets
-    all tokens from each of them.
+    That is so in a call of the module that holds the blocks, without gradients, as long as the host library's own
+    code runs the very blocks that were routed, one after another, and calls nothing but their forward. Whatever else
+    runs the blocks (a subclass with a forward of its own, `forward_intermediates`, a graph of extracted features, a
+    loop of the user's) gets all tokens from each of them.
 
     Args:
         tracker: That of the stack.
-        blocks: Name of the list of blocks in the module.
+        name: Name of the list of blocks in the module.
+        blocks: The blocks.
+        host: Package whose code may run blocks that hand on rows; empty where none may.
     """
 
-    def __init__(self, tracker: PassTracker, blocks: str) -> None:
+    def __init__(self, tracker: PassTracker, name: str, blocks: Sequence[nn.Module], host: str) -> None:
         self.tracker = tracker
-        self.blocks = blocks
+        self.name = name
+        self.blocks = tuple(blocks)
+        self.host = host
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take note of the call."""
-        self.tracker.running.holds_rows = not torch.is_grad_enabled() and not self._is_watched(module)
+        holds_rows = bool(self.host) and not torch.is_grad_enabled() and self._runs(module) and not self._is_watched()
+        self.tracker.running.holds_rows = holds_rows
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Take note of its end."""
+        """End the pass, which a call that fails leaves open."""
         self.tracker.running.holds_rows = False
+        self.tracker.leave(None)
 
-    def _is_watched(self, module: nn.Module) -> bool:
+    def _runs(self, module: nn.Module) -> bool:
+        """Return whether the host's code runs the blocks that were routed, in their order."""
+        if not all(_runs_code_of(self.host, module, name) for name in _RUNNING if hasattr(type(module), name)):
+            return False
+        blocks: Any = module.get_submodule(self.name)
+        if type(blocks) not in (nn.Sequential, nn.ModuleList) or "forward" in vars(blocks):
+            return False
+        return len(blocks) == len(self.blocks) and all(a is b for a, b in zip(blocks, self.blocks))
+
+    def _is_watched(self) -> bool:
+        """Return whether a hook, or a forward put in the place of a block's, sees what passes between blocks."""
         hooks = torch.nn.modules.module
         if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
             return True
-        blocks = cast(Iterable[nn.Module], module.get_submodule(self.blocks))
-        # Accelerate, which moves what passes between devices, hooks in without torch's hooks.
-        return any(b._forward_hooks or b._forward_pre_hooks or hasattr(b, "_hf_hook") for b in blocks)
+        for block in self.blocks:
+            if block._forward_hooks or block._forward_pre_hooks:
+                return True
+            if "mod_state" in vars(block) and not _runs_code_of("mmod", block, "forward"):
+                return True
+        return False
+
+
+# The functions of hosts between a call of the module that holds the blocks and those of the blocks.
+_RUNNING = ("forward", "forward_features")
+
+
+def _runs_code_of(package: str, module: nn.Module, name: str) -> bool:
+    """Return whether a module's function is written in a package, not put in its place by a subclass or on the module.
+
+    A decorator copies the name of the function's module, but not its globals.
+    """
+    if name in vars(module):
+        return False
+    code = getattr(type(module), name)
+    return getattr(code, "__globals__", {}).get("__name__", "").partition(".")[0] == package

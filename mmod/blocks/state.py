@@ -39,6 +39,11 @@ class BlockState:
     captioned: bool = False
     training_only: bool = False
 
+    @property
+    def shares(self) -> bool:
+        """Whether the block reads or writes what a forward pass shares."""
+        return self.captioned or self.span is not None
+
     def enter(self, x_BND: Tensor, training: bool) -> ForwardPass | None:
         """Return the forward pass that the block runs in, or None where it shares nothing.
 
@@ -46,7 +51,7 @@ class BlockState:
             x_BND: The block's input (B, N, D).
             training: Whether scores that serve a loss are computed.
         """
-        if not self.captioned and (self.span is None or (self.training_only and not training)):
+        if not self.shares or (self.training_only and not training and not self.captioned):
             return None
         if self.begins:
             return self.tracker.begin()
