@@ -48,7 +48,8 @@ def save_pretrained(
     Raises:
         FileExistsError: The folder holds a saved model and `overwrite` is not set.
         ValueError: Nothing is routed, the router is a function, or the model could not be built again: not made by
-            `timm.create_model`, of another architecture than named, wrapped, compiled, or with parts exchanged since.
+            `timm.create_model`, of another architecture than named, wrapped, compiled, quantized, or with parts
+            exchanged since.
 
     Example:
         >>> import tempfile, timm
@@ -61,6 +62,7 @@ def save_pretrained(
     folder = Path(folder)
     config = _describe(model, architecture)
     state = model.state_dict()
+    _check_plain(state)
     _check_rebuilds(config, model, state)
     taken = [name for name in (WEIGHTS, CONFIG) if (folder / name).exists()]
     if taken and not overwrite:
@@ -205,6 +207,19 @@ def _build(config: dict[str, Any]) -> nn.Module:
     configs = {part: RoutingConfig.from_dict(values) for part, values in config["routing"].items()}
     route_again(model, configs, config["capacities"], config.get("method"))
     return model
+
+
+def _check_plain(state: Mapping[str, Tensor]) -> None:
+    others = [f"{name} ({type(value).__name__})" for name, value in state.items() if type(value) is not Tensor]
+    if others:
+        raise ValueError(
+            f"cannot save weights that are no plain tensors, as quantized or sharded ones: {_some(others)}. Save the "
+            "model before it is quantized, and quantize what mmod.load_pretrained returns"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, Tensor]) -> None:

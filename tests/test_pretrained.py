@@ -20,6 +20,7 @@ import mmod
 from mmod import RoutingConfig, load_pretrained, save_pretrained
 from mmod.io.files import UnwrittenError
 from tests.disk import small_disk
+from tests.quantized import quantize_
 
 IMAGE = (2, 3, 160, 160)
 LEARNED = RoutingConfig(
@@ -142,9 +143,21 @@ def exchange_head(model: nn.Module) -> nn.Module:
     return model
 
 
+def quantized(first: bool) -> nn.Module:
+    model = timm.create_model("test_vit")
+    if first:
+        quantize_(model)
+    mmod.route_(model, LEARNED)
+    if not first:
+        quantize_(model)
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: quantized(first=True), r"blocks\.0\.attn\.qkv\.weight \(Int8Weight\), .* more\. Save .* before"),
+        (lambda: quantized(first=False), r"blocks\.0\.attn\.qkv\.weight \(Int8Weight\), .* more\. Save .* before"),
         (lambda: timm.create_model("test_vit"), "nothing .* is routed"),
         (lambda: routed(RoutingConfig(router=lambda x: x.mean(-1))), "function cannot be saved"),
         (lambda: mmod.route_(timm.models.VisionTransformer(depth=2, embed_dim=24, num_heads=2)), "create_model"),
@@ -153,7 +166,17 @@ def exchange_head(model: nn.Module) -> nn.Module:
         (lambda: exchange_head(routed()), "exchanged"),
         (lambda: routed(act_layer=nn.ReLU), "JSON"),
     ],
-    ids=["dense", "function", "no create_model", "compiled", "wrapped", "exchanged head", "class as argument"],
+    ids=[
+        "quantized first",
+        "quantized afterwards",
+        "dense",
+        "function",
+        "no create_model",
+        "compiled",
+        "wrapped",
+        "exchanged head",
+        "class as argument",
+    ],
 )
 def test_what_cannot_be_saved(make: Callable[[], nn.Module], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):

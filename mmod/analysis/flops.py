@@ -146,16 +146,18 @@ class _ToMeta(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is Tensor.__deepcopy__:
-            return torch.empty_like(args[0], device="meta", requires_grad=False)
+            return _shape_of(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    """Return a plain tensor on the meta device in the place of any, such as a quantized one."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:
     """Return the model on the meta device; its weights are neither moved nor copied."""
-    parameters = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.is_floating_point())
-        for p in model.parameters()
-    }
+    parameters = {id(p): nn.Parameter(_shape_of(p), requires_grad=p.is_floating_point()) for p in model.parameters()}
     with _ToMeta():
         return copy.deepcopy(model, parameters).eval()
 
@@ -235,7 +237,7 @@ def _stacks(model: nn.Module) -> dict[str, BlockStack]:
 
 def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a model's arguments by name, without data."""
-    if isinstance(given, Mapping):
+    if isinstance(given, Mapping) and all(isinstance(value, Tensor) for value in given.values()):
         return {name: value.to("meta") for name, value in given.items()}
     if "image" not in find_parts(model):
         raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
@@ -244,6 +246,8 @@ def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, T
         raise ValueError(
             f"input_size must be (channels, height, width), one number or arguments by name, got {given!r}"
         )
+    if "image" not in find_parts(model):
+        raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
     inputs = {"image": torch.empty(1, *size, device="meta", dtype=next(model.parameters()).dtype)}
     for name, stack in _stacks(model).items():
         if stack.sequence is not None:

@@ -13,6 +13,8 @@ from mmod.analysis import flops, trace
 from mmod.analysis.memory import ActivationMemory
 from tests.adapters.vlm_zoo import make_language
 from tests.counting import flop_counter
+from tests.quantized import quantize_
+from tests.zoo import make_model
 
 # Small versions of every kind of block that can be routed: name, image side, further arguments.
 MODELS = {
@@ -135,6 +137,21 @@ def test_a_block_by_hand() -> None:
     assert importance == 2 * tokens * tokens * dim
 
 
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3"])
+@pytest.mark.parametrize("first", [True, False])
+def test_quantized_weights_are_counted_by_their_shapes(name: str, first: bool) -> None:
+    plain, model = (mmod.route_(make_model(name), mmod.RoutingConfig(capacity=0.5)) for _ in range(2))
+    if first:
+        model = make_model(name)
+        quantize_(model)
+        mmod.route_(model, mmod.RoutingConfig(capacity=0.5))
+    else:
+        quantize_(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.ones(1, 3, 64, 64)), plain(torch.ones(1, 3, 64, 64)), atol=1, rtol=1)
+    assert flops(model, 64) == flops(plain, 64)
+
+
 def test_the_model_is_left_alone() -> None:
     model, side = make("rope-mixed")
     mmod.route_(model)
@@ -191,6 +208,12 @@ def test_blocks_that_keep_nothing_cost_their_router_alone(operator: str) -> None
     report = flops(model, side, kept=decisions)
     assert report.blocks[1].kept == 0
     assert report.routed == counted_flops + sum(row.router for row in report.blocks)
+
+
+@pytest.mark.parametrize("size", [None, 0, (3, 64), (3, 64, 6.4), "64", {"x": None}, torch.zeros(3)])
+def test_what_is_no_size_is_refused(size: object) -> None:
+    with pytest.raises(ValueError, match=r"input_size must be \(channels, height, width\), one number or arguments"):
+        flops(make_model("vit_tiny_patch16_224"), size)
 
 
 def test_errors_name_what_is_wrong() -> None:
