@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import pkgutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,14 +12,10 @@ from torch import nn
 from mmod.adapters.base import BlockStack, Part
 from mmod.values import check_module
 
-# The last two are former names.
-_OTHERS = {"base", "described", "find", "open_clip_models", "timm_models"}
-# A module of this folder that is named like the top-level package of a host library is its adapter. It has
+# Top-level packages of the host libraries, each with the module of this folder of that name as its adapter. It has
 # `find_parts(model) -> dict[str, Part]` and `SAVING`, which says how its models are described in a saved folder, or is
 # None where they save themselves.
-ADAPTERS = tuple(
-    sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.name not in _OTHERS)
-)
+ADAPTERS = ("open_clip", "timm", "transformers")
 
 
 def find_parts(model: nn.Module) -> dict[str, Part]:

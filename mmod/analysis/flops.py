@@ -246,8 +246,6 @@ def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, T
         raise ValueError(
             f"input_size must be (channels, height, width), one number or arguments by name, got {given!r}"
         )
-    if "image" not in find_parts(model):
-        raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
     inputs = {"image": torch.empty(1, *size, device="meta", dtype=next(model.parameters()).dtype)}
     for name, stack in _stacks(model).items():
         if stack.sequence is not None:
