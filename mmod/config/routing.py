@@ -273,9 +273,8 @@ class RoutingConfig:
         Example:
             >>> RoutingConfig.from_plan(Plan((2, 3), (0.0, 0.0), 4, contexts=("all", "all"))).router.name
             'stride'
-            >>> RoutingConfig.from_plan(Plan((2, 3), (0.0, 0.5), 4))
-            Traceback (most recent call last):
-            ValueError: this plan keeps a part of the tokens and names no router that chooses them: ...
+            >>> RoutingConfig.from_plan(Plan((2, 3), (0.0, 0.5), 4, router="norm")).router.name
+            'norm'
         """
         check_value("plan", plan, Plan)
         fields = {"protect_prefix": plan.protect_prefix, **fields}
