@@ -154,6 +154,7 @@ def test_labels_say_which_tokens_count() -> None:
     assert torch.equal(outputs(model, batch, "language", IMAGE), logits[text])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [NAME, "vit_base_patch16_siglip_gap_224"])
 def test_image_models(name: str) -> None:
     model, images = make_model(name), make_images(name, 4)

@@ -41,8 +41,8 @@ def train_split(folder: Path) -> None:
     """Train every run, take its second half back, and train that again."""
     made, split = recipe.training_arguments, []
 
-    def on_cpu(config: TrainConfig, progress: bool = True) -> Any:
-        arguments = made(config, progress)
+    def on_cpu(config: TrainConfig) -> Any:
+        arguments = made(config)
         # accelerate splits models on accelerators alone: this one passes for such a device.
         assert arguments.device.type == "cpu"
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

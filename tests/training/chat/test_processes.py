@@ -24,6 +24,7 @@ PREDICTOR = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", [P_MOD, PREDICTOR], ids=["p-mod", "predictor"])
 def test_two_processes_train_as_one(folder: Path, routing: Any) -> None:
     fields = {"max_steps": 3, "save_strategy": "no", "logging_steps": 1, "max_grad_norm": 0.0}
@@ -45,6 +46,7 @@ def test_two_processes_train_as_one(folder: Path, routing: Any) -> None:
         torch.testing.assert_close(two_weights[name], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_that_split_the_model_train_as_one(folder: Path) -> None:
     for name in RUNS:
         fit(run_config(folder, name, 1), progress=False)

@@ -52,6 +52,7 @@ from tests.trap import Trap
     ],
     ids=["dense", "routed with EMA, mixup and dropout"],
 )
+@pytest.mark.slow
 def test_killed_run_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any], kills: int) -> None:
     torch.set_num_threads(1)
     steps = sorted(random.Random().sample(range(1, 6 * options["epochs"]), kills))

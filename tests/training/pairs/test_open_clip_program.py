@@ -17,6 +17,7 @@ from tests.training.pairs.worker import MODEL
 ARGUMENTS = ["--dataset-type", "webdataset", "--epochs", "1", "--batch-size", "32", "--workers", "1"]
 
 
+@pytest.mark.slow
 def test_the_program_trains_a_routed_model_from_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SCENES.build(tmp_path / "data", "tiny")
     model = MODEL | {"vision_cfg": {**MODEL["vision_cfg"], "image_size": 48}}  # type: ignore[dict-item]

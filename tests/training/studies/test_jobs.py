@@ -35,6 +35,7 @@ def test_runs_in_one_process_keep_their_order() -> None:
     assert [result for _, result in found] == [(job.config, os.getpid()) for job in JOBS]
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_wait_for_the_first_of_their_seed() -> None:
     runner = Runner(processes=2, progress=False)
     found = list(runner.run(JOBS, report))
@@ -46,6 +47,7 @@ def test_runs_side_by_side_wait_for_the_first_of_their_seed() -> None:
     assert runner.cpu_seconds > time.process_time()
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_ends_the_study_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(ValueError, match="base0 does not fit"):
@@ -53,6 +55,7 @@ def test_a_run_that_fails_ends_the_study_at_once() -> None:
     assert time.monotonic() - started < 100
 
 
+@pytest.mark.slow
 def test_a_killed_study_leaves_no_process(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     (tmp_path / "study.py").write_text(
