@@ -122,6 +122,7 @@ class NamedArguments:
         draws_paths: Stochastic depth draws one Bernoulli number for each sequence of a batch.
         fused_norm: Name of the norm that the block starts with and that can be fused with gathering rows, or empty.
         operators: Names of the block's residual branches by operator, of those that add nothing where they return zero.
+        tuples: Operators whose branch returns a tuple, its output first.
         halves: The two halves of the block, or None where it can only be run as a whole.
     """
 
@@ -133,6 +134,7 @@ class NamedArguments:
     draws_paths: bool = False
     fused_norm: str = ""
     operators: Mapping[str, str] = field(default_factory=dict)
+    tuples: tuple[str, ...] = ()
     halves: Halves | None = None
 
     @property

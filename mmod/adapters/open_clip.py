@@ -123,6 +123,7 @@ def _call_of(block: nn.Module, captions: bool, causal: bool) -> ClipBlock:
         fused=multihead or (attention.use_fsdpa and attention.logit_scale is None),
         projections=(("attn.in_proj_weight", attention.in_proj_weight.shape[0] // 3),),
         operators={"mlp": "mlp", **({} if _normed_attention(block) else {"attention": "attn"})},
+        tuples=("attention",) if multihead else (),
         heads=int(attention.num_heads),
         flat_masks=multihead,
         captions=captions,

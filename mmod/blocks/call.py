@@ -41,6 +41,11 @@ class BlockCall(Protocol):
         ...
 
     @property
+    def tuples(self) -> tuple[str, ...]:
+        """Operators whose branch returns a tuple, its output first."""
+        ...
+
+    @property
     def halves(self) -> Halves | None:
         """The two halves of the block, or None where it can only be run as a whole."""
         ...

@@ -94,7 +94,7 @@ class RoutedDecoderBlock(RoutedBlock):
 
     def _run_operator(self, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Tensor:
         call, config = self._call, self.router.config
-        among_all, attends, in_tuple = _in_place(x, routing), None, config.operator == "attention"
+        among_all, attends = _in_place(x, routing), None
         if config.operator == "attention" and config.context == "kept":
             arguments, given = call.select_tokens(arguments, x, routing), arguments
             call.begin_update(given, x, routing)
@@ -105,7 +105,7 @@ class RoutedDecoderBlock(RoutedBlock):
             call.begin_update(given, x, routing, whole=True)
         else:
             attends = partial(call.attend_to_all, self, routing=routing)
-        with branch_on_rows(self.mod_state.tracker, BranchRows(routing, attends, in_tuple)):
+        with branch_on_rows(self.mod_state.tracker, BranchRows(routing, attends, config.operator in call.tuples)):
             return self.run_host(x, arguments)
 
     def run_packed(

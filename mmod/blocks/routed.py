@@ -197,7 +197,7 @@ class RoutedBlock(ConvertedBlock):
         attends = partial(call.attend_to_all, self, routing=routing) if config.context == "all" else None
         if config.operator == "attention" and attends is None:
             arguments = call.select_tokens(arguments, x, routing)
-        with branch_on_rows(self.mod_state.tracker, BranchRows(routing, attends)):
+        with branch_on_rows(self.mod_state.tracker, BranchRows(routing, attends, config.operator in call.tuples)):
             return self.run_host(x, arguments)
 
     def run_packed(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import mmod
 from tests.adapters.vlm_zoo import make_language
@@ -80,3 +81,15 @@ def test_a_process_that_keeps_nothing_does_not_hold_the_others_up(way: str, tmp_
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("operator", ["attention", "mlp"])
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_a_vision_tower_runs_without_a_kept_image(kind: str, operator: str) -> None:
+    options = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = getattr(transformers, f"{kind}VisionConfig")(**options, image_size=8, patch_size=4)
+    model = getattr(transformers, f"{kind}VisionModel")(config).eval()
+    mmod.route_(model, NONE.replace(router=mmod.score("coin"), gate="identity", operator=operator))
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        assert model(pixel_values=torch.randn(2, 3, 8, 8)).last_hidden_state.isfinite().all()
+    assert not any(routing.keep_BN.any() for routing in decisions.values())

@@ -26,6 +26,7 @@ from mmod.routing.decision import PADDING
 
 # Names of the residual branches of a decoder layer, and of a vision tower's.
 OPERATORS = {"attention": "self_attn", "mlp": "mlp"}
+TUPLES = ("attention",)
 # The keyword under which groups travel from a model's entry to its layers.
 GROUPS = "mmod_groups"
 _UNKNOWN = object()
@@ -73,6 +74,11 @@ class DecoderLayerCall:
     def operators(self) -> Mapping[str, str]:
         """Names of the layer's residual branches."""
         return OPERATORS
+
+    @property
+    def tuples(self) -> tuple[str, ...]:
+        """Attention returns its map beside its output."""
+        return TUPLES
 
     @property
     def halves(self) -> None:
