@@ -47,6 +47,7 @@ class TestConfig:
             ({"gate": "relu"}, "gate must be one of 'identity', 'linear', 'sigmoid', 'tanh', 'step', got 'relu'"),
             ({"gate": "tanh"}, "gate 'tanh' needs a score that learns"),
             ({"losses": {"membership": 1.0}}, "router 'attention' learns nothing, so it takes no losses"),
+            ({"router": "linear", "gate": "identity", "losses": {"load": 1.0}}, "the loss 'load' needs gate 'linear'"),
             ({"router": "linear", "losses": {"bce": 1.0}}, "a loss must be one of 'capacity', 'importance', 'load'"),
             (
                 {"router": "linear", "losses": {"load": 0.0}},

@@ -186,6 +186,8 @@ class RoutingConfig:
             raise ValueError(f"gate {gate.name!r} needs a score that learns; router {router.name!r} takes 'identity'")
         if not router.learns and self.losses:
             raise ValueError(f"router {router.name!r} learns nothing, so it takes no losses, got {dict(self.losses)}")
+        if "load" in self.losses and gate.name in ("identity", "step"):
+            raise ValueError(f"the loss 'load' needs gate 'linear', 'sigmoid' or 'tanh', got {gate.name!r}")
         among_all, in_part = self.context != "kept", self.operator != "block"
         if self.skipped != "pass" and (self.select != "topk" or among_all or in_part or gate.reweight_skipped):
             raise ValueError(
