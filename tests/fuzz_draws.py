@@ -1,0 +1,368 @@
+"""Random routing configs, and small models of every library to route by them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import mmod
+from tests.adapters import clip_zoo, vlm_zoo
+from tests.zoo import make_images, make_model
+
+# One image, prompt, or pair of image and caption: arguments without a batch axis.
+Sample = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A small model and inputs for it.
+
+    Args:
+        make: Makes the dense model.
+        samples: Makes so many samples.
+        outputs: From a model and samples to one output for each.
+        parts: Names of the parts that can be routed, with the number of blocks of each.
+        architecture: What `mmod.save_pretrained` must be told, if anything.
+        name: Of the architecture.
+    """
+
+    make: Callable[[], nn.Module]
+    samples: Callable[[int], list[Sample]]
+    outputs: Callable[[nn.Module, Sequence[Sample]], list[Tensor]]
+    parts: dict[str, int]
+    architecture: Any = None
+    name: str = ""
+
+
+def _floating(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def _of_timm(name: str, depth: int = 4, **changes: Any) -> Host:
+    side = changes.get("img_size")
+
+    def samples(number: int) -> list[Sample]:
+        images = make_images(name, number)
+        return [{"image": image if side is None else image[:, :side, :side]} for image in images]
+
+    def outputs(model: nn.Module, batch: Sequence[Sample]) -> list[Tensor]:
+        images = torch.stack([sample["image"] for sample in batch]).to(_floating(model))
+        return list(model(images))
+
+    return Host(lambda: make_model(name, **changes), samples, outputs, {"image": depth})
+
+
+def _of_tower(kind: str, config: str, **changes: Any) -> Host:
+    options = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 4, **changes,
+    }  # fmt: skip
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        made = getattr(transformers, kind)(getattr(transformers, config)(**options))
+        model: nn.Module = vlm_zoo._lively(made)
+        return model
+
+    def samples(number: int) -> list[Sample]:
+        images = torch.randn(number, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+        return [{"image": image} for image in images]
+
+    def outputs(model: nn.Module, batch: Sequence[Sample]) -> list[Tensor]:
+        pixels = torch.stack([sample["image"] for sample in batch]).to(_floating(model))
+        return list(model(pixel_values=pixels).last_hidden_state)
+
+    return Host(make, samples, outputs, {"vision": 4})
+
+
+def _of_clip(name: str) -> Host:
+    lengths = (3, 7, clip_zoo.CONTEXT, 2, 9)
+
+    def samples(number: int) -> list[Sample]:
+        images, captions = clip_zoo.make_images(name, number), clip_zoo.make_captions(name, lengths[:number])
+        return [{"image": image, "text": caption} for image, caption in zip(images, captions)]
+
+    def outputs(model: nn.Module, batch: Sequence[Sample]) -> list[Tensor]:
+        images, captions = (torch.stack([sample[key] for sample in batch]) for key in ("image", "text"))
+        both = clip_zoo.embed(model, images.to(_floating(model)), captions)
+        return list(torch.cat(both, dim=1))
+
+    make = lambda: clip_zoo.make_clip(name)  # noqa: E731
+    return Host(make, samples, outputs, {"image": 4, "text": 4}, clip_zoo.small_config(name), name)
+
+
+def _of_language(name: str, lengths: Sequence[int] = (20, 9, 14, 1, 17)) -> Host:
+    def samples(number: int) -> list[Sample]:
+        generator = torch.Generator().manual_seed(1)
+        return [{"ids": torch.randint(3, vlm_zoo.IMAGE, (length,), generator=generator)} for length in lengths[:number]]
+
+    return Host(lambda: vlm_zoo.make_language(name), samples, _logits, {"language": 4})
+
+
+def _of_joint(name: str) -> Host:
+    images = (1, 2, 1, 0, 1)
+
+    def samples(number: int) -> list[Sample]:
+        batch = vlm_zoo.prompt(name, images[:number])
+        pixels = batch["pixel_values"].split(images[:number])
+        ids = [row[mask.bool()] for row, mask in zip(batch["input_ids"], batch["attention_mask"])]
+        return [{"ids": row, "pixels": crops} for row, crops in zip(ids, pixels)]
+
+    make = lambda: vlm_zoo.make_joint(name)  # noqa: E731
+    return Host(make, samples, _logits, {"language": 4, "vision": 4})
+
+
+def _logits(model: nn.Module, batch: Sequence[Sample]) -> list[Tensor]:
+    padded = vlm_zoo.pad([sample["ids"].tolist() for sample in batch])
+    pixels = [sample["pixels"] for sample in batch if "pixels" in sample and len(sample["pixels"])]
+    given = {"pixel_values": torch.cat(pixels).to(_floating(model))} if pixels else {}
+    logits = model(**padded, **given, use_cache=False).logits
+    return [row[mask.bool()] for row, mask in zip(logits, padded["attention_mask"])]
+
+
+HOSTS: dict[str, Host] = {
+    "vit": _of_timm("test_vit", 6),
+    "registers": _of_timm("vit_little_patch16_reg4_gap_256"),
+    "distilled": _of_timm("deit_tiny_distilled_patch16_224"),
+    "no-class-token": _of_timm("vit_base_patch16_siglip_gap_224"),
+    "one-token": _of_timm("vit_base_patch16_siglip_224", img_size=16),
+    "one-patch": _of_timm("vit_tiny_patch16_224", img_size=16),
+    "rope": _of_timm("eva02_tiny_patch14_224"),
+    "dinov3": _of_timm("vit_small_patch16_dinov3"),
+    "bias": _of_timm("beit_base_patch16_224"),
+    "parallel": _of_timm("vit_base_patch16_xp_224"),
+    "post-norm": _of_timm("vit_base_patch16_rpn_224"),
+    "naflex": _of_timm("naflexvit_base_patch16_gap"),
+    "clip": _of_clip("ViT-B-32"),
+    "coca": _of_clip("coca_ViT-B-32"),
+    "siglip": _of_clip("ViT-B-16-SigLIP"),
+    "clip-tower": _of_tower("CLIPVisionModel", "CLIPVisionConfig"),
+    "siglip-tower": _of_tower("SiglipVisionModel", "SiglipVisionConfig", vision_use_head=False),
+    "llama": _of_language("llama"),
+    "qwen2": _of_language("qwen2"),
+    "window": _of_language("mistral-window"),
+    "sandwich": _of_language("gemma2"),
+    "llava": _of_joint("llava"),
+    "llava-qwen2": _of_joint("llava-qwen2"),
+}
+
+
+# Those of the package, whatever other tests have registered.
+ROUTERS = (
+    "attention", "linear", "random", "stride", "norm", "diversity", "important_diversity", "redundancy", "cells",
+    "coin", "function",
+)  # fmt: skip
+LOSSES = ("membership", "load", "capacity", "importance")
+
+
+def third_channel(x_BND: Tensor) -> Tensor:
+    """Score tokens by one of their channels."""
+    return x_BND[..., 2]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is routed, how, and on what it runs.
+
+    Args:
+        host: Key of `HOSTS`.
+        parts: Fields of `RoutingConfig` for each routed part.
+        capacity: What `set_capacity` gives all blocks after routing, or None.
+        batch: Samples.
+        training: The model trains.
+        dtype: Of its weights.
+    """
+
+    host: str
+    parts: dict[str, dict[str, Any]]
+    capacity: float | None = None
+    batch: int = 2
+    training: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def simpler(self) -> list[Draw]:
+        """Return draws that say one thing less each."""
+        change = dataclasses.replace
+        fewer = [{key: value for key, value in self.parts.items() if key != part} for part in self.parts]
+        plain = [
+            {**self.parts, part: {key: value for key, value in fields.items() if key != field}}
+            for part, fields in self.parts.items()
+            for field in fields
+        ]
+        options = [
+            {**self.parts, part: {**fields, field: {key: old for key, old in value.items() if key != option}}}
+            for part, fields in self.parts.items()
+            for field, value in fields.items()
+            if isinstance(value, dict)
+            for option in value
+            if option != "name"
+        ]
+        return [
+            *(change(self, parts=parts) for parts in [*fewer, *plain, *options] if parts),
+            *([change(self, capacity=None)] if self.capacity is not None else []),
+            *([change(self, batch=self.batch - 1)] if self.batch > 1 else []),
+            *([change(self, training=False)] if self.training else []),
+            *([change(self, dtype=torch.float32)] if self.dtype != torch.float32 else []),
+        ]
+
+
+def draw(host: str, number: int) -> Draw:
+    """Return one of the draws for a host; the same number gives the same draw."""
+    random = Random(f"{host} {number}")
+    depths = HOSTS[host].parts
+    routed = [part for part in depths if len(depths) == 1 or random.random() < 0.7] or list(depths)
+    parts = {part: _fields(random, part, depths[part], len(depths) > 1) for part in routed}
+    return Draw(
+        host,
+        parts,
+        _maybe(random, 0.15, lambda: _capacity(random))
+        if not any("select" in each for each in parts.values())
+        else None,
+        random.randint(1, 5),
+        random.random() < 0.4,
+        random.choice([torch.float32, torch.float32, torch.float32, torch.bfloat16]),
+    )
+
+
+def _maybe(random: Random, share: float, make: Callable[[], Any]) -> Any:
+    return make() if random.random() < share else None
+
+
+def _capacity(random: Random) -> float:
+    usual = [0.0, 1.0, 0.25, 0.3, 0.5, 0.6, 0.75, 0.9]
+    return random.choice([*usual, round(random.uniform(0.1, 1), 3), random.uniform(0.1, 1)])
+
+
+def _fields(random: Random, part: str, depth: int, joint: bool) -> dict[str, Any]:
+    """Return fields of a config; seven of eight times they avoid most of what excludes each other."""
+    wild = random.random() < 0.125
+    text = part == "language" and not wild
+    router = _router(random)
+    while text and ("coin" in str(router) or "cells" in str(router) or "per" in str(router)):
+        router = _router(random)
+    name, options = (router["name"], router) if isinstance(router, dict) else (router, {})
+    learns, whole = name == "linear" or callable(router), name == "coin" or options.get("per") == "sequence"
+    blocks: Any = random.choice(["every_other", "late", "all", None])
+    from_before = name in ("attention", "important_diversity") and not wild
+    if blocks is None or (blocks == "all" and from_before):
+        blocks = sorted(random.sample(range(0 if wild else 1, depth), random.randint(1, depth - 1)))
+    count = len(mmod.RoutingConfig(blocks=blocks).plan(depth).blocks)
+
+    def per_block(one: Callable[[], Any], share: float) -> Any:
+        return [one() for _ in range(count)] if random.random() < share else one()
+
+    capacity = per_block(lambda: _capacity(random), 0.3)
+    if isinstance(capacity, list) and random.random() < 0.7:
+        capacity.sort(reverse=True)
+    reads = ["mean", "per_viewer", "class_token"] + (
+        ["last_token", "vision_tower"] if wild or part == "language" else []
+    )
+    fields = {
+        "router": router,
+        "blocks": blocks,
+        "capacity": capacity,
+        "protect_prefix": _maybe(random, 0.15, lambda: False),
+        "importance": _maybe(random, 0.3, lambda: random.choice(reads)),
+        "select": _maybe(random, 0.95 if whole else 0.3, lambda: _select(random, whole)),
+        "gate": _maybe(random, 0.6, lambda: _gate(random)),
+        "context": _maybe(random, 0.25, lambda: per_block(lambda: random.choice(["kept", "all"]), 0.3)),
+        "operator": _maybe(random, 0.25, lambda: per_block(lambda: random.choice(["block", "attention", "mlp"]), 0.3)),
+        "skipped": "merge" if random.random() < 0.6 else "follow",
+        "enter_at": _maybe(random, 0.3, lambda: "mlp"),
+        "losses": _maybe(random, 0.3, lambda: _losses(random)),
+        "language": _maybe(random, 0.6, lambda: _language(random, joint)),
+    }
+    fields = fields if wild else _fitting(random, fields, part, learns, whole)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _fitting(random: Random, fields: dict[str, Any], part: str, learns: bool, whole: bool) -> dict[str, Any]:
+    """Return fields without most of what excludes each other, or does not suit the part."""
+    gate, language, operator = dict(fields["gate"] or {}), dict(fields["language"] or {}), fields["operator"]
+    joins = part in ("image", "vision") and not whole and random.random() < 0.25
+    if part == "language":
+        fields = {**fields, "select": _maybe(random, 0.3, lambda: {"threshold": random.choice([0.5, 0.0, 1.0, 2.5])})}
+    if joins or operator:
+        gate.pop("reweight_skipped", None)
+    if operator or not learns or gate.get("name", "identity") == "identity":
+        language.pop("gate_on", None)
+    if not learns or fields["select"] or "membership" not in (fields["losses"] or ()):
+        language.pop("predictor", None)
+    unfit = {"select", "context", "operator"} if joins else {"skipped", "enter_at"}
+    if gate.get("name") == "step" and not (fields["select"] and (whole or operator == "mlp")):
+        unfit.add("gate")
+    unfit |= {"gate", "losses"} if not learns else set()
+    unfit |= {"enter_at"} if fields["skipped"] == "follow" else set()
+    unfit |= {"context"} if whole or "mlp" in str(operator) else set()
+    unfit |= {"language"} if part != "language" else set()
+    fields = {**fields, "gate": gate or None, "language": language or None}
+    return {name: value for name, value in fields.items() if name not in unfit}
+
+
+def _router(random: Random) -> Any:
+    name = random.choice(["attention", "linear", *ROUTERS])
+    options: dict[str, Any] = {}
+    if name == "function":
+        return third_channel
+    if name == "linear":
+        options = {
+            "normalize": _maybe(random, 0.3, lambda: False),
+            "bias": _maybe(random, 0.3, lambda: True),
+            "init_std": _maybe(random, 0.8, lambda: random.choice([0.0, 0.1, 0.3])),
+            "per": _maybe(random, 0.2, lambda: "sequence"),
+            "initial": _maybe(random, 0.2, lambda: random.choice([-1.0, 0.0, 2.0])),
+        }
+    elif name in ("random", "coin"):
+        options = {"seed": _maybe(random, 0.5, lambda: random.randint(-3, 10**6))}
+    elif name == "redundancy":
+        options = {"channels": _maybe(random, 0.5, lambda: random.choice([1, 8, 500]))}
+    elif name == "cells":
+        options = {"side": _maybe(random, 0.5, lambda: random.randint(2, 5)), "width": _maybe(random, 0.3, lambda: 4)}
+    options = {key: value for key, value in options.items() if value is not None}
+    return {"name": name, **options} if options else name
+
+
+def _select(random: Random, whole: bool) -> Any:
+    if random.random() < 0.2:
+        return "threshold"
+    options = {"threshold": random.choice([0.5, 0.5, 0.0, 1.0, 0.9, 1.1, 2.5, -5.0, 100.0])}
+    if random.random() < (0.05 if whole else 0.3):
+        options["min_tokens"] = random.choice([0, 1, 3, 50])
+    if random.random() < (0.05 if whole else 0.3):
+        options["max_tokens"] = random.choice([1, 4, 17, 100])
+    return options
+
+
+def _gate(random: Random) -> Any:
+    name = random.choice(["identity", "linear", "sigmoid", "tanh", "step"])
+    options = {
+        "scale": _maybe(random, 0.4, lambda: random.choice([0.0, 0.1, 1.0, 3.0])),
+        "reweight_skipped": _maybe(random, 0.25 * (name != "identity"), lambda: True),
+    }
+    return {"name": name, **{key: value for key, value in options.items() if value is not None}}
+
+
+def _losses(random: Random) -> dict[str, float]:
+    return {name: random.choice([0.01, 1.0]) for name in LOSSES if random.random() < 0.5}
+
+
+def _language(random: Random, joint: bool) -> dict[str, Any]:
+    options = {
+        "tokens": _maybe(random, 0.4, lambda: random.choice(["image", "all"] if joint else ["all"])),
+        "frames": _maybe(random, 0.25 * joint, lambda: random.choice(["span", 3, 9, 4])),
+        "shared": _maybe(random, 0.2, lambda: True),
+        "scored": _maybe(random, 0.3, lambda: "norm"),
+        "inference_threshold": _maybe(random, 0.3, lambda: random.choice([0.0, 0.5, 0.9])),
+        "gate_on": _maybe(random, 0.3, lambda: random.choice(["mlp", "branches"])),
+        "positions": _maybe(random, 0.2, lambda: "compact"),
+    }
+    if options["inference_threshold"] is not None:
+        options["predictor"] = _maybe(random, 0.4, lambda: True)
+    return {name: value for name, value in options.items() if value is not None}
