@@ -21,7 +21,9 @@ if TYPE_CHECKING:
         score,
     )
     from mmod.losses import auxiliary_loss
+    from mmod.methods.base import undo_
     from mmod.model import (
+        apply_,
         capacities,
         freeze_dense,
         is_routed,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.blocks import RoutedBlock, StandingModule
+from mmod.blocks import Deciding, RoutedBlock
 from mmod.config import LOSSES, register_loss
 from mmod.model import is_routed, routed_blocks
 from mmod.routing import Router, Routing, apply_gate, select_topk, select_within
@@ -140,7 +140,11 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         True
     """
     check_module(model)
-    own = [module.auxiliary_loss() for module in model.modules() if isinstance(module, StandingModule)]
+    own = [
+        module.auxiliary_loss()
+        for module in model.modules()
+        if isinstance(module, Deciding) and not isinstance(module, RoutedBlock)
+    ]
     terms = [term for term in own if term is not None]
     blocks = {} if terms and not is_routed(model) else routed_blocks(model)
     if not terms and not any(block.router.config.losses for block in blocks.values()):
@@ -152,7 +156,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
 def _block_loss(name: str, block: RoutedBlock) -> Tensor:
     routing = block.mod_state.routing
-    if routing is None or not block.mod_state.fresh:
+    if routing is None or not block.record.fresh:
         if not block.training:
             raise RuntimeError(
                 f"{name} is in evaluation mode, in which no auxiliary loss is kept: write `if model.training: loss = "
@@ -164,6 +168,6 @@ def _block_loss(name: str, block: RoutedBlock) -> Tensor:
             f"the scores of {name} carry no gradient: the forward pass ran under no_grad or with reentrant gradient "
             "checkpointing (pass use_reentrant=False), or the router is frozen"
         )
-    block.mod_state.collect()
+    block.record.fresh = False
     weights = block.router.config.losses
     return torch.stack([weight * LOSSES[loss](routing, block.router) for loss, weight in weights.items()]).sum()

@@ -1,39 +1,87 @@
-"""Route a model in place, and undo it."""
+"""Change a model by methods in place, and undo it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from fractions import Fraction
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from mmod.adapters import adapted_model, find_parts
-from mmod.blocks import (
-    RoutedBlock,
-    RoutedState,
-    SpanHook,
-    StandingModule,
-    attach,
-    convert,
-    detach_hooks,
-    is_converted,
-    make_dense,
-    make_important,
-    make_routed,
+from mmod.adapters.base import Part
+from mmod.config import Plan, RoutingConfig
+from mmod.methods.base import Method, Model, method_owners, methods_of, undo_, undo_last_
+from mmod.methods.prepare import check_budget
+from mmod.methods.route import (
+    Route,
+    assign_capacities,
+    capacities,
+    deciding_by,
+    exact_capacities,
+    is_routed,
+    routed_blocks,
+    routing_config,
+    routing_configs,
 )
-from mmod.config import Plan, RoutingConfig, rational
-from mmod.prepare import check_budget, prepare
-from mmod.routing import Router, share_score, unshare_score
-from mmod.values import check_module
 
-Model = TypeVar("Model", bound=nn.Module)
+__all__ = [
+    "apply_",
+    "capacities",
+    "deciding_by",
+    "freeze_dense",
+    "is_routed",
+    "route_",
+    "routed_blocks",
+    "routing_config",
+    "routing_configs",
+    "set_capacity",
+    "undo_",
+    "unroute_",
+]
+
 HowToRoute = RoutingConfig | Plan | None
 
 
-def route_(model: Model, config: RoutingConfig | Plan | None = None, **parts: RoutingConfig | Plan | None) -> Model:
-    """Route a model in place: its planned blocks run on the tokens their routers keep.
+def apply_(model: Model, method: Method | RoutingConfig | Plan | Mapping[str, Any]) -> Model:
+    """Change a model in place by a method that makes it cheaper; `mmod.undo_` takes it back.
+
+    Classes of single modules change and nothing is wrapped, so the keys of a dense state dict keep their names wherever
+    the method keeps the weights.
+
+    Args:
+        model: A model of a supported library, not yet wrapped or compiled; peft may wrap it before or afterwards.
+        method: A method of `mmod.methods`, a `RoutingConfig` or `Plan` for every part of the model, or the plain values
+            of a method as configs hold them, `{"kind": "merge", "r": 8}`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: Not a module, or no method.
+        ValueError: A model that the method cannot change, or that another one changed which it cannot follow. The model
+            is then unchanged.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.apply_(timm.create_model("test_vit"), mmod.methods.Prune(keep=0.5, blocks=(1, 3)))
+        >>> [method.kind for method in mmod.methods.methods_of(model)]
+        ['prune']
+    """
+    if isinstance(method, (RoutingConfig, Plan)):
+        return route_(model, method)
+    if isinstance(method, Mapping):
+        # Reading imports every method, some of which need timm.
+        from mmod.methods.read import read_method
+
+        method = read_method(method)
+    if not isinstance(method, Method):
+        raise TypeError(f"method must be a method of mmod.methods, a RoutingConfig or a Plan, got {method!r}")
+    method.apply_(adapted_model(model))
+    return model
+
+
+def route_(model: Model, config: HowToRoute = None, **parts: HowToRoute) -> Model:
+    """Route a model in place: its planned blocks run on the tokens their routers keep; see also `apply_`.
 
     Classes of single blocks change, nothing is wrapped: every key of the dense state dict keeps its name, and a dense
     checkpoint loads before or after (`strict=False` where routers have parameters).
@@ -61,46 +109,17 @@ def route_(model: Model, config: RoutingConfig | Plan | None = None, **parts: Ro
         >>> list(routed_blocks(model))
         ['blocks.1', 'blocks.3', 'blocks.5']
     """
-    _route(adapted_model(model), config, parts)
+    inner = adapted_model(model)
+    available = find_parts(inner)
+    wanted = _by_part(list(available), config, parts)
+    Route({name: _completed(value, available[name]) for name, value in wanted.items()}).apply_(inner)
     return model
 
 
-def _route(model: nn.Module, config: HowToRoute, parts: Mapping[str, HowToRoute]) -> None:
-    available = find_parts(model)
-    given = _by_part(list(available), config, parts)
-    stacks = {name: available[name]() for name in given}
-    configs = {name: _completed(own, len(stacks[name].blocks)) for name, own in given.items()}
-    for stack in stacks.values():
-        if any(is_converted(block) for block in stack.blocks):
-            raise ValueError(
-                f"this {type(model).__name__} is already routed; call unroute_ first or set_capacity, or "
-                "mmod.methods.undo_ where a method of mmod.methods changed it"
-            )
-    conversions = {name: prepare(stack, configs[name]) for name, stack in stacks.items()}
-    hooks = [pair for name, stack in stacks.items() for pair in stack.hooks(configs[name])]
-    for name, stack in stacks.items():
-        for block, router, state in conversions[name]:
-            if isinstance(state, RoutedState):
-                assert router is not None
-                make_routed(block, router, state, stack.mixins[0])
-            else:
-                make_important(block, state, stack.mixins[1])
-        *path, block_list, _ = stack.names[0].split(".")
-        owner = model.get_submodule(".".join(path))
-        if configs[name].language.shared:
-            share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
-        if any(state.shares for _, _, state in conversions[name]):
-            hooks.append((owner, SpanHook(stack.tracker, block_list, stack.blocks, stack.hands_on)))
-        for module, mixin, shared in stack.companions:
-            convert(module, mixin, shared)
-    for module, hook in hooks:
-        attach(module, hook)
-    model.routing_configs = {**vars(model).get("routing_configs", {}), **configs}  # type: ignore[assignment]
-
-
-def _completed(config: RoutingConfig | Plan, depth: int) -> RoutingConfig:
+def _completed(config: RoutingConfig | Plan, part: Part) -> RoutingConfig:
     if isinstance(config, RoutingConfig):
         return config
+    depth = len(part().blocks)
     if config.depth != depth:
         raise ValueError(f"the plan is for {config.depth} blocks, and there are {depth}")
     return RoutingConfig.from_plan(config)
@@ -125,7 +144,7 @@ def _by_part(
 
 
 def unroute_(model: Model) -> Model:
-    """Make a routed model dense again: its own classes and keys; routers are dropped.
+    """Take routing back, and leave other methods in place: routers are dropped, blocks get their host's classes.
 
     Args:
         model: A routed model.
@@ -143,14 +162,9 @@ def unroute_(model: Model) -> Model:
         'Block'
     """
     routed_blocks(model)
-    detach_hooks(model)
-    for module in list(model.modules()):
-        if is_converted(module) and not isinstance(module, StandingModule):
-            make_dense(module)
-    for module in model.modules():
-        if "routing_configs" in vars(module):
-            del module.routing_configs
-        unshare_score(module)
+    for owner in method_owners(model):
+        if isinstance(methods_of(owner)[-1], Route):
+            undo_last_(owner)
     return model
 
 
@@ -184,22 +198,6 @@ def freeze_dense(model: Model) -> Model:
     return model
 
 
-def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
-    """Return the routed blocks of a model by their module names, in order.
-
-    Args:
-        model: A routed model, possibly wrapped or compiled.
-
-    Raises:
-        ValueError: Nothing in it is routed.
-    """
-    check_module(model)
-    found = {name: module for name, module in model.named_modules() if isinstance(module, RoutedBlock)}
-    if not found:
-        raise ValueError(f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first")
-    return found
-
-
 def set_capacity(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> None:
     """Give a routed model another budget; its weights stay.
 
@@ -219,138 +217,8 @@ def set_capacity(model: nn.Module, capacity: float | Sequence[float] | Mapping[s
         >>> model = route_(timm.create_model("test_vit"))
         >>> set_capacity(model, 0.25)
     """
-    exact = _exact_capacities(model, capacity)
+    exact = exact_capacities(model, capacity)
     blocks = routed_blocks(model)
     for name, value in exact.items():
         check_budget(name, blocks[name].router, value)
-    _assign(model, exact)
-
-
-def restore_capacities(model: nn.Module, capacity: Sequence[float] | Mapping[str, float]) -> None:
-    """Give the routed blocks of a model the capacities they were saved with.
-
-    Args:
-        model: A routed model.
-        capacity: Share of tokens kept: one for each routed block in order, or by module name.
-
-    Raises:
-        ValueError: A capacity outside [0, 1], a wrong number of them, or a block that is not routed.
-    """
-    _assign(model, _exact_capacities(model, capacity))
-
-
-def _exact_capacities(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> dict[str, Fraction]:
-    blocks = routed_blocks(model)
-    if isinstance(capacity, Mapping):
-        unknown = sorted(set(capacity) - set(blocks))
-        if unknown:
-            raise ValueError(f"{', '.join(unknown)} is not a routed block; routed are {', '.join(blocks)}")
-        wanted = dict(capacity)
-    elif isinstance(capacity, Sequence) and not isinstance(capacity, str):
-        if len(capacity) != len(blocks):
-            raise ValueError(f"{len(blocks)} blocks are routed, got {len(capacity)} capacities")
-        wanted = dict(zip(blocks, capacity))
-    else:
-        wanted = dict.fromkeys(blocks, capacity)
-    return {name: rational(value) for name, value in wanted.items()}
-
-
-def _assign(model: nn.Module, exact: Mapping[str, Fraction]) -> None:
-    blocks = routed_blocks(model)
-    for name, value in exact.items():
-        # A router may be wrapped, as by peft, around copies that are trained.
-        for router in blocks[name].router.modules():
-            if isinstance(router, Router):
-                router.capacity = value
-
-
-def capacities(model: nn.Module) -> dict[str, float]:
-    """Return the capacity of every routed block by module name.
-
-    Args:
-        model: A routed model.
-
-    Raises:
-        ValueError: Nothing in it is routed.
-    """
-    return {name: float(block.router.capacity) for name, block in routed_blocks(model).items()}
-
-
-@contextmanager
-def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfig]) -> Iterator[None]:
-    """Let the routers of a model decide by another config as long as the context lasts; weights are the same.
-
-    Args:
-        model: A routed model. Passes in the context take no cache.
-        change: From a router's config to another one that the same router can follow.
-
-    Raises:
-        ValueError: Nothing in it is routed.
-
-    Example:
-        >>> import timm
-        >>> model = route_(timm.create_model("test_vit"), RoutingConfig(router="linear"))
-        >>> with deciding_by(model, lambda config: config.replace(select={"threshold": 0.0})):
-        ...     next(iter(routed_blocks(model).values())).router.config.select
-        Threshold(threshold=0.0, min_tokens=0, max_tokens=None)
-    """
-    blocks = routed_blocks(model).values()
-    # A router may be wrapped, as by peft, around copies that are trained.
-    routers = [router for block in blocks for router in block.router.modules() if isinstance(router, Router)]
-    own = [router.config for router in routers]
-    # Blocks that agree share one object.
-    others = {id(config): change(config) for config in own}
-    try:
-        for router, config in zip(routers, own):
-            router.config = others[id(config)]
-        yield
-    finally:
-        for router, config in zip(routers, own):
-            router.config = config
-
-
-def is_routed(model: nn.Module) -> bool:
-    """Return whether any block of a model is routed.
-
-    Args:
-        model: Any model.
-    """
-    check_module(model)
-    return any(isinstance(module, RoutedBlock) for module in model.modules())
-
-
-def routing_config(model: nn.Module, part: str | None = None) -> RoutingConfig:
-    """Return the config a model was routed with.
-
-    Args:
-        model: A routed model, possibly wrapped.
-        part: The part meant, where parts were routed differently.
-
-    Raises:
-        ValueError: Nothing in it is routed, no such part is, or parts differ and none is named.
-    """
-    configs = routing_configs(model)
-    if part is not None and part not in configs:
-        raise ValueError(f"part {part!r} of this {type(model).__name__} is not routed; routed are {', '.join(configs)}")
-    first, *others = configs.values() if part is None else [configs[part]]
-    if any(other != first for other in others):
-        raise ValueError(f"{' and '.join(configs)} were routed differently: name the part")
-    return first
-
-
-def routing_configs(model: nn.Module) -> dict[str, RoutingConfig]:
-    """Return the configs a model was routed with, by the name of the routed part.
-
-    Args:
-        model: A routed model, possibly wrapped.
-
-    Raises:
-        ValueError: Nothing in it is routed, or several models in it were, each by a call of its own.
-    """
-    routed_blocks(model)
-    found = [module.routing_configs for module in model.modules() if "routing_configs" in vars(module)]
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} models in this {type(model).__name__} were routed; ask each for its config")
-    configs = found[0]
-    assert isinstance(configs, dict)
-    return dict(configs)
+    assign_capacities(model, capacity)

@@ -13,18 +13,16 @@ from torch import Tensor, nn
 
 from mmod.adapters import ADAPTERS, find_library, load_adapter
 from mmod.adapters.described import Saving
-from mmod.config import RoutingConfig
 from mmod.io.files import parse_json, replacing, write_atomically
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.methods.base import method_of
-from mmod.model import capacities, is_routed, restore_capacities, route_, routing_configs
+from mmod.methods.base import methods_of
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 WEIGHTS = "model.safetensors"
 CONFIG = "mmod.json"
 HUB = "hf-hub:"
 _PASSING = ("training", "grad_checkpointing")
-_KEYS = ("format_version", "versions", "library", "model", "routing", "capacities")
+_KEYS = ("format_version", "versions", "library", "model", "methods")
 
 
 def save_pretrained(
@@ -39,8 +37,8 @@ def save_pretrained(
     is written under another name and renamed when it is whole.
 
     Args:
-        model: A model that `timm.create_model` or open_clip made and that `mmod.route_`, or a function of
-            `mmod.methods`, changed; neither wrapped nor compiled.
+        model: A model that `timm.create_model` or open_clip made and that `mmod.route_` or `mmod.apply_` changed;
+            neither wrapped nor compiled.
         folder: Where to save; made when it is not there.
         overwrite: Replace the two files if they are there.
         architecture: For open_clip, whose models do not know it: the name they were created by, or their config.
@@ -52,11 +50,11 @@ def save_pretrained(
             exchanged since.
 
     Example:
-        >>> import tempfile, timm
-        >>> model = route_(timm.create_model("test_vit"), RoutingConfig(capacity=0.25))
+        >>> import tempfile, timm, mmod
+        >>> model = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig(capacity=0.25))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_pretrained(model, folder)
-        ...     capacities(load_pretrained(folder))["blocks.1"]
+        ...     mmod.capacities(load_pretrained(folder))["blocks.1"]
         0.25
     """
     folder = Path(folder)
@@ -95,7 +93,7 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
     """
     folder = _local(folder)
     if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
-        model: nn.Module = load_adapter("transformers").load(folder, route_again, **options)
+        model: nn.Module = load_adapter("transformers").load(folder, apply_again, **options)
         return model.eval() if device is None else model.to(device).eval()
     if options:
         raise TypeError(f"{', '.join(options)} are for transformers models, which have a config.json")
@@ -133,35 +131,40 @@ def _local(folder: str | Path) -> Path:
     return Path(snapshot_download(repo, revision=revision or None, allow_patterns=["*.json", "*.safetensors"]))
 
 
-def route_again(
-    model: nn.Module,
-    configs: dict[str, RoutingConfig],
-    kept: Sequence[float] | Mapping[str, float],
-    method: Mapping[str, Any] | None = None,
-) -> None:
-    """Route a model as another one was, or change it by the same method.
+def apply_again(model: nn.Module, methods: Sequence[Mapping[str, Any]]) -> None:
+    """Change a model as another one was.
 
     Args:
-        model: The model, not routed.
-        configs: The configs of its routed parts, if any.
-        kept: The capacities of its routed blocks, in order or by name.
-        method: The method in plain values; None for none.
+        model: The dense model.
+        methods: The methods of the other one in plain values, in order; see `described_methods`.
     """
-    if method is not None:
-        # Methods import timm, whose models they change.
-        from mmod.methods.read import read_method
+    if not isinstance(methods, Sequence) or not all(isinstance(values, Mapping) for values in methods):
+        raise ValueError(f"methods must be a list of mappings, got {methods!r}")
+    # Reading methods imports timm, whose models some of them change.
+    from mmod.methods.read import read_method
 
-        read_method(method).apply_(model)
-    if configs:
-        route_(model, **configs)
-        restore_capacities(model, kept)
+    for values in methods:
+        read_method(values).apply_(model)
+
+
+def described_methods(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the methods of a model in plain values, in order.
+
+    Args:
+        model: A changed model, possibly wrapped.
+
+    Raises:
+        ValueError: No method changed it.
+    """
+    methods = methods_of(model)
+    if not methods:
+        raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
+    return [method.settled(model).to_dict() for method in methods]
 
 
 def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """Return as JSON values what it takes to build the model again."""
-    method = method_of(model)
-    configs = {} if method is not None and not is_routed(model) else routing_configs(model)
-    routing = {part: config.to_dict() for part, config in configs.items()}
+    methods = described_methods(model)
     library = find_library(model)
     if library is None:
         raise ValueError(
@@ -174,11 +177,8 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
         "versions": {name: _version(name) for name in ("mmod", saving.package, "torch")},
         "library": library,
         "model": saving.describe(model, architecture),
-        "routing": routing,
-        "capacities": capacities(model) if routing else {},
+        "methods": methods,
     }
-    if method is not None:
-        described["method"] = method.to_dict()
     try:
         plain: dict[str, Any] = json.loads(json.dumps(described))
     except TypeError as error:
@@ -204,8 +204,7 @@ def _build(config: dict[str, Any]) -> nn.Module:
         model = saving.build(config["model"])
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{error}; saved with {config['versions']}") from error
-    configs = {part: RoutingConfig.from_dict(values) for part, values in config["routing"].items()}
-    route_again(model, configs, config["capacities"], config.get("method"))
+    apply_again(model, config["methods"])
     return model
 
 
@@ -264,13 +263,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     found = config.get("format_version") if isinstance(config, dict) else None
     if found != FORMAT_VERSION:
         raise ValueError(
-            f"{str(path)!r} has format version {found!r}; this mmod ({_version('mmod')}) reads {FORMAT_VERSION}"
+            f"{str(path)!r} has format version {found!r}; this mmod ({_version('mmod')}) reads version {FORMAT_VERSION}"
         )
-    if (
-        set(config) - {"method"} != set(_KEYS)
-        or config["library"] not in ADAPTERS
-        or not isinstance(config["routing"], dict)
-    ):
+    if set(config) != set(_KEYS) or config["library"] not in ADAPTERS:
         raise ValueError(
             f"{str(path)!r} must hold {', '.join(_KEYS)} with library {' or '.join(ADAPTERS)}, got {sorted(config)}"
         )

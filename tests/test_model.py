@@ -88,7 +88,7 @@ class TestConfig:
 class TestRoute:
     def test_routing_twice(self) -> None:
         model = mmod.route_(make_model(NAME))
-        with pytest.raises(ValueError, match="already routed; call unroute_ first or set_capacity"):
+        with pytest.raises(ValueError, match=r"already routed; call mmod\.undo_ first, or mmod\.set_capacity"):
             mmod.route_(model)
 
     def test_unrouting_a_dense_model(self) -> None:

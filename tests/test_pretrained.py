@@ -99,7 +99,7 @@ def test_entry_of_the_registry_loads_without_it(tmp_path: Path) -> None:
 def test_routing_stands_in_the_header_of_the_weights(tmp_path: Path) -> None:
     save_pretrained(routed(), tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        assert RoutingConfig.from_dict(json.loads(file.metadata()["mmod"])["routing"]["image"]) == LEARNED
+        assert RoutingConfig.from_dict(json.loads(file.metadata()["mmod"])["methods"][0]["parts"]["image"]) == LEARNED
 
 
 def test_tied_tensors_are_stored(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def quantized(first: bool) -> nn.Module:
     [
         (lambda: quantized(first=True), r"blocks\.0\.attn\.qkv\.weight \(Int8Weight\), .* more\. Save .* before"),
         (lambda: quantized(first=False), r"blocks\.0\.attn\.qkv\.weight \(Int8Weight\), .* more\. Save .* before"),
-        (lambda: timm.create_model("test_vit"), "nothing .* is routed"),
+        (lambda: timm.create_model("test_vit"), "no method changed this VisionTransformer"),
         (lambda: routed(RoutingConfig(router=lambda x: x.mean(-1))), "function cannot be saved"),
         (lambda: mmod.route_(timm.models.VisionTransformer(depth=2, embed_dim=24, num_heads=2)), "create_model"),
         (lambda: torch.compile(routed()), "compiles"),
@@ -202,8 +202,8 @@ ROUTER = "blocks.2.router.score.weight"
     [
         (lambda config, weights: config.update(format_version=99), "format version 99"),
         (lambda config, weights: config.pop("format_version"), "format version None"),
-        (lambda config, weights: config.pop("routing"), "must hold"),
-        (lambda config, weights: config["routing"]["image"].update(routr="linear"), "routr"),
+        (lambda config, weights: config.pop("methods"), "must hold"),
+        (lambda config, weights: config["methods"][0]["parts"]["image"].update(routr="linear"), "routr"),
         (lambda config, weights: config["model"].update(architecture="vit_of_tomorrow"), "vit_of_tomorrow"),
         (lambda config, weights: weights.pop(ROUTER), f"missing .*{ROUTER}"),
         (lambda config, weights: weights.update(other=torch.zeros(1)), "not known .*other"),
@@ -221,7 +221,7 @@ def test_what_cannot_be_loaded(change: Callable[..., None], message: str, tmp_pa
 def test_edited_config_is_refused(tmp_path: Path) -> None:
     save_pretrained(routed(), tmp_path)
     config = json.loads((tmp_path / "mmod.json").read_text())
-    config["capacities"]["blocks.2"] = 1.0
+    config["methods"][0]["capacities"][0] = 1.0
     (tmp_path / "mmod.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="set_capacity"):
         load_pretrained(tmp_path)

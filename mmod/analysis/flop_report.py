@@ -93,8 +93,8 @@ class FlopReport(FlopCounts):
         blocks: One row for each block, in order.
         rest: Everything outside the blocks: embedding, head, pooling.
         inputs: Shape of each input by name, such as channels, height and width of an image.
-        parameters: Parameters, routers included.
-        router_parameters: Parameters of routers alone.
+        parameters: Parameters, those that methods add included.
+        added_parameters: Parameters beyond those of the dense model; below 0 where blocks are shared.
         dense_activation_bytes: Most activation memory held at once in inference, without routing.
         activation_bytes: The same as routed.
         dense_training_bytes: Activations held for the backward pass when the forward pass ends, without routing.
@@ -103,7 +103,7 @@ class FlopReport(FlopCounts):
 
     inputs: Mapping[str, tuple[int, ...]]
     parameters: int
-    router_parameters: int
+    added_parameters: int
     dense_activation_bytes: int
     activation_bytes: int
     dense_training_bytes: int
@@ -120,7 +120,7 @@ class FlopReport(FlopCounts):
         return "\n".join([
             self.table(),
             f"{self.speedup:.3f} times fewer FLOPs than dense (2 per multiply-add) for {inputs}",
-            f"{self.parameters:,} parameters, {self.router_parameters:,} of them in routers",
+            f"{self.parameters:,} parameters, {self.added_parameters:+,} against the dense model",
             f"activations held at once in inference: {_mebi(self.activation_bytes)} "
             f"(dense {_mebi(self.dense_activation_bytes)})",
             f"activations held for a backward pass: {_mebi(self.training_bytes)} "

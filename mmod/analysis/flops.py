@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,11 +17,11 @@ from mmod.adapters import BlockStack, find_parts, find_stacks
 from mmod.analysis.flop_report import REST, BlockFlops, FlopReport
 from mmod.analysis.memory import ActivationMemory
 from mmod.analysis.trace import Trace, trace
-from mmod.blocks import RoutedBlock
-from mmod.config import Threshold
-from mmod.model import is_routed, unroute_
+from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
+from mmod.methods.base import methods_of, undo_
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 from mmod.routing import Routing
+from mmod.values import check_module
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -73,27 +72,29 @@ def flops(
         >>> round(flops(model, 160).speedup, 2)
         1.42
     """
-    inputs = _inputs(model, input_size)
-    for stack in _stacks(model).values():
-        if stack.language and any(isinstance(block, RoutedBlock) for block in stack.blocks):
+    check_module(model)
+    routed = _meta_copy(model)
+    images = _fix_shares(routed, kept)
+    dense = undo_(_meta_copy(routed)) if methods_of(routed) else routed
+    stacks = _stacks(dense)
+    for stack in stacks.values():
+        if stack.language and any(isinstance(block, RoutedBlock) for block in _blocks(routed, stack).values()):
             raise ValueError(
                 "which tokens a routed language model may skip follows from the ids, which are not read here: use "
                 "mmod.analysis.prefill_flops(model, text_tokens, image_tokens)"
             )
-    routed = _meta_copy(model)
-    whole = _fix_thresholds(routed, kept)
-    dense = unroute_(_meta_copy(routed)) if is_routed(routed) else routed
+    inputs = _inputs(dense, stacks, input_size)
     try:
-        dense_count = _follow(dense, inputs)
+        dense_count = _follow(dense, stacks, inputs)
     except AssertionError as error:
         shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in inputs.items())
         raise ValueError(f"this {type(model).__name__} cannot take {shapes}: {error}") from error
-    routed_count = dense_count if dense is routed else _follow(routed, inputs)
+    routed_count = dense_count if dense is routed else _follow(routed, stacks, inputs)
     rows = [
-        _row(name, block, dense_count, routed_count, whole.get(name))
-        for stack in _stacks(routed).values()
-        for name, block in zip(stack.names, stack.blocks)
-        if name in dense_count.tokens
+        _row(name, block, dense_names, dense_count, routed_count, images.get(name))
+        for stack in stacks.values()
+        for name, block, dense_names in _paired(routed, stack)
+        if name in routed_count.tokens
     ]
     dense_parameters = sum(parameter.numel() for parameter in dense.parameters())
     parameters = sum(parameter.numel() for parameter in routed.parameters())
@@ -102,7 +103,7 @@ def flops(
         blocks=tuple(rows),
         rest=BlockFlops(REST, 0, 0, dense_count.flops[REST], routed_count.flops[REST]),
         parameters=parameters,
-        router_parameters=parameters - dense_parameters,
+        added_parameters=parameters - dense_parameters,
         dense_activation_bytes=dense_count.activation_bytes,
         activation_bytes=routed_count.activation_bytes,
         dense_training_bytes=dense_count.training_bytes,
@@ -110,25 +111,40 @@ def flops(
     )
 
 
-def _row(name: str, block: nn.Module, dense: _Count, routed: _Count, images: float | None) -> BlockFlops:
+def _blocks(model: nn.Module, stack: BlockStack) -> dict[str, nn.Module]:
+    """Return the blocks of a model by name, given those that it has when it is dense."""
+    container = stack.names[0].rpartition(".")[0]
+    return {f"{container}.{name}": block for name, block in model.get_submodule(container).named_children()}
+
+
+def _paired(model: nn.Module, stack: BlockStack) -> Iterator[tuple[str, nn.Module, Sequence[str]]]:
+    """Yield each block of a changed model with the names of the dense blocks in whose place it stands."""
+    first = 0
+    for name, block in _blocks(model, stack).items():
+        count = block.dense_blocks if isinstance(block, Deciding) else 1
+        yield name, block, stack.names[first : first + count]
+        first += count
+
+
+def _row(
+    name: str, block: nn.Module, dense_names: Sequence[str], dense: _Count, routed: _Count, images: float | None
+) -> BlockFlops:
     total, router = routed.flops[name], routed.flops[f"{name}.router"]
-    importance = _importance(name, block, dense, routed)
-    tokens = dense.tokens[name]
-    kept = routed.kept.get(name, tokens)
+    baseline, tokens = sum(dense.flops[each] for each in dense_names), dense.tokens[dense_names[0]]
+    importance = _importance(name, block, baseline, dense, routed)
+    kept = routed.kept.get(name, routed.tokens[name])
     if images is not None:
-        assert isinstance(block, RoutedBlock)
+        assert isinstance(block, Deciding)
         # All images ran, and what the others miss was counted.
-        branch = block.mod_state.call.operators.get(str(block.router.config.operator))
-        missed = total - router if branch is None else routed.flops[f"{name}.{branch}"]
-        total, kept = total - round((1 - images) * missed), int(images * kept)
-    return BlockFlops(name, tokens, kept, dense.flops[name], total, router, importance)
+        total, kept = total - round((1 - images) * block.missed(routed.flops, name)), int(images * kept)
+    return BlockFlops(name, tokens, kept, baseline, total, router, importance)
 
 
-def _importance(name: str, block: nn.Module, dense: _Count, routed: _Count) -> int:
+def _importance(name: str, block: nn.Module, baseline: int, dense: _Count, routed: _Count) -> int:
     """Return what a block spends on importance: a dense one beside its products, a routed one in its own attention."""
-    if not isinstance(block, RoutedBlock):
-        return routed.flops[name] - dense.flops[name]
-    if not block.mod_state.observes:
+    if isinstance(block, ImportanceBlock):
+        return routed.flops[name] - baseline
+    if not isinstance(block, RoutedBlock) or not block.mod_state.observes:
         return 0
     # It observes before it decides, so that attention runs on all tokens, as in the dense model.
     attention = f"{name}.{block.mod_state.call.operators['attention']}"
@@ -162,49 +178,35 @@ def _meta_copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, parameters).eval()
 
 
-def _fix_thresholds(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> dict[str, float]:
-    """Turn threshold routing into top-k of the share of tokens it is said to keep.
+def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> dict[str, float]:
+    """Make what data decides cost what it would at the shares that are said to be kept.
 
-    Blocks that keep whole images run all of them instead, and those that keep nothing run one token. The shares that
-    such blocks keep are returned.
+    Blocks that keep whole images run all of them instead, and those that keep nothing run one token.
+
+    Returns:
+        The shares that such blocks keep, by name.
     """
-    whole: dict[str, float] = {}
-    by_threshold = {
-        name: block
-        for name, block in model.named_modules()
-        if isinstance(block, RoutedBlock) and block.router.config.select != "topk"
-    }
-    if not by_threshold:
+    by_data = {name: module for name, module in deciding_modules(model).items() if module.cost_follows_data}
+    if not by_data:
         if kept is not None:
-            raise ValueError("kept belongs to threshold routing; what this model keeps follows from its capacities")
-        return whole
+            raise ValueError("kept is for models whose cost follows from the data; this one's follows from its config")
+        return {}
     if kept is None:
         raise ValueError(
-            f"{', '.join(by_threshold)} route by threshold, so their cost follows from the data: give kept, the share "
-            "of tokens they keep, or a trace over representative images"
+            f"what {', '.join(by_data)} cost follows from the data: give kept, the share of tokens or images that they "
+            "keep, or a trace over representative images"
         )
-    shares = _shares(kept, by_threshold)
-    missing = sorted(set(by_threshold) - set(shares))
+    shares = _shares(kept, by_data)
+    missing = sorted(set(by_data) - set(shares))
     if missing:
         raise ValueError(f"kept names no share for {', '.join(missing)}; it names {', '.join(shares)}")
-    for name, block in by_threshold.items():
-        share, router, select = float(shares[name]), block.router, block.router.config.select
+    images = {}
+    for name, module in by_data.items():
+        share = float(shares[name])
         if not 0 <= share <= 1:
             raise ValueError(f"the kept share of {name} must be in [0, 1], got {share}")
-        if isinstance(select, Threshold) and select.max_tokens is not None:
-            # So many slots run, whatever fills them.
-            continue
-        if router.config.router.whole or not share:
-            whole[name] = share
-        if router.config.router.whole:
-            # Training runs all tokens at such a gate.
-            router.config = router.config.replace(gate="step")
-            router.train()
-            continue
-        router.config = router.config.replace(select="topk")
-        # A share is a count over N in most traces; the nearest simple fraction gives that count back exactly.
-        router.capacity = Fraction(share).limit_denominator(10_000)
-    return whole
+        images[name] = module.assume_kept(share)
+    return {name: share for name, share in images.items() if share < 1}
 
 
 def _shares(kept: float | Mapping[str, float] | Trace, names: Iterable[str]) -> Mapping[str, float]:
@@ -230,12 +232,12 @@ def _stacks(model: nn.Module) -> dict[str, BlockStack]:
     try:
         return find_stacks(model)
     except ValueError:
-        if is_routed(model):
-            raise
         return {}
 
 
-def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _inputs(
+    model: nn.Module, stacks: Mapping[str, BlockStack], given: int | tuple[int, int, int] | Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return a model's arguments by name, without data."""
     if isinstance(given, Mapping) and all(isinstance(value, Tensor) for value in given.values()):
         return {name: value.to("meta") for name, value in given.items()}
@@ -247,17 +249,17 @@ def _inputs(model: nn.Module, given: int | tuple[int, int, int] | Mapping[str, T
             f"input_size must be (channels, height, width), one number or arguments by name, got {given!r}"
         )
     inputs = {"image": torch.empty(1, *size, device="meta", dtype=next(model.parameters()).dtype)}
-    for name, stack in _stacks(model).items():
+    for name, stack in stacks.items():
         if stack.sequence is not None:
             inputs[name] = torch.zeros(1, stack.sequence, dtype=torch.int64, device="meta")
     return inputs
 
 
-def _follow(model: nn.Module, inputs: dict[str, Tensor]) -> _Count:
+def _follow(model: nn.Module, stacks: Mapping[str, BlockStack], inputs: dict[str, Tensor]) -> _Count:
     """Run a model on the meta device and count what it computes and holds."""
     tokens: dict[str, int] = {}
-    for stack in _stacks(model).values():
-        for name, block in zip(stack.names, stack.blocks):
+    for stack in stacks.values():
+        for name, block in _blocks(model, stack).items():
             # The hook stays: the model is a copy.
             block.register_forward_pre_hook(lambda _, args, name=name: tokens.update({name: args[0].shape[1]}))
     # Models of images alone name their argument as they like.
@@ -267,7 +269,7 @@ def _follow(model: nn.Module, inputs: dict[str, Tensor]) -> _Count:
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)
     counter = _flop_counter()
-    tracing: AbstractContextManager[Mapping[str, Routing]] = trace(model) if is_routed(model) else nullcontext({})
+    tracing: AbstractContextManager[Mapping[str, Routing]] = trace(model) if methods_of(model) else nullcontext({})
     with tracing as decisions:
         with torch.no_grad(), counter, _WithoutMaps(), ActivationMemory(known) as inference:
             model(*args, **kwargs)
@@ -278,7 +280,7 @@ def _follow(model: nn.Module, inputs: dict[str, Tensor]) -> _Count:
         held = training.live
         del output
     # Not from the routers, which blocks that share a decision do not call.
-    kept = {name: routing.index_BK.shape[1] for name, routing in decisions.items()}
+    kept = {name: routing.index_BK.shape[1] for name, routing in decisions.items() if name in tokens}
     root = type(model).__name__
     found = counter.get_flop_counts().items()
     # Blocks that compute nothing are not in it.

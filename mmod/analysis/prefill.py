@@ -9,14 +9,9 @@ from torch import nn
 
 from mmod.adapters import find_stacks
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
-from mmod.blocks import ImportanceBlock, RoutedBlock, model_hooks
-from mmod.methods.experts import ExpertMlp
-from mmod.methods.recursion_choices import cycle_of
+from mmod.blocks import ImportanceBlock, RoutedBlock, StandingModule, model_hooks
 from mmod.routing.decoder import Predictor
 from mmod.values import check_module
-
-# What a mixture of experts has beside its first expert, which is the MLP of the dense layer.
-_ADDED = ("mlp.router", "mlp.others", "mlp.predictors")
 
 
 class _Cost(NamedTuple):
@@ -96,8 +91,6 @@ def _count(
     protected_tokens: int = 0,
 ) -> PrefillFlops:
     check_module(model)
-    if cycle_of(model) is not None:
-        raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
     stack = find_stacks(model).get("language")
     if stack is None:
         raise ValueError(f"this {type(model).__name__} has no language part")
@@ -136,6 +129,9 @@ def _kept(name: str, block: RoutedBlock, free: Sequence[int], share: float | Non
 
 
 def _row(cost: _Cost, name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> BlockFlops:
+    standing = {place: module for place, module in block.named_modules() if isinstance(module, StandingModule)}
+    if "" in standing:
+        raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
     attention: Any = block.get_submodule("self_attn")
     width = int(attention.config.num_attention_heads) * int(attention.head_dim)
     router = importance = 0
@@ -147,11 +143,11 @@ def _row(cost: _Cost, name: str, block: nn.Module, tokens: int, kept: int, dim: 
             router += cost.weights * tokens * dim
     elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
         importance = 2 * (1 if block.mod_state.average == "last_token" else tokens) * tokens * width
-    mixture = next((module for module in block.modules() if isinstance(module, ExpertMlp)), None)
+    added = tuple(f"{place}.{name}" for place, module in standing.items() for name in module.added_modules)
     sizes = {
         place: module.in_features * module.out_features
         for place, module in block.named_modules()
-        if isinstance(module, nn.Linear) and not place.startswith(("router", *_ADDED))
+        if isinstance(module, nn.Linear) and not place.startswith(("router", *added))
     }
     in_attention = sum(size for place, size in sizes.items() if place.startswith("self_attn"))
     keys_and_values = 2 * dim * _key_width(attention)
@@ -165,11 +161,9 @@ def _row(cost: _Cost, name: str, block: nn.Module, tokens: int, kept: int, dim: 
     queries = tokens if operator == "mlp" else kept
     keys = tokens if context == "all" else queries
     rows = tokens if operator == "attention" else kept
-    if mixture is not None:
-        choosing = [mixture.router, *mixture.predictors] if hasattr(mixture, "predictors") else [mixture.router]
-        router += rows * sum(_deciding(cost, module) for module in choosing)
-        config = mixture.mod_state.config
-        rows = config.experts * config.slots_of(rows)
+    for module in standing.values():
+        router += rows * sum(_deciding(cost, each) for each in module.choosing_modules())
+        rows = module.rows_of(rows)
     routed = layer(queries, keys, rows)
     dense = layer(tokens, tokens, tokens)
     return BlockFlops(name, tokens, kept, dense, routed + router + importance, router, importance, keys)

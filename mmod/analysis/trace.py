@@ -8,19 +8,26 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from mmod.model import routed_blocks
+from mmod.blocks import deciding_modules
+from mmod.methods.base import methods_of
 from mmod.routing import Routing
+from mmod.values import check_module
 
 
 class Trace(Mapping[str, Routing]):
-    """The last decision of every routed block, by module name, without gradients.
+    """The last decision of every place in a model that decides, by name, without gradients.
+
+    A routed block is one place. The other methods decide in several: `blocks.1.mlp.expert2` is an expert,
+    `layers.2.recursion1` a recursion. Where whole images leave a model, a decision has one token for each image; in a
+    ResNet its tokens are channels.
 
     Args:
-        model: The routed model that is traced.
+        model: The model that is traced.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._blocks = routed_blocks(model)
+        check_module(model)
+        self._modules = deciding_modules(model)
         self._closed: dict[str, Routing] | None = None
 
     def __getitem__(self, name: str) -> Routing:
@@ -35,22 +42,46 @@ class Trace(Mapping[str, Routing]):
     def __len__(self) -> int:
         return len(self._routings())
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all places, in order, whether they have decided yet or not."""
+        return [_name(name, place) for name, module in self._modules.items() for place in module.places()]
+
+    def start(self) -> None:
+        """Record decisions in evaluation too, and forget earlier ones."""
+        for module in self._modules.values():
+            module.record.traced = True
+            module.record.decisions.clear()
+
+    def take(self) -> dict[str, Routing]:
+        """Return the decisions since the last call, and forget them: each pass by itself, where several are made."""
+        decisions = self._routings()
+        for module in self._modules.values():
+            module.record.decisions.clear()
+        return decisions
+
     def close(self) -> None:
-        """Keep what was decided so far, whatever the model does next."""
+        """Stop recording, and keep what was decided so far whatever the model does next."""
         self._closed = self._routings()
+        for module in self._modules.values():
+            module.record.traced = False
 
     def _routings(self) -> dict[str, Routing]:
         if self._closed is not None:
             return self._closed
-        found = {name: block.mod_state.routing for name, block in self._blocks.items()}
-        return {name: routing.detach() for name, routing in found.items() if routing is not None}
+        return {
+            _name(name, place): module.record.decisions[place].detach()
+            for name, module in self._modules.items()
+            for place in module.places()
+            if place in module.record.decisions
+        }
 
     def kept_shares(self) -> dict[str, float]:
-        """Return the share of tokens each routed block kept, mean over the batch."""
+        """Return the share of tokens that each place kept, mean over the batch."""
         return {name: float(routing.keep_BN.float().mean()) for name, routing in self.items()}
 
     def maps(self, prefix: int, grid: tuple[int, int], image_BN: Tensor | None = None) -> Tensor:
-        """Return which patches each routed block kept.
+        """Return which patches each place kept.
 
         Args:
             prefix: Leading tokens that are not patches.
@@ -75,18 +106,22 @@ class Trace(Mapping[str, Routing]):
         return kept.unflatten(-1, grid)
 
 
+def _name(module: str, place: str) -> str:
+    return f"{module}.{place}" if place else module
+
+
 @contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
     """Record the decisions of the forward passes that this thread makes inside the block, in evaluation too.
 
     Args:
-        model: A routed model.
+        model: A model that `mmod.apply_` or `mmod.route_` changed.
 
     Yields:
-        A mapping from module names to decisions, filled by each forward pass.
+        A mapping from names to decisions, filled by each forward pass; empty for a method that decides nothing.
 
     Raises:
-        ValueError: Nothing in the model is routed.
+        ValueError: No method changed the model.
 
     Example:
         >>> import timm, mmod
@@ -96,13 +131,11 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         >>> decisions["blocks.1"].index_BK.shape
         torch.Size([1, 50])
     """
-    blocks = routed_blocks(model)
-    for block in blocks.values():
-        block.mod_state.start_recording()
     decisions = Trace(model)
+    if not decisions.names and not methods_of(model):
+        raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
+    decisions.start()
     try:
         yield decisions
     finally:
         decisions.close()
-        for block in blocks.values():
-            block.mod_state.stop_recording()

@@ -14,12 +14,14 @@ from mmod.blocks.conversion import (
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
 from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
+from mmod.blocks.record import Deciding, Record, deciding_modules
 from mmod.blocks.routed import ImportanceBlock, RoutedBlock
 from mmod.blocks.span import SpanHook
 from mmod.blocks.state import ImportanceState, RoutedState
 
 __all__ = [
     "BlockCall",
+    "Deciding",
     "ForwardPass",
     "Halves",
     "ImportanceBlock",
@@ -27,6 +29,7 @@ __all__ = [
     "ImportanceState",
     "ModelHook",
     "PassTracker",
+    "Record",
     "RoutedBlock",
     "RoutedDecoderBlock",
     "RoutedState",
@@ -35,6 +38,7 @@ __all__ = [
     "StandingModule",
     "attach",
     "convert",
+    "deciding_modules",
     "detach_hooks",
     "host_class",
     "host_of",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from mmod.blocks.branches import Branch
 from mmod.blocks.call import DecoderCall
@@ -15,7 +15,13 @@ from mmod.routing import Router
 
 
 class StandingModule(nn.Module):
-    """Base of mixins that are no part of routing: routing a model, and undoing that, leaves them in place."""
+    """Base of mixins that are no part of routing: routing a model, and undoing that, leaves them in place.
+
+    Attributes:
+        added_modules: Names of the submodules that the host's module lacks.
+    """
+
+    added_modules: ClassVar[tuple[str, ...]] = ()
 
     def chooses_together(self, training: bool) -> bool:
         """Return whether what it makes of a token depends on the other tokens of the image or text that it is given.
@@ -25,9 +31,17 @@ class StandingModule(nn.Module):
         """
         return True
 
-    def auxiliary_loss(self) -> Tensor | None:
-        """Return the module's own weighed loss of the last pass in training mode, once; None where there is none."""
-        return None
+    def rows_of(self, tokens: int) -> int:
+        """Return how many rows the host's module and its copies run on.
+
+        Args:
+            tokens: Tokens that the module is given.
+        """
+        return tokens
+
+    def choosing_modules(self) -> list[nn.Module]:
+        """Return the modules that choose among the tokens, and run on all of them."""
+        return []
 
 
 _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}

@@ -7,6 +7,7 @@ Axes: B images, N tokens, K slots per image, D channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,11 @@ from torch import Tensor, fx, nn
 from mmod.blocks.branches import BranchRows, branch_on_rows
 from mmod.blocks.forward_pass import ForwardPass, SharedScore
 from mmod.blocks.packed import run_packed
+from mmod.blocks.record import Deciding
 from mmod.blocks.rows import enter_rows, leave_rows
 from mmod.blocks.span import HeldRows
 from mmod.blocks.state import ImportanceState, RoutedState
+from mmod.config import Threshold
 from mmod.ops import Packing, capture_importance
 from mmod.routing import Router, Routing, TokenMarks
 
@@ -80,7 +83,7 @@ class ConvertedBlock(nn.Module):
         )
 
 
-class RoutedBlock(ConvertedBlock):
+class RoutedBlock(Deciding, ConvertedBlock):
     """Mixin that runs a host block on the tokens its router keeps; all others pass by unchanged.
 
     Attributes:
@@ -90,6 +93,32 @@ class RoutedBlock(ConvertedBlock):
 
     router: Router
     mod_state: RoutedState
+
+    @property
+    def cost_follows_data(self) -> bool:
+        """Whether it is routed by threshold."""
+        return self.router.config.select != "topk"
+
+    def assume_kept(self, share: float) -> float:
+        """Choose a share of the tokens by top-k; return the share where whole images, or no tokens, are kept."""
+        router, select = self.router, self.router.config.select
+        if isinstance(select, Threshold) and select.max_tokens is not None:
+            # So many slots run, whatever fills them.
+            return 1.0
+        if router.config.router.whole:
+            # Training runs all tokens at such a gate.
+            router.config = router.config.replace(gate="step")
+            router.train()
+            return share
+        router.config = router.config.replace(select="topk")
+        # A share is a count over N in most traces; the nearest simple fraction gives that count back exactly.
+        router.capacity = Fraction(share).limit_denominator(10_000)
+        return 1.0 if share else 0.0
+
+    def missed(self, flops: Mapping[str, int], name: str) -> int:
+        """Return the FLOPs of the block without its router, or of the branch that skipped images miss."""
+        branch = self.mod_state.call.operators.get(str(self.router.config.operator))
+        return flops[name] - flops[f"{name}.router"] if branch is None else flops[f"{name}.{branch}"]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Route tokens (B, N, D): gather the kept rows, run the host block on them, weigh the update, write it back."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mmod.blocks.call import BlockCall
-from mmod.blocks.forward_pass import ForwardPass, PassTracker, PerThread, SharedScore, recomputing
+from mmod.blocks.forward_pass import ForwardPass, PassTracker, PerThread, SharedScore
+from mmod.blocks.record import Record
 from mmod.blocks.rows import enter_rows
 from mmod.routing import Router, Routing, TokenGroups, TokenMarks
 
@@ -82,15 +83,6 @@ class ImportanceState(BlockState):
         return not self.training_only or any(router.training for router in self.routers)
 
 
-class _Record:
-    """What one thread has recorded of a block."""
-
-    def __init__(self) -> None:
-        self.recording = False
-        self.routing: Routing | None = None
-        self.fresh = False
-
-
 @dataclass(eq=False, kw_only=True)
 class RoutedState(BlockState):
     """The state of a routed block: beside that of `BlockState` the last decision, which outlives its forward pass.
@@ -102,30 +94,12 @@ class RoutedState(BlockState):
 
     hands_on: bool = False
     observes: bool = False
-    _records: PerThread[_Record] = field(default_factory=lambda: PerThread(_Record), init=False, repr=False)
+    records: PerThread[Record] = field(default_factory=lambda: PerThread(Record), init=False, repr=False)
 
     @property
     def routing(self) -> Routing | None:
         """The last decision that this thread recorded."""
-        return self._records.own.routing
-
-    @property
-    def fresh(self) -> bool:
-        """Whether that decision's losses wait to be collected."""
-        return self._records.own.fresh
-
-    def collect(self) -> None:
-        """Take note that the losses of the last decision were collected."""
-        self._records.own.fresh = False
-
-    def start_recording(self) -> None:
-        """Record decisions in evaluation, too, and forget those recorded."""
-        record = self._records.own
-        record.recording, record.routing = True, None
-
-    def stop_recording(self) -> None:
-        """Record decisions in training alone."""
-        self._records.own.recording = False
+        return self.records.own.decisions.get("")
 
     def shared(self, forward_pass: ForwardPass | None, training: bool) -> SharedScore | None:
         """Return the scores that the block's span shares in a forward pass, where they were computed."""
@@ -185,11 +159,8 @@ class RoutedState(BlockState):
         if router.partial is not None:
             # What blocks share is the choice; how much of its last slots runs is each block's own.
             routing = router.partial.weigh(routing, router.prefix)
-        self._record(routing, training)
+        record = self.records.own
+        # For losses in training, and for traces.
+        if training or record.traced:
+            record.keep("", routing)
         return routing
-
-    def _record(self, routing: Routing, training: bool) -> None:
-        """Keep the routing for losses and traces; a recomputation is no new decision."""
-        record = self._records.own
-        if (training or record.recording) and not recomputing():
-            record.routing, record.fresh = routing, True

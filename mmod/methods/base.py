@@ -1,65 +1,118 @@
-"""What all methods beside routing have in common: a description by plain values, conversion in place, its undoing.
+"""The contract of a method: a frozen value that makes a model cheaper, and gives the dense model back.
 
-See `mmod.methods.reduction` for those that leave fewer tokens.
+A method is a frozen dataclass of plain values, registered under its `kind`. The rest of the package knows it by this
+contract alone:
+
+- what it needs of a model: `find` and `check`, before anything changes;
+- how it changes and restores modules: `change` and `restore`;
+- which weights it adds: `added`, `adds_weights` and `replaces`;
+- which methods it can follow on the same model: `follows`;
+- which decisions a pass takes: its modules derive from `mmod.blocks.Deciding`, which traces and FLOP counts read;
+- how it decides in training and in generation: `two_ways`, `causal`, `deciding_together` and `decided_alone`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_stack
+from mmod.adapters import BlockStack, find_library, find_stack, load_adapter
 from mmod.blocks import is_converted, make_dense
-from mmod.model import is_routed
+from mmod.routing import Routing
 from mmod.values import check_module
 
 Model = TypeVar("Model", bound=nn.Module)
+AnyMethod = TypeVar("AnyMethod", bound="type[Method]")
+
+METHODS: dict[str, type[Method]] = {}
+"""The registered methods by kind; see `register_method`."""
+
+
+def register_method(kind: str) -> Callable[[AnyMethod], AnyMethod]:
+    """Return a class decorator that registers a method under a name.
+
+    Args:
+        kind: The name in configs and saved folders.
+
+    Raises:
+        ValueError: Another class has that name.
+    """
+
+    def register(method: AnyMethod) -> AnyMethod:
+        taken = METHODS.get(kind)
+        if taken is not None and (taken.__module__, taken.__qualname__) != (method.__module__, method.__qualname__):
+            raise ValueError(f"method {kind!r} is {taken.__module__}.{taken.__qualname__} already: choose another name")
+        method.kind = kind
+        METHODS[kind] = method
+        return method
+
+    return register
 
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Another way than routing to spend less on a model, described by plain values.
+    """A way to spend less on a model, described by plain values.
 
     Attributes:
-        kind: Its name in configs.
-        routable: The changed model can be routed as well, by `mmod.route_` afterwards.
-        adds_weights: The changed model has weights that the dense one has not, or other ones in their place.
+        kind: Its name in configs, set by `register_method`.
+        follows: Kinds of methods that a model may have been changed by before.
+        adds_weights: The changed model has weights that the dense one lacks, or others in their place.
+        added: Name fragments of the weights that it adds.
         decoders: It changes language models of transformers, too.
-        replaces: Part of the names of weights without which dense ones are of no use to the changed model; empty where
-            a dense checkpoint holds all that is not added.
+        replaces: Name fragment of weights that take the place of dense ones; empty where a dense checkpoint holds all
+            that is not added.
     """
 
     kind: ClassVar[str]
-    routable: ClassVar[bool] = False
+    follows: ClassVar[tuple[str, ...]] = ()
     adds_weights: ClassVar[bool] = True
+    added: ClassVar[tuple[str, ...]] = ()
     decoders: ClassVar[bool] = False
     replaces: ClassVar[str] = ""
 
     def apply_(self, model: Model) -> Model:
-        """Change a model in place; `mmod.methods.undo_` takes it back.
+        """Change a model in place, see `mmod.apply_`."""
+        present = methods_of(model)
+        foreign = [method.kind for method in present if method.kind not in self.follows]
+        unknown = not present and self.kind not in self.follows and any(map(is_converted, model.modules()))
+        if foreign or unknown:
+            raise ValueError(
+                f"this {type(model).__name__} is already changed by {', '.join(foreign) or 'another method'}, which "
+                f"{self.kind!r} cannot follow: call mmod.undo_ first"
+            )
+        target = self.find(model)
+        self.check(model, target)
+        self.change(model, target)
+        self.describe(model)
+        # Plain, so that no registry of the module sees it.
+        model.mod_methods = (*vars(model).get("mod_methods", ()), self)  # type: ignore[assignment]
+        return model
+
+    def describe(self, model: nn.Module) -> None:
+        """Let a changed model whose host saves it know what to write into its folder.
 
         Args:
-            model: A model made by `timm.create_model`, or one of transformers where `decoders` is set; neither routed
-                nor wrapped nor compiled.
-
-        Returns:
-            The same model.
-
-        Raises:
-            ValueError: The model is routed or changed already, or cannot be changed so. It is then as it was.
+            model: The changed model.
         """
-        if method_of(model) is not None or any(is_converted(module) for module in model.modules()):
-            raise ValueError(f"this {type(model).__name__} is routed or changed already: undo that first")
-        stack = self.find(model)
-        self.check(model, stack)
-        self.change(model, stack)
-        model.mod_method = self  # type: ignore[assignment]  # plain, so that no registry of the module sees it
-        return model
+        library = find_library(model)
+        describe = None if library is None else getattr(load_adapter(library), "describe_method", None)
+        if describe is not None:
+            describe(model, self)
+
+    def precedes(self, kind: str) -> bool:
+        """Return whether a model that this method changed can be changed by a method of another kind as well.
+
+        Args:
+            kind: A registered kind.
+        """
+        return self.kind in METHODS[kind].follows
 
     def replaced_in(self, names: Iterable[str]) -> bool:
         """Return whether some weights of a checkpoint took the place of dense ones.
@@ -76,9 +129,25 @@ class Method(ABC):
         }
         return {"kind": self.kind, **fields}
 
+    def settled(self, model: nn.Module) -> Method:
+        """Return the method with what was set on a changed model since, as it is saved.
+
+        Args:
+            model: The model.
+        """
+        return self
+
+    def card(self, model: nn.Module) -> str:
+        """Return what a hub card says of the method, in Markdown.
+
+        Args:
+            model: The changed model.
+        """
+        return f"```json\n{json.dumps(self.to_dict(), indent=2)}\n```"
+
     @property
     def starts_anew(self) -> bool:
-        """Whether dense weights are of no use to a changed model, so that it is trained from scratch."""
+        """Whether a changed model is trained from scratch because dense weights do not fit it."""
         return bool(self.replaces)
 
     @property
@@ -86,24 +155,60 @@ class Method(ABC):
         """Whether a changed model has a loss of its own in training, see `mmod.auxiliary_loss`."""
         return False
 
+    @property
+    def two_ways(self) -> bool:
+        """Whether tokens are decided together in training and each by itself in evaluation."""
+        return False
+
+    @property
+    def causal(self) -> bool:
+        """Whether evaluation decides each token from itself and those before it, as generation must."""
+        return False
+
+    def deciding_together(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which a changed model decides in evaluation as in training.
+
+        Args:
+            model: The model.
+        """
+        return nullcontext()
+
+    def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
+        """Return which tokens would run if each were decided by itself (B, N), by place; empty unless `two_ways`.
+
+        Args:
+            model: The model.
+            decisions: The trace of a pass that decided together.
+        """
+        return {}
+
     def find(self, model: nn.Module) -> Any:
-        """Return the blocks of a model: those that tokens pass, as a rule."""
+        """Return what the method changes in a model: its one stack of blocks as a rule."""
         stack = find_stack(model)
         if stack.library != "timm" and not (self.decoders and stack.language):
-            raise ValueError(f"methods change models of timm, got a {type(model).__name__} of {stack.library}")
+            raise ValueError(
+                f"method {self.kind!r} changes models of timm, got a {type(model).__name__} of {stack.library}"
+            )
         return stack
 
     @abstractmethod
     def check(self, model: nn.Module, stack: Any) -> None:
         """Raise a ValueError that says why a model cannot be changed so."""
 
-    def remove(self, model: nn.Module) -> None:
-        """Remove the modules that the change added, none as a rule, before modules get their own classes back."""
-        return
-
     @abstractmethod
     def change(self, model: nn.Module, stack: Any) -> None:
-        """Change a model that was found to fit."""
+        """Change a model that passed `check`."""
+
+    def remove(self, model: nn.Module) -> None:
+        """Remove the modules that `change` added, before converted modules get their host's classes back."""
+        return
+
+    def restore(self, model: nn.Module) -> None:
+        """Make a changed model dense again."""
+        self.remove(model)
+        for module in list(model.modules()):
+            if is_converted(module):
+                make_dense(module)
 
 
 def check_blocks(blocks: tuple[int, ...], stack: BlockStack) -> None:
@@ -119,35 +224,86 @@ def check_blocks(blocks: tuple[int, ...], stack: BlockStack) -> None:
 
 
 def undo_(model: Model) -> Model:
-    """Give a model that was changed by a method its own classes and keys back.
+    """Take back every method of a model, the last one first: the host's classes and keys return.
 
     Args:
-        model: The model.
+        model: A model that `mmod.apply_` or `mmod.route_` changed, possibly wrapped.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: No method changed it, or it was routed afterwards.
+        ValueError: No method changed it.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.apply_(timm.create_model("test_vit"), mmod.methods.Merge(r=8))
+        >>> type(undo_(model).blocks[1]).__name__
+        'Block'
     """
-    method = method_of(model)
-    if method is None:
+    owners = method_owners(model)
+    if not owners:
         raise ValueError(f"no method changed this {type(model).__name__}")
-    if is_routed(model):
-        raise ValueError(f"this {type(model).__name__} was routed afterwards: call mmod.unroute_ first")
-    method.remove(model)
-    for module in list(model.modules()):
-        if is_converted(module):
-            make_dense(module)
-    del model.mod_method
+    for owner in owners:
+        undo_last_(owner, len(methods_of(owner)))
     return model
 
 
-def method_of(model: nn.Module) -> Method | None:
-    """Return the method that changed a model, None where none did.
+def undo_last_(model: nn.Module, count: int = 1) -> None:
+    """Take back the last methods of a model.
+
+    Args:
+        model: The model that they were applied to, not wrapped.
+        count: How many.
+    """
+    for _ in range(count):
+        *remaining, method = methods_of(model)
+        method.restore(model)
+        if remaining:
+            model.mod_methods = tuple(remaining)  # type: ignore[assignment]
+        else:
+            del model.mod_methods
+
+
+def method_owners(model: nn.Module) -> list[nn.Module]:
+    """Return the models among a model's modules that methods were applied to: itself, or what wraps hide.
 
     Args:
         model: Any model.
     """
     check_module(model)
-    return vars(model).get("mod_method")
+    return [module for module in model.modules() if "mod_methods" in vars(module)]
+
+
+def methods_of(model: nn.Module) -> tuple[Method, ...]:
+    """Return the methods that changed a model, in order; empty for a dense one.
+
+    Args:
+        model: Any model, possibly wrapped.
+    """
+    return tuple(method for owner in method_owners(model) for method in vars(owner)["mod_methods"])
+
+
+@contextmanager
+def deciding_together(model: nn.Module) -> Iterator[None]:
+    """Let a model decide in evaluation as in training, for as long as the context lasts.
+
+    Args:
+        model: Any model, possibly wrapped.
+    """
+    with ExitStack() as contexts:
+        for method in methods_of(model):
+            if method.two_ways:
+                contexts.enter_context(method.deciding_together(model))
+        yield
+
+
+def decided_alone(model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
+    """Return which tokens would run if each were decided by itself (B, N), by place that decides so in evaluation.
+
+    Args:
+        model: Any model, possibly wrapped.
+        decisions: The trace of a pass inside `deciding_together`.
+    """
+    methods = [method for method in methods_of(model) if method.two_ways]
+    return {place: alone_BN for method in methods for place, alone_BN in method.decided_alone(model, decisions).items()}

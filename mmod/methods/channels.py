@@ -15,13 +15,16 @@ from timm.models.resnet import BasicBlock, Bottleneck
 from torch import Tensor, nn
 
 from mmod.adapters import find_library
-from mmod.blocks import StandingModule, convert
-from mmod.methods.base import Method, Model
+from mmod.blocks import Deciding, Record, StandingModule, convert
+from mmod.blocks.forward_pass import PerThread
+from mmod.methods.base import Method, register_method
 from mmod.ops import gather_rows, scatter_rows, select_topk
+from mmod.routing import Routing
 from mmod.routing.score.random import RandomScore
 from mmod.values import check_fields
 
 
+@register_method("channels")
 @dataclass(frozen=True)
 class Channels(Method):
     """Narrow blocks in a ResNet, each on the few channels of an image that a selector chooses.
@@ -45,6 +48,12 @@ class Channels(Method):
             ones of every image. Scores weigh what is added in each case.
 
     Source: Cakaj, Mehnert and Yang, arXiv 2409.17016, whose options are the defaults.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.apply_(timm.create_model("resnet18"), Channels())
+        >>> model.layer4[1].conv1
+        Conv2d(8, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), bias=False)
     """
 
     divisor: int = 64
@@ -52,7 +61,6 @@ class Channels(Method):
     into: Literal["first", "own"] = "first"
     adds: Literal["output", "change"] = "output"
     chosen: Literal["score", "random", "first"] = "score"
-    kind: ClassVar[str] = "channels"
     replaces: ClassVar[str] = ".selector."
 
     def __post_init__(self) -> None:
@@ -96,7 +104,7 @@ class Channels(Method):
             wide = {name: child for name, child in block.named_children() if any(True for _ in child.parameters())}
             for name in wide:
                 setattr(block, name, getattr(narrow, name))
-            convert(block, ChannelBlock, ChannelState(self, wide, RandomScore(0, number)))
+            convert(block, ChannelBlock, ChannelState(self, wide, RandomScore(0, number), PerThread(Record)))
             block.selector = selector
 
     def remove(self, model: nn.Module) -> None:
@@ -109,31 +117,6 @@ class Channels(Method):
                 del block.selector
 
 
-def channels_(model: Model, **options: Any) -> Model:
-    """Route channels around blocks of a ResNet, in place, see `Channels`; `mmod.methods.undo_` takes it back.
-
-    Narrow blocks are new, and keep the names of the weights that they replace. Undoing it gives back the blocks that
-    they replaced; in a model that was loaded, those are new.
-
-    Args:
-        model: A ResNet made by `timm.create_model`.
-        options: Fields of `Channels`.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: A value out of range, or a model without blocks that can be made narrow.
-
-    Example:
-        >>> import timm
-        >>> model = channels_(timm.create_model("resnet18"))
-        >>> model.layer4[1].conv1
-        Conv2d(8, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), bias=False)
-    """
-    return Channels(**options).apply_(model)
-
-
 class ChannelState(NamedTuple):
     """What a `ChannelBlock` knows beside its modules.
 
@@ -141,14 +124,16 @@ class ChannelState(NamedTuple):
         config: How its channels are routed.
         wide: The modules that the narrow ones replaced, by name.
         draw: Draws channels at random.
+        records: The decisions of each thread.
     """
 
     config: Channels
     wide: dict[str, nn.Module]
     draw: RandomScore
+    records: PerThread[Record]
 
 
-class ChannelBlock(StandingModule):
+class ChannelBlock(StandingModule, Deciding):
     """Mixin of a residual block that is as narrow as the number of channels it runs on.
 
     Attributes:
@@ -167,6 +152,8 @@ class ChannelBlock(StandingModule):
         logit_BC = logit_BC.to(torch.promote_types(logit_BC.dtype, torch.float32))
         flat = x_BCHW.flatten(2)
         index_BK, gate_BK = self._choose(flat, logit_BC)
+        if self.record.traced:
+            self.record.keep("", Routing(logit_BC, index_BK, gate_BK))
         z = gather_rows(flat, index_BK).unflatten(2, x_BCHW.shape[2:])
         y = super().forward(z)
         added = (y - z if config.adds == "change" else y) * gate_BK.to(y.dtype)[..., None, None]

@@ -1,16 +1,13 @@
-"""Mixtures of experts in decoder layers of transformers: what a text is, and what a saved folder says of them."""
+"""Mixtures of experts in decoder layers of transformers: which texts experts can choose among."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from mmod.adapters.transformers.language import valid_tokens
-from mmod.adapters.transformers.saving import describe_method
-from mmod.methods.experts import Experts
+from mmod.adapters.transformers.masks import valid_tokens
 
 
 class WholeTexts:
@@ -50,23 +47,21 @@ class WholeTexts:
             )
 
 
-def describe(model: nn.Module, config: Experts, layers: Sequence[str]) -> None:
-    """Let a model say in a saved folder how it was changed, and watch over its texts.
+def watch_texts(model: nn.Module, layer: str) -> None:
+    """Let a language model refuse texts that experts cannot choose among.
 
     Args:
         model: The model.
-        config: How it was changed.
-        layers: Names of the layers that were.
+        layer: Name of a layer with experts.
     """
-    owner, _, place = layers[0].rpartition("layers.")
+    owner, _, place = layer.rpartition("layers.")
     text = model.get_submodule(owner.rstrip("."))
     names = tuple(inspect.signature(type(text).forward).parameters)[1:]
     text.register_forward_pre_hook(WholeTexts(f"layers.{place}.mlp", names), with_kwargs=True)
-    describe_method(model, config)
 
 
-def release(model: nn.Module) -> None:
-    """Remove the hook that `describe` added.
+def unwatch_texts(model: nn.Module) -> None:
+    """Take back what `watch_texts` did.
 
     Args:
         model: The model.

@@ -6,25 +6,24 @@ Axes: B images, N tokens, D channels, C classes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import convert, host_class
+from mmod.blocks import Deciding, Record, convert, host_class
 from mmod.blocks.forward_pass import PerThread, recomputing
 from mmod.blocks.routed import ConvertedBlock
-from mmod.methods.base import Method, Model, check_blocks
+from mmod.methods.base import Method, check_blocks, register_method
+from mmod.routing import Routing
 from mmod.values import check_fields
 
 _HEAD = ("norm", "fc_norm", "head", "head_dist")
 
 
+@register_method("exit")
 @dataclass(frozen=True)
 class Exit(Method):
     """Early exit after some blocks, each with a head of its own.
@@ -38,9 +37,15 @@ class Exit(Method):
         blocks: Numbers of the blocks after which there is an exit.
 
     Source: BranchyNet, Teerapittayanon et al., arXiv 1709.01686.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.apply_(timm.create_model("test_vit"), Exit(confidence=0.5, blocks=(1, 3)))
+        >>> [name for name, _ in model.named_modules() if name.endswith("exit")]
+        ['blocks.1.exit', 'blocks.3.exit']
     """
 
-    kind: ClassVar[str] = "exit"
+    added: ClassVar[tuple[str, ...]] = (".exit.",)
     confidence: float = 0.9
     blocks: tuple[int, ...] = (3, 6, 9)
 
@@ -62,7 +67,7 @@ class Exit(Method):
         heads = {index: ExitHead(model) for index in self.blocks}
         for index in range(self.blocks[0], len(stack.blocks)):
             turn = self.blocks.index(index) if index in heads else None
-            convert(stack.blocks[index], ExitBlock, _ExitState(running, self.confidence, turn, ends))
+            convert(stack.blocks[index], ExitBlock, _ExitState(running, self.confidence, turn, ends, PerThread(Record)))
             if index in heads:
                 stack.blocks[index].exit = heads[index]
         convert(model, ExitModel, running)
@@ -72,29 +77,6 @@ class Exit(Method):
         for module in model.modules():
             if "exit" in module._modules:
                 del module.exit
-
-
-def exit_(model: Model, confidence: float = 0.9, blocks: tuple[int, ...] = (3, 6, 9)) -> Model:
-    """Let images leave a timm model early, in place, see `Exit`; `mmod.methods.undo_` takes it back.
-
-    Args:
-        model: A classifier made by `timm.create_model`.
-        confidence: Probability at which an image leaves.
-        blocks: Numbers of the blocks after which there is an exit.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: A value out of range, or a model that has no such exits.
-
-    Example:
-        >>> import timm
-        >>> model = exit_(timm.create_model("test_vit").eval(), confidence=0.5, blocks=(1, 3))
-        >>> [name for name, _ in model.named_modules() if name.endswith("exit")]
-        ['blocks.1.exit', 'blocks.3.exit']
-    """
-    return Exit(confidence, blocks).apply_(model)
 
 
 class ExitHead(nn.Module):
@@ -127,7 +109,8 @@ class _Leaving:
     """The images of one forward pass that left, and those that have not.
 
     Attributes:
-        index_B: Places in the batch of those that have not; None for all.
+        total: Images of the batch.
+        index_B: Places in the batch of those that have not left; None for all.
         answers: Places and logits of those that left at each exit.
     """
 
@@ -136,6 +119,7 @@ class _Leaving:
 
     def begin(self) -> None:
         """Begin a forward pass."""
+        self.total = 0
         self.index_B: Tensor | None = None
         self.answers: list[tuple[Tensor, Tensor]] = []
 
@@ -148,15 +132,17 @@ class _ExitState(NamedTuple):
         confidence: Probability at which an image leaves.
         turn: Number of the exit after the block, None where there is none.
         ends: Number of exits, the end of the model among them.
+        records: The decisions of each thread.
     """
 
     running: PerThread[_Leaving]
     confidence: float
     turn: int | None
     ends: int
+    records: PerThread[Record]
 
 
-class ExitBlock(ConvertedBlock):
+class ExitBlock(Deciding, ConvertedBlock):
     """Mixin of a block of timm after which images leave, or that follows such a block.
 
     Attributes:
@@ -166,6 +152,11 @@ class ExitBlock(ConvertedBlock):
 
     mod_state: _ExitState
     exit: ExitHead
+
+    @property
+    def cost_follows_data(self) -> bool:
+        """Images that have left cost nothing."""
+        return True
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block, and return the tokens of the images that stay.
@@ -177,6 +168,8 @@ class ExitBlock(ConvertedBlock):
         """
         if recomputing():
             raise RuntimeError("gradient checkpointing runs blocks again, which a model that images leave cannot")
+        if self.record.traced:
+            self._trace(x)
         if not len(x):
             # Not every host takes a batch without images.
             return x
@@ -188,6 +181,16 @@ class ExitBlock(ConvertedBlock):
             self.exit(y)
             return y
         return self._leave(y)
+
+    def _trace(self, x_BND: Tensor) -> None:
+        """Record which images the block runs on."""
+        leaving = self.mod_state.running.own
+        leaving.total = leaving.total or len(x_BND)
+        runs_B1 = torch.zeros(leaving.total, 1, dtype=torch.bool, device=x_BND.device)
+        runs_B1[slice(None) if leaving.index_B is None else leaving.index_B] = True
+        self.record.keep(
+            "", Routing(runs_B1.float(), runs_B1.new_zeros(runs_B1.shape, dtype=torch.long), valid_BK=runs_B1)
+        )
 
     # How many images stay is known when they have left, so there is nothing to compile.
     @torch.compiler.disable
@@ -208,35 +211,6 @@ class ExitBlock(ConvertedBlock):
         leaving.answers.append((leaving.index_B[leaves_B], logits))
         leaving.index_B = leaving.index_B[~leaves_B]
         return y_BND[~leaves_B]
-
-
-def exit_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks of a model that run on the images that have not left, by module name, the first on all.
-
-    Args:
-        model: Any model; one without early exit has none.
-    """
-    return {name: module for name, module in model.named_modules() if isinstance(module, ExitBlock)}
-
-
-@contextmanager
-def counted_images(blocks: Mapping[str, nn.Module]) -> Iterator[dict[str, int]]:
-    """Count the images that blocks are called with, by name of the block.
-
-    Args:
-        blocks: The blocks.
-    """
-    counts = dict.fromkeys(blocks, 0)
-
-    def count(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        counts[name] += len(inputs[0])
-
-    hooks = [block.register_forward_pre_hook(partial(count, name)) for name, block in blocks.items()]
-    try:
-        yield counts
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class ExitModel(nn.Module):

@@ -6,19 +6,20 @@ Axes: B images or texts, N tokens, E experts, J experts with those that do nothi
 from __future__ import annotations
 
 import copy
-import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_stack
-from mmod.blocks import StandingModule, convert
+from mmod.blocks import Deciding, Record, StandingModule, convert
 from mmod.blocks.forward_pass import PerThread, recomputing
-from mmod.methods.base import Method, Model, check_blocks
+from mmod.methods.base import Method, check_blocks, register_method
 from mmod.methods.mixture import (
     ExpertRows,
     all_of,
@@ -26,13 +27,16 @@ from mmod.methods.mixture import (
     choose_tokens,
     chosen_expert,
     computed,
+    expert_decisions,
     route_logits,
 )
 from mmod.ops.select import kept_count
+from mmod.routing import Routing
 from mmod.routing.decoder import Predictor
 from mmod.values import Limit, check_fields
 
 
+@register_method("experts")
 @dataclass(frozen=True)
 class Experts(Method):
     """A mixture of experts in the place of each MLP; every expert starts as a copy of it.
@@ -66,6 +70,13 @@ class Experts(Method):
     al., arXiv 2202.09368; token choice and its loss, Switch Transformer, Fedus et al., arXiv 2101.03961; tokens served
     by probability, Riquelme et al., arXiv 2106.05974; without a limit, Gale et al., arXiv 2211.15841; copies as a
     start, Komatsuzaki et al., arXiv 2212.05055.
+
+    Example:
+        >>> import timm, torch, mmod
+        >>> model = mmod.apply_(timm.create_model("test_vit"), Experts(experts=2, idle=1, capacity=0.5))
+        >>> model(torch.randn(1, 3, 160, 160)).shape
+        torch.Size([1, 1000])
+        >>> staged = mmod.route_(model, mmod.RoutingConfig(capacity=0.5))
     """
 
     experts: int = 4
@@ -77,8 +88,7 @@ class Experts(Method):
     blocks: tuple[int, ...] | None = None
     sampling: Literal["score", "predictor"] | None = None
     membership: float = 0.01
-    kind: ClassVar[str] = "experts"
-    routable: ClassVar[bool] = True
+    added: ClassVar[tuple[str, ...]] = (".router.", ".others.", ".predictors.")
     decoders: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -108,6 +118,37 @@ class Experts(Method):
         """
         return self.capacity is not None if self.choice == "tokens" else training or self.sampling is None
 
+    @property
+    def two_ways(self) -> bool:
+        """Whether experts choose among all tokens in training and decide of each alone in evaluation."""
+        return self.sampling is not None
+
+    @property
+    def causal(self) -> bool:
+        """Whether evaluation decides of each token alone."""
+        return not self.chooses_together(training=False)
+
+    @contextmanager
+    def deciding_together(self, model: nn.Module) -> Iterator[None]:
+        """Let experts choose among the tokens of whole texts in evaluation too."""
+        records = [module.record for module in model.modules() if isinstance(module, ExpertMlp)]
+        for record in records:
+            record.together = True
+        try:
+            yield
+        finally:
+            for record in records:
+                record.together = False
+
+    def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
+        """Return which tokens have a logit of 0 or more (B, N), by expert."""
+        names = {name for name, module in model.named_modules() if isinstance(module, ExpertMlp)}
+        return {
+            name: decision.predicted_BN >= 0
+            for name, decision in decisions.items()
+            if name.rpartition(".")[0] in names and decision.predicted_BN is not None
+        }
+
     def slots_of(self, tokens: int) -> int:
         """Return the slots of each expert; where there is no limit, what the balance loss draws the mean to.
 
@@ -135,7 +176,7 @@ class Experts(Method):
                 raise ValueError(f"{stack.names[index]} has no `mlp` that could become a mixture of experts")
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Give MLPs a router and further experts, and say so in the config of a language model."""
+        """Give MLPs a router and further experts."""
         for index in self._blocks(stack):
             mlp: Any = stack.blocks[index].mlp
             weight = next(mlp.parameters())
@@ -148,78 +189,24 @@ class Experts(Method):
             if self.sampling == "predictor":
                 mlp.predictors = nn.ModuleList(Predictor(stack.dim, **given) for _ in range(self.experts))
         if stack.language:
-            decoders().describe(model, self, [stack.names[index] for index in self._blocks(stack)])
+            # It needs transformers.
+            from mmod.methods.decoder_experts import watch_texts
+
+            watch_texts(model, stack.names[self._blocks(stack)[0]])
 
     def remove(self, model: nn.Module) -> None:
         """Leave each MLP its first expert."""
         if find_stack(model).language:
-            decoders().release(model)
+            from mmod.methods.decoder_experts import unwatch_texts
+
+            unwatch_texts(model)
         mixtures: list[Any] = [module for module in model.modules() if isinstance(module, ExpertMlp)]
         for mlp in mixtures:
-            for name in {"router", "others", "predictors"} & set(mlp._modules):
+            for name in set(mlp.added_modules) & set(mlp._modules):
                 delattr(mlp, name)
 
     def _blocks(self, stack: BlockStack) -> range | tuple[int, ...]:
         return range(len(stack.blocks)) if self.blocks is None else self.blocks
-
-
-def experts_(model: Model, **options: Any) -> Model:
-    """Make the MLPs of a model mixtures of experts, in place, see `Experts`; `mmod.methods.undo_` takes it back.
-
-    Keys of the dense state dict keep their names, those of the first experts. Undoing it leaves these alone.
-
-    Args:
-        model: A ViT made by `timm.create_model`, or a causal language model of transformers. Not routed: routing comes
-            afterwards.
-        options: Fields of `Experts`.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: A value out of range, or a model whose MLPs cannot be replaced.
-
-    Example:
-        >>> import timm, torch, mmod
-        >>> model = experts_(timm.create_model("test_vit"), experts=2, idle=1, capacity=0.5)
-        >>> model(torch.randn(1, 3, 160, 160)).shape
-        torch.Size([1, 1000])
-        >>> staged = mmod.route_(experts_(timm.create_model("test_vit")), mmod.RoutingConfig(capacity=0.5))
-    """
-    return Experts(**options).apply_(model)
-
-
-def decoders() -> Any:
-    """Return the module that knows decoders, which needs transformers."""
-    return importlib.import_module("mmod.methods.decoder_experts")
-
-
-class Decision(NamedTuple):
-    """What the experts of an MLP computed in a pass.
-
-    Args:
-        logit_EBN: What says of each token alone whether an expert computes it, from 0 on; None where nothing does
-            (E, B, N).
-        keep_EBN: Whether it did (E, B, N).
-    """
-
-    logit_EBN: Tensor | None
-    keep_EBN: Tensor
-
-
-class _Record:
-    """What an `ExpertMlp` leaves behind in one thread.
-
-    Attributes:
-        loss: Weighed loss of the last pass in training mode.
-        asked: Somebody wants the decision of the last pass.
-        decision: That decision.
-    """
-
-    def __init__(self) -> None:
-        self.loss: Tensor | None = None
-        self.asked = False
-        self.decision: Decision | None = None
 
 
 class ExpertState:
@@ -229,16 +216,15 @@ class ExpertState:
         config: How its experts work.
 
     Attributes:
-        together: Experts choose together in evaluation, too, whatever the config says.
+        records: Decisions and losses of each thread.
     """
 
     def __init__(self, config: Experts) -> None:
         self.config = config
-        self.together = False
-        self.records = PerThread(_Record)
+        self.records = PerThread(Record)
 
 
-class ExpertMlp(StandingModule):
+class ExpertMlp(StandingModule, Deciding):
     """Mixin that makes an MLP the first of several experts.
 
     Attributes:
@@ -252,10 +238,19 @@ class ExpertMlp(StandingModule):
     others: nn.ModuleList
     predictors: nn.ModuleList
     mod_state: ExpertState
+    added_modules: ClassVar[tuple[str, ...]] = ("router", "others", "predictors")
+
+    def rows_of(self, tokens: int) -> int:
+        """Return the slots of all experts."""
+        return self.mod_state.config.experts * self.mod_state.config.slots_of(tokens)
+
+    def choosing_modules(self) -> list[nn.Module]:
+        """Return the router and the predictors."""
+        return [self.router, *self._modules.get("predictors", ())]  # type: ignore[misc]
 
     def chooses_together(self, training: bool) -> bool:
         """Return whether which tokens an expert computes depends on the other tokens."""
-        return self.mod_state.config.chooses_together(training or self.mod_state.together)
+        return self.mod_state.config.chooses_together(training or self.record.together)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return the weighed sum of what experts make of the tokens (B, N, D); zero for those without an expert."""
@@ -267,14 +262,18 @@ class ExpertMlp(StandingModule):
         else:
             keep_EBN = chosen_expert(prob_BNJ, config.experts) if logit_EBN is None else logit_EBN >= 0
             rows = all_of(keep_EBN, prob_BNJ, config.normalize)
-        record, decision = self.mod_state.records.own, None
-        if record.asked or (learns and logit_EBN is not None):
-            decision = Decision(logit_EBN, computed(rows, config.experts, x_BND))
-        if record.asked:
-            record.decision = decision
+        record = self.record
+        if record.traced:
+            for place, decision in zip(self.places(), expert_decisions(rows, prob_BNJ, logit_EBN)):
+                record.keep(place, decision)
         if learns:
-            record.loss = self._loss(prob_BNJ, decision)
+            loss = self._loss(prob_BNJ, logit_EBN, rows)
+            record.losses = [] if loss is None else [loss]
         return self._compute(x_BND, rows)
+
+    def places(self) -> tuple[str, ...]:
+        """Return the experts, each of which decides which tokens it computes."""
+        return tuple(f"expert{number + 1}" for number in range(self.mod_state.config.experts))
 
     def _alone(self, x_BND: Tensor, logit_BNJ: Tensor) -> Tensor:
         """Return the logits by which experts decide of each token alone (E, B, N)."""
@@ -304,19 +303,12 @@ class ExpertMlp(StandingModule):
         y = y * rows.gate_T.unsqueeze(1).to(y.dtype)
         return y.new_zeros(flat.shape[0], y.shape[1]).index_add(0, rows.row_T, y).view(*x_BND.shape[:2], -1)
 
-    def _loss(self, prob_BNJ: Tensor, decision: Decision | None) -> Tensor | None:
+    def _loss(self, prob_BNJ: Tensor, logit_EBN: Tensor | None, rows: ExpertRows) -> Tensor | None:
         config = self.mod_state.config
         if not config.has_loss:
             return None
         if config.choice == "tokens":
             return config.balance * balance_loss(prob_BNJ)
-        assert decision is not None
-        assert decision.logit_EBN is not None
-        target = decision.keep_EBN.to(decision.logit_EBN.dtype)
-        return config.membership * F.binary_cross_entropy_with_logits(decision.logit_EBN, target)
-
-    def auxiliary_loss(self) -> Tensor | None:
-        """Return the weighed loss of the last pass in training mode, once; None where there is none."""
-        record = self.mod_state.records.own
-        loss, record.loss = record.loss, None
-        return loss
+        assert logit_EBN is not None
+        keep_EBN = computed(rows, config.experts, prob_BNJ)
+        return config.membership * F.binary_cross_entropy_with_logits(logit_EBN, keep_EBN.to(logit_EBN.dtype))

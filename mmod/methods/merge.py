@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.methods.base import Method, Model
+from mmod.methods.base import Method, register_method
 from mmod.methods.halves import Seen, check_halves
 from mmod.methods.reduction import Grid, Reduction, Restore, pooling, reduce_
 from mmod.values import check_fields
 
 
+@register_method("merge")
 @dataclass(frozen=True)
 class Merge(Method):
     """Merging between attention and MLP: tokens are dealt into two sets by turns, and those of the first that are most
@@ -31,9 +32,14 @@ class Merge(Method):
         r: Tokens that each block merges into others, at most half of the patches: one number, or one for each block.
 
     Source: ToMe, Bolya et al., arXiv 2210.09461.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.apply_(timm.create_model("test_vit").eval(), Merge(r=8))
+        >>> model.forward_features(torch.zeros(1, 3, 160, 160)).shape[1]
+        53
     """
 
-    kind: ClassVar[str] = "merge"
     adds_weights: ClassVar[bool] = False
     r: int | tuple[int, ...] = 8
 
@@ -60,28 +66,6 @@ class Merge(Method):
         """Return how many tokens each merging block merges."""
         counts = self.r if isinstance(self.r, tuple) else (self.r,) * len(stack.blocks)
         return {index: count for index, count in enumerate(counts) if count}
-
-
-def merge_(model: Model, r: int | tuple[int, ...] = 8) -> Model:
-    """Merge tokens of a timm model in place, see `Merge`; `mmod.methods.undo_` takes it back.
-
-    Args:
-        model: A model made by `timm.create_model`.
-        r: Tokens that each block merges into others: one number, or one for each block.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: A value out of range, or a model that cannot be merged so.
-
-    Example:
-        >>> import timm
-        >>> model = merge_(timm.create_model("test_vit").eval(), r=8)
-        >>> model.forward_features(torch.zeros(1, 3, 160, 160)).shape[1]
-        53
-    """
-    return Merge(r).apply_(model)
 
 
 class _Merging(Reduction):

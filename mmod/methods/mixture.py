@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmod.routing import Routing
+from mmod.routing.groups import slots_of
+
 
 class Choice(NamedTuple):
     """Which tokens each expert computes, where all experts have as many slots.
@@ -152,10 +155,37 @@ def computed(rows: ExpertRows, experts: int, x_BND: Tensor) -> Tensor:
         experts: Experts E.
         x_BND: The tokens.
     """
-    batch, tokens = x_BND.shape[:2]
-    expert_T = torch.arange(experts, device=x_BND.device).repeat_interleave(
-        torch.tensor(rows.counts, device=x_BND.device), output_size=len(rows.row_T)
-    )
-    keep = torch.zeros(experts, batch * tokens, dtype=torch.bool, device=x_BND.device)
-    keep[expert_T, rows.row_T] = True
-    return keep.view(experts, batch, tokens)
+    keep = torch.zeros(experts, x_BND.shape[0] * x_BND.shape[1], dtype=torch.bool, device=x_BND.device)
+    keep[_experts_of(rows), rows.row_T] = True
+    return keep.view(experts, *x_BND.shape[:2])
+
+
+def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | None) -> list[Routing]:
+    """Return the decision of each expert: which tokens it computes, and the weight of what it makes of them.
+
+    Args:
+        rows: The rows of each expert.
+        prob_BNJ: Probabilities of each token over experts, those that do nothing last (B, N, J).
+        logit_EBN: Logits by which each token is decided by itself, where it can be (E, B, N).
+    """
+    experts, (batch, tokens, _) = len(rows.counts), prob_BNJ.shape
+    if prob_BNJ.is_meta:
+        index = torch.arange(rows.counts[0] // batch, device=prob_BNJ.device).expand(batch, -1)
+        return [Routing(prob_BNJ[..., number], index) for number in range(experts)]
+    keep_EBN = computed(rows, experts, prob_BNJ)
+    gate = prob_BNJ.new_zeros(experts, batch * tokens)
+    gate[_experts_of(rows), rows.row_T] = rows.gate_T
+    decisions = []
+    for number, (keep_BN, gate_BN) in enumerate(zip(keep_EBN, gate.view(experts, batch, tokens))):
+        index_BK, valid_BK, total = slots_of(keep_BN, keep_BN.sum(1).tolist())
+        predicted_BN = None if logit_EBN is None else logit_EBN[number]
+        weights = {"gate_BK": gate_BN.gather(1, index_BK), "valid_BK": valid_BK, "predicted_BN": predicted_BN}
+        decisions.append(Routing(prob_BNJ[..., number], index_BK, **weights, total=total))
+    return decisions
+
+
+def _experts_of(rows: ExpertRows) -> Tensor:
+    """Return the expert of each row (T)."""
+    device = rows.row_T.device
+    counts = torch.tensor(rows.counts, device=device)
+    return torch.arange(len(rows.counts), device=device).repeat_interleave(counts, output_size=len(rows.row_T))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.methods.base import Method, Model, check_blocks
+from mmod.methods.base import Method, check_blocks, register_method
 from mmod.methods.halves import Seen, check_halves
 from mmod.methods.reduction import Grid, Reduction, Restore, pooling, reduce_
 from mmod.ops import gather_rows
@@ -21,6 +21,7 @@ from mmod.ops.importance import class_token_attention
 from mmod.values import check_fields
 
 
+@register_method("prune")
 @dataclass(frozen=True)
 class Prune(Method):
     """Pruning between attention and MLP of some blocks, by the attention a token receives there.
@@ -36,9 +37,14 @@ class Prune(Method):
             token where the head reads it and so has taught it.
 
     Source: EViT, Liang et al., arXiv 2202.07800.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.apply_(timm.create_model("test_vit").eval(), Prune(keep=0.5, blocks=(1, 3)))
+        >>> model.forward_features(torch.zeros(1, 3, 160, 160)).shape[1]
+        28
     """
 
-    kind: ClassVar[str] = "prune"
     adds_weights: ClassVar[bool] = False
     keep: float = 0.7
     blocks: tuple[int, ...] = (3, 6, 9)
@@ -62,37 +68,6 @@ class Prune(Method):
         by_class_token = stack.class_token and (self.by == "class_token" or pooling(model) == "token")
         step = _Pruning(self.keep, self.fuse, by_class_token and self.by != "mean")
         reduce_(stack, dict.fromkeys(self.blocks, step), restores=pooling(model) == "")
-
-
-def prune_(
-    model: Model,
-    keep: float = 0.7,
-    blocks: tuple[int, ...] = (3, 6, 9),
-    fuse: bool = True,
-    by: Literal["auto", "class_token", "mean"] = "auto",
-) -> Model:
-    """Prune tokens of a timm model in place, see `Prune`; `mmod.methods.undo_` takes it back.
-
-    Args:
-        model: A model made by `timm.create_model`.
-        keep: Share of the tokens left that each block keeps.
-        blocks: Numbers of the blocks that prune.
-        fuse: Each leaves one token more, made of those it drops.
-        by: Whose attention counts.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: A value out of range, or a model that cannot be pruned so.
-
-    Example:
-        >>> import timm
-        >>> model = prune_(timm.create_model("test_vit").eval(), keep=0.5, blocks=(1, 3))
-        >>> model.forward_features(torch.zeros(1, 3, 160, 160)).shape[1]
-        28
-    """
-    return Prune(keep, blocks, fuse, by).apply_(model)
 
 
 class _Pruning(Reduction):

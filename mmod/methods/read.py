@@ -1,4 +1,4 @@
-"""Methods from plain values, as configs hold them."""
+"""Methods from plain values, as configs and saved folders hold them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from mmod.methods.base import Method
-from mmod.methods.channels import Channels
-from mmod.methods.exit import Exit
-from mmod.methods.experts import Experts
-from mmod.methods.merge import Merge
-from mmod.methods.prune import Prune
-from mmod.methods.recursions import Recursions
-from mmod.methods.resize import Resize
+# Each module registers its method.
+from mmod.methods import channels, exit, experts, merge, prune, recursions, resize, route
+from mmod.methods.base import METHODS, Method
 from mmod.values import one_of, refuse_unknown
 
-KINDS: dict[str, type[Method]] = {
-    method.kind: method for method in (Prune, Merge, Resize, Exit, Experts, Channels, Recursions)
-}
+__all__ = ["channels", "exit", "experts", "is_added", "merge", "prune", "read_method", "recursions", "resize", "route"]
 
 
 def read_method(values: Mapping[str, Any]) -> Method:
@@ -35,8 +28,21 @@ def read_method(values: Mapping[str, Any]) -> Method:
         >>> read_method({"kind": "prune", "keep": 0.5, "blocks": [2], "fuse": False})
         Prune(keep=0.5, blocks=(2,), fuse=False, by='auto')
     """
-    own = dict(values)
-    one_of("method.kind", own.get("kind"), list(KINDS))
-    kind = KINDS[own.pop("kind")]
-    refuse_unknown(f"field of method {kind.kind}", own, [field.name for field in fields(kind)])
-    return kind(**own)
+    options = dict(values)
+    one_of("method.kind", options.get("kind"), sorted(METHODS))
+    method = METHODS[options.pop("kind")]
+    refuse_unknown(f"field of method {method.kind}", options, [field.name for field in fields(method)])
+    return method(**options)
+
+
+def is_added(name: str) -> bool:
+    """Return whether a weight is one that a registered method adds to a dense model.
+
+    Args:
+        name: Its name in a state dict.
+
+    Example:
+        >>> is_added("blocks.1.router.score.weight"), is_added("blocks.1.mlp.fc1.weight")
+        (True, False)
+    """
+    return any(fragment in name for method in METHODS.values() for fragment in method.added)

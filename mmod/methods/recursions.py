@@ -1,88 +1,39 @@
-"""Blocks that are shared and applied several times, each time to fewer tokens (Mixture-of-Recursions).
-
-Axes: B images, N tokens, K slots of an image, D channels, R recursions.
-"""
+"""Mixture-of-Recursions: middle blocks that are shared and applied several times, each time to fewer tokens."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import StandingModule
-from mmod.blocks.forward_pass import PerThread, recomputing
-from mmod.blocks.rows import leave_rows
-from mmod.methods.base import Method, Model
-from mmod.methods.mixture import balance_loss, probabilities
-from mmod.ops import gather_rows, select_topk
-from mmod.ops.gate import apply_gate
-from mmod.ops.select import kept_count, select_threshold
+from mmod.methods.base import Method, register_method
+from mmod.methods.cycle import Cycle, CycleOptions
 from mmod.routing import Routing
-from mmod.routing.score.linear import LinearScore
-from mmod.values import Limit, check_fields
-
-# Factor of the sigmoid, the best of those that the source compares (Table 13).
-GATE = 0.1
 
 
+@register_method("recursions")
 @dataclass(frozen=True)
-class Recursions(Method):
-    """The middle blocks of a ViT or decoder become fewer, which are shared and applied up to R times (Middle-Cycle).
+class Recursions(CycleOptions, Method):
+    """The middle blocks of a ViT or decoder become fewer, which are shared and applied several times.
 
-    Of L blocks, the first and the last ones stay. The `(L - first - last) / R` that follow the first ones are applied
-    to all tokens, then to fewer of them at each recursion; the others go. With f the shared blocks, H a token's state
-    and H1 what it was before all recursions, a token that runs becomes, at recursion r,
+    Fields are those of `CycleOptions`. The shared blocks keep their weights. Undoing the method leaves them theirs and
+    gives the blocks that were left out back; in a model that was loaded, these are new.
 
-        H + g f(H)            with g = 0.1 sigmoid(w_r . H), where recursions choose their tokens
-        g f(H)                with g the r-th of softmax(W H1), where tokens choose their depth
-        g f(H) + H1           the same, at the last recursion of the token
+    Source: Bae et al., arXiv 2507.10524, "Middle-Cycle".
 
-    Args:
-        recursions: R, how often the shared blocks are applied at most.
-        choice: The "recursions" choose by the highest gates, the r-th so many of the tokens of the one before that
-            (R - r + 1) / R of all run; or the "tokens" choose once, by their most likely depth, how often they run.
-        keys: Tokens that run attend to the "kept" tokens (recursion-wise caching), or to keys and values that the
-            "first" recursion computed of all tokens, which are computed no more (recursive sharing).
-        adds: What is weighed by g: the blocks' "output", or the "change" that they make, which is added to H.
-        first: Blocks before those that are shared.
-        last: Blocks after them.
-        balance: Weight of the load-balance loss, where tokens choose.
-        sampling: How recursions of a decoder choose in evaluation, where each token is decided from those before it: by
-            its own "score", which is kept where its sigmoid reaches 0.5, or by what a "predictor" makes of the token
-            without a gradient to it. Either learns by a loss what the highest gates were. None chooses by these in
-            evaluation too, which generation cannot.
-        membership: Weight of that loss.
-
-    Tokens before the patches of an image run in all recursions.
-
-    Source: Bae et al., arXiv 2507.10524; load balance as in Fedus et al., arXiv 2101.03961.
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.apply_(timm.create_model("test_vit"), Recursions(recursions=2))
+        >>> len(model.blocks), len(model.blocks[1].shared)
+        (3, 2)
     """
 
-    recursions: int = 2
-    choice: Literal["recursions", "tokens"] = "recursions"
-    keys: Literal["kept", "first"] = "kept"
-    adds: Literal["output", "change"] = "output"
-    first: int = 1
-    last: int = 1
-    balance: float = 0.01
-    sampling: Literal["score", "predictor"] | None = None
-    membership: float = 0.001
-    kind: ClassVar[str] = "recursions"
     decoders: ClassVar[bool] = True
     replaces: ClassVar[str] = ".shared."
-
-    def __post_init__(self) -> None:
-        weights: dict[str, Limit] = {"balance": "[0, inf)", "membership": "[0, inf)"}
-        check_fields(self, "method", recursions="[1, inf)", first="[0, inf)", last="[0, inf)", **weights)
-        if self.sampling is not None and self.choice == "tokens":
-            raise ValueError(f"sampling={self.sampling!r} is for choice='recursions': tokens decide alone as it is")
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the blocks can be shared, and their tokens are all there."""
@@ -114,270 +65,58 @@ class Recursions(Method):
             return self.balance > 0
         return self.sampling is not None and self.membership > 0
 
+    @property
+    def two_ways(self) -> bool:
+        """Whether recursions take the highest gates in training and decide of each token alone in evaluation."""
+        return self.sampling is not None
+
+    @property
+    def causal(self) -> bool:
+        """Whether evaluation decides of each token alone."""
+        return self.two_ways or self.choice == "tokens"
+
+    @contextmanager
+    def deciding_together(self, model: nn.Module) -> Iterator[None]:
+        """Let recursions take the highest gates of whole texts in evaluation too."""
+        records = [cycle.record for cycle in _cycles(model).values()]
+        for record in records:
+            record.together = True
+        try:
+            yield
+        finally:
+            for record in records:
+                record.together = False
+
+    def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
+        """Return which tokens have a logit of 0 or more, among those that ran before (B, N), by recursion."""
+        alone: dict[str, Tensor] = {}
+        for name, cycle in _cycles(model).items() if self.two_ways else ():
+            before_BN = None
+            for place in cycle.places():
+                routing = decisions[f"{name}.{place}"]
+                logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
+                alone[f"{name}.{place}"] = logit_BN >= 0 if before_BN is None else (logit_BN >= 0) & before_BN
+                before_BN = routing.keep_BN
+        return alone
+
     def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Put a `Cycle` in the place of the middle blocks, and say so in the config of a language model."""
+        """Put a `Cycle` in the place of the middle blocks."""
         container: Any = model.get_submodule(stack.names[0].rpartition(".")[0])
         middle = list(container[self.first : len(container) - self.last])
         shared = len(middle) // self.recursions
         del container[self.first + 1 : len(container) - self.last]
-        kind = decoders().DecoderCycle if stack.language else Cycle
-        container[self.first] = kind(self, stack, middle[:shared], middle[shared:]).train(container.training)
-        if stack.language:
-            decoders().describe_method(model, self)
+        container[self.first] = Cycle(self, stack, middle[:shared], middle[shared:]).train(container.training)
 
     def remove(self, model: nn.Module) -> None:
         """Give the blocks that were left out back, where the model is by then."""
-        if any(isinstance(module, Cycle) and module.mod_state.language for module in model.modules()):
-            decoders().release(model)
-        containers: list[Any] = [module for module in model.modules() if any(map(_is_cycle, module.children()))]
-        for container in containers:
-            blocks = [block for child in container for block in (child.blocks() if _is_cycle(child) else [child])]
+        for name, cycle in _cycles(model).items():
+            container: Any = model.get_submodule(name.rpartition(".")[0])
+            # Layers of a loaded model have no weights until its own initialisation gives them some.
+            restored = cycle.blocks(getattr(model, "_init_weights", None))
+            blocks = [block for child in container for block in (restored if child is cycle else [child])]
             del container[:]
             container.extend(blocks)
 
 
-def recursions_(model: Model, **options: Any) -> Model:
-    """Share middle blocks of a model and apply them several times, see `Recursions`; `mmod.methods.undo_` undoes it.
-
-    The shared blocks keep their weights. Undoing it leaves them theirs, and gives those that were left out back; in a
-    model that was loaded, these are new.
-
-    Args:
-        model: A ViT made by `timm.create_model`, or a causal language model of transformers.
-        options: Fields of `Recursions`.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: A value out of range, or a model whose blocks cannot be shared so.
-
-    Example:
-        >>> import timm
-        >>> model = recursions_(timm.create_model("test_vit"), recursions=2)
-        >>> len(model.blocks), len(model.blocks[1].shared)
-        (3, 2)
-    """
-    return Recursions(**options).apply_(model)
-
-
-def decoders() -> Any:
-    """Return the module that knows decoders, which needs transformers."""
-    return importlib.import_module("mmod.methods.decoder_recursions")
-
-
-def _is_cycle(module: nn.Module) -> bool:
-    return isinstance(module, Cycle)
-
-
-class Depths(NamedTuple):
-    """How many recursions tokens run in.
-
-    Args:
-        prob_BNR: How likely a token finds each depth (B, N, R).
-        last_BN: Number, from 0, of its last recursion (B, N).
-    """
-
-    prob_BNR: Tensor
-    last_BN: Tensor
-
-
-class CycleState:
-    """What a `Cycle` knows beside its modules.
-
-    Args:
-        config: How it works.
-        stack: The blocks of the model, which say how they are called.
-        shared: Those that are shared.
-        others: Those that were left out.
-    """
-
-    def __init__(self, config: Recursions, stack: BlockStack, shared: list[nn.Module], others: list[nn.Module]) -> None:
-        self.config = config
-        self.prefix = stack.prefix
-        self.language = stack.language
-        self.calls: list[Any] = [stack.call_of(block, None) for block in shared]
-        self.others = others
-        self.records: PerThread[Records] = PerThread(Records)
-
-
-class Records:
-    """What a `Cycle` leaves behind in one thread.
-
-    Attributes:
-        losses: Weighed losses of the last pass in training mode.
-        decisions: One for each recursion of the last pass; None where nobody asks.
-    """
-
-    def __init__(self) -> None:
-        self.losses: list[Tensor] = []
-        self.decisions: list[Routing] | None = None
-
-
-class Cycle(StandingModule):
-    """Shared blocks in the place of the middle ones, which call them as often as its routers say.
-
-    Args:
-        config: How it works.
-        stack: The blocks of the model.
-        shared: Those that are shared.
-        others: Those that were left out.
-
-    Attributes:
-        shared: The blocks.
-        routers: One for each recursion, or the one by which tokens choose their depth.
-    """
-
-    def __init__(self, config: Recursions, stack: BlockStack, shared: list[nn.Module], others: list[nn.Module]) -> None:
-        super().__init__()
-        self.mod_state = CycleState(config, stack, shared, others)
-        weight = next(shared[0].parameters())
-        given: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-        self.shared = nn.ModuleList(shared)
-        if config.choice == "tokens":
-            chooser = nn.Linear(stack.dim, config.recursions, bias=False, **given)
-            nn.init.normal_(chooser.weight, std=0.02)
-            self.routers = nn.ModuleList([chooser])
-        else:
-            scores = [LinearScore(stack.dim, normalize=False, init_std=0.02, **given) for _ in range(config.recursions)]
-            self.routers = nn.ModuleList(scores)
-
-    def blocks(self) -> list[nn.Module]:
-        """Return the blocks that it took the place of, on the device and of the type of those that are shared."""
-        weight = next(self.shared.parameters())
-        others = [block.to(weight.device, weight.dtype).train(self.training) for block in self.mod_state.others]
-        return [*self.shared, *others]
-
-    def forward(self, x_BND: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return all tokens after their recursions (B, N, D).
-
-        Args:
-            x_BND: Tokens.
-            args: Further arguments of the shared blocks.
-            kwargs: The same by name.
-        """
-        config, records = self.mod_state.config, self.mod_state.records.own
-        arguments = self.mod_state.calls[0].bind(args, kwargs)
-        valid_BN = self._valid(arguments, x_BND)
-        learns = self.training and not recomputing()
-        if learns:
-            records.losses = []
-        if records.decisions is not None:
-            records.decisions.clear()
-        first_BND = x_BND
-        # Keys and values of all tokens in each shared block, from the first recursion on.
-        taken: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.shared]
-        depths = self._depths(x_BND, valid_BN) if config.choice == "tokens" else None
-        before_BN = valid_BN
-        for recursion in range(config.recursions):
-            if depths is None:
-                routing = self._choose(x_BND, before_BN, valid_BN, recursion)
-                if learns and config.sampling is not None and recursion:
-                    records.losses.append(config.membership * membership(routing, before_BN))
-            else:
-                routing = self._follow(depths, recursion)
-            before_BN = routing.keep_BN if recursion else valid_BN
-            if records.decisions is not None:
-                records.decisions.append(routing.detach())
-            z = y = gather_rows(x_BND, routing.index_BK)
-            for number, keys in enumerate(taken):
-                y = self._run(number, recursion, arguments, x_BND, y, routing, keys)
-            if y.shape[1]:
-                x_BND = self._leave(x_BND, z, y, first_BND, depths, routing, recursion)
-        return x_BND
-
-    def _valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """Return which tokens are no padding (B, N); None where all are."""
-        return None
-
-    def _run(
-        self, number: int, recursion: int, arguments: Mapping[str, Any], x_BND: Tensor, y: Tensor, routing: Routing,
-        keys: list[tuple[Tensor, Tensor]],
-    ) -> Tensor:  # fmt: skip
-        """Return the rows of a recursion after one of the shared blocks."""
-        block, call = self.shared[number], self.mod_state.calls[number]
-        if not y.shape[1]:
-            return y
-        if self.mod_state.config.keys == "first":
-            # The first recursion has all tokens in its rows.
-            return cast(
-                Tensor, call.attend_to_all(block, block, arguments, x_BND if recursion else y, y, routing, keys)
-            )
-        return cast(Tensor, block(y, **call.select_tokens(arguments, x_BND, routing)))
-
-    def _choose(self, x_BND: Tensor, before_BN: Tensor | None, valid_BN: Tensor | None, recursion: int) -> Routing:
-        """Choose the highest gates among the tokens that the recursion before kept; the first one takes all."""
-        count = self.mod_state.config.recursions
-        score_BN = self.routers[recursion](x_BND)
-        if not recursion:
-            return _everyone(score_BN, apply_gate(score_BN, "sigmoid", GATE))
-        among_BN = score_BN if before_BN is None else score_BN.masked_fill(~before_BN, -torch.inf)
-        index_BK, valid_BK, gate_BK, inverse_BN = select_topk(
-            among_BN, Fraction(count - recursion, count), self.mod_state.prefix, valid_BN, gate="sigmoid", scale=GATE
-        )
-        return Routing(score_BN, index_BK, gate_BK, valid_BK, inverse_BN=inverse_BN)
-
-    def _depths(self, x_BND: Tensor, valid_BN: Tensor | None) -> Depths:
-        """Let tokens decide in how many recursions they run."""
-        prefix, config = self.mod_state.prefix, self.mod_state.config
-        prob_BNR = probabilities(x_BND, self.routers[0])
-        last_BN = prob_BNR.argmax(dim=-1)
-        last_BN = torch.cat([torch.full_like(last_BN[:, :prefix], prob_BNR.shape[2] - 1), last_BN[:, prefix:]], dim=1)
-        if self.training and not recomputing() and config.balance:
-            counted = prob_BNR[:, prefix:] if valid_BN is None else prob_BNR[valid_BN].unsqueeze(0)
-            self.mod_state.records.own.losses.append(config.balance * balance_loss(counted))
-        return Depths(prob_BNR, last_BN if valid_BN is None else last_BN.masked_fill(~valid_BN, -1))
-
-    def _follow(self, depths: Depths, recursion: int) -> Routing:
-        """Take the tokens whose last recursion is not over."""
-        batch, tokens, count = depths.prob_BNR.shape
-        prob_BN, valid_BK = depths.prob_BNR[..., recursion], None
-        if not recursion:
-            return _everyone(prob_BN, prob_BN)
-        if depths.last_BN.is_meta:
-            # Costs are counted there, as if all depths were as frequent.
-            slots = kept_count(tokens, Fraction(count - recursion, count), self.mod_state.prefix)
-            index_BK = torch.arange(slots, device=depths.last_BN.device).expand(batch, slots)
-        else:
-            level_BN = depths.last_BN.to(depths.prob_BNR.dtype)
-            index_BK, valid_BK, _ = select_threshold(level_BN, recursion, prefix=self.mod_state.prefix)
-        return Routing(prob_BN, index_BK, prob_BN.gather(1, index_BK), valid_BK)
-
-    def _leave(
-        self, x_BND: Tensor, z: Tensor, y: Tensor, first_BND: Tensor, depths: Depths | None, routing: Routing,
-        recursion: int,
-    ) -> Tensor:  # fmt: skip
-        """Return all tokens after a recursion, given its rows before (z) and after the shared blocks (y)."""
-        assert routing.gate_BK is not None
-        if self.mod_state.config.adds == "change":
-            return leave_rows(x_BND, z, y, routing)
-        y = routing.gate_BK.to(y.dtype).unsqueeze(-1) * y
-        if depths is None:
-            y = z + y
-        else:
-            ends_BK = depths.last_BN.gather(1, routing.index_BK) == recursion
-            y = y + torch.where(ends_BK.unsqueeze(-1), gather_rows(first_BND, routing.index_BK), 0.0)
-        return leave_rows(x_BND, z, y, routing._replace(gate_BK=None))
-
-    def auxiliary_loss(self) -> Tensor | None:
-        """Return the weighed losses of the last pass in training mode, once; None where there are none."""
-        records = self.mod_state.records.own
-        losses, records.losses = records.losses, []
-        return torch.stack(losses).sum() if losses else None
-
-
-def membership(routing: Routing, before_BN: Tensor | None) -> Tensor:
-    """Return the binary cross-entropy between what decides alone and what was kept, of tokens that ran before.
-
-    Args:
-        routing: The decision of a recursion.
-        before_BN: Which tokens the recursion before kept (B, N); None for all.
-    """
-    logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
-    loss_BN = F.binary_cross_entropy_with_logits(logit_BN, routing.keep_BN.to(logit_BN.dtype), reduction="none")
-    return loss_BN.mean() if before_BN is None else loss_BN[before_BN].mean()
-
-
-def _everyone(score_BN: Tensor, gate_BN: Tensor | None) -> Routing:
-    """Return the decision that takes all tokens."""
-    return Routing(score_BN, torch.arange(score_BN.shape[1], device=score_BN.device).expand_as(score_BN), gate_BN)
+def _cycles(model: nn.Module) -> dict[str, Cycle]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Cycle)}

@@ -17,11 +17,12 @@ from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
 from mmod.adapters.halves import attend, feed
 from mmod.adapters.masks import narrow_rope
-from mmod.blocks import convert
+from mmod.blocks import Deciding, Record, convert
 from mmod.blocks.forward_pass import PerThread, recomputing
 from mmod.blocks.routed import ConvertedBlock
 from mmod.methods.halves import Seen, seen, watch
 from mmod.ops import capture_importance
+from mmod.routing import Routing
 
 
 class Grid(NamedTuple):
@@ -75,6 +76,7 @@ class _Passage:
 
     def begin(self) -> None:
         """Begin a forward pass."""
+        self.tokens = 0
         self.place_BN: Tensor | None = None
         self.size_BN: Tensor | None = None
         self.undone: list[Restore] = []
@@ -90,6 +92,7 @@ class _ReducedState(NamedTuple):
         reduction: How the block leaves fewer tokens, None where it does not.
         begins: The block begins the forward pass.
         restores: The block ends it and gives the whole grid back.
+        records: The decisions of each thread.
     """
 
     call: NamedArguments
@@ -98,9 +101,10 @@ class _ReducedState(NamedTuple):
     reduction: Reduction | None
     begins: bool
     restores: bool
+    records: PerThread[Record]
 
 
-class ReducedBlock(ConvertedBlock):
+class ReducedBlock(Deciding, ConvertedBlock):
     """Mixin of a block of timm that leaves fewer tokens, or that follows such a block.
 
     Attributes:
@@ -108,6 +112,10 @@ class ReducedBlock(ConvertedBlock):
     """
 
     mod_state: _ReducedState
+
+    def places(self) -> tuple[str, ...]:
+        """Return one place where the block leaves fewer tokens, and none otherwise."""
+        return () if self.mod_state.reduction is None else ("",)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block on the tokens that are left, and leave fewer.
@@ -123,6 +131,7 @@ class ReducedBlock(ConvertedBlock):
         passage = state.running.own
         if state.begins:
             passage.begin()
+            passage.tokens = x.shape[1]
         arguments = self._narrowed(state.call.bind(args, kwargs), passage)
         y = self.run_host(x, arguments) if state.reduction is None else self._reduce(x, arguments, passage)
         if state.restores:
@@ -149,14 +158,24 @@ class ReducedBlock(ConvertedBlock):
         with captured or nullcontext():
             x = attend(self, x, arguments)
         place_BN = passage.place_BN
-        if place_BN is None and "rope" in arguments:
+        if place_BN is None and ("rope" in arguments or self.record.traced):
             place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         compared = seen(self, arguments, None if captured is None else captured.importance_BN)
         reduced = reduction(Grid(x, place_BN, passage.size_BN), compared, prefix)
         if reduced is not None:
             (x, passage.place_BN, passage.size_BN), restore = reduced
             passage.undone.append(restore)
+        if self.record.traced:
+            self._trace(passage)
         return feed(self, x)
+
+    def _trace(self, passage: _Passage) -> None:
+        """Record which tokens of the model's input are left, and how many each stands for."""
+        assert passage.place_BN is not None
+        index_BK, order_BK = passage.place_BN.sort(dim=1)
+        size_BK = None if passage.size_BN is None else passage.size_BN.gather(1, order_BK)
+        score_BN = torch.zeros(len(index_BK), passage.tokens, device=index_BK.device)
+        self.record.keep("", Routing(score_BN, index_BK, size_BK=size_BK))
 
 
 def reduce_(stack: BlockStack, reductions: Mapping[int, Reduction], restores: bool) -> None:
@@ -174,7 +193,7 @@ def reduce_(stack: BlockStack, reductions: Mapping[int, Reduction], restores: bo
         begins, ends = index == first, restores and index == last
         if index in reductions:
             watch(block)
-        state = _ReducedState(call, running, stack.prefix, reductions.get(index), begins, ends)
+        state = _ReducedState(call, running, stack.prefix, reductions.get(index), begins, ends, PerThread(Record))
         convert(block, ReducedBlock, state)
 
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import convert
-from mmod.methods.base import Method, Model
+from mmod.methods.base import Method, register_method
 from mmod.methods.reduction import pooling
 from mmod.values import check_fields
 
 
+@register_method("resize")
 @dataclass(frozen=True)
 class Resize(Method):
     """Images are resized before they are cut into patches; position embeddings are resampled by timm as they pass.
@@ -25,9 +26,14 @@ class Resize(Method):
         size: Side of the images that the model sees, in pixels; a multiple of its patches' side.
 
     Source: progressive learning of EfficientNetV2, Tan and Le, arXiv 2104.00298, where sizes grow in steps.
+
+    Example:
+        >>> import timm, torch, mmod
+        >>> model = mmod.apply_(timm.create_model("test_vit", dynamic_img_size=True).eval(), Resize(size=80))
+        >>> model.forward_features(torch.zeros(1, 3, 160, 160)).shape[1]
+        26
     """
 
-    kind: ClassVar[str] = "resize"
     adds_weights: ClassVar[bool] = False
     size: int = 160
 
@@ -51,28 +57,6 @@ class Resize(Method):
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Let the patch embedding resize what it is given."""
         convert(model.get_submodule("patch_embed"), _ResizingPatches, self.size)
-
-
-def resize_(model: Model, size: int = 160) -> Model:
-    """Let a timm model see smaller images, in place, see `Resize`; `mmod.methods.undo_` takes it back.
-
-    Args:
-        model: A model made by `timm.create_model` with `dynamic_img_size=True`.
-        size: Side of the images that it sees, in pixels.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: A value out of range, or a model that takes images of one size alone.
-
-    Example:
-        >>> import timm, torch
-        >>> model = resize_(timm.create_model("test_vit", dynamic_img_size=True).eval(), size=80)
-        >>> model.forward_features(torch.zeros(1, 3, 160, 160)).shape[1]
-        26
-    """
-    return Resize(size).apply_(model)
 
 
 class _ResizingPatches(nn.Module):

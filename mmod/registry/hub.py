@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from mmod.adapters import find_library, find_stacks
+from mmod.adapters import find_library
 from mmod.analysis.flop_report import FlopCounts
-from mmod.model import capacities, routing_configs
+from mmod.methods.base import methods_of
 from mmod.pretrained import save_pretrained
 from mmod.values import check_value
 
@@ -93,7 +92,7 @@ def write_hub_folder(
 
 
 def model_card(model: nn.Module, repo: str, flops: FlopCounts, *, about: str = "") -> ModelCard:
-    """Return a routed model's card: routing, plan, FLOPs and how they were counted.
+    """Return the card of a changed model: its methods, FLOPs and how they were counted.
 
     Args:
         model: The routed model.
@@ -109,37 +108,28 @@ def model_card(model: nn.Module, repo: str, flops: FlopCounts, *, about: str = "
     from huggingface_hub import ModelCard, ModelCardData
     from huggingface_hub.utils import validate_repo_id
 
-    configs, kept, library = routing_configs(model), capacities(model), find_library(model)
+    methods, library = methods_of(model), find_library(model)
+    if not methods:
+        raise ValueError(f"no method changed this {type(model).__name__}: upload the model itself")
     if library is None:
         raise ValueError(f"this {type(model).__name__} is no model of a supported library: upload the model itself")
     check_value("about", about, str)
     check_value("repo", repo, str)
     validate_repo_id(repo)
-    counted = {row.name for row in flops.blocks}
-    if not set(kept) & counted:
-        raise ValueError(
-            f"the FLOPs are of other blocks: {', '.join(sorted(counted))}, and routed are {', '.join(kept)}"
-        )
+    modules, counted = dict(model.named_modules()), {row.name for row in flops.blocks}
+    foreign = sorted(counted - set(modules))
+    if foreign:
+        raise ValueError(f"the FLOPs are of other blocks: this model has no {', '.join(foreign)}")
     data = ModelCardData(library_name="mmod", tags=["mmod", "mixture-of-depths", library])
     sections = [
         f"# {repo.rpartition('/')[2]}",
-        f"A {type(model).__name__} of {library}, routed by Mixture-of-Depths: blocks compute only what they keep.",
+        f"A {type(model).__name__} of {library}, made cheaper by {', '.join(method.kind for method in methods)}.",
         about.strip(),
         f"## Use\n\n```python\n{_LOADING.format(repo=repo)}\n```",
-        "## Routing",
-        *(_part(name, config.to_dict(), str(config.plan(_depth(model, name)))) for name, config in configs.items()),
-        f"Share of tokens that each routed block keeps: {', '.join(f'{n} {value:g}' for n, value in kept.items())}.",
+        *(f"## Method: {method.kind}\n\n{method.card(model)}" for method in methods),
         f"## Cost\n\n```\n{flops}\n```",
         "Counted, not timed: 2 FLOPs per multiplication and addition, by `mmod.flops` or `mmod.prefill_flops`, for the "
         "input named above. Time depends on the machine; `mmod benchmark` measures it.",
     ]
     text = "\n\n".join(section for section in sections if section)
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
-
-
-def _depth(model: nn.Module, part: str) -> int:
-    return len(find_stacks(model)[part].blocks)
-
-
-def _part(name: str, config: Mapping[str, Any], plan: str) -> str:
-    return f"`{name}`:\n\n```\n{plan}\n```\n\n```json\n{json.dumps(config, indent=2)}\n```"

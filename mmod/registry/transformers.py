@@ -30,19 +30,19 @@ class _Opened:
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any, **options: Any) -> Any:
         """Load the routed model of a folder."""
         from mmod.adapters.transformers.loading import load
-        from mmod.pretrained import route_again
+        from mmod.pretrained import apply_again
 
         made = cls._class_for(config)
-        return load(pretrained_model_name_or_path, route_again, *args, model_class=made, config=config, **options)
+        return load(pretrained_model_name_or_path, apply_again, *args, model_class=made, config=config, **options)
 
     @classmethod
     def _from_config(cls, config: Any, **options: Any) -> Any:
         from mmod.adapters.transformers.loading import take_description
-        from mmod.pretrained import route_again
+        from mmod.pretrained import apply_again
 
         described = take_description(config, config.name_or_path)
         model = cls._class_for(config)._from_config(config, **options)
-        route_again(model, *described)
+        apply_again(model, described)
         return model
 
     @classmethod
@@ -89,10 +89,10 @@ def open_routed_folders() -> None:
         if "routes_itself" in vars(cls) or not _describes_routing(folder, given.get("config"), options):
             return plain(cls, *args, **options)
         from mmod.adapters.transformers.loading import load
-        from mmod.pretrained import route_again
+        from mmod.pretrained import apply_again
 
         others = {name: value for name, value in options.items() if name != "pretrained_model_name_or_path"}
-        return load(folder, route_again, *args[1:], model_class=cls, **others)
+        return load(folder, apply_again, *args[1:], model_class=cls, **others)
 
     model.from_pretrained = classmethod(from_pretrained)
 

@@ -16,7 +16,7 @@ import transformers
 import mmod
 from mmod.adapters.transformers import load
 from mmod.blocks import host_class
-from mmod.methods import Experts, method_of
+from mmod.methods import Experts, methods_of
 from mmod.model import routing_configs
 from mmod.training.chat.model import router_parameters
 from tests.adapters.vlm_zoo import IMAGE, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
@@ -247,10 +247,10 @@ def test_a_method_describes_itself_in_no_config(tmp_path: Path) -> None:
     teacher = type(model)(model.config)
     Experts(experts=2, blocks=(1,), choice="tokens", capacity=None).apply_(model)
     teacher.save_pretrained(tmp_path / "dense")
-    assert method_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")) is None
+    assert not methods_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense"))
     for saved, kind in ((model, "whole"), (model.model, "body")):
         saved.save_pretrained(tmp_path / kind)
-        assert method_of(mmod.load_pretrained(tmp_path / kind)) == method_of(model)
+        assert methods_of(mmod.load_pretrained(tmp_path / kind)) == methods_of(model)
         with pytest.raises(ValueError, match="this is no dense model"):
             host_class(saved).from_pretrained(tmp_path / kind)
 

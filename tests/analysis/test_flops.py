@@ -218,7 +218,7 @@ def test_what_is_no_size_is_refused(size: object) -> None:
 
 def test_errors_name_what_is_wrong() -> None:
     model, side = make("vit")
-    with pytest.raises(ValueError, match="kept belongs to threshold routing"):
+    with pytest.raises(ValueError, match="kept is for models whose cost follows from the data"):
         flops(mmod.route_(model), side, kept=0.5)
     with pytest.raises(ValueError, match=r"input_size must be .* got \(3, 64\)"):
         flops(model, (3, 64))  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ def test_report_prints_and_saves() -> None:
     text = str(report)
     assert "blocks.11" in text
     assert f"{report.speedup:.3f} times fewer FLOPs" in text
-    assert f"{report.parameters:,} parameters, {6 * 192:,} of them in routers" in text
+    assert f"{report.parameters:,} parameters, {6 * 192:+,} against the dense model" in text
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["routed"] == sum(row["routed"] for row in plain["blocks"]) + plain["rest"]["routed"]
 

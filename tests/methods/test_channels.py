@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.analysis import flops
-from mmod.methods import Channels, channels_, method_of, read_method, undo_
+from mmod.methods import Channels, methods_of, read_method, undo_
 from mmod.methods.channels import ChannelBlock
 from mmod.training import evaluate
 from mmod.training.image.model import create_models
@@ -97,14 +97,14 @@ def defined(block: Any, config: Channels, x_BCHW: Tensor) -> Tensor:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_narrow_block_by_its_definition(name: str, way: dict[str, Any]) -> None:
-    model = lively(channels_(make_model(name), divisor=MODELS[name][1], **way)).double()
+    model = lively(mmod.apply_(make_model(name), Channels(divisor=MODELS[name][1], **way))).double()
     generator = torch.Generator().manual_seed(7)
     for block in routed(model).values():
         height, width = torch.randint(1, 7, (2,), generator=generator).tolist()
         x = torch.randn(3, block.selector[0].in_features, height, width, generator=generator).double()
         with torch.no_grad():
             found = block(x)
-            torch.testing.assert_close(found, defined(block, method_of(model), x), rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(found, defined(block, methods_of(model)[0], x), rtol=1e-9, atol=1e-10)
             torch.testing.assert_close(found[1:2], block(x[1:2]), rtol=1e-12, atol=1e-12)
         if "into" not in way:
             count = x.shape[1] // MODELS[name][1]
@@ -117,14 +117,14 @@ def test_every_second_block_is_narrow_and_undoing_gives_the_wide_ones_back(name:
     before = copy.deepcopy(model.state_dict())
     with torch.no_grad():
         expected = model(images)
-        channels_(model, divisor=divisor)
+        mmod.apply_(model, Channels(divisor=divisor))
         assert list(routed(model)) == ["layer1.1", "layer2.1", "layer4.1", "layer4.3"]
         assert set(before) <= set(model.state_dict())
         assert model(images).shape == expected.shape
-        assert method_of(copy.deepcopy(model)) == Channels(divisor)
+        assert methods_of(copy.deepcopy(model))[0] == Channels(divisor)
         torch.testing.assert_close(copy.deepcopy(model)(images), model(images), rtol=0, atol=0)
         undo_(model)
-        assert method_of(model) is None
+        assert not methods_of(model)
         assert {key: value.shape for key, value in before.items()} == {
             key: value.shape for key, value in model.state_dict().items()
         }
@@ -135,7 +135,7 @@ def test_every_second_block_is_narrow_and_undoing_gives_the_wide_ones_back(name:
 def test_all_channels_at_full_weight_are_the_dense_model(name: str) -> None:
     """Narrow blocks of all channels, with the wide ones' weights and a score of 1, change what these do."""
     dense = make_model(name).double()
-    model = channels_(make_model(name).double(), divisor=1, into="own", adds="change")
+    model = mmod.apply_(make_model(name).double(), Channels(divisor=1, into="own", adds="change"))
     wide = dense.state_dict()
     model.load_state_dict({**model.state_dict(), **wide})
     for block in routed(model).values():
@@ -147,10 +147,10 @@ def test_all_channels_at_full_weight_are_the_dense_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_narrow_models_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
-    model = lively(channels_(make_model(name), divisor=4, into="own"))
+    model = lively(mmod.apply_(make_model(name), Channels(divisor=4, into="own")))
     mmod.save_pretrained(model, tmp_path)
     loaded = mmod.load_pretrained(tmp_path)
-    assert method_of(loaded) == method_of(model) == read_method(method_of(model).to_dict())
+    assert methods_of(loaded)[0] == methods_of(model)[0] == read_method(methods_of(model)[0].to_dict())
     with torch.no_grad():
         assert torch.equal(loaded(make_images()), model(make_images()))
 
@@ -158,7 +158,7 @@ def test_narrow_models_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "kernels"), [("resnet18", (9, 9)), ("resnet50", (1, 9, 1))])
 def test_flops_are_those_of_the_narrow_blocks(name: str, kernels: tuple[int, ...]) -> None:
     size, divisor = 64, MODELS[name][1]
-    dense, model = make_model(name), channels_(make_model(name), divisor=divisor)
+    dense, model = make_model(name), mmod.apply_(make_model(name), Channels(divisor=divisor))
     saved = 0
     for wide, side in ((16, 16), (32, 8), (64, 2), (64, 2)):
         channels = wide if len(kernels) == 2 else 4 * wide
@@ -174,7 +174,7 @@ def test_flops_are_those_of_the_narrow_blocks(name: str, kernels: tuple[int, ...
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_gradients_reach_selectors_and_narrow_blocks_under_autocast_too(way: dict[str, Any]) -> None:
-    model = lively(channels_(make_model("resnet18"), divisor=4, **way)).train()
+    model = lively(mmod.apply_(make_model("resnet18"), Channels(divisor=4, **way))).train()
     with torch.autocast("cpu", torch.bfloat16):
         model(make_images(4)).square().mean().backward()
     for name, parameter in model.named_parameters():
@@ -195,7 +195,7 @@ def test_training_goes_on_from_a_run(tmp_path: Path) -> None:
     for folder, is_changed in (("dense", False), ("run", True)):
         start = replace(narrow, model=narrow.model.started_from(str(tmp_path / folder)))
         changed, teacher = create_models(start)
-        assert method_of(changed) == read_method(method)
+        assert methods_of(changed)[0] == read_method(method)
         assert (teacher is None) == is_changed
     assert evaluate(changed, TensorStream(8, seed=None)) == result.evaluation
     asked = replace(start, distill=replace(start.distill, teacher="dense"))
@@ -219,13 +219,13 @@ def test_training_goes_on_from_a_run(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(name: str, fields: dict[str, Any], message: str) -> None:
     model = make_model(name) if name in MODELS else timm.create_model(name)
     with pytest.raises(ValueError, match=message):
-        channels_(model, **fields)
-    assert method_of(model) is None
+        mmod.apply_(model, Channels(**fields))
+    assert not methods_of(model)
 
 
 def test_a_model_is_changed_once() -> None:
-    model = channels_(make_model("resnet18"), divisor=4)
-    with pytest.raises(ValueError, match="changed already"):
-        channels_(model, divisor=4)
-    with pytest.raises(ValueError, match="cannot route ResNet"):
+    model = mmod.apply_(make_model("resnet18"), Channels(divisor=4))
+    with pytest.raises(ValueError, match="already changed by channels"):
+        mmod.apply_(model, Channels(divisor=4))
+    with pytest.raises(ValueError, match="already changed by channels"):
         mmod.route_(model)

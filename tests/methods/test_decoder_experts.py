@@ -13,9 +13,9 @@ from torch import Tensor
 
 import mmod
 from mmod.blocks import host_class
-from mmod.methods import experts_, method_of, read_method, undo_
+from mmod.methods import Experts, methods_of, read_method, undo_
+from mmod.methods.base import deciding_together
 from mmod.methods.experts import ExpertMlp
-from mmod.methods.mixture_choices import choosing_together, deciding, mixtures_of
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import run
 from mmod.training.text.evaluate import evaluate
@@ -51,7 +51,7 @@ def lively(model: Any) -> Any:
 
 def make(name: str = "llama", staged: bool = False, **options: Any) -> Any:
     """Return a model in float64 with three experts in each layer."""
-    model = experts_(make_language(name).double().eval(), **{"experts": 3, **options})
+    model = mmod.apply_(make_language(name).double().eval(), Experts(**{"experts": 3, **options}))
     return lively(mmod.route_(model, STAGED) if staged else model)
 
 
@@ -88,12 +88,12 @@ def defined(mlp: Any, config: Any, x_ND: Tensor, alone: bool) -> Tensor:
 @torch.no_grad()
 def test_every_mixture_by_its_definition(name: str, way: dict[str, Any]) -> None:
     model = make(name, **way)
-    mlp, config = model.model.layers[1].mlp, method_of(model)
+    mlp, config = model.model.layers[1].mlp, methods_of(model)[0]
     x = torch.randn(2, 13, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     alone = torch.stack([defined(mlp, config, text, alone=True) for text in x])
     torch.testing.assert_close(mlp(x), alone, rtol=1e-9, atol=1e-10)
     together = torch.stack([defined(mlp, config, text, alone=False) for text in x])
-    with choosing_together(mixtures_of(model)):
+    with deciding_together(model):
         torch.testing.assert_close(mlp(x), together if way["choice"] == "experts" else alone, rtol=1e-9, atol=1e-10)
     model.train()
     torch.testing.assert_close(mlp(x), together, rtol=1e-9, atol=1e-10)
@@ -134,15 +134,15 @@ def test_decisions_alone_are_learned_from_what_was_chosen() -> None:
     ids = words(2, 12)
     for sampling in ("score", "predictor"):
         model = make(sampling=sampling, capacity=0.75, membership=0.5, blocks=(1,)).train()
-        with deciding(mixtures_of(model)) as decisions:
+        with mmod.trace(model) as decisions:
             model(input_ids=ids)
-        (decision,) = decisions.values()
-        assert decision.logit_EBN is not None
-        assert decision.keep_EBN.sum(dim=2).unique().tolist() == [3]
-        terms = [
-            -F.logsigmoid(logit if kept else -logit)
-            for logit, kept in zip(decision.logit_EBN.flatten(), decision.keep_EBN.flatten())
-        ]
+        assert list(decisions) == [f"model.layers.1.mlp.expert{number}" for number in (1, 2, 3)]
+        terms = []
+        for decision in decisions.values():
+            assert decision.predicted_BN is not None
+            assert decision.keep_BN.sum(dim=1).unique().tolist() == [3]
+            choices = zip(decision.predicted_BN.flatten(), decision.keep_BN.flatten())
+            terms += [-F.logsigmoid(logit if kept else -logit) for logit, kept in choices]
         loss = mmod.auxiliary_loss(model)
         torch.testing.assert_close(loss.detach(), 0.5 * sum(terms).detach() / len(terms), check_dtype=False)  # type: ignore[union-attr]
         loss.backward()
@@ -167,14 +167,12 @@ def test_gradients_reach_everything_and_what_was_saved_is_loaded(
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
     model.eval().save_pretrained(tmp_path)
     loaded: Any = mmod.load_pretrained(tmp_path)
-    assert method_of(loaded) == method_of(model) == read_method(method_of(model).to_dict())  # type: ignore[union-attr]
+    assert methods_of(loaded)[0] == methods_of(model)[0] == read_method(methods_of(model)[0].to_dict())  # type: ignore[union-attr]
     assert mmod.is_routed(loaded) == staged
     with torch.no_grad():
         torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-6, atol=1e-6)
     for changed in (model, loaded):
         if staged:
-            with pytest.raises(ValueError, match="unroute_ first"):
-                undo_(changed)
             mmod.unroute_(changed)
             # Still that of a method, which the model's folder names.
             assert type(changed).__mro__[1].__name__ == "ChangedModel"
@@ -193,7 +191,7 @@ def test_flops_follow_from_the_slots(way: dict[str, Any]) -> None:
     width, hidden, tokens = 32, 48, 40
     dense = mmod.prefill_flops(make_language("llama"), tokens).blocks[1].dense
     model = make(**way)
-    config: Any = method_of(model)
+    config: Any = methods_of(model)[0]
     routers = 2 * tokens * width * (3 + config.idle)
     if way.get("sampling") == "predictor":
         routers += 3 * 2 * tokens * (width * 8 + 8)
@@ -224,7 +222,7 @@ def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path
     assert 0 < found.mean_agreement <= 1
     start = {"config": None, "checkpoint": str(tmp_path / "run")}
     again, _ = create_models(text_config(tmp_path / "next", model=start, method=method))
-    assert method_of(again) == method_of(mmod.load_pretrained(tmp_path / "run" / "model"))
+    assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
     assert evaluate(again, TextRecipe(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(found.loss)
 
 
@@ -235,7 +233,7 @@ def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_p
     )
     found = staged.evaluation
     # Experts inside routed layers share the tokens of these.
-    assert [name.rpartition(".")[2] for name in found.kept] == ["1", "3", "expert1", "expert2", "expert1", "expert2"]
+    assert [name.rpartition(".")[2] for name in found.kept] == ["expert1", "expert2", "1", "expert1", "expert2", "3"]
     assert found.kept["model.layers.0.mlp.expert1"] == 0.5
     assert found.causal_loss != found.loss
     method = {"kind": "experts", "experts": 2, "choice": "tokens", "capacity": None}
@@ -271,10 +269,10 @@ def test_what_cannot_be_is_refused() -> None:
         ({"blocks": (9,)}, "blocks must ascend"),
     ):
         with pytest.raises(ValueError, match=message):
-            experts_(model, **fields)
-        assert method_of(model) is None
+            mmod.apply_(model, Experts(**fields))
+        assert not methods_of(model)
     with pytest.raises(ValueError, match="several parts"):
-        experts_(make_joint("llava"))
+        mmod.apply_(make_joint("llava"), Experts())
     with pytest.raises(ValueError, match="an image is there as a whole"):
-        experts_(make_model("test_vit"), sampling="score")
+        mmod.apply_(make_model("test_vit"), Experts(sampling="score"))
     assert not any(isinstance(module, ExpertMlp) for module in model.modules())

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
-from mmod.methods import Recursions, method_of, read_method, recursions_, undo_
-from mmod.methods.recursion_choices import choosing_together, cycle_of, deciding
+from mmod.methods import Recursions, methods_of, read_method, undo_
+from mmod.methods.base import deciding_together
+from mmod.methods.cycle import Cycle
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import run
 from mmod.training.text.evaluate import evaluate
@@ -41,7 +42,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id
 
 def make(name: str, **options: Any) -> Any:
     """Return a model in float64 whose tokens differ in what routers make of them."""
-    model = recursions_(make_language(name, num_hidden_layers=6, **HOSTS[name]).double().eval(), **options)
+    model = mmod.apply_(make_language(name, num_hidden_layers=6, **HOSTS[name]).double().eval(), Recursions(**options))
     generator = torch.Generator().manual_seed(3)
     for own, parameter in model.named_parameters():
         if ".routers." in own or ".predictors." in own:
@@ -87,7 +88,11 @@ def chosen(cycle: Any, config: Recursions, x: Tensor, recursion: int, ran: list[
 
 def defined(model: Any, ids_N: Tensor, alone: bool) -> Tensor:
     """Return the logits (N, V) of a text by the formulas: every token runs, and masks say who sees and keeps what."""
-    body, config, cycle = model.model, method_of(model), cycle_of(model)
+    body, config, cycle = (
+        model.model,
+        methods_of(model)[0],
+        next(module for module in model.modules() if isinstance(module, Cycle)),
+    )
     assert isinstance(config, Recursions)
     assert cycle is not None
     x, tokens = body.embed_tokens(ids_N), len(ids_N)
@@ -135,7 +140,7 @@ def test_both_ways_to_choose_by_their_definition(recursions: int, way: dict[str,
     found = model(input_ids=ids, use_cache=False).logits
     for text, logits in zip(ids, found):
         torch.testing.assert_close(logits, defined(model, text, alone=True), rtol=close, atol=close)
-    with choosing_together(cycle_of(model)):  # type: ignore[arg-type]
+    with deciding_together(model):
         found = model(input_ids=ids, use_cache=False).logits
     for text, logits in zip(ids, found):
         torch.testing.assert_close(logits, defined(model, text, alone=False), rtol=close, atol=close)
@@ -182,10 +187,10 @@ def test_padded_batches_are_decoded_as_in_one_pass(name: str, way: dict[str, Any
 @torch.no_grad()
 def test_a_cache_holds_what_ran(keys: str) -> None:
     model, ids = make("llama", recursions=4, first=1, last=1, choice="tokens", keys=keys), words(2, 12)
-    with deciding(cycle_of(model)) as decisions:  # type: ignore[arg-type]
+    with mmod.trace(model) as decisions:
         cache = model(input_ids=ids, use_cache=True).past_key_values
-    kept = [int(each.keep_BN.sum(1).max()) for each in decisions]
-    assert 12 == kept[0] > kept[-1]
+    kept = [12, *(int(each.keep_BN.sum(1).max()) for each in decisions.values())]
+    assert kept[-1] < 12
     held = [0 if layer.keys is None else layer.keys.shape[2] for layer in cache.layers[1:5]]
     assert held == (kept if keys == "kept" else [12, 0, 0, 0])
     assert [isinstance(layer, RoutedLayer) for layer in cache.layers[1:5]] == [False, *[keys == "kept"] * 3]
@@ -195,11 +200,9 @@ def test_decisions_alone_are_learned_from_the_highest_gates() -> None:
     ids = words(2, 12)
     for sampling, weight in (("score", 0.5), ("predictor", 2.0)):
         model = make("llama", sampling=sampling, membership=weight).train()
-        cycle = cycle_of(model)
-        assert cycle is not None
-        with deciding(cycle) as decisions:
+        with mmod.trace(model) as decisions:
             model(input_ids=ids)
-        routing = decisions[1]
+        (routing,) = decisions.values()
         logit_BN = routing.score_BN if sampling == "score" else routing.predicted_BN
         assert logit_BN is not None
         assert (routing.predicted_BN is None) == (sampling == "score")
@@ -226,14 +229,14 @@ def test_gradients_reach_everything_and_what_was_saved_is_loaded(tmp_path: Path,
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
     model.eval().save_pretrained(tmp_path)
     loaded: Any = mmod.load_pretrained(tmp_path)
-    assert method_of(loaded) == method_of(model) == read_method(method_of(model).to_dict())  # type: ignore[union-attr]
+    assert methods_of(loaded)[0] == methods_of(model)[0] == read_method(methods_of(model)[0].to_dict())  # type: ignore[union-attr]
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
     for changed in (model, loaded):
         undo_(changed)
         assert list(changed.state_dict()) == keys
         assert not hasattr(changed.config, "mmod")
-        assert "DecoderCycle" not in changed._no_split_modules
+        assert "Cycle" not in changed._no_split_modules
     with torch.no_grad():
         # What had been left out of a loaded model is new.
         assert bool(loaded(input_ids=ids).logits.isfinite().all())
@@ -243,11 +246,11 @@ def test_gradients_reach_everything_and_what_was_saved_is_loaded(tmp_path: Path,
 def test_undoing_gives_the_dense_model_back() -> None:
     model, ids = make_language("llama", num_hidden_layers=6), words(2, 9)
     expected = model(input_ids=ids).logits
-    recursions_(model, recursions=1, choice="tokens", adds="change")
+    mmod.apply_(model, Recursions(recursions=1, choice="tokens", adds="change"))
     # The softmax of one depth is 1.
     torch.testing.assert_close(model(input_ids=ids).logits, expected)
     undo_(model)
-    undo_(recursions_(model, recursions=2, sampling="predictor"))
+    undo_(mmod.apply_(model, Recursions(recursions=2, sampling="predictor")))
     assert torch.equal(model(input_ids=ids).logits, expected)
 
 
@@ -255,8 +258,10 @@ def test_undoing_gives_the_dense_model_back() -> None:
 def test_flops_are_those_that_training_runs(keys: str) -> None:
     dense = make_language("llama", num_hidden_layers=6).eval()
     counts = mmod.flops(dense, {"input_ids": words(1, 40)})
-    report = mmod.flops(recursions_(dense, recursions=4, keys=keys, sampling="score"), {"input_ids": words(1, 40)})
-    with choosing_together(cycle_of(dense)), torch.no_grad(), flop_counter() as counter:  # type: ignore[arg-type]
+    report = mmod.flops(
+        mmod.apply_(dense, Recursions(recursions=4, keys=keys, sampling="score")), {"input_ids": words(1, 40)}
+    )
+    with deciding_together(dense), torch.no_grad(), flop_counter() as counter:
         dense(input_ids=words(1, 40), use_cache=False)
     # The counter of torch misses products with vectors, by which tokens are scored.
     scored, width = 4 * 2 * 40 * 32, 32
@@ -285,7 +290,7 @@ def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path
     start = {"config": None, "checkpoint": str(tmp_path / "run")}
     again, teacher = create_models(text_config(tmp_path / "next", model=start, method=method))
     assert teacher is None
-    assert method_of(again) == method_of(mmod.load_pretrained(tmp_path / "run" / "model"))
+    assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
     assert evaluate(again, TextRecipe(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(found.loss)
 
 
@@ -316,11 +321,11 @@ def test_what_cannot_be_is_refused() -> None:
         ({"recursions": 3}, "are 4, which recursions=3 must divide"),
     ):
         with pytest.raises(ValueError, match=message):
-            recursions_(model, **fields)
+            mmod.apply_(model, Recursions(**fields))
     with pytest.raises(ValueError, match="attend in different ways"):
-        recursions_(make_language("gemma2"), recursions=2)
+        mmod.apply_(make_language("gemma2"), Recursions(recursions=2))
     with pytest.raises(ValueError, match="several parts"):
-        recursions_(make_joint("llava"), recursions=2)
+        mmod.apply_(make_joint("llava"), Recursions(recursions=2))
     routing = {"preset": "mod"}
     for changes in ({"routing": routing}, {"grad_checkpointing": True}):
         with pytest.raises(ValueError, match="method"):

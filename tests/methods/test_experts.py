@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis import flops
 from mmod.blocks import host_class
-from mmod.methods import Experts, experts_, method_of, read_method, undo_
+from mmod.methods import Experts, methods_of, read_method, undo_
 from mmod.methods.experts import ExpertMlp
 from mmod.methods.mixture import balance_loss, choose_tokens
 from mmod.training import ModelConfig, TrainConfig
@@ -66,11 +66,11 @@ def defined(mlp: Any, config: Experts, x_BND: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_mixture_by_its_definition(way: dict[str, Any]) -> None:
-    model = lively(experts_(make_model("test_vit").double(), experts=3, blocks=(1, 2), **way))
+    model = lively(mmod.apply_(make_model("test_vit").double(), Experts(experts=3, blocks=(1, 2), **way)))
     mlp: Any = model.blocks[1].mlp
     x = torch.randn(2, 11, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        torch.testing.assert_close(mlp(x), defined(mlp, method_of(model), x), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(mlp(x), defined(mlp, methods_of(model)[0], x), rtol=1e-9, atol=1e-10)
 
 
 def test_choices_by_hand() -> None:
@@ -94,7 +94,7 @@ def test_choices_by_hand() -> None:
 def test_copies_that_compute_all_tokens_are_the_dense_model_and_undoing_gives_it_back(name: str) -> None:
     images, dense = make_images(name, 2).double(), make_model(name).double()
     keys = dense.state_dict()
-    model = experts_(make_model(name).double(), experts=3, capacity=3.0)
+    model = mmod.apply_(make_model(name).double(), Experts(experts=3, capacity=3.0))
     assert set(keys) <= set(model.state_dict())
     with torch.no_grad():
         expected = dense(images)
@@ -103,7 +103,7 @@ def test_copies_that_compute_all_tokens_are_the_dense_model_and_undoing_gives_it
         one = undo_(model)
         assert one.state_dict().keys() == keys.keys()
         assert torch.equal(one(images), expected)
-    experts_(model, experts=1, choice="tokens", normalize=True)
+    mmod.apply_(model, Experts(experts=1, choice="tokens", normalize=True))
     with torch.no_grad():
         torch.testing.assert_close(model(images), expected)
 
@@ -111,7 +111,7 @@ def test_copies_that_compute_all_tokens_are_the_dense_model_and_undoing_gives_it
 @torch.no_grad()
 def test_tokens_that_choose_alone_can_be_routed_by_threshold() -> None:
     model, images = make_model("test_vit").double(), make_images("test_vit", 3).double()
-    lively(experts_(model, choice="tokens", capacity=None, idle=1))
+    lively(mmod.apply_(model, Experts(choice="tokens", capacity=None, idle=1)))
     for config in (
         mmod.RoutingConfig(router="norm", select=mmod.Threshold(8.0)),
         mmod.RoutingConfig(router="random", skipped="merge", enter_at="mlp"),
@@ -128,7 +128,7 @@ def test_tokens_that_choose_alone_can_be_routed_by_threshold() -> None:
 @pytest.mark.parametrize(("router", "way"), [("attention", WAYS[0]), ("linear", WAYS[3])], ids=str)
 def test_staged_mixtures_share_the_kept_tokens_of_each_image(router: str, way: dict[str, Any]) -> None:
     images = make_images("test_vit", 3).double()
-    model = lively(experts_(make_model("test_vit").double(), **way))
+    model = lively(mmod.apply_(make_model("test_vit").double(), Experts(**way)))
     before = model.state_dict().keys()
     with torch.no_grad():
         unrouted = model(images)
@@ -141,8 +141,6 @@ def test_staged_mixtures_share_the_kept_tokens_of_each_image(router: str, way: d
         found, single = model(images), torch.cat([model(image[None]) for image in images])
     torch.testing.assert_close(found, single)
     assert [given[f"blocks.{index}.mlp"] for index in (0, 1)] == [37, 18]
-    with pytest.raises(ValueError, match="unroute_ first"):
-        undo_(model)
     mmod.unroute_(model)
     assert model.state_dict().keys() == before
     with torch.no_grad():
@@ -152,12 +150,15 @@ def test_staged_mixtures_share_the_kept_tokens_of_each_image(router: str, way: d
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[3]], ids=str)
 def test_models_with_experts_are_saved_copied_and_loaded(tmp_path: Path, way: dict[str, Any], staged: bool) -> None:
-    images, model = make_images("test_vit", 2), lively(experts_(make_model("test_vit"), blocks=(1, 3), **way))
+    images, model = (
+        make_images("test_vit", 2),
+        lively(mmod.apply_(make_model("test_vit"), Experts(blocks=(1, 3), **way))),
+    )
     if staged:
         mmod.route_(model, mmod.RoutingConfig(router="linear", capacity=0.25))
     mmod.save_pretrained(model, tmp_path)
     loaded = mmod.load_pretrained(tmp_path)
-    assert method_of(loaded) == method_of(model) == read_method(method_of(model).to_dict())
+    assert methods_of(loaded)[0] == methods_of(model)[0] == read_method(methods_of(model)[0].to_dict())
     assert mmod.is_routed(loaded) == staged
     with torch.no_grad():
         assert torch.equal(loaded(images), model(images))
@@ -168,7 +169,7 @@ def test_flops_follow_from_the_slots() -> None:
     width, tokens, hidden = 64, 37, 192
     dense = flops(make_model("test_vit"), 96).blocks[1].routed
     for experts, idle, capacity in ((4, 0, 1.0), (4, 1, 0.5), (2, 3, 1.5)):
-        model = experts_(make_model("test_vit"), experts=experts, idle=idle, capacity=capacity)
+        model = mmod.apply_(make_model("test_vit"), Experts(experts=experts, idle=idle, capacity=capacity))
         slots = experts * math.floor(capacity * tokens / experts)
         router = 2 * tokens * width * (experts + idle)
         expected = dense - 4 * (tokens - slots) * width * hidden + router
@@ -176,13 +177,13 @@ def test_flops_follow_from_the_slots() -> None:
     report = flops(mmod.route_(model, mmod.RoutingConfig(router="stride", capacity=0.5)), 96)
     assert report.routed < report.dense
     # Without a limit, what the balance loss draws the mean to: three quarters of the tokens.
-    model = experts_(make_model("test_vit"), experts=3, idle=1, choice="tokens", capacity=None)
+    model = mmod.apply_(make_model("test_vit"), Experts(experts=3, idle=1, choice="tokens", capacity=None))
     assert flops(model, 96).blocks[1].routed == dense - 4 * (37 - 27) * width * hidden + 2 * tokens * width * 4
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_gradients_reach_routers_and_experts_under_autocast_too(way: dict[str, Any]) -> None:
-    model = lively(experts_(make_model("test_vit"), experts=3, blocks=(0, 2), **way)).train()
+    model = lively(mmod.apply_(make_model("test_vit"), Experts(experts=3, blocks=(0, 2), **way))).train()
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(make_images("test_vit", 4)).square().mean()
     balanced = way["choice"] == "tokens"
@@ -208,12 +209,12 @@ def test_gradients_reach_routers_and_experts_under_autocast_too(way: dict[str, A
 def test_values_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
     model = make_model("test_vit")
     with pytest.raises(ValueError, match=message):
-        experts_(model, **fields)
-    assert method_of(model) is None
+        mmod.apply_(model, Experts(**fields))
+    assert not methods_of(model)
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    model: nn.Module = experts_(make_model("test_vit"))
+    model: nn.Module = mmod.apply_(make_model("test_vit"), Experts())
     for config in (
         mmod.RoutingConfig(router="norm", select=mmod.Threshold(1.0)),
         mmod.RoutingConfig(router="random", operator="mlp"),
@@ -222,10 +223,10 @@ def test_what_does_not_go_together_is_refused() -> None:
         with pytest.raises(ValueError, match=r"possible in blocks\.1"):
             mmod.route_(model, config)
     mmod.route_(model, mmod.preset("mindskip", depth=6))
-    with pytest.raises(ValueError, match="routed or changed"):
-        experts_(model)
+    with pytest.raises(ValueError, match="is already changed by"):
+        mmod.apply_(model, Experts())
     with pytest.raises(ValueError, match="may be padding"):
-        experts_(make_model("naflexvit_base_patch16_gap"))
+        mmod.apply_(make_model("naflexvit_base_patch16_gap"), Experts())
     fields: dict[str, Any] = {"output": "run", "model": ModelConfig("test_vit"), "data": {"source": "digits"}}
     for kind, refused in (("experts", False), ("exit", True)):
         given = {**fields, "model": {"name": "test_vit"}, "method": {"kind": kind}, "routing": {"router": "random"}}

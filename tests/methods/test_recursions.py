@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 import mmod
 from mmod.analysis import flops
-from mmod.methods import Recursions, method_of, prune_, read_method, recursions_, undo_
+from mmod.methods import Prune, Recursions, methods_of, read_method, undo_
 from mmod.training import evaluate
 from mmod.training.image.model import create_models
 from tests.counting import flop_counter
@@ -113,11 +112,11 @@ def defined(cycle: Any, config: Recursions, x_BND: Tensor, prefix: int) -> Tenso
 @one_way
 @pytest.mark.parametrize(("name", "recursions"), [("test_vit", 2), ("test_vit", 4), ("vit_medium_patch16_gap_240", 2)])
 def test_every_cycle_by_its_definition(name: str, recursions: int, way: dict[str, Any]) -> None:
-    model = lively(recursions_(make_model(name).double(), recursions=recursions, **way))
+    model = lively(mmod.apply_(make_model(name).double(), Recursions(recursions=recursions, **way)))
     cycle, prefix = cycle_of(model), model.num_prefix_tokens
     x = torch.randn(3, 13, model.embed_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        found, expected = cycle(x), defined(cycle, method_of(model), x, prefix)
+        found, expected = cycle(x), defined(cycle, methods_of(model)[0], x, prefix)
     # Scores of linear routers are those of fp32.
     close = 1e-5 if way["choice"] == "recursions" else 1e-9
     torch.testing.assert_close(found, expected, rtol=close, atol=close)
@@ -125,7 +124,7 @@ def test_every_cycle_by_its_definition(name: str, recursions: int, way: dict[str
 
 def test_a_cycle_by_hand() -> None:
     """Blocks that add 1 to every token, of which two of four run twice."""
-    model = recursions_(make_model("vit_medium_patch16_gap_240"), recursions=2)
+    model = mmod.apply_(make_model("vit_medium_patch16_gap_240"), Recursions(recursions=2))
     cycle = cycle_of(model)
     for block in cycle.shared:
         for name, parameter in block.named_parameters():
@@ -151,14 +150,14 @@ def test_one_recursion_at_full_weight_is_the_dense_model_and_undoing_gives_it_ba
     with torch.no_grad():
         expected = model(images)
         for choice in ("recursions", "tokens"):
-            recursions_(model, recursions=1, choice=choice, adds="change")
+            mmod.apply_(model, Recursions(recursions=1, choice=choice, adds="change"))
             # The softmax of one depth is 1, and a tenth of a sigmoid is not.
             if choice == "tokens":
                 torch.testing.assert_close(model(images), expected)
             undo_(model)
             assert list(model.state_dict()) == keys
             assert torch.equal(model(images), expected)
-        undo_(recursions_(model, recursions=2))
+        undo_(mmod.apply_(model, Recursions(recursions=2)))
         assert list(model.state_dict()) == keys
         assert torch.equal(model(images), expected)
 
@@ -167,7 +166,7 @@ def test_one_recursion_at_full_weight_is_the_dense_model_and_undoing_gives_it_ba
 @one_way
 def test_an_image_does_not_depend_on_the_others(name: str, way: dict[str, Any]) -> None:
     images, model = make_images(name, 3).double(), lively(make_model(name).double())
-    lively(recursions_(model, recursions=2, **way))
+    lively(mmod.apply_(model, Recursions(recursions=2, **way)))
     with torch.no_grad():
         found, single = model(images), torch.cat([model(image[None]) for image in images])
         torch.testing.assert_close(found, single)
@@ -175,7 +174,7 @@ def test_an_image_does_not_depend_on_the_others(name: str, way: dict[str, Any]) 
 
 
 def test_fewer_tokens_run_at_each_recursion_and_each_ran_before() -> None:
-    model = lively(recursions_(make_model("test_vit"), recursions=4))
+    model = lively(mmod.apply_(make_model("test_vit"), Recursions(recursions=4)))
     cycle, given = cycle_of(model), []
     cycle.shared[0].register_forward_pre_hook(lambda _, args: given.append(args[0].shape[1]))
     with torch.no_grad():
@@ -185,10 +184,10 @@ def test_fewer_tokens_run_at_each_recursion_and_each_ran_before() -> None:
 
 @one_way
 def test_models_with_recursions_are_saved_and_loaded(tmp_path: Path, way: dict[str, Any]) -> None:
-    images, model = make_images("test_vit", 2), lively(recursions_(make_model("test_vit"), **way))
+    images, model = make_images("test_vit", 2), lively(mmod.apply_(make_model("test_vit"), Recursions(**way)))
     mmod.save_pretrained(model, tmp_path)
     loaded = mmod.load_pretrained(tmp_path)
-    assert method_of(loaded) == method_of(model) == read_method(method_of(model).to_dict())
+    assert methods_of(loaded)[0] == methods_of(model)[0] == read_method(methods_of(model)[0].to_dict())
     with torch.no_grad():
         assert torch.equal(loaded(images), model(images))
 
@@ -196,7 +195,7 @@ def test_models_with_recursions_are_saved_and_loaded(tmp_path: Path, way: dict[s
 @pytest.mark.parametrize("keys", ["kept", "first"])
 def test_flops_are_those_that_run(keys: str) -> None:
     dense = flops(make_model("test_vit"), 96)
-    model = recursions_(make_model("test_vit"), recursions=4, keys=keys)
+    model = mmod.apply_(make_model("test_vit"), Recursions(recursions=4, keys=keys))
     report, width = flops(model, 96), 64
     with flop_counter() as counter:
         model(torch.rand(1, 3, 96, 96))
@@ -214,7 +213,7 @@ def test_flops_are_those_that_run(keys: str) -> None:
 
 @one_way
 def test_gradients_reach_routers_and_blocks_under_autocast_too(way: dict[str, Any]) -> None:
-    model = lively(recursions_(make_model("test_vit"), **way)).train()
+    model = lively(mmod.apply_(make_model("test_vit"), Recursions(**way))).train()
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(make_images("test_vit", 4)).square().mean()
     if way["choice"] == "tokens":
@@ -232,7 +231,7 @@ def test_training_goes_on_from_a_run(tmp_path: Path, way: dict[str, Any]) -> Non
     config = tiny_config(output=tmp_path / "run", epochs=1, method=method)
     result = run(config)
     model, teacher = create_models(replace(config, model=config.model.started_from(str(tmp_path / "run"))))
-    assert method_of(model) == read_method(method)
+    assert methods_of(model)[0] == read_method(method)
     assert teacher is None
     assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation
 
@@ -251,12 +250,14 @@ def test_training_goes_on_from_a_run(tmp_path: Path, way: dict[str, Any]) -> Non
 def test_what_does_not_fit_is_refused(name: str, fields: dict[str, Any], message: str) -> None:
     model = make_model(name)
     with pytest.raises(ValueError, match=message):
-        recursions_(model, **fields)
-    assert method_of(model) is None
+        mmod.apply_(model, Recursions(**fields))
+    assert not methods_of(model)
 
 
-@pytest.mark.parametrize("change", [prune_, recursions_, mmod.route_])
-def test_a_model_is_changed_once(change: Callable[[Any], Any]) -> None:
-    model = recursions_(timm.create_model("test_vit"))
-    with pytest.raises(ValueError, match=r"changed already|cannot route"):
-        change(model)
+@pytest.mark.parametrize(
+    "method", [Prune(), Recursions(), mmod.RoutingConfig()], ids=lambda method: type(method).__name__
+)
+def test_a_model_is_changed_once(method: Any) -> None:
+    model = mmod.apply_(timm.create_model("test_vit"), Recursions())
+    with pytest.raises(ValueError, match=r"already changed by recursions|cannot route"):
+        mmod.apply_(model, method)

@@ -167,7 +167,7 @@ def test_weights_without_routers_are_refused(tmp_path: Path) -> None:
             load(tmp_path, **options)
 
 
-@pytest.mark.parametrize("field", ["parts", "capacities", "method"])
+@pytest.mark.parametrize("field", ["methods"])
 @pytest.mark.parametrize("value", [None, "text"])
 def test_a_description_that_lacks_a_field_is_refused(field: str, value: str | None, tmp_path: Path) -> None:
     save("llama", tmp_path)
@@ -183,9 +183,9 @@ def test_a_description_that_lacks_a_field_is_refused(field: str, value: str | No
 def test_a_description_of_nothing_is_refused(tmp_path: Path) -> None:
     save("llama", tmp_path)
     described = json.loads((tmp_path / "config.json").read_text())
-    described["mmod"]["parts"] = {}
+    described["mmod"]["methods"] = []
     (tmp_path / "config.json").write_text(json.dumps(described))
-    with pytest.raises(ValueError, match=r"mmod\.parts and mmod\.method are empty"):
+    with pytest.raises(ValueError, match=r"mmod\.methods must list"):
         mmod.load_pretrained(tmp_path)
     described["mmod"]["version"] = 99
     (tmp_path / "config.json").write_text(json.dumps(described))

@@ -9,6 +9,7 @@ from torch import nn
 from mmod.adapters.base import Part
 from mmod.adapters.transformers.language import find_language, is_decoder_layer
 from mmod.adapters.transformers.loading import load
+from mmod.adapters.transformers.saving import describe_method
 from mmod.adapters.transformers.vision import find_vision, is_encoder_layer
 
 SUPPORTED = (
@@ -41,4 +42,4 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     return parts
 
 
-__all__ = ["SAVING", "SUPPORTED", "find_parts", "load"]
+__all__ = ["SAVING", "SUPPORTED", "describe_method", "find_parts", "load"]

@@ -17,13 +17,12 @@ from mmod.adapters.base import BlockStack
 from mmod.adapters.transformers.cache_base import chosen_samples
 from mmod.adapters.transformers.images import IMAGES, Frames, ImageTokens
 from mmod.adapters.transformers.layers import GROUPS, DecoderLayerCall, is_sandwich
-from mmod.adapters.transformers.masks import first_column
+from mmod.adapters.transformers.masks import valid_tokens
 from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.adapters.transformers.saving import DescribedRouting, describe_routing
 from mmod.adapters.transformers.tower import TowerImportance
 from mmod.blocks import ImportanceDecoderBlock, ModelHook, RoutedDecoderBlock, host_class
 from mmod.config import RoutingConfig, Threshold
-from mmod.ops.views import visible
 from mmod.routing import DecoderRouter, TokenGroups, assign_groups, decoded_groups
 
 LAYERS = (
@@ -267,27 +266,3 @@ def _checked(protected_BN: Tensor, shape: tuple[int, int]) -> Tensor:
     if protected_BN.shape != shape:
         raise ValueError(f"{PROTECTED} has shape {tuple(protected_BN.shape)}, the tokens have {shape}")
     return protected_BN
-
-
-def valid_tokens(mask: Any, source: Tensor, seen: Tensor | int) -> Tensor:
-    """Return which tokens are no padding (B, N), as an attention mask says.
-
-    Args:
-        mask: Of tokens (B, length), or of pairs (B, 1 or H, N, length); None where all are valid.
-        source: The tokens (B, N), or their embeddings (B, N, D).
-        seen: Tokens before them.
-    """
-    samples, tokens = source.shape[:2]
-    if isinstance(mask, Mapping):
-        mask = next(iter(mask.values()))
-    if mask is None:
-        return torch.ones(samples, tokens, dtype=torch.bool, device=source.device)
-    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
-        raise ValueError(f"cannot read padding off an attention mask of type {type(mask).__name__}")
-    own = torch.arange(tokens, device=mask.device)
-    seen = seen.to(mask.device) if isinstance(seen, Tensor) else seen
-    if mask.ndim == 2:
-        places = slice(seen, seen + tokens) if isinstance(seen, int) else own + seen
-        return mask[:, places].to(source.device).bool()
-    own_BN = mask[:, 0, own, own + seen - first_column(mask.shape[-1], seen + tokens)]
-    return visible(own_BN).expand(samples, -1).to(source.device)

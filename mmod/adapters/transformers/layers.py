@@ -6,7 +6,7 @@ Axes: B samples, H heads, N tokens, K slots per sample, L slots in a layer's cac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from transformers.utils.output_capturing import _active_collector
 from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
 from mmod.adapters.transformers.cache_base import KeptTokens
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
-from mmod.adapters.transformers.context import attend_and_keep, attend_to_all, attend_to_given
-from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries
+from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_all, attend_to_given
+from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, valid_tokens
 from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.blocks import ForwardPass
 from mmod.ops import Packing, gather_rows
@@ -234,6 +234,36 @@ class DecoderLayerCall:
         if self.compact is not None:
             return {**arguments, **self._compact_positions(x_BND, x_BND.shape[1], cache)}
         return arguments
+
+    def cached(self, arguments: Mapping[str, Any]) -> int:
+        """Return how many tokens the layer's cache holds, 0 without a cache."""
+        cache = arguments.get("past_key_values")
+        return 0 if cache is None else int(cache.get_seq_length(self.index))
+
+    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """Return which tokens are no padding (B, N); None without an attention mask."""
+        mask = arguments.get("attention_mask")
+        return None if mask is None else valid_tokens(mask, x_BND, self.cached(arguments))
+
+    def repeated(self, places: int, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
+        """Return the arguments for kept tokens of a layer that runs once more, whose keys are cached elsewhere.
+
+        Args:
+            places: How many places behind the layer's own in the cache; 0 for its first run, on all tokens.
+            arguments: The arguments of all tokens.
+            x_BND: All tokens.
+            routing: The decision.
+        """
+        if not places:
+            return arguments
+        call = replace(self, index=self.index + places)
+        call.open_cache(arguments)
+        selected = dict(call.select_tokens(arguments, x_BND, routing)) if routing.index_BK.shape[1] else {}
+        call.begin_update(arguments, x_BND, routing)
+        cache = arguments.get("past_key_values")
+        if cache is not None:
+            selected["past_key_values"] = OtherLayer(cache, call.index)
+        return selected
 
     def _narrowed(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, cache: KeptTokens | None,

@@ -5,35 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import transformers
 
 from mmod.adapters.transformers.saving import CODE, FORMAT_VERSION, KEY, WEIGHTS_FIELD
 from mmod.blocks import host_of
-from mmod.config import RoutingConfig
+
+Methods = list[dict[str, Any]]
+"""The methods that changed a model, in order, in plain values."""
+Change = Callable[[Any, Methods], None]
+"""Changes a model by methods."""
 
 
-class Described(NamedTuple):
-    """What a saved folder says of how its model was changed.
-
-    Args:
-        parts: The configs of its routed parts by name.
-        capacities: The capacities of its routed blocks in order.
-        method: The method that changed it, in plain values; None where none did.
-    """
-
-    parts: dict[str, RoutingConfig]
-    capacities: list[float]
-    method: dict[str, Any] | None
-
-
-# Changes a model as a folder says.
-Route = Callable[[Any, dict[str, RoutingConfig], list[float], "dict[str, Any] | None"], None]
-_FIELDS: dict[str, Any] = {"parts": dict, "capacities": list, "method": (dict, type(None))}
-
-
-def take_description(config: Any, folder: str | Path) -> Described:
+def take_description(config: Any, folder: str | Path) -> Methods:
     """Take out of a config that was read from a folder how its model was changed; a dense model's config remains.
 
     Args:
@@ -51,15 +36,13 @@ def take_description(config: Any, folder: str | Path) -> Described:
         )
     if described.get("version") != FORMAT_VERSION:
         raise ValueError(f"{file}: saved as version {described.get('version')!r}, this mmod reads {FORMAT_VERSION}")
-    for name, kind in _FIELDS.items():
-        if name not in described or not isinstance(described[name], kind):
-            found = repr(described[name]) if name in described else "nothing"
-            raise ValueError(f"{file}: {KEY}.{name} says how the model was changed, got {found}. Save the model again")
-    if not described["parts"] and not described["method"]:
-        raise ValueError(f"{file}: {KEY}.parts and {KEY}.method are empty, so the model is dense. Save it again")
+    methods = described.get("methods")
+    if not isinstance(methods, list) or not methods:
+        raise ValueError(
+            f"{file}: {KEY}.methods must list how the model was changed, got {methods!r}. Save the model again"
+        )
     forget_description(config)
-    parts = {name: RoutingConfig.from_dict(values) for name, values in described["parts"].items()}
-    return Described(parts, list(described["capacities"]), described["method"])
+    return methods
 
 
 def forget_description(config: Any) -> None:
@@ -81,13 +64,13 @@ def forget_description(config: Any) -> None:
 
 
 def load(
-    folder: str | Path, route: Route, *args: Any, model_class: Any = None, config: Any = None, **options: Any
+    folder: str | Path, change: Change, *args: Any, model_class: Any = None, config: Any = None, **options: Any
 ) -> Any:
     """Build, route and load a model that was saved by its own `save_pretrained` after it was routed.
 
     Args:
         folder: The folder, with one or several files of weights.
-        route: Routes the model, or changes it otherwise, while it has no weights yet.
+        change: Changes the model by its methods, while it has no weights yet.
         args: Further arguments of the model's `__init__`.
         model_class: The class to make; None means the one that the local folder names.
         config: A config that was read from the folder, or where else to read it.
@@ -101,7 +84,7 @@ def load(
             change of the model added. Other weights that are missing are reported as transformers always does.
     """
     dense: Any = _class_of(folder) if model_class is None else host_of(model_class)
-    taken: list[Described] = []
+    taken: list[Methods] = []
     added: set[str] = set()
 
     class Configs:
@@ -117,8 +100,8 @@ def load(
         self.__class__ = dense
         dense.__init__(self, config, *args, **kwargs)
         before = set(self.state_dict())
-        # Routed while it has no weights yet: those of the routers are then loaded like all others.
-        route(self, *taken[0])
+        # Changed while it has no weights yet: those of the routers are then loaded like all others.
+        change(self, taken[0])
         added.update(set(self.state_dict()) - before)
 
     if isinstance(config, transformers.PreTrainedConfig):

@@ -5,12 +5,16 @@ Axes: B samples, H heads, N tokens, K slots per sample, L slots in a layer's cac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import KeptTokens
+from mmod.ops.views import visible
 from mmod.routing import Routing
 
 
@@ -142,3 +146,27 @@ def _narrow(mask: Tensor, index_BK: Tensor, key_BL: Tensor, length: Tensor | int
     column_BL = key_BL - first_column(columns, length)
     pairs = mask.gather(3, column_BL.clamp(min=0)[:, None, None, :].expand(-1, heads, index_BK.shape[1], -1))
     return _hide(pairs, (column_BL < 0)[:, None, None, :])
+
+
+def valid_tokens(mask: Any, source: Tensor, seen: Tensor | int) -> Tensor:
+    """Return which tokens are no padding (B, N), as an attention mask says.
+
+    Args:
+        mask: Of tokens (B, length), or of pairs (B, 1 or H, N, length); None where all are valid.
+        source: The tokens (B, N), or their embeddings (B, N, D).
+        seen: Tokens before them.
+    """
+    samples, tokens = source.shape[:2]
+    if isinstance(mask, Mapping):
+        mask = next(iter(mask.values()))
+    if mask is None:
+        return torch.ones(samples, tokens, dtype=torch.bool, device=source.device)
+    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
+        raise ValueError(f"cannot read padding off an attention mask of type {type(mask).__name__}")
+    own = torch.arange(tokens, device=mask.device)
+    seen = seen.to(mask.device) if isinstance(seen, Tensor) else seen
+    if mask.ndim == 2:
+        places = slice(seen, seen + tokens) if isinstance(seen, int) else own + seen
+        return mask[:, places].to(source.device).bool()
+    own_BN = mask[:, 0, own, own + seen - first_column(mask.shape[-1], seen + tokens)]
+    return visible(own_BN).expand(samples, -1).to(source.device)

@@ -29,7 +29,7 @@ from mmod.blocks import (
 from mmod.config import RoutingConfig
 from mmod.routing import LinearScore
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 KEY = "mmod"
 # The field of a config from which transformers takes the name of the file of weights, if it has one.
 WEIGHTS_FIELD = "transformers_weights"
@@ -182,14 +182,11 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
             "layers may skip. Save the whole model, or call mmod.unroute_ on that first"
         )
     method = vars(model).get("mod_state")
-    if not parts and method is None:
-        return None
-    return {
-        "version": FORMAT_VERSION,
-        "parts": parts,
-        "capacities": [float(each.router.capacity) for each in routed],
-        "method": None if method is None else method.to_dict(),
-    }
+    methods = [] if method is None else [method.to_dict()]
+    if parts:
+        capacities = [float(each.router.capacity) for each in routed]
+        methods.append({"kind": "routing", "parts": parts, "capacities": capacities})
+    return {"version": FORMAT_VERSION, "methods": methods} if methods else None
 
 
 def _described_config(config: Any, described: dict[str, Any]) -> Any:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -14,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmod import Routing, is_routed, routed_blocks
+from mmod import trace
 from mmod.analysis.modes import in_mode
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.io.progress import progress_bar
+from mmod.methods import methods_of
 from mmod.training.engine.distributed import sum_over_processes
 
 __all__ = ["EvalResult", "evaluate"]
@@ -148,18 +148,21 @@ def generate(
 def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Count in each forward pass which tokens are kept, and which may be skipped, by name of the block that decides."""
     counts: dict[str, Tensor] = {}
-
-    def count(name: str, router: nn.Module, args: tuple[Any, ...], routing: Routing) -> None:
-        free_BN = torch.ones_like(routing.keep_BN) if routing.groups is None else routing.groups.free_BN
-        found = torch.stack([(routing.keep_BN & free_BN).sum(), free_BN.sum()])
-        counts[name] = counts[name] + found if name in counts else found
-
-    blocks = routed_blocks(model) if is_routed(model) else {}
-    handles = [block.router.register_forward_hook(partial(count, name)) for name, block in blocks.items()]
-    try:
+    if not methods_of(model):
         yield counts
-    finally:
-        for handle in handles:
+        return
+
+    def count(*_: Any) -> None:
+        for name, routing in decisions.take().items():
+            free_BN = torch.ones_like(routing.keep_BN) if routing.groups is None else routing.groups.free_BN
+            kept_and_free = torch.stack([(routing.keep_BN & free_BN).sum(), free_BN.sum()])
+            counts[name] = counts.get(name, 0) + kept_and_free
+
+    with trace(model) as decisions:
+        handle = model.register_forward_hook(count)
+        try:
+            yield counts
+        finally:
             handle.remove()
 
 

@@ -15,7 +15,7 @@ from mmod.adapters import find_parts
 from mmod.adapters.transformers.loading import take_description
 from mmod.blocks import RoutedBlock, model_hooks
 from mmod.io.tensors import check_whole
-from mmod.pretrained import load_pretrained, route_again
+from mmod.pretrained import apply_again, load_pretrained
 from mmod.routing import BorrowedScore
 from mmod.training.chat.config import WITHOUT_WEIGHTS, ModelConfig, TrainConfig
 from mmod.training.chat.words import create_word_processor
@@ -212,7 +212,7 @@ def _create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     with torch.device("meta" if on_meta else "cpu"):
         model = AutoModelForImageTextToText.from_config(described, **known)
         if taken is not None:
-            route_again(model, *taken)
+            apply_again(model, taken)
     return model
 
 

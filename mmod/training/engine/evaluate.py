@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from mmod import is_routed, routed_blocks, trace
-from mmod.methods.exit import counted_images, exit_blocks
+from mmod.analysis import Trace, trace
 from mmod.training.engine.distributed import sum_over_processes
 
 __all__ = ["KeptShares", "RoutedResult"]
@@ -19,8 +18,8 @@ class RoutedResult:
     """What an evaluation found; subclasses are dataclasses of plain values, whose text is one line.
 
     Attributes:
-        kept: Name of each routed block to its mean kept share of tokens, in [0, 1]; where images leave a model early,
-            of each block to the share of images that it runs on.
+        kept: Name of each place that decides to its mean kept share of tokens, in [0, 1]; where images leave a model
+            early, of each block to the share of images that it runs on.
     """
 
     kept: dict[str, float]
@@ -31,7 +30,7 @@ class RoutedResult:
 
     @property
     def mean_kept(self) -> float:
-        """Mean kept share over the routed blocks; 1 for a dense model."""
+        """Mean kept share over the places that decide; 1 for a dense model."""
         return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
 
     def kept_columns(self) -> dict[str, float]:
@@ -40,36 +39,30 @@ class RoutedResult:
 
 
 class KeptShares:
-    """The mean share of tokens that each routed block keeps, or of images that leave late enough to be run on.
+    """The mean share that each place of a model keeps: of tokens, or of images where these leave early.
 
     Shares are means over the samples of all processes.
 
     Args:
-        model: A model, routed or not.
+        model: Any model; a dense one keeps no shares.
         device: Where it is.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
-        self._exits = exit_blocks(model)
-        self._names = list(routed_blocks(model)) if is_routed(model) else list(self._exits)
-        # Samples, then the sum of shares of each block.
+        self._names = Trace(model).names
+        # Samples, then the sum of shares of each place.
         self._sums = torch.zeros(1 + len(self._names), dtype=torch.float64, device=device)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Count what is kept in the forward pass of a batch."""
-        if self._exits:
-            with counted_images(self._exits) as images:
-                yield
-            self._sums += self._sums.new_tensor([max(images.values()), *images.values()])
-            return
         if not self._names:
             yield
             return
-        with trace(self._model) as routings:
+        with trace(self._model) as decisions:
             yield
-        keeps = [routings[name].keep_BN.double() for name in self._names]
+        keeps = [decisions[name].keep_BN.double() for name in self._names]
         self._sums += torch.stack([keeps[0].new_tensor(len(keeps[0])), *(keep_BN.mean(1).sum() for keep_BN in keeps)])
 
     def means(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod import route_
-from mmod.methods import method_of
+from mmod.methods import methods_of
 from mmod.training.engine.config import LoopConfig
 
 __all__ = ["Load", "classifier_names", "converted", "load_weights", "prepare_models"]
@@ -43,7 +43,7 @@ def prepare_models(
     """
     dense, checkpoint, name = set(model.state_dict()), config.model.checkpoint, config.teacher()
     routers = {} if checkpoint is None else load(model, checkpoint)
-    if name == "dense" and method_of(model) is not None:
+    if name == "dense" and methods_of(model):
         if config.distill.teacher == "dense":
             raise ValueError(f"checkpoint {checkpoint!r} holds no dense model that distill.teacher='dense' could be")
         name = None
@@ -51,7 +51,7 @@ def prepare_models(
     if teacher is not None:
         teacher.eval().requires_grad_(False)
     routing, method = config.routing_configs(), config.method_config()
-    if method is not None and method_of(model) is None:
+    if method is not None and not methods_of(model):
         method.apply_(model)
     if routing:
         route_(model, **routing)

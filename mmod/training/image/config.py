@@ -286,7 +286,7 @@ class TrainConfig(engine.LoopConfig):
                 "mixup mixes labels of images: data.label_patch, which gives each patch one, needs mixup: null"
             )
         method = self.method_config()
-        if method is not None and self.routing is not None and not method.routable:
+        if method is not None and self.routing is not None and not method.precedes("routing"):
             raise ValueError("a model is routed or changed by a method: set routing or method to null")
         if self.grad_checkpointing and (method or (self.in_training and self.in_training.method)):
             raise ValueError("a model that a method changed cannot be trained with grad_checkpointing")

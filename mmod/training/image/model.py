@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from mmod import freeze_dense
 from mmod.data.config import DataConfig
 from mmod.io.names import near_names
+from mmod.methods.read import is_added
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.model import classifier_names, converted, load_weights, prepare_models
 from mmod.training.image.config import LossConfig, MixupConfig, ModelConfig, TrainConfig
 
 __all__ = ["check_published", "create_criterion", "create_dense_model", "create_mixup", "create_models"]
-
-# Names of what routing and methods add to a model.
-_ADDED = (".router.", ".exit.", ".others.")
 
 
 def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
@@ -195,7 +193,7 @@ def _load(config: TrainConfig, model: nn.Module, checkpoint: str) -> dict[str, T
     if method is not None and method.replaced_in(state):
         method.apply_(model)
     own = model.state_dict()
-    added = {name: value for name, value in state.items() if any(part in name for part in _ADDED)}
+    added = {name: value for name, value in state.items() if is_added(name)}
     dense = {name: value for name, value in state.items() if name not in added}
     dense = converted(dense, model)
     head = classifier_names(model)

@@ -10,12 +10,12 @@ import torch
 from timm.models import save_for_hf
 from torch import nn
 
-from mmod import is_routed, learn_capacity_, route_, set_capacity, settle_capacity_, unroute_
+from mmod import apply_, learn_capacity_, route_, set_capacity, settle_capacity_, undo_
 from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream, normalisation
-from mmod.methods import method_of, undo_
+from mmod.methods import methods_of
 from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
-from mmod.training.engine.config import resolve_method, resolve_routing
+from mmod.training.engine.config import resolve_routing
 from mmod.training.engine.distributed import Process, choose_device
 from mmod.training.engine.loop import run
 from mmod.training.engine.recipe import Recipe, Streams
@@ -108,22 +108,19 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
         return at_capacities(model, config.elastic, routing, judge)
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write a folder for `mmod.load_pretrained`, or for timm's `local-dir:` where that can load the model.
+        """Write a folder: of a changed model for `mmod.load_pretrained`, of a dense one for timm's `local-dir:`.
 
-        Of a model whose method leaves the dense part as it is, timm loads that; `config.json` names the method. Beside
-        capacities that were learned stands `plan.json`.
+        Beside capacities that were learned stands `plan.json`.
         """
-        method = method_of(model)
         if capacity_hook(model) is not None:
             found = settle_capacity_(model)
             save_pretrained(model, folder)
             found.plan.save(folder / "plan.json")
-        elif is_routed(model) or (method is not None and (method.routable or method.replaces)):
+        elif methods_of(model):
             save_pretrained(model, folder)
         else:
             mean, std = (values.tolist() for values in normalisation(self.config.data))
-            own = None if method is None else {"method": method.to_dict()}
-            save_for_hf(model, str(folder), own, safe_serialization=True, data_config={"mean": mean, "std": std})
+            save_for_hf(model, str(folder), safe_serialization=True, data_config={"mean": mean, "std": std})
 
     def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
         """Follow the capacity schedule, end the learning of capacities, and do what is for training alone."""
@@ -149,17 +146,14 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
         if config.epochs is not None and epoch >= config.epochs:
             # An epoch without evaluation may have left it changed.
             _make_dense(model)
-        elif not is_routed(model) and method_of(model) is None:
+        elif not methods_of(model):
             if config.routing is not None:
                 route_(model, resolve_routing(config.routing))
-            method = resolve_method(config.method)
-            if method is not None:
-                method.apply_(model)
+            if config.method is not None:
+                apply_(model, config.method)
 
 
 def _make_dense(model: nn.Module) -> None:
     """Take back what a run does in training alone."""
-    if is_routed(model):
-        unroute_(model)
-    if method_of(model) is not None:
+    if methods_of(model):
         undo_(model)

@@ -11,6 +11,7 @@ from mmod import prefill_flops
 from mmod.analysis.prefill import training_flops
 from mmod.data.readers.text import create_train_text
 from mmod.io.yaml import read_yaml
+from mmod.methods.base import deciding_together
 from mmod.training.engine.loop import steps_of_epoch
 from mmod.training.isoflop.config import IsoflopConfig
 from mmod.training.studies.entrants import merged
@@ -18,7 +19,6 @@ from mmod.training.studies.jobs import Job
 from mmod.training.studies.rates import with_rate
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.model import create_models
-from mmod.training.text.ways import Ways
 
 __all__ = ["Place", "count_flops", "plan"]
 
@@ -102,7 +102,7 @@ def count_flops(model: Any, length: int) -> tuple[int, int]:
     Raises:
         ValueError: A model routed by threshold, whose cost follows from the text.
     """
-    with Ways(model).together():
+    with deciding_together(model):
         counts = prefill_flops(model, text_tokens=length)
         # A prompt's prefill needs the logits of its last token alone.
         return counts.routed + (length - 1) * counts.rest.routed, training_flops(model, length)

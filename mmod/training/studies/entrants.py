@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mmod.methods.read import KINDS, read_method
+from mmod.methods import METHODS, read_method
 from mmod.training.studies.config import PlanOptions, refuse_set_by_study
 from mmod.values import one_of, refuse_unknown
 
@@ -195,7 +195,7 @@ def create_rivals(
 def _rival(common: dict[str, Any], fields: dict[str, Any], epochs: int, is_trained: bool) -> Entrant:
     """Return a rival from what all entrants have and the fields of its kind."""
     name, kind = common["name"], fields.get("kind")
-    one_of(f"rivals.{name}.kind", kind, [*KINDS, "resolution", "smaller"])
+    one_of(f"rivals.{name}.kind", kind, [*sorted({*METHODS} - {"routing"}), "resolution", "smaller"])
     if kind == "resolution":
         refuse_unknown(f"field of rivals.{name}", fields, ["kind", "image_size"])
         if common["image_size"] is None:
@@ -206,7 +206,7 @@ def _rival(common: dict[str, Any], fields: dict[str, Any], epochs: int, is_train
         if fields.get("args") is None:
             raise ValueError(f"rivals.{name} needs args")
         return Anew(args=fields["args"], epochs=epochs, **common)
-    routing = fields.pop("routing", None) if KINDS[str(kind)].routable else None
+    routing = fields.pop("routing", None) if str(kind) in METHODS["routing"].follows else None
     if read_method(fields).starts_anew:
         return Anew(method=fields, epochs=epochs, **common)
     return Reduced(method=fields, routing=routing, is_trained=is_trained, **common)

@@ -18,7 +18,6 @@ from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_routing_maps
 from mmod.analysis.timing import interleave, relative_times
 from mmod.data.loader import create_eval_stream
-from mmod.methods.exit import exit_blocks
 from mmod.model import is_routed
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.evaluate import RoutedResult
@@ -277,7 +276,6 @@ class ImageStudy(TimmStudy[EvalResult]):
 
     def figures(self, found: EvalResult) -> dict[str, float]:
         """Return accuracy, what is known of patches alone, and kept share."""
-        # Of a model with pruned or merged tokens nothing is said, for none of its blocks keeps a share.
         kept = {"kept": found.mean_kept} if found.kept else {}
         return {"top1": found.top1, **found.patch_figures(), **kept}
 
@@ -303,10 +301,7 @@ def _epochs(job: Job[TrainConfig], base: str) -> str:
 
 def image_flops(model: nn.Module, config: TrainConfig, found: RoutedResult) -> float:
     """Return the FLOPs of an image, on average where images leave early."""
-    report = flops(model, _size(config), **kept_shares(model, found))
-    if not exit_blocks(model):
-        return report.routed
-    return report.rest.routed + sum(block.routed * found.kept.get(block.name, 1.0) for block in report.blocks)
+    return flops(model, _size(config), **kept_shares(model, found)).routed
 
 
 def _size(config: TrainConfig) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from mmod import is_routed, routed_blocks
+from mmod.blocks import deciding_modules
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.loop import run
@@ -49,8 +49,8 @@ class LoopStudy(Study[Config, Found]):
 
 
 def by_data(model: nn.Module) -> bool:
-    """Return whether the data decides how many tokens some routed block of a model keeps."""
-    return is_routed(model) and any(block.router.config.select != "topk" for block in routed_blocks(model).values())
+    """Return whether the data decides what a pass of a model costs."""
+    return any(module.cost_follows_data for module in deciding_modules(model).values())
 
 
 def kept_shares(model: nn.Module, found: RoutedResult) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class TrainConfig(LoopConfig):
             raise ValueError("elastic trains a routed model: set routing, or elastic: false")
         method = self.method_config()
         if method is not None:
-            if self.routing is not None and not method.routable:
+            if self.routing is not None and not method.precedes("routing"):
                 raise ValueError("a model is routed or changed by a method: set routing or method to null")
             if self.grad_checkpointing:
                 raise ValueError("a model that a method changed cannot be trained with grad_checkpointing")

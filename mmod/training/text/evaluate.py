@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmod.analysis import Trace, trace
 from mmod.analysis.modes import in_mode
 from mmod.data.stream import BatchStream
 from mmod.io.progress import progress_bar
+from mmod.methods.base import decided_alone, deciding_together, methods_of
+from mmod.routing import Routing
 from mmod.speculation import every_token
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.task import autocast
 from mmod.training.text.model import logits_of
-from mmod.training.text.ways import Decided, Ways
 from mmod.values import check_value
 
 __all__ = ["EvalResult", "evaluate"]
@@ -108,29 +111,30 @@ def evaluate(
         The figures.
     """
     device = torch.device(device)
-    ways = Ways(model)
-    trained, alone, full = (_Sums(model, ways, device) for _ in range(3))
-    agreement = _Agreement(device) if ways.both else None
+    methods = methods_of(model)
+    two_ways = any(method.two_ways for method in methods)
+    trained, alone, full = (_Sums(model, device) for _ in range(3))
+    agreement = _Agreement(device) if two_ways else None
     bar = progress_bar(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False)
     with in_mode(False, model), autocast(device, precision):
         for batch in bar:
             tokens, following = (part.to(device, non_blocking=True) for part in batch)
-            with ways.together():
-                decided = trained.add(tokens, following)
+            with deciding_together(model):
+                decisions = trained.add(tokens, following)
             if agreement is not None:
-                agreement.add(decided)
+                agreement.add(decisions, decided_alone(model, decisions))
                 alone.add(tokens, following)
             if elastic:
                 with every_token(model):
                     full.add(tokens, following)
     loss, kept, samples = trained.means()
-    causal_loss, causal_kept, _ = alone.means() if ways.both else (loss, {}, samples)
+    causal_loss, causal_kept, _ = alone.means() if two_ways else (loss, {}, samples)
     shares = {} if agreement is None else agreement.means()
     return EvalResult(
         loss=loss,
         samples=samples,
         kept=kept,
-        causal_loss=causal_loss if ways.alone else None,
+        causal_loss=causal_loss if all(method.causal for method in methods) else None,
         causal_kept=causal_kept,
         agreement={name: sum(parts) / len(parts) for name, parts in shares.items()},
         agreement_by_position=[sum(parts) / len(parts) for parts in zip(*shares.values())],
@@ -141,57 +145,53 @@ def evaluate(
 class _Sums:
     """Loss and kept shares of one way to decide, summed over batches."""
 
-    def __init__(self, model: nn.Module, ways: Ways, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
-        self._ways = ways
-        # Samples, tokens and loss, then the sum of shares of each block.
-        self._sums = torch.zeros(3 + len(ways.names), dtype=torch.float64, device=device)
+        self._names = Trace(model).names
+        # Samples, tokens and loss, then the sum of shares of each place.
+        self._sums = torch.zeros(3 + len(self._names), dtype=torch.float64, device=device)
 
-    def add(self, tokens: Tensor, following: Tensor) -> Mapping[str, Decided]:
+    def add(self, tokens: Tensor, following: Tensor) -> Mapping[str, Routing]:
         """Pass a batch through the model; return what was decided."""
-        with self._ways.deciding() as decided:
+        tracing: AbstractContextManager[Mapping[str, Routing]] = trace(self._model) if self._names else nullcontext({})
+        with tracing as decisions:
             logits = logits_of(self._model, tokens)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum")
-        kept = [decided[name].keep_BN.double().mean(1).sum() for name in self._ways.names]
+        kept = [decisions[name].keep_BN.double().mean(1).sum() for name in self._names]
         self._sums += torch.stack([loss.new_tensor(len(tokens)), loss.new_tensor(tokens.numel()), loss, *kept]).double()
-        return decided
+        return decisions
 
     def means(self) -> tuple[float, dict[str, float], int]:
         """Return loss a token, kept share of each block, and samples; all processes must ask."""
         samples, tokens, loss, *kept = sum_over_processes(self._sums).tolist()
         check_value("the mean loss of an evaluation", loss / tokens, float)
-        return loss / tokens, {name: share / samples for name, share in zip(self._ways.names, kept)}, int(samples)
+        return loss / tokens, {name: share / samples for name, share in zip(self._names, kept)}, int(samples)
 
 
 class _Agreement:
     """How many tokens are decided alike by the top-k and one by one, by block and place in the window."""
 
     def __init__(self, device: torch.device) -> None:
-        self._names: list[str] = []
-        # Samples, then those decided alike.
-        self._sums = torch.zeros(1, dtype=torch.float64, device=device)
+        self._device = device
+        # Samples, then those decided alike at each position, by place.
+        self._sums: dict[str, Tensor] = {}
 
-    def add(self, decided: Mapping[str, Decided]) -> None:
-        """Count the decisions on a batch, taken by top-k."""
-        alike = {
-            name: (each.alone_BN == each.keep_BN).double().sum(0)
-            for name, each in decided.items()
-            if each.alone_BN is not None
-        }
-        if not alike:
-            return
-        self._names, counts = list(alike), torch.stack(list(alike.values()))
-        samples = len(next(iter(decided.values())).keep_BN)
-        found = torch.cat([counts.new_tensor([samples]), counts.flatten()])
-        self._sums = found + (self._sums if len(self._sums) > 1 else 0)
+    def add(self, decisions: Mapping[str, Routing], alone: Mapping[str, Tensor]) -> None:
+        """Count the decisions on a batch.
+
+        Args:
+            decisions: Those of a pass that decided together, by place.
+            alone: Which tokens would run if each were decided alone, by place.
+        """
+        for name, alone_BN in alone.items():
+            same_N = (alone_BN == decisions[name].keep_BN).double().sum(0)
+            counts = torch.cat([same_N.new_tensor([len(alone_BN)]), same_N]).to(self._device)
+            self._sums[name] = self._sums.get(name, 0) + counts
 
     def means(self) -> dict[str, list[float]]:
-        """Return the shares of each block by eighths of the window; all processes must ask."""
-        if not self._names:
-            return {}
-        samples, *_ = sums = sum_over_processes(self._sums)
-        shares = (sums[1:] / samples).unflatten(0, (len(self._names), -1))
-        return {
-            name: [float(part.mean()) for part in own.tensor_split(_PARTS) if len(part)]
-            for name, own in zip(self._names, shares)
-        }
+        """Return the shares of each place by eighths of the window; all processes must ask."""
+        shares = {}
+        for name, sums in self._sums.items():
+            samples, *_ = total = sum_over_processes(sums)
+            shares[name] = [float(part.mean()) for part in (total[1:] / samples).tensor_split(_PARTS) if len(part)]
+        return shares

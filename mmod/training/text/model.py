@@ -12,14 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mmod.adapters.transformers.loading import forget_description
 from mmod.data.readers.text import END
 from mmod.methods import Method
+from mmod.methods.read import is_added
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.model import load_weights, prepare_models
 from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
 
 __all__ = ["create_dense", "create_models", "logits_of"]
-
-# Names of what routing and methods add to a model.
-_ADDED = (".router.", ".others.", ".predictors.")
 
 
 def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
@@ -102,6 +100,6 @@ def _load(model: Any, checkpoint: str, method: Method | None) -> dict[str, Tenso
     # What is tied is saved once.
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         state.setdefault(name, state[source])
-    added = {name: value for name, value in state.items() if name not in own and any(part in name for part in _ADDED)}
+    added = {name: value for name, value in state.items() if name not in own and is_added(name)}
     load_weights(model, {name: value for name, value in state.items() if name not in added}, checkpoint)
     return added

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mmod
-from mmod.methods import prune_
+from mmod.methods import Prune
 from mmod.training import ClassificationTask
 
 
@@ -78,7 +78,7 @@ def test_features_are_compared_token_by_token(batch: tuple[Tensor, Tensor], pool
 
 
 def test_features_of_other_tokens_are_refused(batch: tuple[Tensor, Tensor]) -> None:
-    pruned = prune_(tiny(), keep=0.5, blocks=(1,))
+    pruned = mmod.apply_(tiny(), Prune(keep=0.5, blocks=(1,)))
     task = ClassificationTask(pruned, nn.CrossEntropyLoss(), teacher=tiny(), feature_weight=1.0)
     with pytest.raises(ValueError, match=r"compares final tokens one by one: the model's are \(6, .*, 16\)"):
         task(*batch)

@@ -12,10 +12,10 @@ from torch import Tensor
 import mmod
 from mmod.data.config import TextConfig
 from mmod.data.readers.text import create_eval_text
+from mmod.methods.base import deciding_together
 from mmod.model import deciding_by
 from mmod.speculation import every_token
 from mmod.training.text.evaluate import evaluate
-from mmod.training.text.ways import Ways
 from tests.adapters.vlm_zoo import make_language
 
 LANGUAGE: dict[str, Any] = {"inference_threshold": 0.5}
@@ -69,7 +69,7 @@ def test_both_losses_and_their_agreement(name: str, routing: str) -> None:
     assert model.training
     model.eval()
     assert found.samples == 7
-    with torch.no_grad(), mmod.trace(model) as decisions, Ways(model).together():
+    with torch.no_grad(), mmod.trace(model) as decisions, deciding_together(model):
         best = model(input_ids=tokens, use_cache=False).logits
     assert found.loss == pytest.approx(mean_loss(best, following), rel=1e-5)
     assert found.causal_loss == pytest.approx(mean_loss(decoded(model, tokens), following), rel=1e-5)

@@ -1,0 +1,316 @@
+"""Routing as a method: which parts of a model are routed, each by a config, and what is routed in a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmod.adapters import BlockStack, find_parts
+from mmod.blocks import (
+    RoutedBlock,
+    RoutedState,
+    SpanHook,
+    StandingModule,
+    attach,
+    convert,
+    detach_hooks,
+    is_converted,
+    make_dense,
+    make_important,
+    make_routed,
+)
+from mmod.config import RoutingConfig, rational
+from mmod.methods.base import Method, Model, methods_of, register_method
+from mmod.methods.prepare import prepare
+from mmod.routing import Router, Routing, share_score, unshare_score
+from mmod.values import check_module
+
+
+@register_method("routing")
+@dataclass(frozen=True)
+class Route(Method):
+    """Mixture-of-Depths routing of the parts of a model, each by a config of its own.
+
+    Args:
+        parts: The `RoutingConfig` of each routed part by name: "image", "text", "language", ...
+        capacities: Capacity of each routed block in order, where they were set after routing; empty where not.
+
+    Source: Raposo et al., arXiv 2404.02258 (MoD); Gadhikar et al., arXiv 2412.20875 (attention routing).
+    """
+
+    follows = ("experts", "routing")
+    added = (".router.",)
+    decoders = True
+    parts: Mapping[str, RoutingConfig]
+    capacities: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        parts = {
+            name: config if isinstance(config, RoutingConfig) else RoutingConfig.from_dict(config)
+            for name, config in self.parts.items()
+        }
+        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "capacities", tuple(self.capacities))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that `mmod.methods.read_method` makes the same from."""
+        parts = {name: config.to_dict() for name, config in self.parts.items()}
+        return {"kind": self.kind, "parts": parts, "capacities": list(self.capacities)}
+
+    def apply_(self, model: Model) -> Model:
+        """Route parts of a model; with parts that were routed before they make one method."""
+        super().apply_(model)
+        *others, last = vars(model)["mod_methods"]
+        if others and isinstance(others[-1], Route):
+            earlier = others.pop()
+            last = Route({**earlier.parts, **self.parts})
+        model.mod_methods = (*others, last)  # type: ignore[assignment]
+        return model
+
+    def describe(self, model: nn.Module) -> None:
+        """Leave the model as it is: what describes it is converted with the blocks."""
+
+    def settled(self, model: nn.Module) -> Route:
+        """Return the routing with the capacities that the model has now."""
+        return replace(self, capacities=tuple(capacities(model).values()))
+
+    def card(self, model: nn.Module) -> str:
+        """Return the plan and the options of each part, and what each block keeps, in Markdown."""
+        stacks = find_parts(model)
+        sections = []
+        for name, config in self.parts.items():
+            plan = config.plan(len(stacks[name]().blocks))
+            values = json.dumps(config.to_dict(), indent=2)
+            sections.append(f"`{name}`:\n\n```\n{plan}\n```\n\n```json\n{values}\n```")
+        kept = ", ".join(
+            f"{name} by threshold" if block.cost_follows_data else f"{name} {float(block.router.capacity):g}"
+            for name, block in routed_blocks(model).items()
+        )
+        return "\n\n".join([*sections, f"Share of tokens that each routed block keeps: {kept}."])
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether routers have auxiliary losses."""
+        return any(config.losses for config in self.parts.values())
+
+    @property
+    def two_ways(self) -> bool:
+        """Whether a language model takes the top-k in training and a threshold in evaluation."""
+        return any(config.language.inference_threshold is not None for config in self.parts.values())
+
+    @property
+    def causal(self) -> bool:
+        """Whether evaluation decides each token from itself and those before it."""
+        alone = [config.select != "topk" and config.router.learns for config in self.parts.values()]
+        return self.two_ways or all(alone)
+
+    def deciding_together(self, model: nn.Module) -> Any:
+        """Return a context in which routers take the top-k in evaluation too."""
+        language = {"inference_threshold": None, "predictor": False}
+        return deciding_by(model, lambda config: config.replace(language=language))
+
+    def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
+        """Return which tokens reach the threshold of inference (B, N), by routed block."""
+        alone = {}
+        for name, block in routed_blocks(model).items():
+            routing, config = decisions[name], block.router.config
+            if config.language.inference_threshold is not None:
+                logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
+                alone[name] = config.router.squashed(logit_BN) >= config.language.inference_threshold
+        return alone
+
+    def find(self, model: nn.Module) -> dict[str, BlockStack]:
+        """Return the blocks of the parts."""
+        available = find_parts(model)
+        unknown = sorted(set(self.parts) - set(available))
+        if unknown:
+            raise ValueError(f"this model has no part {', '.join(unknown)}; it has {', '.join(available)}")
+        return {name: available[name]() for name in self.parts}
+
+    def check(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
+        """Raise a ValueError where a part is routed already; `change` checks the rest before it changes anything."""
+        for stack in stacks.values():
+            if any(is_converted(block) for block in stack.blocks):
+                raise ValueError(
+                    f"this {type(model).__name__} is already routed; call mmod.undo_ first, or mmod.set_capacity"
+                )
+
+    def change(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
+        """Convert the blocks of each part in place."""
+        conversions = {name: prepare(stack, self.parts[name]) for name, stack in stacks.items()}
+        hooks = [pair for name, stack in stacks.items() for pair in stack.hooks(self.parts[name])]
+        for name, stack in stacks.items():
+            for block, router, state in conversions[name]:
+                if isinstance(state, RoutedState):
+                    assert router is not None
+                    make_routed(block, router, state, stack.mixins[0])
+                else:
+                    make_important(block, state, stack.mixins[1])
+            *path, block_list, _ = stack.names[0].split(".")
+            owner = model.get_submodule(".".join(path))
+            if self.parts[name].language.shared:
+                share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
+            if any(state.shares for _, _, state in conversions[name]):
+                hooks.append((owner, SpanHook(stack.tracker, block_list, stack.blocks, stack.hands_on)))
+            for module, mixin, shared in stack.companions:
+                convert(module, mixin, shared)
+        for module, hook in hooks:
+            attach(module, hook)
+        if self.capacities:
+            assign_capacities(model, self.capacities)
+
+    def restore(self, model: nn.Module) -> None:
+        """Give routed modules their host's classes back, and drop the routers."""
+        detach_hooks(model)
+        for module in list(model.modules()):
+            if is_converted(module) and not isinstance(module, StandingModule):
+                make_dense(module)
+        for module in model.modules():
+            unshare_score(module)
+
+
+def is_routed(model: nn.Module) -> bool:
+    """Return whether any block of a model is routed.
+
+    Args:
+        model: Any model.
+    """
+    check_module(model)
+    return any(isinstance(module, RoutedBlock) for module in model.modules())
+
+
+def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
+    """Return the routed blocks of a model by their module names, in order.
+
+    Args:
+        model: A routed model, possibly wrapped or compiled.
+
+    Raises:
+        ValueError: Nothing in it is routed.
+    """
+    check_module(model)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, RoutedBlock)}
+    if not found:
+        raise ValueError(f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first")
+    return found
+
+
+def assign_capacities(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> None:
+    """Give routed blocks capacities, whatever decides in evaluation.
+
+    Args:
+        model: A routed model.
+        capacity: Share of tokens kept: one number, one for each routed block in order, or some by module name.
+
+    Raises:
+        ValueError: A capacity outside [0, 1], a wrong number of them, or a block that is not routed.
+    """
+    blocks = routed_blocks(model)
+    for name, value in exact_capacities(model, capacity).items():
+        # A router may be wrapped, as by peft, around copies that are trained.
+        for router in blocks[name].router.modules():
+            if isinstance(router, Router):
+                router.capacity = value
+
+
+def exact_capacities(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> dict[str, Fraction]:
+    """Return capacities by name of the routed block, see `assign_capacities`, as exact fractions."""
+    blocks = routed_blocks(model)
+    if isinstance(capacity, Mapping):
+        unknown = sorted(set(capacity) - set(blocks))
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)} is not a routed block; routed are {', '.join(blocks)}")
+        wanted = dict(capacity)
+    elif isinstance(capacity, Sequence) and not isinstance(capacity, str):
+        if len(capacity) != len(blocks):
+            raise ValueError(f"{len(blocks)} blocks are routed, got {len(capacity)} capacities")
+        wanted = dict(zip(blocks, capacity))
+    else:
+        wanted = dict.fromkeys(blocks, capacity)
+    return {name: rational(value) for name, value in wanted.items()}
+
+
+def capacities(model: nn.Module) -> dict[str, float]:
+    """Return the capacity of every routed block by module name.
+
+    Args:
+        model: A routed model.
+
+    Raises:
+        ValueError: Nothing in it is routed.
+    """
+    return {name: float(block.router.capacity) for name, block in routed_blocks(model).items()}
+
+
+@contextmanager
+def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfig]) -> Iterator[None]:
+    """Let the routers of a model decide by another config as long as the context lasts; weights are the same.
+
+    Args:
+        model: A routed model. Passes in the context take no cache.
+        change: From a router's config to another one that the same router can follow.
+
+    Raises:
+        ValueError: Nothing in it is routed.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.route_(timm.create_model("test_vit"), RoutingConfig(router="linear"))
+        >>> with deciding_by(model, lambda config: config.replace(select={"threshold": 0.0})):
+        ...     next(iter(routed_blocks(model).values())).router.config.select
+        Threshold(threshold=0.0, min_tokens=0, max_tokens=None)
+    """
+    blocks = routed_blocks(model).values()
+    # A router may be wrapped, as by peft, around copies that are trained.
+    routers = [router for block in blocks for router in block.router.modules() if isinstance(router, Router)]
+    own = [router.config for router in routers]
+    # Blocks that agree share one object.
+    others = {id(config): change(config) for config in own}
+    try:
+        for router, config in zip(routers, own):
+            router.config = others[id(config)]
+        yield
+    finally:
+        for router, config in zip(routers, own):
+            router.config = config
+
+
+def routing_config(model: nn.Module, part: str | None = None) -> RoutingConfig:
+    """Return the config a model was routed with.
+
+    Args:
+        model: A routed model, possibly wrapped.
+        part: The part meant, where parts were routed differently.
+
+    Raises:
+        ValueError: Nothing in it is routed, no such part is, or parts differ and none is named.
+    """
+    configs = routing_configs(model)
+    if part is not None and part not in configs:
+        raise ValueError(f"part {part!r} of this {type(model).__name__} is not routed; routed are {', '.join(configs)}")
+    first, *others = configs.values() if part is None else [configs[part]]
+    if any(other != first for other in others):
+        raise ValueError(f"{' and '.join(configs)} were routed differently: name the part")
+    return first
+
+
+def routing_configs(model: nn.Module) -> dict[str, RoutingConfig]:
+    """Return the configs a model was routed with, by the name of the routed part.
+
+    Args:
+        model: A routed model, possibly wrapped.
+
+    Raises:
+        ValueError: Nothing in it is routed, or several models in it were, each by a call of its own.
+    """
+    routed_blocks(model)
+    routes = [method for method in methods_of(model) if isinstance(method, Route)]
+    if len(routes) != 1:
+        raise ValueError(f"{len(routes)} models in this {type(model).__name__} were routed; ask each for its config")
+    return dict(routes[0].parts)

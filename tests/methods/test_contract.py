@@ -1,0 +1,162 @@
+"""Every method keeps the contract: it is traced, counted, saved, described on a card, combined and undone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import mmod
+from mmod.blocks import convert
+from mmod.methods import METHODS, Channels, Exit, Experts, Merge, Method, Prune, Recursions, Resize, methods_of
+from mmod.methods.base import register_method
+from mmod.registry.hub import model_card
+from tests.counting import flop_counter
+
+CHANGES: dict[str, list[Any]] = {
+    "routing": [mmod.RoutingConfig(capacity=0.5)],
+    "threshold": [mmod.RoutingConfig(router="linear", select={"threshold": 0.5})],
+    "merge": [Merge(r=4)],
+    "prune": [Prune(keep=0.5, blocks=(1, 3))],
+    "exit": [Exit(confidence=0.002, blocks=(1, 3))],
+    "experts": [Experts(experts=2, capacity=0.5)],
+    "staged": [Experts(experts=2), mmod.RoutingConfig(router="linear", capacity=0.5)],
+    "recursions": [Recursions(recursions=2)],
+    "resize": [Resize(size=80)],
+    "channels": [Channels(divisor=8)],
+}
+IMAGES = torch.randn(3, 3, 160, 160, generator=torch.Generator().manual_seed(0))
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "channels":
+        return timm.create_model("resnet18", num_classes=10).eval()
+    return timm.create_model("test_vit", dynamic_img_size=True).eval()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@torch.no_grad()
+def test_what_is_saved_has_flops_a_trace_and_a_card(name: str, tmp_path: Path) -> None:
+    model = make(name)
+    dense, keys = model(IMAGES), list(model.state_dict())
+    for change in CHANGES[name]:
+        mmod.apply_(model, change)
+    assert [method.kind for method in methods_of(model)] == [
+        getattr(change, "kind", "routing") for change in CHANGES[name]
+    ]
+    with mmod.trace(model) as decisions:
+        expected = model(IMAGES)
+    # Decisions are recorded for traces alone, and change nothing.
+    assert torch.equal(model(IMAGES), expected)
+    assert list(decisions) == decisions.names
+    assert all(routing.keep_BN.shape[0] == len(IMAGES) for routing in decisions.values())
+    report = mmod.flops(model, 160, **({"kept": decisions} if name in ("exit", "threshold") else {}))
+    assert report.dense == mmod.flops(make(name), 160).dense
+    assert report.speedup != 1
+    mmod.save_pretrained(model, tmp_path)
+    loaded = mmod.load_pretrained(tmp_path)
+    assert torch.equal(loaded(IMAGES), expected)
+    card = str(model_card(model, "somebody/model", report))
+    assert all(f"## Method: {method.kind}" in card for method in methods_of(model))
+    mmod.undo_(model)
+    assert torch.equal(model(IMAGES), dense)
+    assert list(model.state_dict()) == keys
+    with pytest.raises(ValueError, match="no method changed"):
+        mmod.undo_(model)
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGES if name not in ("exit", "threshold")])
+@torch.no_grad()
+def test_flops_are_those_that_run(name: str) -> None:
+    model = make(name)
+    for change in CHANGES[name]:
+        mmod.apply_(model, change)
+    with flop_counter() as counter:
+        model(IMAGES[:1])
+    report = mmod.flops(model, 160)
+    # Attention in fp32 on a CPU shares its probabilities with importance.
+    assert counter.get_total_flops() == pytest.approx(report.routed - report.importance, rel=2e-3)
+
+
+@torch.no_grad()
+def test_images_that_leave_early_cost_nothing_afterwards() -> None:
+    model = mmod.apply_(make("exit"), Exit(confidence=1e-9, blocks=(1, 3)))
+    with mmod.trace(model) as decisions:
+        model(IMAGES)
+    assert decisions.kept_shares() == {
+        "blocks.1": 1.0,
+        **dict.fromkeys(["blocks.2", "blocks.3", "blocks.4", "blocks.5"], 0.0),
+    }
+    report = mmod.flops(model, 160, kept=decisions)
+    assert [row.routed for row in report.blocks[2:]] == [0, 0, 0, 0]
+    with pytest.raises(ValueError, match=r"blocks\.1.* follows from the data: give kept"):
+        mmod.flops(model, 160)
+
+
+@torch.no_grad()
+def test_tokens_that_are_left_are_those_of_the_trace() -> None:
+    for method in (Merge(r=(0, 6, 0, 6, 0, 0)), Prune(keep=0.5, blocks=(1, 3), fuse=False)):
+        model = mmod.apply_(make("merge"), method)
+        lengths: list[int] = []
+        for index in (2, 4):
+            model.blocks[index].register_forward_pre_hook(
+                lambda _, args, lengths=lengths: lengths.append(args[0].shape[1])
+            )
+        with mmod.trace(model) as decisions:
+            model(IMAGES)
+        assert [
+            int(routing.keep_BN.sum(1)[0]) for routing in decisions.values() if not bool(routing.keep_BN.all())
+        ] == lengths
+        # What was dropped or merged earlier stays so.
+        first, second = (routing.keep_BN for routing in decisions.values())
+        assert not bool((second & ~first).any())
+
+
+class Halved(nn.Module):
+    """Mixin of a block that adds half of its update."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return tokens (B, N, D)."""
+        return torch.lerp(x, super().forward(x, *args, **kwargs), 0.5)
+
+
+def test_a_method_from_outside_is_one_class(tmp_path: Path) -> None:
+    @register_method("half")
+    @dataclasses.dataclass(frozen=True)
+    class Half(Method):
+        block: int = 0
+
+        def check(self, model: nn.Module, stack: Any) -> None:
+            if self.block >= len(stack.blocks):
+                raise ValueError(f"block={self.block}: the model has {len(stack.blocks)}")
+
+        def change(self, model: nn.Module, stack: Any) -> None:
+            convert(stack.blocks[self.block], Halved, None)
+
+    try:
+        model = make("half")
+        with torch.no_grad():
+            dense = model(IMAGES)
+            mmod.apply_(model, {"kind": "half", "block": 2})
+            expected = model(IMAGES)
+            assert not torch.equal(expected, dense)
+            with mmod.trace(model) as decisions:
+                model(IMAGES)
+            assert not decisions
+            assert mmod.flops(model, 160).speedup == 1
+            mmod.save_pretrained(model, tmp_path)
+            assert torch.equal(mmod.load_pretrained(tmp_path)(IMAGES), expected)
+            assert torch.equal(mmod.undo_(model)(IMAGES), dense)
+        with pytest.raises(ValueError, match="the model has 6"):
+            mmod.apply_(model, Half(9))
+        assert not methods_of(model)
+        with pytest.raises(ValueError, match="choose another name"):
+            register_method("half")(Merge)
+    finally:
+        del METHODS["half"]
