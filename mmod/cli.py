@@ -32,7 +32,7 @@ class Command(NamedTuple):
 _WEIGHTS = "digits/dense --model.checkpoint runs/digits/dense"
 COMMANDS = {
     "tradeoff CONFIG": Command(
-        "mmod.training.studies.command", "accuracy against FLOPs, time and memory, with controls", "digits"
+        "mmod.studies.command", "accuracy against FLOPs, time and memory, with controls", "digits"
     ),
     "train image CONFIG": Command("mmod.training.image.command", "train an image classifier", "digits/dense"),
     "train pairs CONFIG": Command(
@@ -48,20 +48,18 @@ COMMANDS = {
         "mmod.training.pairs.open_clip_program", "run open_clip's own training program on a routed model"
     ),
     "isoflop CONFIG": Command(
-        "mmod.training.isoflop.command",
+        "mmod.studies.isoflop.command",
         "language models of several sizes, dense and routed, at equal FLOPs of training",
         "isoflop/text",
     ),
-    "evaluate CONFIG": Command(
-        "mmod.training.studies.assess", "accuracy and cost of an image classifier as it is", _WEIGHTS
-    ),
+    "evaluate CONFIG": Command("mmod.studies.assess", "accuracy and cost of an image classifier as it is", _WEIGHTS),
     "audit CONFIG_OR_RUN": Command(
-        "mmod.training.audits.command",
+        "mmod.audits.command",
         "what the routers of a trained model learned, by counterfactuals",
         "digits/a-mod --model.checkpoint runs/digits/a-mod",
     ),
     "plan CONFIG": Command(
-        "mmod.training.studies.plan", "which tokens may miss which operator, searched without training", _WEIGHTS
+        "mmod.studies.plan", "which tokens may miss which operator, searched without training", _WEIGHTS
     ),
     "report FOLDER...": Command("mmod.report.command", "one page of what studies and audits found, for a browser"),
     "benchmark MODE": Command("mmod.benchmarks.command", "time models, ops, generation, drafts, or a suite of them"),

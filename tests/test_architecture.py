@@ -40,6 +40,8 @@ IMPORT_ORDER = [
     "registry",
     "data",
     "training",
+    "studies",
+    "audits",
     "report",
     "benchmarks",
     "cli",

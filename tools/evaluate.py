@@ -6,8 +6,8 @@
 
 import sys
 
+from mmod.studies.assess import main
 from mmod.training.engine.command import one_line_errors
-from mmod.training.studies.assess import main
 
 if __name__ == "__main__":
     with one_line_errors():

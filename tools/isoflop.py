@@ -7,8 +7,8 @@ where it was interrupted.
 
 import sys
 
+from mmod.studies.isoflop.command import main
 from mmod.training.engine.command import one_line_errors
-from mmod.training.isoflop.command import main
 
 if __name__ == "__main__":
     with one_line_errors():

@@ -8,8 +8,8 @@ command goes on where it was interrupted, and another budget needs no further pa
 
 import sys
 
+from mmod.studies.plan import main
 from mmod.training.engine.command import one_line_errors
-from mmod.training.studies.plan import main
 
 if __name__ == "__main__":
     with one_line_errors():

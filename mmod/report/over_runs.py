@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmod.report.sources import AuditRecord
-from mmod.training.studies.paired import difference
+from mmod.studies.paired import difference
 
 __all__ = ["HEADER", "rows_over_runs"]
 

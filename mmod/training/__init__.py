@@ -1,4 +1,4 @@
-"""Training: image classifiers, image-text pairs, conversations and text, and the studies that compare runs.
+"""Training: image classifiers, image-text pairs, conversations and text.
 
 `engine` holds what the kinds share: the run folder, checkpoints, logs, processes, command lines, and a training loop.
 Conversations run in transformers' Trainer and share the rest; the other kinds run in that loop.

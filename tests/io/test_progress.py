@@ -11,7 +11,7 @@ import pytest
 
 import mmod.io.progress
 from mmod.io.progress import SECONDS, progress_bar
-from mmod.training.studies.jobs import Job, Runner, Tick
+from mmod.studies.jobs import Job, Runner, Tick
 from tests.scripts import ROOT
 
 

@@ -1,0 +1,226 @@
+"""What a study compares: rules that make a training config of the dense model's."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from mmod.methods import METHODS, read_method
+from mmod.studies.config import PlanOptions, refuse_set_by_study
+from mmod.values import one_of, refuse_unknown
+
+__all__ = ["DENSE", "Anew", "Dense", "Entrant", "Reduced", "Routed", "create_rivals", "merged"]
+
+DENSE = "dense"
+"""Name of the entrant that all others are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entrant(ABC):
+    """A model of a study, made from the dense one by its training config.
+
+    Args:
+        name: Its name in the study, and of its run folders.
+        series: Entrants of one series are joined in the picture.
+        capacity: Capacity of its routed blocks; None where its routing says more than one number.
+        control: Name of the entrant that it is compared with besides the dense one.
+        share: Its time in training as a share of the dense model's.
+        is_trained: It is trained; otherwise it is evaluated as it is made.
+        image_size: Side of its images in pixels, where it is not the dense model's; weights are the same, position
+            embeddings resampled.
+        search: How its routing is searched, for each seed in its own dense model; None where it is known.
+        changes: Fields of its training config that differ, nested as there.
+
+    Attributes:
+        is_tuned: It starts from the trained dense model; otherwise from scratch.
+    """
+
+    name: str
+    series: str
+    capacity: float | None = 1.0
+    control: str | None = None
+    share: float = 1.0
+    is_trained: bool = True
+    image_size: int | None = None
+    search: PlanOptions | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    is_tuned: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        refuse_set_by_study(f"{self.name}: changes", self.changes)
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether some of its blocks are routed."""
+        return False
+
+    def configure(self, dense: Any, tuned: Any) -> Any:
+        """Return the config of its run; the study sets the folder."""
+        config = self.change(dense, tuned)
+        if self.changes:
+            config = type(config).from_dict(merged(config.to_dict(), self.changes))
+        return config if self.image_size is None else config.at_size(self.image_size)
+
+    @abstractmethod
+    def change(self, dense: Any, tuned: Any) -> Any:
+        """Return the config of its run at the dense model's size of images; see `configure`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Entrant):
+    """The dense model, fine-tuned like the others, perhaps on smaller images."""
+
+    name: str = DENSE
+    series: str = DENSE
+
+    def change(self, dense: Any, tuned: Any) -> Any:
+        """Return the config that fine-tunes the dense model."""
+        return tuned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed(Entrant):
+    """The dense model with routed blocks.
+
+    Args:
+        routing: The training config's `routing`; None where it is searched.
+    """
+
+    routing: Any
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether some of its blocks are routed."""
+        return True
+
+    def change(self, dense: Any, tuned: Any) -> Any:
+        """Return the config that fine-tunes the routed model."""
+        return dataclasses.replace(tuned, routing=self.routing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced(Entrant):
+    """The dense model with pruned or merged tokens, with early exits, or with experts.
+
+    Args:
+        method: The training config's `method`.
+        routing: Its `routing`, where a model with experts is routed too.
+    """
+
+    method: dict[str, Any]
+    routing: Any = None
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether some of its blocks are routed."""
+        return self.routing is not None
+
+    def change(self, dense: Any, tuned: Any) -> Any:
+        """Return the config that fine-tunes the model with its method."""
+        return dataclasses.replace(tuned, method=self.method, routing=self.routing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anew(Entrant):
+    """A model that is trained from scratch for as long as the others in all: dense, or of a method that starts so.
+
+    Args:
+        epochs: Epochs of its training.
+        args: Arguments of `timm.create_model` that differ, such as `depth`, or `embed_dim` and `num_heads`.
+        method: The training config's `method`; None for a dense model.
+    """
+
+    is_tuned: ClassVar[bool] = False
+    epochs: int
+    args: Mapping[str, Any] = field(default_factory=dict)
+    method: dict[str, Any] | None = None
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether its blocks choose what they run on."""
+        return self.method is not None
+
+    def change(self, dense: Any, tuned: Any) -> Any:
+        """Return the config that trains it."""
+        model = type(dense.model)(dense.model.name, {**dense.model.args, **self.args})
+        config = dataclasses.replace(dense, model=model, epochs=self.epochs)
+        return config if self.method is None else dataclasses.replace(config, method=self.method)
+
+
+def create_rivals(
+    rivals: Mapping[str, Mapping[float, Mapping[str, Any]]],
+    controls: Mapping[str, str | None],
+    *,
+    epochs: int,
+    is_trained: bool,
+) -> list[Entrant]:
+    """Return the entrants of a study that no router is part of.
+
+    Args:
+        rivals: Name of each series to its budgets: the capacity of the routed models that one is matched to, and what
+            it is: `kind: resolution`, `kind: smaller` with `args`, or a training config's `method`; each may have an
+            `image_size`, and a resolution must, and `changes` of the training config. Experts take its `routing` too.
+        controls: Name of a series to the one that it is compared with besides the dense model.
+        epochs: Epochs of training and fine-tuning together, for those that start from scratch.
+        is_trained: The others are fine-tuned.
+
+    Raises:
+        ValueError: A field that the kind does not have, or lacks one.
+
+    Example:
+        >>> small = {"resolution": {0.5: {"kind": "resolution", "image_size": 24}}}
+        >>> [entrant.name for entrant in create_rivals(small, {}, epochs=5, is_trained=True)]
+        ['resolution-0.5']
+    """
+    entrants = []
+    for series, budgets in rivals.items():
+        for capacity, given in budgets.items():
+            control = controls.get(series)
+            common: dict[str, Any] = {
+                "name": f"{series}-{capacity:g}",
+                "series": series,
+                "capacity": capacity,
+                "control": None if control is None else f"{control}-{capacity:g}",
+                "image_size": given.get("image_size"),
+                "changes": given.get("changes", {}),
+            }
+            fields = {key: value for key, value in given.items() if key not in ("image_size", "changes")}
+            entrants.append(_rival(common, fields, epochs, is_trained))
+    return entrants
+
+
+def _rival(common: dict[str, Any], fields: dict[str, Any], epochs: int, is_trained: bool) -> Entrant:
+    """Return a rival from what all entrants have and the fields of its kind."""
+    name, kind = common["name"], fields.get("kind")
+    one_of(f"rivals.{name}.kind", kind, [*sorted({*METHODS} - {"routing"}), "resolution", "smaller"])
+    if kind == "resolution":
+        refuse_unknown(f"field of rivals.{name}", fields, ["kind", "image_size"])
+        if common["image_size"] is None:
+            raise ValueError(f"rivals.{name} needs image_size")
+        return Dense(is_trained=is_trained, **common)
+    if kind == "smaller":
+        refuse_unknown(f"field of rivals.{name}", fields, ["kind", "args"])
+        if fields.get("args") is None:
+            raise ValueError(f"rivals.{name} needs args")
+        return Anew(args=fields["args"], epochs=epochs, **common)
+    routing = fields.pop("routing", None) if str(kind) in METHODS["routing"].follows else None
+    if read_method(fields).starts_anew:
+        return Anew(method=fields, epochs=epochs, **common)
+    return Reduced(method=fields, routing=routing, is_trained=is_trained, **common)
+
+
+def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested fields with some of them changed.
+
+    Example:
+        >>> merged({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 4}})
+        {'a': 1, 'b': {'c': 2, 'd': 4}}
+    """
+    result = dict(fields)
+    for name, value in changes.items():
+        old = result.get(name)
+        result[name] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result

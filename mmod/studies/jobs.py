@@ -1,0 +1,245 @@
+"""The runs of a study, one after another or in processes side by side, under a bar that says how long it will take."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from mmod.io.progress import progress_bar, say
+from mmod.studies.config import PlanOptions
+
+__all__ = ["Job", "Runner", "Search", "Tick", "in_words"]
+
+Config = TypeVar("Config")
+Result = TypeVar("Result")
+# Told the share of a run that is done, from 0 to 1.
+Tick = Callable[[float], None]
+
+
+class Search(NamedTuple):
+    """How the routing of a run is searched before it starts, and where what was found is kept."""
+
+    options: PlanOptions
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Job(Generic[Config]):
+    """One run of a study.
+
+    Args:
+        name: Name of the model.
+        seed: Its seed.
+        config: How it is trained.
+        is_tuned: It starts from the dense model's weights.
+        is_trained: It is trained; otherwise it is evaluated as it starts.
+        work: How long it takes, in any unit that all runs of the study share.
+        search: How its routing is searched; None where its config says it.
+    """
+
+    name: str
+    seed: int
+    config: Config
+    is_tuned: bool = False
+    is_trained: bool = True
+    work: float = 1.0
+    search: Search | None = None
+
+
+# Does one run and reports its progress.
+Do = Callable[[Job[Config], Tick], Result]
+
+
+@dataclass
+class Runner:
+    """Does the runs of a study.
+
+    Args:
+        processes: Runs done side by side, each in a process of one thread; 1 does them in this process with torch's
+            threads.
+        progress: Show a bar over all of them.
+
+    Attributes:
+        cpu: CPU seconds that each process has used so far, by its id.
+    """
+
+    processes: int = 1
+    progress: bool = True
+    cpu: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU seconds that this process and its workers have used so far."""
+        return sum((self.cpu | {os.getpid(): time.process_time()}).values())
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the runs are done on, and what they have cost so far, as records of studies say it."""
+        machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+        return {**machine, "cpu_seconds": self.cpu_seconds}
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self.progress:
+            say(line)
+
+    def run(self, jobs: Sequence[Job[Config]], do: Do[Config, Result]) -> Iterator[tuple[Job[Config], Result]]:
+        """Do the runs and yield each with its result as soon as it has one.
+
+        Args:
+            jobs: The runs. All runs of a seed wait for its first, from whose weights they start.
+            do: Does one; it is pickled for other processes.
+        """
+        with _Bar(jobs, self.progress) as bar:
+            yield from self._in_turn(jobs, do, bar) if self.processes == 1 else self._side_by_side(jobs, do, bar)
+
+    def _in_turn(
+        self, jobs: Sequence[Job[Config]], do: Do[Config, Result], bar: _Bar
+    ) -> Iterator[tuple[Job[Config], Result]]:
+        for index, job in enumerate(jobs):
+            bar.begin(index)
+            result = do(job, partial(bar.update, index))
+            bar.update(index, 1.0)
+            yield job, result
+
+    def _side_by_side(
+        self, jobs: Sequence[Job[Config]], do: Do[Config, Result], bar: _Bar
+    ) -> Iterator[tuple[Job[Config], Result]]:
+        context = multiprocessing.get_context("spawn")
+        reports = context.SimpleQueue()
+        before = multiprocessing.active_children()
+        pool = ProcessPoolExecutor(self.processes, context, _start_worker, (reports,))
+        first = {job.seed: index for index, job in reversed(list(enumerate(jobs)))}
+        running: dict[Future[Result], int] = {}
+        waiting, finished = list(range(len(jobs))), set[int]()
+        try:
+            while waiting or running:
+                ready = [i for i in waiting if i == first[jobs[i].seed] or first[jobs[i].seed] in finished]
+                for index in ready[: self.processes - len(running)]:
+                    waiting.remove(index)
+                    running[pool.submit(_work, do, jobs[index], index)] = index
+                    bar.begin(index)
+                done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+                self._read(reports, bar)
+                for future in done:
+                    index = running.pop(future)
+                    finished.add(index)
+                    bar.update(index, 1.0)
+                    yield jobs[index], future.result()
+        except BaseException:
+            # Runs can be resumed: what others are still doing is not waited for.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - set(before):
+                process.terminate()
+            raise
+        pool.shutdown()
+
+    def _read(self, reports: Any, bar: _Bar) -> None:
+        while not reports.empty():
+            index, share, process, seconds = reports.get()
+            self.cpu[process] = seconds
+            bar.update(index, share)
+
+
+class _Bar:
+    """A bar over all runs, with the time left at the rate measured so far."""
+
+    def __init__(self, jobs: Sequence[Job[Any]], progress: bool) -> None:
+        self.jobs = jobs
+        self.shares = [0.0] * len(jobs)
+        self.total = sum(job.work for job in jobs)
+        self.started: tuple[float, float] | None = None
+        layout = "study: {percentage:.0f} % |{bar}| {desc}"
+        self.bar = progress_bar(total=self.total, bar_format=layout, shown=progress)
+        self.shown = 0.0
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.started is not None:
+            self._show()
+        self.bar.close()
+
+    @property
+    def done(self) -> float:
+        """The work done so far."""
+        return sum(job.work * share for job, share in zip(self.jobs, self.shares))
+
+    def begin(self, index: int) -> None:
+        """Name the run that begins."""
+        job = self.jobs[index]
+        self.name = f"{job.name}, seed {job.seed}"
+        self._show()
+
+    def update(self, index: int, share: float) -> None:
+        """Take in how much of a run is done."""
+        self.shares[index] = max(share, self.shares[index])
+        # What an earlier start has done says nothing about the rate, so the clock starts at the first report.
+        self.started = self.started or (time.perf_counter(), self.done)
+        if time.monotonic() - self.shown > 0.5:
+            self._show()
+
+    def _show(self) -> None:
+        self.shown = time.monotonic()
+        self.bar.n = self.done
+        self.bar.set_description_str(f"{self.name}, {self._left()}")
+
+    def _left(self) -> str:
+        done = self.done
+        if self.started is None or done <= self.started[1]:
+            return "time left: measuring"
+        seconds = time.perf_counter() - self.started[0]
+        return in_words(seconds * (self.total - done) / (done - self.started[1]))
+
+
+def in_words(seconds: float) -> str:
+    """Say how much time is left.
+
+    Example:
+        >>> in_words(20), in_words(250), in_words(9000)
+        ('less than a minute left', 'about 4 minutes left', 'about 2.5 hours left')
+    """
+    if seconds < 60:
+        return "less than a minute left"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"about {minutes} minute{'' if minutes == 1 else 's'} left"
+    return f"about {seconds / 3600:.1f} hours left"
+
+
+_reports: Any = None
+
+
+def _start_worker(reports: Any) -> None:
+    global _reports
+    _reports = reports
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Leave no run behind when the study is killed; it goes on from its last checkpoint."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(do: Do[Config, Result], job: Job[Config], index: int) -> Result:
+    def tick(share: float) -> None:
+        _reports.put((index, share, os.getpid(), time.process_time()))
+
+    result = do(job, tick)
+    tick(1.0)
+    return result

@@ -1,0 +1,115 @@
+"""The study of image-text models: retrieval and zero-shot accuracy against FLOPs and latency of both towers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from mmod.analysis import flops
+from mmod.data.readers.pairs import create_eval_pairs
+from mmod.studies.config import PairsStudyConfig
+from mmod.studies.entrants import DENSE
+from mmod.studies.jobs import Job
+from mmod.studies.loop import LoopStudy, kept_shares
+from mmod.studies.study import latencies
+from mmod.training.engine.distributed import choose_device
+from mmod.training.pairs.config import RoutingParts, TrainConfig
+from mmod.training.pairs.evaluate import EvalResult, evaluate
+from mmod.training.pairs.model import create_transforms
+from mmod.training.pairs.recipe import PairsRecipe
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["PairsStudy"]
+
+
+class PairsStudy(LoopStudy[TrainConfig, EvalResult]):
+    """A study of open_clip's models; see `Study`."""
+
+    config: PairsStudyConfig
+    recipe = PairsRecipe
+    run_config = TrainConfig
+    found = EvalResult
+    score = "recall1"
+    measure = "recall at 1, mean of both directions,"
+    columns: ClassVar = {
+        "series": ("model", ""),
+        "capacity": ("capacity", "g"),
+        "image_gflops": ("GFLOPs / image", ".4f"),
+        "text_gflops": ("GFLOPs / caption", ".4f"),
+        "image_ms": ("ms / image", ".3f"),
+        "text_ms": ("ms / caption", ".3f"),
+        "image_speedup": ("image speed-up", ".2f"),
+        "text_speedup": ("text speed-up", ".2f"),
+        "recall1": ("R@1 %", ".2f"),
+        "recall1_std": ("std", ".2f"),
+        "to_dense": ("to dense", ""),
+        "to_control": ("to control", ""),
+        "recall5": ("R@5 %", ".2f"),
+        "zero_shot": ("zero-shot %", ".2f"),
+        "before": ("R@1 before tuning", ".2f"),
+        "kept": ("kept", ".3f"),
+    }
+
+    def routing(self, fields: dict[str, Any], capacity: float | None) -> RoutingParts:
+        """Return the routing of both towers at a capacity."""
+        return RoutingParts(**{tower: super(PairsStudy, self).routing(own, capacity) for tower, own in fields.items()})
+
+    def evaluate(self, config: TrainConfig) -> EvalResult:
+        """Measure retrieval and zero-shot accuracy of the model that a run starts from."""
+        device = choose_device(config.device)
+        model = self.create(config).to(device)
+        _, transform, tokenizer = create_transforms(model, config.model.name, None)
+        stream = create_eval_pairs(config.data, transform, tokenizer)
+        options: dict[str, Any] = {"zero_shot": config.zero_shot, "workers": config.data.workers}
+        return evaluate(model, stream, tokenizer, device, config.precision, transform=transform, **options)
+
+    def figures(self, found: EvalResult) -> dict[str, float]:
+        """Return recall, zero-shot accuracy where it was measured, and kept share."""
+        zero_shot = {} if found.zero_shot_top1 is None else {"zero_shot": found.zero_shot_top1}
+        return {"recall1": found.recall1, "recall5": found.recall5, **zero_shot, "kept": found.mean_kept}
+
+    def examine(self, job: Job[TrainConfig], found: EvalResult) -> dict[str, float]:
+        """Count the FLOPs of one image and of one caption."""
+        model = self.load(job)
+        kept = kept_shares(model, found)
+        batch = _batch(job.config, model, 1)
+        return {
+            f"{tower}_gflops": flops(model, {tower: inputs}, **kept).routed / 1e9 for tower, inputs in batch.items()
+        }
+
+    def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
+        """Measure the latency of each tower on a batch, for each image and caption."""
+        models: dict[str, Any] = {name: self.load(job) for name, job in jobs.items()}
+        costs: dict[str, dict[str, float]] = {name: {} for name in jobs}
+        device = choose_device(jobs[DENSE].config.device)
+        for tower, inputs in _batch(jobs[DENSE].config, models[DENSE], self.config.latency_batch).items():
+            calls = {name: partial(getattr(model, f"encode_{tower}"), inputs) for name, model in models.items()}
+            times = latencies(calls, len(inputs), self.config.latency_rounds, device)
+            for name, (own, ratio) in times.items():
+                costs[name] |= {f"{tower}_ms": own, f"{tower}_speedup": ratio}
+        return costs
+
+    def drawn(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return FLOPs and latency of a pair."""
+        ms = row["image_ms"] + row["text_ms"] if "image_ms" in row else None
+        return {"gflops": row["image_gflops"] + row["text_gflops"], "latency_ms": ms}
+
+    def pictures(self, rows: Sequence[dict[str, Any]]) -> dict[str, Figure]:
+        """Draw recall against FLOPs and latency of a pair."""
+        pictures = super().pictures(rows)
+        for axis, title in zip(pictures["tradeoff"].axes, ("GFLOPs per pair", "latency per pair in ms")):
+            axis.set_xlabel(title)
+        return pictures
+
+
+def _batch(config: TrainConfig, model: Any, count: int) -> dict[str, Tensor]:
+    """Return the first evaluation images and captions on the model's device."""
+    _, transform, tokenizer = create_transforms(model, config.model.name, None)
+    images, texts = next(iter(create_eval_pairs(config.data, transform, tokenizer).batches(0)))
+    device = choose_device(config.device)
+    return {"image": images[:count].to(device), "text": texts[:count].to(device)}

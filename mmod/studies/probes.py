@@ -1,0 +1,159 @@
+"""How well features tell classes apart without training the model, and how sure differences over images are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mmod.studies.paired import Difference
+
+__all__ = ["Resampling", "Split", "guess_linearly", "linear_probe", "nearest_neighbours", "split_by_class"]
+
+Split = tuple[np.ndarray, np.ndarray]
+"""Numbers of the images that a classifier is fitted on, and of those it is tested on."""
+
+
+def split_by_class(labels: np.ndarray, count: int) -> list[Split]:
+    """Return splits in which every image is tested once, by a classifier fitted on the others.
+
+    Args:
+        labels: Class of each image.
+        count: Number of splits.
+
+    Raises:
+        ValueError: If a class has fewer images than there are splits.
+    """
+    from sklearn.model_selection import StratifiedKFold
+
+    numbers, counts = np.unique(labels, return_counts=True)
+    if counts.min() < count:
+        raise ValueError(
+            f"folds={count} needs as many images of every class, class {numbers[counts.argmin()]} has {counts.min()}"
+        )
+    return list(StratifiedKFold(count, shuffle=True, random_state=0).split(labels, labels))
+
+
+def nearest_neighbours(features: np.ndarray, labels: np.ndarray, splits: Sequence[Split], k: int) -> np.ndarray:
+    """Return which tested images their nearest neighbours by cosine classify rightly, near ones weighing more.
+
+    Args:
+        features: Features (images, channels).
+        labels: Class of each image.
+        splits: What is fitted and tested.
+        k: Neighbours that vote.
+
+    Returns:
+        1 where right, else 0, in the order of the images (tested images,).
+
+    Example:
+        >>> x = np.array([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
+        >>> nearest_neighbours(x, np.array([0, 0, 1, 1]), [(np.array([0, 2]), np.array([1, 3]))], k=1)
+        array([1, 1])
+    """
+    from sklearn.neighbors import KNeighborsClassifier
+
+    return _tested(KNeighborsClassifier(k, metric="cosine", weights="distance"), features, labels, splits)
+
+
+def linear_probe(
+    features: np.ndarray, labels: np.ndarray, splits: Sequence[Split], strengths: Sequence[float]
+) -> np.ndarray:
+    """Return which tested images a logistic regression on standardised features classifies rightly.
+
+    Its regularisation is chosen by cross-validation among the images it is fitted on.
+
+    Args:
+        features: Features (images, channels).
+        labels: Class of each image.
+        splits: What is fitted and tested.
+        strengths: Values of scikit-learn's `C` to choose from.
+
+    Returns:
+        1 where right, else 0, in the order of the images (tested images,).
+    """
+    return _tested(_regression(strengths, 3), features, labels, splits)
+
+
+def guess_linearly(
+    fitted: np.ndarray, labels: np.ndarray, tested: np.ndarray, images: np.ndarray, strengths: Sequence[float]
+) -> np.ndarray:
+    """Return the classes that a logistic regression on standardised features guesses.
+
+    Its regularisation is chosen by cross-validation, with all patches of an image on the same side.
+
+    Args:
+        fitted: Features of patches (patches, channels).
+        labels: Their classes (patches,).
+        tested: Features of the patches that are guessed.
+        images: Number of the image that each fitted patch is of (patches,).
+        strengths: Values of scikit-learn's `C` to choose from.
+    """
+    from sklearn.model_selection import GroupKFold
+
+    split = list(GroupKFold(3).split(fitted, labels, images))
+    guesses: np.ndarray = _regression(strengths, split).fit(fitted, labels).predict(tested)
+    return guesses
+
+
+def _regression(strengths: Sequence[float], cv: Any) -> Any:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    if len(strengths) == 1:
+        return make_pipeline(StandardScaler(), LogisticRegression(C=strengths[0], max_iter=1000, tol=1e-3))
+    regression = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000, tol=1e-3))
+    return GridSearchCV(regression, {"logisticregression__C": list(strengths)}, cv=cv)
+
+
+def _tested(classifier: Any, features: np.ndarray, labels: np.ndarray, splits: Sequence[Split]) -> np.ndarray:
+    from sklearn.base import clone
+
+    right = np.full(len(labels), -1)
+    for fitted, tested in splits:
+        guesses = clone(classifier).fit(features[fitted], labels[fitted]).predict(features[tested])
+        right[tested] = guesses == labels[tested]
+    return right[right >= 0]
+
+
+class Resampling:
+    """Bootstrap over images: draws with replacement, the same for all that is compared.
+
+    Args:
+        images: Number of images.
+        draws: Number of draws.
+        seed: Seed of the draws.
+
+    Source: Efron, Bootstrap methods: another look at the jackknife, Annals of Statistics 7 (1979).
+    """
+
+    def __init__(self, images: int, draws: int = 2000, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        # How often each image is drawn, as a share of all.
+        self.weight_SN = rng.multinomial(images, np.full(images, 1 / images), draws).astype(np.float32) / images
+
+    def mean(self, values: np.ndarray) -> Difference:
+        """Return the mean of a figure over the images, with its 95 % interval.
+
+        Args:
+            values: The figure of each image (images,); of a paired difference, the difference.
+
+        Example:
+            >>> print(Resampling(4).mean(np.full(4, 2.0)))
+            +2.0 [+2.0, +2.0]
+        """
+        return self.of(lambda weight_SN: weight_SN @ values.astype(np.float64))
+
+    def of(self, figure: Callable[[np.ndarray], np.ndarray]) -> Difference:
+        """Return a figure of the images, with its 95 % interval.
+
+        Args:
+            figure: From the weight of each image in each draw (draws, images) to the figure in each draw (draws,).
+        """
+        low, high = np.quantile(figure(self.weight_SN), [0.025, 0.975])
+        images = self.weight_SN.shape[1]
+        whole = figure(np.full((1, images), 1 / images))
+        return Difference(float(whole[0]), float(low), float(high), 1)

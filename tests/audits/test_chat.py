@@ -1,0 +1,55 @@
+"""Audits of runs on conversations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmod.analysis.audit.choices import default_choices
+from mmod.analysis.audit.result import read_audit
+from mmod.audits.chat import _roles
+from mmod.audits.command import main
+from mmod.audits.config import ChatAuditConfig
+from mmod.training.chat.recipe import fit
+from tests.training.chat.configs import vlm_config
+
+QUICK = ["--audit.draws", "1", "--audit.resamples", "100"]
+ROUTED = {"language": {"router": "linear", "capacity": 0.5, "blocks": [1, 2], "tokens": "image"}}
+
+
+def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(vlm_config(tmp_path, "run", routing=ROUTED, trainer={"max_steps": 1}), progress=False)
+    capsys.readouterr()
+    main([str(tmp_path / "run"), *QUICK, "--questions", "24", "--audit.leave_one_out", "1"])
+    record = json.loads((tmp_path / "run/audit/audit.json").read_text())
+    found = read_audit(record["audit"])
+    assert capsys.readouterr().out.startswith(str(found))
+    assert found.images == 24
+    assert [own.name for own in found.conditions] == [
+        "as learned",
+        *(name for name in default_choices(False) if name != "shuffled"),
+    ]
+    assert len(found.across.decisions) == 2
+    for known in found.across.information.values():
+        # None but image tokens may be skipped, so that they have one role.
+        assert set(known) == {"position", "kind of question"}
+        assert known["kind of question"].share.value == pytest.approx(0, abs=0.01)
+    kinds = [own for own in found.strata if own.group == "kind of question"]
+    assert len(kinds) > 1
+    assert "text" not in {own.name for own in kinds}
+    assert found.leave_one_out is not None
+    with pytest.raises(ValueError, match="questions: 24 there, 8 now"):
+        main([str(tmp_path / "run"), *QUICK, "--questions", "8", "--audit.leave_one_out", "1"])
+    with pytest.raises(ValueError, match="questions must be"):
+        ChatAuditConfig.from_dict({**vlm_config(tmp_path).to_dict(), "questions": 1})
+
+
+def test_tokens_of_a_conversation_have_roles() -> None:
+    processor = SimpleNamespace(tokenizer=SimpleNamespace(all_special_ids=[0, 9]), image_token_id=9)
+    batch = {"input_ids": torch.tensor([[9, 9, 5, 6, 0]]), "labels": torch.tensor([[-100, -100, -100, 6, 0]])}
+    (names,) = _roles(batch, processor)["role"].tolist()
+    assert names == ["image", "image", "question", "answer", "answer"]

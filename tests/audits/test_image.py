@@ -1,0 +1,218 @@
+"""The command that audits a run's model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mmod.analysis.audit import partial as partial_file
+from mmod.analysis.audit.result import read_audit
+from mmod.audits.command import audit_run, main
+from mmod.audits.config import AuditConfig, AuditOptions
+from mmod.audits.image import ImageSubject, _regions
+from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
+from mmod.training.image.config import TrainConfig
+from mmod.training.image.recipe import fit
+
+ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
+QUICK = ["--audit.draws", "1", "--audit.resamples", "100", "--audit.maps", "2"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a routed run that was started from a dense one, which is gone."""
+    root = tmp_path_factory.mktemp("runs")
+    model = {"name": "vit_tiny_patch16_224", "args": ARGS}
+    data = {"source": "digits:tiny", "root": str(root / "data"), "image_size": 32, "channels": 1}
+    common = {"data": data, "epochs": 1, "epoch_steps": 1}
+    fit(TrainConfig.from_dict({**common, "model": model, "output": str(root / "dense")}), progress=False)
+    start = {**model, "checkpoint": str(root / "dense")}
+    routing = {"router": "linear", "capacity": 0.5, "blocks": [1, 3]}
+    config = {**common, "model": start, "routing": routing, "output": str(root / "routed")}
+    fit(TrainConfig.from_dict(config), progress=False)
+    (root / "dense").rename(root / "moved")
+    return root / "routed"
+
+
+def test_a_run_is_audited_as_it_was_trained(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    arguments = [str(run), *QUICK, "--output", str(tmp_path)]
+    main(arguments)
+    said = capsys.readouterr().out
+    folder = tmp_path / "audit"
+    assert {path.name for path in folder.iterdir()} == {
+        "audit.json", "audit.md", "audit.png", "config.json", "maps.png",
+    }  # fmt: skip
+    record = json.loads((folder / "audit.json").read_text())
+    found = read_audit(record["audit"])
+    assert said.startswith(str(found))
+    assert (folder / "audit.md").read_text() == f"{found}\n"
+    assert found.to_dict() == record["audit"]
+    assert record["command"].startswith("mmod audit ")
+    trained = json.loads((run / "result.json").read_text())["evaluation"]
+    assert found.conditions[0].accuracy.value == pytest.approx(trained["top1"])
+    assert found.conditions[0].loss.value == pytest.approx(trained["loss"], rel=1e-4)
+    assert {name: len(images) for name, images in record["maps"]["blocks"].items()} == {"blocks.1": 2, "blocks.3": 2}
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == files
+
+
+def test_a_run_of_one_checkpoint_for_many_budgets_is_audited(run: Path, tmp_path: Path) -> None:
+    elastic = tmp_path / "elastic"
+    shutil.copytree(run, elastic)
+    config = yaml.safe_load((run / "config.yaml").read_text()) | {
+        "elastic": {"capacities": [0.25, 0.5], "samples": 2},
+    }
+    (elastic / "config.yaml").write_text(yaml.safe_dump(config))
+    main([str(elastic), *QUICK])
+    record = json.loads((elastic / "audit" / "audit.json").read_text())
+    trained = json.loads((run / "result.json").read_text())["evaluation"]
+    assert read_audit(record["audit"]).conditions[0].accuracy.value == pytest.approx(trained["top1"])
+
+
+def test_a_finished_audit_is_read_and_never_overwritten(run: Path, tmp_path: Path) -> None:
+    arguments = [str(run), *QUICK, "--output", str(tmp_path), "--audit.maps", "0"]
+    main(arguments)
+    found = tmp_path / "audit/audit.json"
+    before = found.stat().st_mtime_ns
+    main(arguments)
+    assert found.stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
+        main([*arguments, "--audit.draws", "2"])
+
+
+def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [str(run), *QUICK, "--audit.conditions", "[random]", "--audit.maps", "0", "--data.batch_size", "16"]
+    whole = main([*arguments, "--output", str(tmp_path / "whole")])
+    cut = [*arguments, "--output", str(tmp_path / "cut")]
+    left, judge = itertools.count(18, -1), ImageSubject.judge
+
+    def stopping(*args: Any) -> Any:
+        if not next(left):
+            raise KeyboardInterrupt
+        return judge(*args)
+
+    monkeypatch.setattr(partial_file, "_EVERY", 0.0)
+    monkeypatch.setattr(ImageSubject, "judge", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        main(cut)
+    monkeypatch.setattr(ImageSubject, "judge", judge)
+    assert json.loads((tmp_path / "cut/audit/partial.json").read_text())["done"] == {"positions": 4, "audit": 3}
+    with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
+        main([*cut, "--audit.draws", "2"])
+    found = main(cut)
+    first, second = (json.loads((folder / "audit/audit.json").read_text())["audit"] for folder in (whole, found))
+    assert first == second
+    assert not (tmp_path / "cut/audit/partial.json").exists()
+
+
+@pytest.mark.parametrize("conditions", ["[random, sharpest]", "[stride]", "[random, dense attention]"])
+def test_an_audit_that_is_refused_leaves_no_folder(run: Path, tmp_path: Path, conditions: str) -> None:
+    with pytest.raises(ValueError, match="condition"):
+        main([str(run), *QUICK, "--output", str(tmp_path), "--audit.conditions", conditions])
+    assert not (tmp_path / "audit").exists()
+
+
+def test_positions_of_the_training_split_and_a_choice_of_conditions(run: Path, tmp_path: Path) -> None:
+    options = ["--audit.positions_split", "train", "--audit.conditions", "[random, mean mask]"]
+    main([str(run), *QUICK, *options, "--output", str(tmp_path)])
+    record = json.loads((tmp_path / "audit/audit.json").read_text())
+    assert [own["name"] for own in record["audit"]["conditions"]] == ["as learned", "random", "mean mask"]
+
+
+def test_strata_of_objects_shifts_and_a_dense_model(run: Path, tmp_path: Path) -> None:
+    options = ["--audit.shifts", "[blur]", "--audit.reference", str(run.parent / "moved"), "--audit.leave_one_out", "1"]
+    options += ["--audit.conditions", "[random]", "--data.val_limit", "20", "--output", str(tmp_path)]
+    main([str(run), *QUICK, *options])
+    found = read_audit(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
+    sizes = {}
+    for own in found.strata:
+        sizes[own.group] = sizes.get(own.group, 0) + own.images
+    assert sizes == {
+        "side of the object": 20, "distance of the object from the middle": 20, "loss of the dense model": 20,
+        "shift": 40,
+    }  # fmt: skip
+    known = found.across.information["blocks.1"]
+    assert set(known) == {"position", "region"}
+    # On a grid of patches of 8 pixels, fragments of ink lie nearly everywhere.
+    assert {"object", "clutter"} <= set(known["region"].kept) <= {"object", "clutter", "background"}
+    assert found.leave_one_out is not None
+    assert set(found.leave_one_out.agreement) == {"blocks.1", "blocks.3"}
+    with pytest.raises(ValueError, match=r"unknown shift of audit\.shifts fog"):
+        main([str(run), *QUICK, "--audit.shifts", "[fog]", "--output", str(tmp_path / "other")])
+
+
+def test_another_set_stands_among_the_shifts(run: Path, tmp_path: Path) -> None:
+    root = yaml.safe_load((run / "config.yaml").read_text())["data"]["root"]
+    other = (
+        f"{{seen: {{val_split: train, val_limit: 30}}, again: {{source: 'digits:tiny', val_limit: 12, root: {root}2}}}}"
+    )
+    options = ["--audit.others", other, "--audit.conditions", "[random]", "--output", str(tmp_path)]
+    main([str(run), *QUICK, *options])
+    found = read_audit(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
+    rows = {own.name: own for own in found.strata if own.group == "shift"}
+    assert {name: own.images for name, own in rows.items()} == {"none": 64, "seen": 30, "again": 12}
+    assert rows["none"].gap.value == pytest.approx(found.gap.value)
+    # A finished audit is read again, and another one refused.
+    main([str(run), *QUICK, *options])
+    with pytest.raises(ValueError, match=r"audit\.others"):
+        main([str(run), *QUICK, *options[2:]])
+    with pytest.raises(ValueError, match="unknown key of data sources"):
+        main([str(run), *QUICK, "--audit.others", "{other: {sources: digits}}", "--output", str(tmp_path / "new")])
+    with pytest.raises(ValueError, match="shifts and others both name blur"):
+        main([str(run), *QUICK, "--audit.others", "{blur: {val_split: val}}", "--audit.shifts", "[blur]",
+              "--output", str(tmp_path / "newer")])  # fmt: skip
+
+
+def test_patches_show_the_object_clutter_or_nothing() -> None:
+    for scene in itertools.islice(compose_scenes(DIFFICULTIES["tiny"], "test"), 20):
+        shown = _regions(scene, (8, 8)).reshape(8, 8)
+        left, top, right, bottom = scene.box
+        for row, column in itertools.product(range(8), repeat=2):
+            x, y = 4 * column + 2, 4 * row + 2
+            has_ink = bool(scene.image[4 * row : 4 * row + 4, 4 * column : 4 * column + 4].any())
+            outside = "clutter" if has_ink else "background"
+            expected = "object" if left <= x < right and top <= y < bottom else outside
+            assert shown[row, column] == expected
+
+
+def test_an_early_exit_model_is_judged_beside(run: Path, tmp_path: Path) -> None:
+    fields = yaml.safe_load((run / "config.yaml").read_text())
+    leaves = {"kind": "exit", "confidence": 0.105, "blocks": [0]}
+    model = {**fields["model"], "checkpoint": str(run.parent / "moved")}
+    config = {"data": fields["data"], "epochs": 1, "epoch_steps": 1, "model": model, "method": leaves}
+    done = fit(TrainConfig.from_dict({**config, "output": str(tmp_path / "exit")}), progress=False)
+    folders = f"[{tmp_path / 'exit'}, {run.parent / 'moved'}]"
+    options = ["--audit.reference", str(run.parent / "moved"), "--audit.beside", folders]
+    main([str(run), *QUICK, *options, "--audit.conditions", "[random]", "--output", str(tmp_path / "found")])
+    record = json.loads((tmp_path / "found/audit/audit.json").read_text())
+    rows = {own.group: own for own in read_audit(record["audit"]).beside if own.name == "all images"}
+    assert rows["exit"].random.value == pytest.approx(done.evaluation.top1)
+    assert sum(own["group"] == "exit" for own in record["audit"]["beside"]) == 1 + 3 * 3
+    cost = record["beside_flops"]
+    assert cost["moved"] == record["flops"]["dense"]
+    assert done.evaluation.mean_kept < 1
+    assert 0 < cost["exit"] < cost["moved"]
+    assert "MFLOPs of a sample" in (tmp_path / "found/audit/audit.md").read_text()
+    with pytest.raises(ValueError, match="names two folders alike"):
+        main([str(run), *QUICK, "--audit.beside", f"[{run}, {run}]", "--output", str(tmp_path / "other")])
+
+
+def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a routed model with weights"):
+        main([str(run.parent / "moved"), "--output", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main([str(run), "--audit.draw", "3"])
+    with pytest.raises(ValueError, match=r"audit\.draws must be"):
+        AuditOptions(draws=0)
+    assert not list(tmp_path.iterdir())
+    config = AuditConfig.from_dict(
+        {"output": str(tmp_path), "model": {"name": "test_vit"}, "data": {"source": "digits"}}
+    )
+    with pytest.raises(ValueError, match="name a run folder"):
+        audit_run(config)

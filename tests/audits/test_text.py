@@ -1,0 +1,60 @@
+"""Audits of runs on text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from mmod.analysis.audit.result import read_audit
+from mmod.audits.command import main
+from mmod.audits.config import TextAuditConfig
+from mmod.audits.text import judge_text
+from mmod.report.sources import read_sources
+from mmod.training.text.model import create_dense
+from mmod.training.text.recipe import fit
+from tests.training.text.configs import PREDICTOR, text_config
+
+QUICK = ["--audit.draws", "1", "--audit.resamples", "100"]
+
+
+def test_a_run_on_text_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(text_config(tmp_path / "dense", epochs=1), progress=False)
+    start = {"checkpoint": str(tmp_path / "dense")}
+    fit(text_config(tmp_path / "routed", epochs=1, model=start, routing=PREDICTOR), progress=False)
+    capsys.readouterr()
+    long = ["--generation", "32", "--texts", "3"]
+    main([str(tmp_path / "routed"), *QUICK, "--audit.reference", str(tmp_path / "dense"), *long])
+    record = json.loads((tmp_path / "routed/audit/audit.json").read_text())
+    found = read_audit(record["audit"])
+    assert capsys.readouterr().out.startswith(str(found))
+    assert found.images == 6
+    (read,) = read_sources([tmp_path / "routed"]).audits
+    assert read.generation is not None
+    assert (read.generation.by, read.generation.texts, len(read.generation.stretches)) == ("predictor", 3, 2 * 2)
+    assert str(read.generation) in (tmp_path / "routed/audit/audit.md").read_text()
+    with pytest.raises(ValueError, match=r"generation must be a multiple of data\.length=32, got 33"):
+        TextAuditConfig.from_dict({**text_config(tmp_path).to_dict(), "generation": 33})
+    assert [own.name for own in found.conditions[-2:]] == ["dense attention", "reference entropy"]
+    for known in found.across.information.values():
+        assert set(known) == {"position", "role"}
+        assert {"letter", "space", "end of line", "punctuation"} <= set(known["role"].kept)
+    assert {own.group for own in found.strata} == {"loss of the dense model"}
+    with pytest.raises(ValueError, match="shifts change images"):
+        main([str(tmp_path / "routed"), *QUICK, "--audit.shifts", "[noise]", "--output", str(tmp_path / "other")])
+    with pytest.raises(ValueError, match="a routed model with weights"):
+        main([str(tmp_path / "dense"), *QUICK])
+
+
+def test_windows_are_judged_one_by_one() -> None:
+    model = create_dense(text_config(Path("run")).model).eval()
+    tokens = torch.randint(256, (3, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss_B, right_B = judge_text(model, (tokens[:, :-1], tokens[:, 1:]))
+        for window, loss, right in zip(tokens, loss_B, right_B):
+            logits = model(input_ids=window[None, :-1]).logits[0]
+            assert float(loss) == pytest.approx(float(cross_entropy(logits.double(), window[1:])), rel=1e-5)
+            assert float(right) == float((logits.argmax(-1) == window[1:]).double().mean())

@@ -1,0 +1,172 @@
+"""An isoFLOP study spends what it says, tries rates apart from what it reports, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmod.studies.isoflop import study
+from mmod.studies.isoflop.config import IsoflopConfig
+from mmod.studies.isoflop.grid import count_flops, plan
+from mmod.studies.isoflop.study import describe, run_study
+from mmod.training.engine.distributed import Process
+from mmod.training.engine.parse import load_config
+from mmod.training.text.model import create_models
+from mmod.training.text.recipe import TextRecipe
+from tests.counting import flop_counter
+from tests.training.text.configs import LLAMA, PREDICTOR, SCORE, text_config
+
+ROOT = Path(__file__).parents[3]
+SIZES = {f"w{width}": {"hidden_size": width, "intermediate_size": 2 * width} for width in (8, 16, 24)}
+
+
+def isoflop(folder: Path, **changes: Any) -> IsoflopConfig:
+    base = folder / "base.yaml"
+    fields = {
+        "model": {"config": {**LLAMA, "num_hidden_layers": 2, "num_attention_heads": 1}},
+        "data": {"length": 32, "batch_size": 2, "val_limit": 4},
+        "epochs": 2,
+        "device": "cpu",
+    }
+    base.write_text(json.dumps(fields))
+    config = IsoflopConfig(
+        output=str(folder / "study"),
+        base=str(base),
+        sizes=SIZES,
+        budgets=[4e7],
+        routings={"dense": None, "mod": PREDICTOR},
+        rates=[1e-2, 1e-3],
+        seeds=2,
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def test_the_config_that_comes_with_mmod_is_the_grid_of_its_header() -> None:
+    config = load_config(ROOT / "configs" / "isoflop" / "text.yaml", kind=IsoflopConfig)
+    assert (len(config.budgets), len(config.sizes), config.seeds) == (3, 4, 3)
+    assert list(config.routings) == ["dense", "mod", "random"]
+    assert (ROOT / config.base).is_file()
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_flops_of_a_dense_pass_are_those_that_torch_counts(tmp_path: Path, layers: int) -> None:
+    model, _ = create_models(text_config(tmp_path, model={"config": {"num_hidden_layers": layers}}))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.zeros(1, 48, dtype=torch.long))
+    assert count_flops(model, 48)[0] == counter.get_total_flops()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "score": {"routing": SCORE},
+    "predictor": {"routing": PREDICTOR},
+    "random": {"routing": {"router": "random", "capacity": 0.25}},
+    "attention": {"routing": {"router": "attention", "importance": "mean", "capacity": 0.25}},
+    "all": {"routing": {"router": "linear", "capacity": 0.25, "context": "all"}},
+    "mlp": {"routing": {"router": "linear", "capacity": 0.25, "operator": "mlp"}},
+    "shared": {"routing": {"router": "linear", "blocks": "all", "language": {"shared": True}}},
+    "experts": {"method": {"kind": "experts", "sampling": "predictor"}},
+    "integrated": {"method": {"kind": "experts", "capacity": 0.5, "idle": 1, "sampling": "predictor"}},
+    "staged": {"method": {"kind": "experts", "sampling": "predictor"}, "routing": PREDICTOR},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("width", [16, 64])
+def test_a_training_step_spends_what_is_counted(tmp_path: Path, way: str, width: int) -> None:
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width}
+    config = text_config(tmp_path, **WAYS[way], model={"config": sizes}, data={"length": 64})
+    # In fp64 importance has products of its own on a CPU too.
+    model = create_models(config)[0].double().train()
+    task = TextRecipe(config).create_task(model, None, Process(0, 1, torch.device("cpu")))
+    tokens = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
+    with flop_counter() as counter:
+        task.forward(tokens, tokens)["loss"].backward()
+    assert count_flops(model, 64)[1] == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_a_routed_pass_counts_what_training_keeps(tmp_path: Path) -> None:
+    dense, _ = create_models(text_config(tmp_path))
+    costs = []
+    for capacity in (0.25, 0.5, 1.0):
+        routing = {**PREDICTOR, "capacity": capacity}
+        costs.append(count_flops(create_models(text_config(tmp_path, routing=routing))[0], 48)[0])
+    assert costs == sorted(costs)
+    routers = costs[-1] - count_flops(dense, 48)[0]
+    assert 0 < routers < 0.05 * costs[-1]
+
+
+def test_each_budget_is_spent(tmp_path: Path) -> None:
+    places = plan(isoflop(tmp_path, budgets=[2e8, 5e8]))
+    assert [place.budget for place in places] == [2e8] * 6 + [5e8] * 6
+    for place in places:
+        assert place.spent == pytest.approx(place.budget, rel=0.05)
+        assert place.steps == place.config.epochs * (place.config.epoch_steps or 0)
+    steps = {place.name: place.steps for place in places}
+    assert steps["mod-w24-5e+08"] > steps["dense-w24-5e+08"] > steps["dense-w24-2e+08"]
+    assert "48 runs of 12 models" in describe(isoflop(tmp_path, budgets=[2e8, 5e8]))
+
+
+def test_a_study_goes_on_and_reports_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, train, seen = isoflop(tmp_path), study._train, []
+
+    def watched(job: Any, tick: Any) -> Any:
+        seen.append((job.config.output, job.seed))
+        if len(seen) == 15:
+            raise KeyboardInterrupt
+        return train(job, tick)
+
+    monkeypatch.setattr(study, "_train", watched)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(config, progress=False)
+    result = run_study(config, progress=False)
+    assert {seed for output, seed in seen if "rates" in output} == {2}
+    assert {seed for output, seed in seen if "rates" not in output} == {0, 1}
+    monkeypatch.setattr(study, "_train", train)
+    again = run_study(config, progress=False)
+    assert again.points == result.points
+    written = {path.suffix for path in result.folder.glob("isoflop.*")}
+    assert written == {".csv", ".json", ".md", ".png"}
+    for point in result.points:
+        losses = [own["loss"] for own in point["seeds"].values()]
+        assert point["loss"] == pytest.approx(sum(losses) / 2)
+        assert point["rate"] in config.rates
+
+
+def test_rates_that_diverge_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = study._train
+
+    def diverging(job: Any, tick: Any) -> Any:
+        if job.config.optim.lr > least:
+            raise FloatingPointError("the loss stopped being finite")
+        return train(job, tick)
+
+    monkeypatch.setattr(study, "_train", diverging)
+    config, least = isoflop(tmp_path, sizes={"w8": SIZES["w8"]}, seeds=1), 5e-3
+    assert [point["rate"] for point in run_study(config, progress=False).points] == [1e-3, 1e-3]
+    least = 0.0
+    with pytest.raises(FloatingPointError, match="trained by none of the rates"):
+        run_study(dataclasses.replace(config, output=str(tmp_path / "other")), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"budgets": [1e6]}, "pays for .* steps"),
+        ({"budgets": [1e15]}, "the text has"),
+        ({"budgets": [1e7, 1e7]}, "budgets must name at least one value, and each once"),
+        ({"rates": []}, "rates must name at least one value"),
+        ({"changes": {"seed": 1}}, "the study sets them"),
+        ({"budgets": [math.inf]}, "budgets"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan(isoflop(tmp_path, **changes))

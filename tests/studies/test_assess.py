@@ -1,0 +1,62 @@
+"""Evaluating without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmod import flops
+from mmod.data.loader import create_eval_stream
+from mmod.studies.assess import assess
+from mmod.studies.image import sample_images, timed_images
+from mmod.training import evaluate
+from mmod.training.engine.loop import seed_draws
+from mmod.training.image.config import TrainConfig
+from mmod.training.image.model import create_models
+from mmod.training.image.recipe import fit
+
+MODEL = {"patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 3, "num_heads": 2}
+
+
+def config(folder: Path, **changes: object) -> TrainConfig:
+    fields: dict[str, object] = {
+        "output": str(folder / "run"),
+        "model": {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32}},
+        "data": {"source": "digits:tiny", "root": str(folder / "data"), "image_size": 32, "channels": 1},
+        "epochs": 1,
+        "epoch_steps": 1,
+    }
+    return TrainConfig.from_dict({**fields, **changes})
+
+
+def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path) -> None:
+    result = fit(config(tmp_path), progress=False)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    start = {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32}, "checkpoint": str(tmp_path / "run")}
+    dense = assess(config(tmp_path, model=start), progress=False)
+    assert dense.evaluation == result.evaluation
+    assert sorted(dense.ms) == [1, 8, 32]
+    assert "GFLOPs an image" in str(dense)
+
+    own = config(tmp_path, model=start, routing={"router": "random", "blocks": "late", "capacity": 0.25})
+    routed = assess(own, progress=False)
+    seed_draws(0, 0, 0)
+    model = create_models(own)[0].eval()
+    assert routed.evaluation == evaluate(model, create_eval_stream(own.data))
+    assert routed.gflops == pytest.approx(flops(model, (1, 32, 32)).routed / 1e9)
+    assert routed.gflops < dense.gflops
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
+
+
+def test_a_timed_batch_has_its_size_whatever_the_set_has(tmp_path: Path) -> None:
+    own = config(tmp_path)
+    few, images = sample_images(own, 100), timed_images(own, 100)
+    assert len(few) == 64
+    assert torch.equal(images, torch.cat([few, few[:36]]))
+
+
+def test_a_config_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"set model\.checkpoint"):
+        assess(config(tmp_path), progress=False)

@@ -1,0 +1,314 @@
+"""The study of features: what is compared, that it goes on where it stopped, and that nothing is lost silently."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import shutil
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import save_file
+
+import mmod
+from mmod.data.corrupt import CorruptDataError
+from mmod.data.stream import BatchStream
+from mmod.io.configs import find_config
+from mmod.studies.config import FeaturesStudyConfig, SegmentationStudyConfig
+from mmod.studies.features import FeaturesStudy
+from mmod.studies.probes import Resampling, linear_probe, nearest_neighbours, split_by_class
+from mmod.studies.results import StudyResult
+from mmod.studies.segmentation import SegmentationStudy
+from mmod.training.engine.parse import load_config
+from mmod.training.image.config import ModelConfig
+from mmod.training.image.features import feature_of
+from mmod.training.image.model import create_dense_model
+from tests.scripts import ROOT
+
+MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": 3}
+CLASSES, EACH = 3, 12
+ONE = {"random": {"router": "random"}}
+
+
+@pytest.fixture(scope="module")
+def given_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Photographs in one folder a class, weights, and a training config."""
+    root, draw = tmp_path_factory.mktemp("features"), np.random.default_rng(0)
+    for label in range(CLASSES):
+        (root / "photos" / f"class{label}").mkdir(parents=True)
+        for number in range(EACH):
+            pixels = draw.integers(0, 120, (20, 24, 3))
+            pixels[..., label] += 60
+            Image.fromarray(pixels.astype(np.uint8)).save(root / "photos" / f"class{label}" / f"{number}.png")
+    torch.manual_seed(1)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=16, **MODEL)
+    save_file(model.state_dict(), root / "weights.safetensors")
+    dense = {
+        "output": "unused",
+        "model": {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 16}},
+        "data": {"source": "folder", "train_split": "", "val_split": "", "image_size": 16, "channels": 3}
+        | {"batch_size": 4, "on_corrupt": "skip"},
+        "epochs": 1,
+        "epoch_steps": 2,
+    }
+    (root / "dense.yaml").write_text(yaml.safe_dump(dense))
+    return root
+
+
+def config(files: Path, output: Path, **changes: Any) -> FeaturesStudyConfig:
+    values: dict[str, Any] = {
+        "output": str(output),
+        "dense": str(files / "dense.yaml"),
+        "images": str(files / "photos"),
+        "checkpoint": str(files / "weights.safetensors"),
+        "routers": {
+            "attention": {"router": "attention"},
+            "random": {"router": "random"},
+            "small": {"router": "random", "image_size": 12},
+        },
+        "rivals": {
+            "resolution": {
+                1.0: {"kind": "resolution", "image_size": 16},
+                0.6: {"kind": "resolution", "image_size": 12},
+            },
+            "merging": {0.5: {"kind": "merge", "r": 2}},
+            "both": {0.5: {"kind": "merge", "r": 2, "image_size": 12}},
+        },
+        "neighbours": 3,
+        "folds": 3,
+        "latency_batch": 2,
+        "latency_batches": [1],
+        "latency_rounds": 1,
+        "maps": 2,
+    }
+    return FeaturesStudyConfig(**{**values, **changes})
+
+
+def run(study: FeaturesStudyConfig) -> tuple[StudyResult, list[dict[str, Any]]]:
+    kept: list[list[dict[str, Any]]] = []
+
+    class Watched(FeaturesStudy):
+        def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            kept.append(super().complete(rows))
+            return kept[-1]
+
+    result = Watched(study).run(progress=False)
+    return result, kept[-1]
+
+
+def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -> None:
+    result, rows = run(config(given_files, tmp_path / "study"))
+    by_name = {row["name"]: row for row in rows}
+    routed, rivals = ["attention-0.5", "random-0.5", "small-0.5"], ["resolution-1", "resolution-0.6"]
+    assert list(by_name) == ["dense", *routed, *rivals, "merging-0.5", "both-0.5"]
+    # Fewer pixels and fewer tokens add up.
+    for both, more in (("small-0.5", "random-0.5"), ("both-0.5", "merging-0.5")):
+        assert by_name[both]["gflops"] < min(by_name["resolution-0.6"]["gflops"], by_name[more]["gflops"])
+    dense, same = by_name["dense"], by_name["resolution-1"]
+    assert dense["cosine"] == pytest.approx(1)
+    assert dense["to_dense"] is None
+    assert same["cosine"] == pytest.approx(1)
+    for gap in (same["to_dense"], same["knn_to_dense"]):
+        assert (gap.mean, gap.low, gap.high) == (0, 0, 0)
+    for row in rows:
+        assert row["gflops"] > 0
+        assert all(row[column] > 0 for column in ("latency_ms", "latency_ms_b1", "speedup", "speedup_b1", "peak_mb"))
+        for gap in (row["to_dense"], row["knn_to_dense"], row["to_control"], row["to_rival_b2"]):
+            assert gap is None or gap.low <= gap.mean <= gap.high
+        for probe, gap in (("knn", row["knn_to_dense"]), ("linear", row["to_dense"])):
+            assert row["name"] == "dense" or gap.mean == pytest.approx(row[probe] - dense[probe], abs=1e-4)
+    assert by_name["resolution-0.6"]["gflops"] < dense["gflops"]
+    assert by_name["attention-0.5"]["kept"] < 1
+    assert by_name["attention-0.5"]["to_control"] is not None
+    assert dense["knn"] > 60, "classes differ in colour"
+    for row in rows:
+        rival = by_name.get(row["rival_b2"] or "")
+        assert rival is None or rival["series"] not in ("attention", "random", "small")
+        for column, probe in (("linear_to_rival_b2", "linear"), ("knn_to_rival_b2", "knn")):
+            assert rival is None or row[column].mean == pytest.approx(row[probe] - rival[probe], abs=1e-4)
+    assert "36 images; 95 % intervals" in result.table
+    assert "which are not ranked" in result.table
+    for picture in ("tradeoff", "maps-attention-0.5"):
+        assert (tmp_path / "study" / f"{picture}.png").stat().st_size
+
+
+def test_too_few_images_of_a_class_are_refused_before_any_model_is_made(
+    given_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(FeaturesStudy, "create", lambda self, config: made.append(config))
+    study = FeaturesStudy(config(given_files, tmp_path / "study", folds=EACH + 1, rivals={}, routers=ONE))
+    with pytest.raises(ValueError, match=rf"folds={EACH + 1} .* class 0 has {EACH}"):
+        study.run(progress=False)
+    assert not made
+
+
+def test_weights_that_cannot_be_fetched_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr("urllib.request.urlopen", fail)
+    monkeypatch.setattr(timm, "create_model", lambda *_, **__: pytest.fail("weights were asked for"))
+    with pytest.raises(ConnectionError, match=r"weights of 'vit_small_patch14_dinov2' .*`--checkpoint FILE`"):
+        create_dense_model(ModelConfig(name="vit_small_patch14_dinov2", pretrained=True))
+
+
+@pytest.mark.parametrize("name", ["dinov2-untrained", "segmentation-untrained"])
+def test_the_published_tables_are_of_the_model_of_their_command(name: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs/equal_time.md").read_text()
+    command, _, table = page.partition(f"    mmod tradeoff {name} ")[2].partition("\n")
+    words = [tmp_path / "weights" if word == "FILE" else word for word in shlex.split(command)]
+    of_patches = name.startswith("segmentation")
+    kind, study_of = (
+        (SegmentationStudyConfig, SegmentationStudy) if of_patches else (FeaturesStudyConfig, FeaturesStudy)
+    )
+    study = study_of(load_config(find_config(name), [*map(str, words), "--maps", "0"], kind=kind))
+    dense: Any = study.plan()[1][0].config
+    model = timm.create_model(dense.model.name, **dense.model.args)
+    (row,) = [line for line in table.splitlines() if line.startswith(f"| dense, {dense.data.image_size} pixels")][:1]
+    assert mmod.flops(model, dense.data.image_size).dense / 1e9 == pytest.approx(float(row.split("|")[2]), rel=0.005)
+
+
+def test_a_study_that_was_stopped_goes_on_to_the_same(
+    given_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routers = {"random": {"router": "random"}}
+    whole, _ = run(config(given_files, tmp_path / "whole", routers=routers, rivals={}))
+    batches, read = BatchStream.batches, []
+
+    def stopping(self: BatchStream, epoch: int, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        read.append(start)
+        for number, batch in enumerate(batches(self, epoch, start)):
+            if number == 6:
+                raise KeyboardInterrupt
+            yield batch
+
+    stopped = config(given_files, tmp_path / "stopped", routers=routers, rivals={})
+    with monkeypatch.context() as patched:
+        patched.setattr(BatchStream, "batches", stopping)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                run(stopped)
+    assert read[:2] == [0, 4], "the dense model's second start went on where its first stopped"
+    resumed, _ = run(stopped)
+    assert [point.figures for point in resumed.points] == [point.figures for point in whole.points]
+    for path in (tmp_path / "whole").rglob("*.safetensors"):
+        other = tmp_path / "stopped" / path.relative_to(tmp_path / "whole")
+        assert path.read_bytes() == other.read_bytes()
+    # Records of before a routing option came stay valid.
+    path = tmp_path / "stopped" / "seed0" / "random-0.5.features" / "config.json"
+    record = json.loads(path.read_text())
+    del record["routing"]["skipped"]
+    path.write_text(json.dumps(record))
+    assert run(stopped)[0].points[1].figures == whole.points[1].figures
+    changed = dataclasses.replace(stopped, feature="mean")
+    with pytest.raises(ValueError, match=r"another config.*feature: 'head' there, 'mean' now"):
+        run(changed)
+
+
+def test_unreadable_images_are_counted_or_raise(given_files: Path, tmp_path: Path) -> None:
+    shutil.copytree(given_files / "photos", tmp_path / "photos")
+    (tmp_path / "photos" / "class0" / "0.png").write_bytes(b"no image")
+    options: dict[str, Any] = {"routers": {"random": {"router": "random"}}, "rivals": {}}
+    broken = config(given_files, tmp_path / "study", images=str(tmp_path / "photos"), **options)
+    assert "35 images (1 could not be read)" in run(broken)[0].table
+    strict = dataclasses.replace(broken, output=str(tmp_path / "strict"), changes={"data": {"on_corrupt": "raise"}})
+    with pytest.raises(CorruptDataError, match=r"class0/0\.png"):
+        run(strict)
+
+
+def test_a_split_of_their_own_fits_the_classifiers_and_tuning_goes_through_training(
+    given_files: Path, tmp_path: Path
+) -> None:
+    for split in ("train", "val"):
+        shutil.copytree(given_files / "photos", tmp_path / "photos" / split)
+    study = config(
+        given_files,
+        tmp_path / "study",
+        images=str(tmp_path / "photos"),
+        changes={"data": {"train_split": "train", "val_split": "val"}},
+        routers={"attention": {"router": "attention"}},
+        rivals={},
+        limit=18,
+        tune=True,
+        tune_dense=True,
+        before=True,
+    )
+    result, rows = run(study)
+    assert "18 images" in result.table
+    assert [row["name"] for row in rows] == ["dense", "attention-0.5"]
+    assert all({"before", "top1", "knn", "linear"} <= row.keys() for row in rows)
+    assert (tmp_path / "study" / "seed0" / "attention-0.5" / "result.json").exists()
+    assert run(study)[0].points[0].figures == result.points[0].figures
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": 2}, "seeds=1"),
+        ({"train_dense": True}, "train_dense=False"),
+        ({"strengths": []}, "at least one value"),
+        ({"isoflop": "scratch"}, "isoflop='none'"),
+        ({"folds": 1}, "folds"),
+    ],
+)
+def test_configs_that_do_not_fit(given_files: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(given_files, tmp_path, **changes)
+
+
+def test_features_are_what_the_model_says_before_its_classifier() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=16, **MODEL).eval()
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        tokens = model.forward_features(images)
+        torch.testing.assert_close(model.head(feature_of(model, "head")(images)), model(images))
+        torch.testing.assert_close(feature_of(model, "class")(images), tokens[:, 0])
+        torch.testing.assert_close(feature_of(model, "mean")(images), tokens[:, 1:].mean(1))
+    without = timm.create_model("vit_tiny_patch16_224", img_size=16, class_token=False, global_pool="avg", **MODEL)
+    with pytest.raises(ValueError, match="needs a class token"):
+        feature_of(without, "class")
+    with pytest.raises(ValueError, match="no forward_features"):
+        feature_of(torch.nn.Linear(1, 1), "head")
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=40), st.floats(0.5, 3), st.integers(0, 3))
+def test_intervals_contain_the_mean_and_follow_scale(values: list[float], scale: float, seed: int) -> None:
+    draws, figures = Resampling(len(values), 200, seed), np.array(values)
+    own, larger = draws.mean(figures), draws.mean(scale * figures)
+    assert own.low is not None
+    assert own.high is not None
+    assert min(values) - 1e-6 <= own.low <= own.high <= max(values) + 1e-6
+    assert (larger.low, larger.high) == pytest.approx((scale * own.low, scale * own.high), abs=1e-4)
+    assert own.mean == pytest.approx(np.mean(values))
+
+
+def test_the_bootstrap_agrees_with_the_standard_error() -> None:
+    values = np.random.default_rng(0).normal(size=2000)
+    found = Resampling(2000).mean(values)
+    half = 1.96 * values.std() / 2000**0.5
+    assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.1 * half)
+
+
+def test_classifiers_learn_what_is_there_and_nothing_else() -> None:
+    rng, labels = np.random.default_rng(0), np.repeat(np.arange(4), 25)
+    splits = split_by_class(labels, 5)
+    assert sorted(np.concatenate([tested for _, tested in splits]).tolist()) == list(range(100))
+    noise = rng.normal(size=(100, 8))
+    centres = 5 * np.eye(4, 8)[labels]
+    for probe in (lambda x: nearest_neighbours(x, labels, splits, 5), lambda x: linear_probe(x, labels, splits, [0.1])):
+        assert probe(noise + centres).mean() > 0.95
+        assert probe(noise).mean() < 0.5
+    with pytest.raises(ValueError, match=r"folds=30 .* class 0 has 25"):
+        split_by_class(labels, 30)

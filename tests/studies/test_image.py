@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import yaml
+from matplotlib.figure import Figure
+
+from mmod.analysis.plots import draw_tradeoff
+from mmod.studies.config import ImageStudyConfig
+from mmod.studies.image import ImageStudy
+
+DENSE = {
+    "output": "unused",
+    "model": {
+        "name": "vit_tiny_patch16_224",
+        "args": {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10}
+        | {"embed_dim": 16, "depth": 4, "num_heads": 2},
+    },
+    "data": {"source": "digits:tiny", "image_size": 32, "channels": 1, "batch_size": 64},
+    "epochs": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "dense.yaml").write_text(yaml.safe_dump(DENSE))
+    return ImageStudyConfig(
+        output=str(folder / "out"),
+        dense=str(folder / "dense.yaml"),
+        changes={"data": {"root": str(folder / "data"), "val_split": "test"}},
+        finetune={"optim": {"lr": 1e-4}},
+        routers={
+            "a-mod": {"preset": "a-mod"},
+            "threshold": {"router": "linear", "select": "threshold"},
+            "random": {"router": "random"},
+        },
+        capacities=[0.5],
+        seeds=2,
+        latency_batch=16,
+        latency_batches=[],
+        latency_rounds=2,
+        maps=2,
+    )
+
+
+def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = ImageStudy(study).run(progress=False)
+    points = {point.name: point for point in result.points}
+    assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5", "isoflop-3"]
+    assert points["dense"].cost["gflops"] > points["isoflop-3"].cost["gflops"] > 0
+    assert points["dense"].cost["gflops"] > points["a-mod-0.5"].cost["gflops"]
+    assert points["a-mod-0.5"].row()["kept"] == pytest.approx(8 / 17)
+    assert "before" not in points["isoflop-3"].row()
+    assert {"before", "top1"} <= set(points["dense"].row()) & set(points["a-mod-0.5"].row())
+    assert all(len(point.figures) == 2 and point.row()["top1_std"] is not None for point in result.points)
+    for name, point in points.items():
+        own, dense = point.values("top1"), points["dense"].values("top1")
+        gaps = [own[seed] - dense[seed] for seed in (0, 1)]
+        assert point.to_dense is None if name == "dense" else point.to_dense.mean == pytest.approx(mean(gaps))
+        assert (point.to_control is None) == (name in ("dense", "random-0.5", "isoflop-3"))
+        assert point.cost["latency_ms"] > 0
+        assert point.cost["speedup"] > 0
+    assert result.cpu_seconds > 0
+    folder = Path(result.folder)
+    runs = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
+    assert len(runs) == 12
+    for name in ("tradeoff.csv", "tradeoff.md", "tradeoff.png", "maps-a-mod-0.5.png", "maps-threshold-0.5.png"):
+        assert (folder / name).stat().st_size
+    assert len(json.loads((folder / "tradeoff.json").read_text())["points"]) == 5
+
+    # Wherever the study is named from, or moved to, it is the same, and no run of it is done again.
+    monkeypatch.chdir(folder.parent)
+    folder.rename("moved")
+    moved = ImageStudy(dataclasses.replace(study, output="moved")).run(progress=False)
+    assert [point.figures for point in moved.points] == [point.figures for point in result.points]
+    Path("moved").rename(folder)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")} == runs
+
+    # Runs in processes of their own come to the same, and other studies can take this one's dense models.
+    apart = dataclasses.replace(study, output=f"{study.output}-apart", bases=study.output, seeds=1, processes=2)
+    apart = dataclasses.replace(apart, routers={"a-mod": study.routers["a-mod"]}, isoflop="none")
+    points_apart = {point.name: point for point in ImageStudy(apart).run(progress=False).points}
+    assert points_apart["a-mod-0.5"].figures[0] == points["a-mod-0.5"].figures[0]
+    assert not (Path(apart.output) / "seed0" / "base").exists()
+    plain = dataclasses.replace(
+        apart, output=f"{study.output}-plain", tune=False, tune_dense=False, processes=1, maps=0
+    )
+    untrained = {point.name: point for point in ImageStudy(plain).run(progress=False).points}
+    assert list(untrained) == ["dense", "a-mod-0.5"]
+    assert untrained["dense"].row()["top1"] == pytest.approx(points_apart["dense"].row()["before"])
+    assert untrained["a-mod-0.5"].row()["top1"] == pytest.approx(points_apart["a-mod-0.5"].row()["before"])
+    assert not list(Path(plain.output).rglob("result.json"))
+
+
+def test_table_and_pictures_come_with_the_first_pair(
+    study: ImageStudyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages: list[list[dict[str, object]]] = []
+
+    def draw(points: list[dict[str, object]], measure: str) -> Figure:
+        stages.append(points)
+        assert (tmp_path / "out" / "maps-a-mod-0.5.png").exists()
+        return draw_tradeoff(points, measure)
+
+    monkeypatch.setattr("mmod.studies.study.draw_tradeoff", draw)
+    ImageStudy(dataclasses.replace(study, output=str(tmp_path / "out"), seeds=1, isoflop="none")).run()
+    names = ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5"]
+    assert [[point["name"] for point in stage] for stage in stages] == [names[:2], names[:3], names, names]
+    assert all((point["latency_ms"] is None) == (stage is not stages[-1]) for stage in stages for point in stage)
+    printed = capsys.readouterr()
+    assert printed.out.count("CPU seconds: ") == 4
+    assert "left" in printed.err
+
+
+def test_an_evaluation_of_another_routing_is_not_taken(study: ImageStudyConfig, tmp_path: Path) -> None:
+    plain = dataclasses.replace(study, output=str(tmp_path / "out"), seeds=1, isoflop="none", maps=0)
+    plain = dataclasses.replace(plain, tune=False, tune_dense=False)
+    kept = []
+    for min_tokens in (2, 12):
+        routing = {"router": "norm", "select": "threshold", "threshold": 0.99, "min_tokens": min_tokens}
+        result = ImageStudy(dataclasses.replace(plain, routers={"norm": routing})).run(progress=False)
+        kept.append(result.points[1].row()["kept"])
+    assert kept[0] < kept[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"routers": {}}, ValueError, "at least one entry in routers or rivals, and in capacities"),
+        ({"processes": 0}, ValueError, "processes must be an integer of at least 1, got 0"),
+        ({"tune": False}, ValueError, "tune=False leaves nothing to fine-tune"),
+        (
+            {"controls": {"a-mod": "rand"}},
+            ValueError,
+            "unknown series in controls rand; valid ones are a-mod, threshold, random",
+        ),
+        ({"seeds": 0}, ValueError, "seeds must be an integer of at least 1, got 0"),
+        ({"changes": {"seed": 3}}, ValueError, "changes must not set seed: the study sets them"),
+        ({"dense": "nowhere.yaml"}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
+        ({"routers": {"x": {"router": "atention"}}}, ValueError, "router must be one of"),
+        ({"finetune": {"epoch": 1}}, ValueError, "unknown config key 'epoch'"),
+        ({"capacities": [0.5, 0.5]}, ValueError, "several models of the study have the name 'a-mod-0.5'"),
+    ],
+)
+def test_wrong_studies_fail_before_the_first_run(
+    study: ImageStudyConfig, tmp_path: Path, changes: dict[str, object], error: type[Exception], message: str
+) -> None:
+    fields = {**vars(study), "output": str(tmp_path / "out"), **changes}
+    with pytest.raises(error, match=message):
+        ImageStudy(ImageStudyConfig(**fields)).run(progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+# Those of other kinds of model say so.
+STUDIES = sorted(path for path in Path("configs/tradeoff").glob("*.yaml") if "\nkind:" not in path.read_text())
+
+
+# Those of studies that choose something else.
+CONTROLS = {
+    "digits-capacities": {"uniform"},
+    "digits-cnn": {"random", "random, own"},
+    "digits-mindskip": {"coin"},
+}
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_study_configs_plan_their_runs(path: Path) -> None:
+    config = ImageStudyConfig(**yaml.safe_load(path.read_text()))
+    _, planned = ImageStudy(config).plan()
+    assert planned[0].name == ("base" if config.tune_dense and config.train_dense else "dense")
+    # No method stands without its controls: where tokens are chosen, those at random and evenly spread ones.
+    controls = {series for series in map(config.controls.get, config.series) if series}
+    assert CONTROLS.get(path.stem, {"random", "stride"}) <= controls | {
+        fields.get("router") for fields in config.routers.values()
+    }
+    routed = [job for job in planned if job.config.routing is not None and job.config.method is None]
+    chosen = {name: fields for name, fields in config.routers.items() if "search" not in fields}
+    per_series = [1 if config.is_one(name) else len(config.capacities) for name in chosen]
+    assert len(routed) == config.seeds * sum(per_series)
+    assert all(job.config.model.has_weights and job.config.routing_config() for job in routed)
+    assert len({job.config.output for job in planned}) == len(planned)
+    assert f"mmod tradeoff {path}" in path.read_text()
+    # Every rival fits the model that it is meant for.
+    rivals = {f"{series}-{capacity:g}" for series, budgets in config.rivals.items() for capacity in budgets}
+    for job in planned if rivals else ():
+        if job.name in rivals and job.seed == 0:
+            untrained = dataclasses.replace(job.config.model, checkpoint=None)
+            ImageStudy(config).create(dataclasses.replace(job.config, model=untrained))
+            rivals.remove(job.name)
+    assert not rivals

@@ -1,0 +1,123 @@
+"""The runs of a study: their order, their processes, and what the bar says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mmod.studies import jobs
+from mmod.studies.jobs import Job, Runner, Tick, in_words
+
+JOBS = [Job(name, seed, f"{name}{seed}") for seed in (0, 1) for name in ("base", "dense", "a-mod")]
+
+
+def report(job: Job[str], tick: Tick) -> tuple[str, int]:
+    tick(0.5)
+    return job.config, os.getpid()
+
+
+def fail(job: Job[str], tick: Tick) -> None:
+    if job.name == "base" and job.seed == 1:
+        time.sleep(120)
+    raise ValueError(f"{job.config} does not fit")
+
+
+def test_runs_in_one_process_keep_their_order() -> None:
+    found = list(Runner(progress=False).run(JOBS, report))
+    assert [job for job, _ in found] == JOBS
+    assert [result for _, result in found] == [(job.config, os.getpid()) for job in JOBS]
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_wait_for_the_first_of_their_seed() -> None:
+    runner = Runner(processes=2, progress=False)
+    found = list(runner.run(JOBS, report))
+    assert sorted(job.config for job, _ in found) == sorted(job.config for job in JOBS)
+    assert all(result[0] == job.config and result[1] != os.getpid() for job, result in found)
+    for seed in (0, 1):
+        assert next(job.name for job, _ in found if job.seed == seed) == "base"
+    # The workers' CPU time counts too.
+    assert runner.cpu_seconds > time.process_time()
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_ends_the_study_at_once() -> None:
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="base0 does not fit"):
+        list(Runner(processes=2, progress=False).run(JOBS, fail))
+    assert time.monotonic() - started < 100
+
+
+@pytest.mark.slow
+def test_a_killed_study_leaves_no_process(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    (tmp_path / "study.py").write_text(
+        "import sys\n"
+        "from mmod.studies.jobs import Runner, Job\n"
+        "from tests.studies.test_jobs import linger\n"
+        "if __name__ == '__main__':\n"
+        "    work = [Job('base', seed, sys.argv[1]) for seed in (0, 1)]\n"
+        "    list(Runner(2, False).run(work, linger))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    study = subprocess.Popen([sys.executable, str(tmp_path / "study.py"), str(pids)], env=environment)
+    until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+    study.kill()
+    study.wait()
+    until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
+
+
+def linger(job: Job[str], tick: Tick) -> None:
+    with open(job.config, "a") as file:
+        file.write(f"{os.getpid()} ")
+    time.sleep(250)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    started = time.monotonic()
+    while not holds():
+        assert time.monotonic() - started < 200
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        # An orphan that nobody has waited for yet has ended too.
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_the_bar_says_how_long_the_whole_study_will_take(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every reading of the clock is a minute after the last; a report comes after each quarter of a run.
+    clock: Iterator[int] = iter(range(0, 10**6, 60))
+    monkeypatch.setattr(jobs.time, "perf_counter", lambda: next(clock))
+
+    def slowly(job: Job[str], tick: Tick) -> None:
+        for share in (0.25, 0.5, 0.75, 1.0):
+            tick(share)
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    list(Runner().run(JOBS, slowly))
+    shown = capsys.readouterr().err
+    assert "base, seed 0, time left: measuring" in shown
+    assert re.search(r"17 % .*dense, seed 0, about \d+ minutes? left", shown)
+    assert re.search(r"83 % .*a-mod, seed 1, about \d+ minutes? left", shown)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(5, "less than a minute left"), (60, "about 1 minute left"), (599, "about 10 minutes left"),
+     (5300, "about 88 minutes left"), (5400, "about 1.5 hours left")],
+)  # fmt: skip
+def test_time_is_said_in_words(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words

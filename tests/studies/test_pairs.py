@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mmod.studies.config import PairsStudyConfig
+from mmod.studies.pairs import PairsStudy
+from tests.training.pairs.worker import MODEL, write_model
+
+ROUTERS = {
+    "a-mod": {"image": {"preset": "a-mod"}, "text": {"preset": "a-mod"}},
+    "threshold": {"image": {"router": "linear", "select": "threshold"}},
+}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> PairsStudyConfig:
+    folder = tmp_path_factory.mktemp("study")
+    vision = {**MODEL["vision_cfg"], "image_size": 48, "patch_size": 16}  # type: ignore[dict-item]
+    text = {**MODEL["text_cfg"], "context_length": 12}  # type: ignore[dict-item]
+    fields = {
+        "output": "unused",
+        "model": write_model(folder, "study-clip", vision_cfg=vision, text_cfg=text),
+        "data": {"train": "scenes:tiny/train", "val": "scenes:tiny/val", "root": str(folder / "data")},
+        "augment": None,
+        "epochs": 1,
+        "zero_shot": "scenes",
+    }
+    (folder / "dense.yaml").write_text(yaml.safe_dump(fields))
+    return PairsStudyConfig(
+        output=str(folder / "out"),
+        dense=str(folder / "dense.yaml"),
+        changes={"data": {"val": "scenes:tiny/test"}},
+        finetune={"optim": {"lr": 1e-4}},
+        routers=ROUTERS,
+        seeds=2,
+        latency_batch=4,
+        latency_rounds=2,
+    )
+
+
+def test_a_study_compares_and_can_be_continued(study: PairsStudyConfig) -> None:
+    result = PairsStudy(study).run(progress=False)
+    points = {point.name: point for point in result.points}
+    assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5"]
+    dense, both, image = points.values()
+    assert dense.cost["image_gflops"] > both.cost["image_gflops"] > 0
+    assert dense.cost["text_gflops"] > both.cost["text_gflops"] > 0
+    assert dense.cost["text_gflops"] == image.cost["text_gflops"]
+    assert dense.row()["kept"] == 1 > both.row()["kept"]
+    assert all(len(point.figures) == 2 and point.row()["recall1_std"] is not None for point in result.points)
+    assert all({"before", "zero_shot"} <= set(point.row()) for point in result.points)
+    folder = Path(result.folder)
+    for name in ("tradeoff.csv", "tradeoff.md", "tradeoff.png"):
+        assert (folder / name).stat().st_size
+    assert all((point.to_dense is None) == (point is dense) for point in result.points)
+    table, told = result.table.split("\n\n")
+    assert table.count("\n") == 4
+    assert told.startswith("Paired over 2 seeds, 95 % intervals")
+    assert len(json.loads((folder / "tradeoff.json").read_text())["points"]) == 3
+    runs = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
+    assert len(runs) == 8
+    again = PairsStudy(study).run(progress=False)
+    assert [point.figures for point in again.points] == [point.figures for point in result.points]
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")} == runs
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"routers": {"x": {"images": {}}}}, r"unknown tower in routers\.x images; valid ones are image, text"),
+        ({"routers": {"x": {"text": {"router": "atention"}}}}, "router must be one of"),
+        ({"finetune": {"epoch": 1}}, "unknown config key 'epoch'"),
+    ],
+)
+def test_wrong_studies_fail_before_the_first_run(
+    study: PairsStudyConfig, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        PairsStudy(PairsStudyConfig(**{**vars(study), "output": str(tmp_path / "out"), **changes})).run()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs/tradeoff").glob("clip*.yaml")), ids=lambda path: path.stem)
+def test_study_configs_plan_their_runs(path: Path) -> None:
+    config = PairsStudyConfig(**yaml.safe_load(path.read_text()))
+    _, planned = PairsStudy(config).plan()
+    assert [job.name for job in planned[:2]] == ["base", "dense"]
+    assert "random" in config.routers
+    routed = [job for job in planned if job.config.routing is not None]
+    assert len(routed) == config.seeds * len(config.routers) * len(config.capacities)
+    assert all(job.config.model.has_weights and job.config.routing_configs() for job in routed)
+    assert len({job.config.output for job in planned}) == len(planned)
+    assert f"mmod tradeoff {path}" in path.read_text()

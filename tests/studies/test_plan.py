@@ -1,0 +1,99 @@
+"""The command that searches a plan for the model of a training config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+import mmod
+from mmod.studies.plan import ImagePlanConfig, PlanOptions, main, search_run
+from mmod.training.chat.model import create_model
+from mmod.training.image.config import TrainConfig
+from mmod.training.image.recipe import fit
+from tests.training.chat.configs import vlm_config
+
+ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
+FEW = "[[0.5, block, kept], [0, mlp, kept]]"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a config whose model starts from the weights of a run."""
+    root = tmp_path_factory.mktemp("runs")
+    model = {"name": "vit_tiny_patch16_224", "args": ARGS}
+    data = {"source": "digits:tiny", "root": str(root / "data"), "image_size": 32, "channels": 1}
+    fields = {"data": data, "model": model, "output": str(root / "dense"), "epochs": 1, "epoch_steps": 1}
+    fit(TrainConfig.from_dict(fields), progress=False)
+    path = root / "config.yaml"
+    start = {**model, "checkpoint": str(root / "dense")}
+    path.write_text(yaml.safe_dump({**fields, "model": start, "output": str(root / "searched")}))
+    return path
+
+
+def test_an_image_classifier_is_searched_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ["--plan.options", FEW, "--plan.batches", "2", "--plan.batch_size", "4"]
+    main([str(config), *quick, "--plan.budget", "0.8"])
+    folder = config.parent / "searched/plan"
+    assert "divergence that each choice adds, a mean over 8 rows" in capsys.readouterr().out
+    scores = (folder / "scores.json").read_text()
+    main([str(config), *quick, "--plan.budget", "0.9"])
+    assert (folder / "scores.json").read_text() == scores
+    names = {f"flops-{budget}.{ending}" for budget in (0.8, 0.9) for ending in ("json", "png")}
+    assert {path.name for path in folder.iterdir()} == {"scores.json", *names}
+    assert mmod.Plan.load(folder / "flops-0.8.json").depth == 4
+    main([str(config), *quick, "--plan.budget", "0.8", "--plan.rounds", "1"])
+    assert len(json.loads((folder / "scores.json").read_text())["sums"]) > 1
+    assert mmod.Plan.load(folder / "flops-0.8-rounds-1.json").depth == 4
+    with pytest.raises(ValueError, match="belongs to another search"):
+        main([str(config), "--plan.options", "[[0.5, mlp, kept]]", "--plan.batches", "2", "--plan.batch_size", "4"])
+    mmod.Plan((0,), (0.125,), 4).save(folder / "flops-0.8.json", overwrite=True)
+    with pytest.raises(FileExistsError, match="overwrite"):
+        main([str(config), *quick, "--plan.budget", "0.8"])
+
+
+def test_a_vision_language_model_is_searched(tmp_path: Path) -> None:
+    dense = vlm_config(tmp_path)
+    model, processor = create_model(dense)
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    fields = dense.to_dict()
+    fields["model"] = {**fields["model"], "checkpoint": str(tmp_path / "model"), "config": None, "processor": None}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
+    main(
+        [
+            str(tmp_path / "config.yaml"),
+            "--kind",
+            "conversations",
+            "--plan.batches",
+            "2",
+            "--plan.batch_size",
+            "2",
+            "--plan.budget",
+            "0.7",
+        ]
+    )
+    folder = Path(dense.output) / "plan"
+    state = json.loads((folder / "scores.json").read_text())
+    assert [len(sums["batches"]) for sums in state["sums"].values()] == [2]
+    plan = mmod.Plan.load(folder / "flops-0.7.json")
+    assert set(plan.capacities) == {0}
+    assert plan.router == mmod.score("stride")
+    mmod.route_(model, language=plan)
+
+
+def test_what_cannot_be_searched_is_refused(config: Path) -> None:
+    with pytest.raises(ValueError, match="kind must be one of 'image', 'conversations'"):
+        main([str(config), "--kind=text"])
+    fields = TrainConfig.load(config).to_dict()
+    for changes, message in (
+        ({"routing": {"router": "random"}}, "routing: null"),
+        ({"model": {"name": "vit_tiny_patch16_224", "args": ARGS}}, "set model.checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            search_run(ImagePlanConfig.from_dict({**fields, **changes}))
+    for wrong in ({"budget": 1.0}, {"batches": 0}, {"cost": "ms"}, {"options": [(2.0, "mlp", "kept")]}):
+        with pytest.raises(ValueError, match="plan"):
+            PlanOptions(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""Studies with rivals of routing: what is compared, at which learning rate, and what may be said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mmod.studies.config import ImageStudyConfig
+from mmod.studies.image import ImageStudy
+from tests.studies.test_image import DENSE
+
+RIVALS: dict[str, dict[float, dict[str, Any]]] = {
+    "prune": {0.5: {"kind": "prune", "keep": 0.5, "blocks": [1], "fuse": False}},
+    "merge": {0.5: {"kind": "merge", "r": 3}},
+    "exit": {0.5: {"kind": "exit", "confidence": 0.105, "blocks": [0, 1]}},
+    "resolution": {0.5: {"kind": "resolution", "image_size": 24}},
+    "narrow": {0.5: {"kind": "smaller", "args": {"embed_dim": 12}}},
+    "recursions": {0.5: {"kind": "recursions", "recursions": 2}},
+}
+# Trained from scratch, for as long as the others in all.
+ANEW = ("narrow-0.5", "recursions-0.5")
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "dense.yaml").write_text(yaml.safe_dump(DENSE))
+    return ImageStudyConfig(
+        output=str(folder / "out"), dense=str(folder / "dense.yaml"), isoflop="none", maps=0,
+        changes={"data": {"root": str(folder / "data"), "val_split": "test"}}, rivals=RIVALS,
+        routers={"random": {"router": "random"}}, latency_batch=16, latency_batches=[1, 8], latency_rounds=2,
+    )  # fmt: skip
+
+
+def test_rivals_are_tuned_costed_timed_and_compared(study: ImageStudyConfig) -> None:
+    result = ImageStudy(study).run(progress=False)
+    rows = {point.name: point.row() for point in result.points}
+    assert list(rows) == ["dense", "random-0.5", *(f"{name}-0.5" for name in RIVALS)]
+    for name, row in rows.items():
+        assert min(row[key] for key in ("latency_ms", "latency_ms_b1", "latency_ms_b8", "speedup_b8", "peak_mb")) > 0
+        assert name == "dense" or 0 < row["gflops"] < rows["dense"]["gflops"]
+        assert ("before" in row) == (name not in ANEW)
+        for size, ms in ((8, "latency_ms_b8"), (16, "latency_ms")):
+            rival = row[f"rival_b{size}"]
+            if rival is not None:
+                assert rival not in (name, "random-0.5", "recursions-0.5")
+                assert rows[rival][ms] <= 1.02 * row[ms]
+                assert row[f"to_rival_b{size}"].mean == pytest.approx(row["top1"] - rows[rival]["top1"])
+    assert 0 < rows["exit-0.5"]["kept"] < 1
+    assert "ms / image b1" in result.table
+    assert result.table.count(" 1 + 1 |") == len(rows) - len(ANEW)
+    assert "which model is better is not said" in result.table
+
+
+def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
+    tuned = {"preset": "mindskip", "depth": 4, "changes": {"trained": "routers", "optim": {"lr": 0.5}}}
+    config = dataclasses.replace(
+        study, routers={"tuned": tuned, "still": {"router": "coin", "select": "threshold", "tune": False}},
+        rivals={"small": {0.5: {"kind": "smaller", "args": {}, "changes": {"data": {"image_size": 24}}}}, **RIVALS},
+        controls={"tuned": "still", "still": None, "small": "recursions"}, tune_dense=False,
+    )  # fmt: skip
+    own = ImageStudy(config)
+    entrants, jobs = own.plan()
+    runs = {job.name: job.config for job in jobs}
+    assert {entrant.name: entrant.control for entrant in entrants if entrant.control} == {
+        "tuned-0.5": "still-0.5", "small-0.5": "recursions-0.5",
+    }  # fmt: skip
+    trained = ("tuned-0.5", "still-0.5", "small-0.5", "recursions-0.5", "merge-0.5")
+    assert [own.epochs[name] for name in trained] == ["1 + 1 (routers)", "1", "2", "2", "1 + 1"]
+    assert [job.name for job in jobs if not job.is_trained] == ["still-0.5"]
+    assert (runs["tuned-0.5"].trained, runs["tuned-0.5"].optim.lr) == ("routers", 0.5)
+    assert runs["merge-0.5"].optim == runs["dense"].optim != runs["tuned-0.5"].optim
+    assert (runs["small-0.5"].data.image_size, runs["dense"].data.image_size) == (24, 32)
+    assert runs["small-0.5"].model.args == runs["dense"].model.args
+    assert {name: run.model.has_weights for name, run in runs.items() if name in ANEW} == dict.fromkeys(ANEW, False)
+
+
+def test_a_study_of_what_starts_from_scratch_alone_trains_all_as_long(study: ImageStudyConfig) -> None:
+    rivals = {name: RIVALS[name] for name in ("narrow", "recursions")}
+    scratch: dict[str, Any] = {"routers": {}, "tune": False, "tune_dense": False, "rivals": rivals}
+    own = ImageStudy(dataclasses.replace(study, **scratch))
+    _, jobs = own.plan()
+    assert [job.name for job in jobs] == ["dense", *ANEW]
+    assert all(job.is_trained and not job.is_tuned for job in jobs)
+    assert set(own.epochs.values()) == {"1"}
+
+
+def test_each_model_gets_the_rate_that_was_best_on_the_validation_split(study: ImageStudyConfig) -> None:
+    few = {name: RIVALS[name] for name in ("merge", "narrow")}
+    searched = dataclasses.replace(
+        study, output=f"{study.output}-rates", rivals=few, rates=[1.0, 2.0], seeds=2, before=False, latency_batches=[8]
+    )
+    result = ImageStudy(searched).run(progress=False)
+    assert "At batch 8, no entrant that is as fast is clearly better" in result.table
+    rates = json.loads((result.folder / "tradeoff.json").read_text())["rates"]
+    assert list(rates) == [point.name for point in result.points]
+    for name, rate in rates.items():
+        tried = {factor: _result(result.folder / f"rates/{name}-{factor:g}") for factor in (1.0, 2.0)}
+        assert tried[rate] == max(tried.values())
+        run, trial = (
+            yaml.safe_load((result.folder / place / "config.yaml").read_text())
+            for place in (f"seed1/{name}", f"rates/{name}-2")
+        )
+        assert run["optim"]["lr"] == pytest.approx(rate * 1e-3)
+        assert (run["data"]["val_split"], trial["data"]["val_split"]) == ("test", "val")
+
+    finished = {path: path.stat().st_mtime_ns for path in result.folder.rglob("result.json")}
+    again = ImageStudy(searched).run(progress=False)
+    assert [point.figures for point in again.points] == [point.figures for point in result.points]
+    assert {path: path.stat().st_mtime_ns for path in result.folder.rglob("result.json")} == finished
+
+
+def _result(folder: Path) -> float:
+    return float(json.loads((folder / "result.json").read_text())["evaluation"]["top1"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rivals": {"a": {0.5: {"kind": "halve"}}}}, "'experts', 'channels', 'recursions', 'resolution', 'smaller'"),
+        ({"rivals": {"a": {0.5: {"kind": "prune", "keeps": 1}}}}, "keep, blocks, fuse, by"),
+        ({"rivals": {"a": {0.5: {"kind": "smaller", "depth": 1}}}}, "depth; valid ones are kind, args"),
+        ({"rivals": {"a": {0.5: {"kind": "resolution"}}}}, "rivals.a-0.5 needs image_size"),
+        ({"rivals": {"a": {"kind": "merge"}}}, "rivals must be"),
+        ({"rivals": {"a": {0.5: {"kind": "recursions", "routing": {}}}}}, "unknown field of method recursions routing"),
+        (
+            {"rivals": {"a": {0.5: {**RIVALS["merge"][0.5], "changes": {"seed": 1}}}}},
+            "changes must not set seed",
+        ),
+        ({"routers": {"a": {"router": "random", "changes": {"routing": {}}}}}, "changes must not set routing"),
+        ({"rates": [1.0]}, "rates must name two"),
+        ({"rates": [1.0, 0.0]}, "rates must be"),
+    ],
+)
+def test_wrong_rivals_fail_before_the_first_run(study: ImageStudyConfig, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        ImageStudy(dataclasses.replace(study, output=f"{study.output}-wrong", **changes)).run(progress=False)
+    assert not Path(f"{study.output}-wrong").exists()

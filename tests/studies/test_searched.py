@@ -1,0 +1,89 @@
+"""Plans that a study searches for the dense model of each seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mmod import Plan
+from mmod.studies.chat import ChatStudy
+from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig
+from mmod.studies.image import ImageStudy
+from mmod.studies.study import Study
+from tests.studies.test_image import DENSE
+from tests.training.chat.configs import vlm_config
+
+QUICK = {"batches": 1, "batch_size": 4, "options": [[0, "mlp", "kept"], [0.5, "block", "kept"]]}
+
+
+def image_study(folder: Path) -> tuple[Study[Any, Any], ImageStudyConfig]:
+    """Return a study of two budgets, fine-tuned at one of two learning rates."""
+    (folder / "dense.yaml").write_text(yaml.safe_dump(DENSE))
+    config = ImageStudyConfig(
+        output=str(folder / "out"), dense=str(folder / "dense.yaml"), capacities=[0.8, 0.7], isoflop="none",
+        changes={"epoch_steps": 1, "data": {"root": str(folder / "data")}}, rates=[0.5, 1.0], rate_split="test",
+        routers={"searched": {"search": QUICK}}, controls={"searched": None}, latency_rounds=1, maps=0,
+        latency_batch=16, latency_batches=[],
+    )  # fmt: skip
+    return ImageStudy(config), config
+
+
+def chat_study(folder: Path) -> tuple[Study[Any, Any], ChatStudyConfig]:
+    """Return a study of two budgets without any training."""
+    fields = vlm_config(folder).to_dict()
+    fields["trainer"]["save_strategy"] = "no"
+    (folder / "dense.yaml").write_text(yaml.safe_dump(fields))
+    quick = {**QUICK, "options": [[0, "mlp", "kept"], [0, "block", "all"]]}
+    config = ChatStudyConfig(
+        output=str(folder / "out"), dense=str(folder / "dense.yaml"), capacities=[0.9, 0.8], tune=False,
+        tune_dense=False, routers={"searched": {"search": quick}}, controls={"searched": None}, seeds=2,
+        timed_prompts=2, timed_tokens=2, timed_rounds=2, maps=0,
+    )  # fmt: skip
+    return ChatStudy(config), config
+
+
+@pytest.mark.parametrize("make", [image_study, chat_study])
+def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study, config = make(tmp_path)
+    result = study.run(progress=False)
+    points = {point.name: point for point in result.points}
+    budgets = [f"{budget:g}" for budget in config.capacities]
+    assert list(points) == ["dense", *(f"searched-{budget}" for budget in budgets)]
+    for seed in range(config.seeds):
+        folder = Path(config.output) / f"seed{seed}" / "searched.plans"
+        # One scoring serves both budgets.
+        assert {path.name for path in folder.glob("*.json")} == {"scores.json"} | {
+            f"flops-{budget}.json" for budget in budgets
+        }
+        plans = [Plan.load(folder / f"flops-{budget}.json") for budget in budgets]
+        assert plans[0] != plans[1]
+    jobs = {job.name: job for job in study.plan()[1] if job.seed == 0}
+    cheap, dear = (study.ready(jobs[f"searched-{budget}"]).config for budget in reversed(budgets))
+    assert cheap.routing != dear.routing
+    assert study.ready(jobs["dense"]) is jobs["dense"]
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("scored again")
+
+    monkeypatch.setattr("mmod.planning.scoring.Scoring._divergence", refuse)
+    again = type(study)(config).run(progress=False)
+    assert [point.figures for point in again.points] == [point.figures for point in result.points]
+    assert json.loads((Path(config.output) / "tradeoff.json").read_text())["points"]
+
+
+def test_what_no_search_can_do_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    _, config = image_study(tmp_path)
+    for fields, message in (
+        ({"search": {"budgt": 0.5}}, "budgt"),
+        ({"search": {"rounds": -1}}, "rounds"),
+        ({"search": {}, "blocks": [1]}, "unknown field beside routers.one.search blocks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(config, routers={"one": fields}, controls={})
+    with pytest.raises(ValueError, match=r"unknown tower in routers\.one search"):
+        PairsStudyConfig(output="o", dense="d", routers={"one": {"search": {}}})
