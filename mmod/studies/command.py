@@ -34,7 +34,7 @@ _KINDS = {
     "features": _Kind(FeaturesStudyConfig, "features", "FeaturesStudy"),
     "segmentation": _Kind(SegmentationStudyConfig, "segmentation", "SegmentationStudy"),
     "pairs": _Kind(PairsStudyConfig, "pairs", "PairsStudy"),
-    "conversations": _Kind(ChatStudyConfig, "chat", "ChatStudy"),
+    "chat": _Kind(ChatStudyConfig, "chat", "ChatStudy"),
 }
 
 

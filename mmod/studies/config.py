@@ -325,7 +325,7 @@ class ChatStudyConfig(StudyConfig):
         timed_rounds: Interleaved rounds of the measurement.
     """
 
-    kind: Literal["conversations"] = "conversations"
+    kind: Literal["chat"] = "chat"
     capacities: list[float | None] = field(default_factory=lambda: [None])
     before: bool = False
     part: Literal["language", "vision"] = "language"

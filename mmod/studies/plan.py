@@ -1,4 +1,4 @@
-"""The command that searches a plan: `mmod plan CONFIG [--kind conversations] [--key value]`."""
+"""The command that searches a plan: `mmod plan CONFIG [--kind chat] [--key value]`."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class ChatPlanConfig(ChatConfig):
         plan: How it is searched. What is found goes to the folder `plan` in `output`.
     """
 
-    kind: Literal["conversations"] = "conversations"
+    kind: Literal["chat"] = "chat"
     plan: PlanOptions = field(default_factory=PlanOptions)
 
 
 _KINDS: dict[str, type[ImagePlanConfig] | type[ChatPlanConfig]] = {
     "image": ImagePlanConfig,
-    "conversations": ChatPlanConfig,
+    "chat": ChatPlanConfig,
 }
 
 
@@ -166,7 +166,7 @@ class _Talks:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Search as the command line `CONFIG [--kind image|conversations] [--key value]` says and print what was found."""
+    """Search as the command line `CONFIG [--kind image|chat] [--key value]` says and print what was found."""
     kind = _kind(arguments)
     one_of("kind", kind, tuple(_KINDS))
     config: Any = parse_config(arguments, _KINDS[kind])

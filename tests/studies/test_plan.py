@@ -66,7 +66,7 @@ def test_a_vision_language_model_is_searched(tmp_path: Path) -> None:
         [
             str(tmp_path / "config.yaml"),
             "--kind",
-            "conversations",
+            "chat",
             "--plan.batches",
             "2",
             "--plan.batch_size",
@@ -85,7 +85,7 @@ def test_a_vision_language_model_is_searched(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_searched_is_refused(config: Path) -> None:
-    with pytest.raises(ValueError, match="kind must be one of 'image', 'conversations'"):
+    with pytest.raises(ValueError, match="kind must be one of 'image', 'chat'"):
         main([str(config), "--kind=text"])
     fields = TrainConfig.load(config).to_dict()
     for changes, message in (
