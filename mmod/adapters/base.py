@@ -25,7 +25,7 @@ from mmod.adapters.masks import (
 from mmod.blocks import BlockCall, ForwardPass, Halves, ImportanceBlock, ModelHook, PassTracker, RoutedBlock
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
-from mmod.ops.views import visible
+from mmod.ops.views import is_visible
 from mmod.routing import Router, Routing, TokenMarks
 
 
@@ -166,7 +166,7 @@ class NamedArguments:
         """Read padding off the attention mask: a token no query may attend to."""
         if (mask := arguments.get("attn_mask")) is None or mask.ndim != 4:
             return TokenMarks()
-        valid_BN = visible(mask).any(dim=1).any(dim=1)
+        valid_BN = is_visible(mask).any(dim=1).any(dim=1)
         return TokenMarks(valid_BN.expand(x_BND.shape[0], -1))
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:

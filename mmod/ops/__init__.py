@@ -1,4 +1,4 @@
-"""Ops on rows and attention, each with a definition in torch and the kernels that were registered for it."""
+"""Ops on rows and attention: a definition in torch, and registered kernels."""
 
 import importlib
 import pkgutil

@@ -1,6 +1,7 @@
-"""Choice of the version of an op that runs: made, forced and explained here alone.
+"""Dispatch: which implementation of an op runs, how to force one, and why it was taken.
 
-Each op registers its versions, see `register`; a call asks `choose`. What is installed is found out then, once.
+Ops register their versions with `register`, and a call asks `choose`. Installed packages are detected on the first call
+and cached.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Backend(Enum):
     """Implementation technique of an op.
 
     Attributes:
-        AUTO: What the op's versions say for device, dtype and size.
-        TORCH: Torch's own operations, which take everything and define what the others compute.
+        AUTO: The preferred version for the input's device, dtype and size.
+        TORCH: Torch operations: they take every input and define the result.
         TRITON: Kernels for CUDA devices; on a CPU they run in Triton's interpreter, for tests.
         XFORMERS: The attention of xformers, on CUDA devices.
     """
@@ -32,26 +33,26 @@ class Backend(Enum):
     XFORMERS = "xformers"
 
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 HALF = (torch.float16, torch.bfloat16)
 FLOAT = (torch.float32, *HALF)
 
 
 class Version(NamedTuple):
-    """One implementation of an op, and when it is taken.
+    """One implementation of an op, and the inputs that it supports.
 
     Args:
         run: Computes the op; all versions of an op take the same arguments.
         how: What it does, in words.
-        backend: What it is implemented with.
-        dtypes: Types of tensors that it takes; None means all.
-        limits: Largest value of facts that the op tells, such as a head dimension; 0 rules a feature out.
-        devices: Types of devices that it takes; None means all, for kernels those that Triton serves.
+        backend: The backend that it needs.
+        dtypes: Supported dtypes; None means all.
+        limits: Upper bounds of facts that `choose` receives, such as a head dimension; 0 excludes a feature.
+        devices: Supported device types; None means all, or those that Triton supports for a Triton kernel.
         when: Further condition on the op's main input and facts, or None.
         where: That condition in words.
-        auto: Types for which AUTO takes it; None means all that it takes.
-        compiled: Whether AUTO takes it inside compiled graphs, too.
-        why: The measurement or the reason for which AUTO takes it.
+        auto: Dtypes for which AUTO takes it; None means all supported ones.
+        compiled: Whether AUTO takes it inside compiled graphs too.
+        why: The measurement or the reason why AUTO prefers it.
     """
 
     run: Callable[..., Any]
@@ -68,11 +69,11 @@ class Version(NamedTuple):
 
 
 class Op(NamedTuple):
-    """The versions of an op; of each kind the first that serves is taken.
+    """The versions of an op; within a backend, the first one that supports the inputs runs.
 
     Args:
-        kernels: Versions beside torch's own operations.
-        plain: Versions in torch's own operations; the last one serves everywhere.
+        kernels: Versions that need another backend than torch.
+        plain: Versions in torch operations; the last one supports every input.
     """
 
     kernels: tuple[Version, ...]
@@ -84,7 +85,7 @@ class Op(NamedTuple):
 
     @property
     def backends(self) -> list[Backend]:
-        """Backends that the op has a version of."""
+        """Backends that have a version of the op."""
         return [*dict.fromkeys([Backend.TORCH, *(version.backend for version in self.kernels)])]
 
 
@@ -93,36 +94,36 @@ _forced: Mapping[str, Backend] = {}
 
 
 def register(name: str, *versions: Version) -> None:
-    """Make an op known to `use`, `choose` and `choices`.
+    """Register an op for `use`, `choose` and `choices`.
 
     Args:
         name: Name of the op.
-        versions: Its versions in order of preference; the last is in torch's operations and takes everything.
+        versions: Its versions in order of preference; the last one uses torch operations and supports every input.
 
     Raises:
-        ValueError: The name is taken, or the last version does not take everything.
+        ValueError: The name is taken, or the last version has a restriction.
     """
     if name in OPS:
-        raise ValueError(f"the op {name!r} is registered already")
+        raise ValueError(f"op {name!r} is already registered: choose another name")
     plain = tuple(version for version in versions if version.backend is Backend.TORCH)
     last = plain[-1] if plain else None
     if last is None or last.limits or (last.dtypes, last.devices, last.when) != (None, None, None):
-        raise ValueError(f"the last version of {name!r} must be in torch's operations and take everything")
+        raise ValueError(f"the last version of {name!r} must use torch operations and support every input")
     OPS[name] = Op(tuple(version for version in versions if version.backend is not Backend.TORCH), plain)
 
 
 class use:
-    """Context manager that forces a backend for all ops that have it, or for the named ones.
+    """Context manager that forces a backend for all ops that support it, or for the named ops.
 
-    An op that cannot be served by the forced backend raises instead of falling back. The setting belongs to the
-    process, not to a thread.
+    A call that the forced backend does not support raises; there is no fallback. The setting is global to the process,
+    not local to a thread.
 
     Args:
-        backend: A `Backend` or its value; "auto" gives the choice back.
-        ops: Names of ops; none means all that have the backend.
+        backend: A `Backend` or its value; "auto" restores automatic dispatch.
+        ops: Names of ops; none means all that support the backend.
 
     Raises:
-        ValueError: Unknown backend or op, a backend that cannot be used here, or an op that it has no version of.
+        ValueError: Unknown backend or op, a backend that is not available, or an op without a version for it.
 
     Example:
         >>> x, index = torch.zeros(1, 4, 2), torch.tensor([[0, 3]])
@@ -141,16 +142,16 @@ class use:
             raise ValueError(f"unknown ops {unknown}; valid are {', '.join(OPS)}")
         problem = _problem(self.backend.value)
         if problem is not None:
-            raise ValueError(f"{problem}; {_instead([Backend.TORCH])}")
-        having = [name for name, op in OPS.items() if self.backend in (Backend.AUTO, *op.backends)]
-        without = [op for op in ops if op not in having]
-        if without:
-            raise ValueError(f"{self.backend.value} has no version of {without}; it has {', '.join(having)}")
-        self.ops = ops or tuple(having)
+            raise ValueError(f"{problem}; {_alternatives([Backend.TORCH])}")
+        supported = [name for name, op in OPS.items() if self.backend in (Backend.AUTO, *op.backends)]
+        unsupported = [op for op in ops if op not in supported]
+        if unsupported:
+            raise ValueError(f"{self.backend.value} has no version of {unsupported}; it has {', '.join(supported)}")
+        self.ops = ops or tuple(supported)
 
     def __enter__(self) -> use:
         global _forced
-        self._before = _forced
+        self._previous = _forced
         chosen = {**_forced, **dict.fromkeys(self.ops, self.backend)}
         _forced = {op: backend for op, backend in chosen.items() if backend is not Backend.AUTO}
         return self
@@ -159,7 +160,7 @@ class use:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _forced
-        _forced = self._before
+        _forced = self._previous
 
 
 def choose(name: str, tensor: Tensor, backend: Backend = Backend.AUTO, **facts: int) -> Version:
@@ -168,31 +169,31 @@ def choose(name: str, tensor: Tensor, backend: Backend = Backend.AUTO, **facts: 
     Args:
         name: Name of the op.
         tensor: Its main input, for device and dtype.
-        backend: Takes a version of this backend, whatever `use` forces; AUTO leaves that to `use` and the versions.
-        facts: What else decides, by the names that the op's versions use.
+        backend: Takes precedence over `use`; AUTO follows `use`, then the order of the versions.
+        facts: Other properties of the inputs, by the names in `Version.limits`.
 
     Returns:
-        The first version of the backend that serves. With AUTO, kernels come first on CUDA devices, and torch's
-        operations serve everywhere else.
+        The first version of the backend that supports the inputs. With AUTO, kernels come first on CUDA devices, and
+        torch operations run everywhere else.
 
     Raises:
-        ValueError: The forced backend cannot serve these inputs; the message says why and what can.
+        ValueError: The forced backend does not support these inputs; the message says why and which backends do.
 
     Example:
         >>> choose("gather_rows", torch.zeros(1, 4, 2)).how
-        'rows copied whole'
+        'copies of rows'
     """
     op = OPS[name]
     if backend is Backend.AUTO:
         backend = _forced.get(name, Backend.AUTO)
-    # Exported programs are to run where this library is not, and kernels have no rules for transforms.
+    # Exported programs must run without this library, and kernels have no rules for torch.func transforms.
     if backend is Backend.AUTO and tensor.device.type == "cuda" and not exporting() and not transforming():
         for version in op.kernels:
             if _preferred(version, tensor.dtype) and _refusal(version, tensor, facts) is None:
                 return version
     if backend in (Backend.AUTO, Backend.TORCH):
         for version in op.plain[:-1]:
-            if _serves(version, tensor, facts):
+            if _supports(version, tensor, facts):
                 return version
         return op.plain[-1]
     reasons = []
@@ -202,36 +203,36 @@ def choose(name: str, tensor: Tensor, backend: Backend = Backend.AUTO, **facts: 
             return version
         reasons.append(reason)
     able = [b for b in op.backends if any(_refusal(version, tensor, facts) is None for version in op.of(b))]
-    raise ValueError(f"{name} cannot run on {backend.value}: {reasons[-1]}; {_instead(able)}")
+    raise ValueError(f"{name} cannot run on {backend.value}: {reasons[-1]}; {_alternatives(able)}")
 
 
 def _preferred(version: Version, dtype: torch.dtype) -> bool:
-    """Return whether AUTO takes a kernel for a type, inside or outside a compiled graph."""
+    """Return whether AUTO takes a kernel for a dtype, in eager mode or in a compiled graph."""
     return (version.auto is None or dtype in version.auto) and (version.compiled or not torch.compiler.is_compiling())
 
 
-def _serves(version: Version, tensor: Tensor, facts: Mapping[str, int]) -> bool:
-    """Return whether a version in torch's operations takes these inputs."""
+def _supports(version: Version, tensor: Tensor, facts: Mapping[str, int]) -> bool:
+    """Return whether a version in torch operations supports these inputs."""
     if version.devices is not None and tensor.device.type not in version.devices:
         return False
     if version.dtypes is not None and tensor.dtype not in version.dtypes:
         return False
-    for fact, most in version.limits.items():
-        if facts.get(fact, 0) > most:
+    for fact, limit in version.limits.items():
+        if facts.get(fact, 0) > limit:
             return False
     return version.when is None or version.when(tensor, facts)
 
 
 def _refusal(version: Version, tensor: Tensor, facts: Mapping[str, int]) -> str | None:
-    """Return why a version cannot serve these inputs, or None where it can."""
+    """Return why a version does not support these inputs, or None if it does."""
     if version.backend is Backend.TORCH:
-        return None if _serves(version, tensor, facts) else "it takes other inputs"
+        return None if _supports(version, tensor, facts) else "it does not support these inputs"
     reason = _machine_refusal(version, tensor.device, tensor.dtype)
     if reason is not None:
         return reason
-    for fact, most in version.limits.items():
-        if facts.get(fact, 0) > most:
-            return f"it takes {fact} up to {most}, not {facts[fact]}"
+    for fact, limit in version.limits.items():
+        if facts.get(fact, 0) > limit:
+            return f"it takes {fact} up to {limit}, not {facts[fact]}"
     return None if version.when is None or version.when(tensor, facts) else f"it needs {version.where}"
 
 
@@ -254,26 +255,22 @@ def _machine_refusal(version: Version, device: torch.device, dtype: torch.dtype)
 
 
 def exporting() -> bool:
-    """Return whether a program is being exported."""
-    # In graphs compiled by torch 2.11, `torch.compiler.is_exporting` is always true; what it reads is right.
+    """Return whether `torch.export` is tracing."""
+    # In graphs compiled by torch 2.11, `torch.compiler.is_exporting` is always true; the flag behind it is correct.
     return torch.compiler._is_exporting_flag
 
 
 def transforming() -> bool:
-    """Return whether a transform of torch.func is at work: `vmap`, `grad` and what is made of them."""
+    """Return whether a torch.func transform such as `vmap` or `grad` is active."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def choices(device: torch.device | str, dtype: torch.dtype = torch.float32) -> str:
     """Return as text which versions of each op AUTO takes on a device, in order, and why.
 
-    Args:
-        device: Where the tensors are.
-        dtype: Their type.
-
     Example:
         >>> print(choices("cpu").splitlines()[-1])
-        select_topk: torch (the definition, in torch's own operations)
+        select_topk: torch (the definition, in torch operations)
     """
     device = torch.device(device)
     lines = []
@@ -295,37 +292,37 @@ def _line(name: str, version: Version, why: str) -> str:
 
 
 def _conditions(version: Version) -> list[str]:
-    found = [f"{fact} <= {most}" if most else f"no {fact}" for fact, most in version.limits.items()]
-    return [*found, *([version.where] if version.when else []), *([] if version.compiled else ["not compiled"])]
+    bounds = [f"{fact} <= {limit}" if limit else f"no {fact}" for fact, limit in version.limits.items()]
+    return [*bounds, *([version.where] if version.when else []), *([] if version.compiled else ["not compiled"])]
 
 
-def _instead(able: list[Backend]) -> str:
-    return f"{', '.join(backend.value for backend in able)} can serve"
+def _alternatives(backends: list[Backend]) -> str:
+    return f"{', '.join(backend.value for backend in backends)} can run it"
 
 
-def _constant(question: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
-    """Ask a question about the machine once in a process; its answer is a constant of compiled graphs."""
-    answers: dict[Any, Answer] = {}
+def _constant(query: Callable[[Any], Result]) -> Callable[[Any], Result]:
+    """Cache a query about the machine for the process, and make its result a constant of compiled graphs."""
+    results: dict[Any, Result] = {}
 
-    @functools.wraps(question)
-    def answer(subject: Any) -> Answer:
-        if subject not in answers:
-            answers[subject] = question(subject)
-        return answers[subject]
+    @functools.wraps(query)
+    def cached(subject: Any) -> Result:
+        if subject not in results:
+            results[subject] = query(subject)
+        return results[subject]
 
-    # `torch.compiler.assume_constant_result` sets the same mark, but loads the compiler for it, which would nearly
-    # double the time this package takes to import.
-    answer._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return answer
+    # `torch.compiler.assume_constant_result` sets the same mark, but importing the compiler nearly doubles the import
+    # time of this package.
+    cached._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return cached
 
 
-# What is imported to find out whether a package can be used.
+# Importing these modules shows whether a backend works.
 _PACKAGES = {"triton": "triton", "xformers": "xformers.ops.fmha"}
 
 
 @_constant
 def _problem(backend: str) -> str | None:
-    """Return why a backend cannot be used on this machine, or None where it can."""
+    """Return why a backend is not available on this machine, or None if it is."""
     if backend not in _PACKAGES:
         return None
     try:

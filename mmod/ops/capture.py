@@ -20,14 +20,14 @@ _SOFTMAX = (torch.softmax, torch.Tensor.softmax, F.softmax)
 class capture_importance(AttentionIntercept):
     """Context manager that computes importance in the attention calls made inside it.
 
-    Hosts that write attention out instead of calling `scaled_dot_product_attention` are read at their softmax.
+    Where a host writes attention out instead of calling `scaled_dot_product_attention`, its softmax is read.
 
     Args:
         valid_BN: False where a token is padding (B, N), or None.
         average: Which queries count: see `RoutingConfig.importance`.
 
     Attributes:
-        importance_BN: Mean importance over the attention calls seen (B, N); None as long as there was none.
+        importance_BN: Mean importance over the attention calls so far (B, N); None before the first.
 
     Example:
         >>> q = k = v = torch.zeros(1, 1, 2, 8)
@@ -45,12 +45,12 @@ class capture_importance(AttentionIntercept):
         self.importance_BN: Tensor | None = None
 
     def observe(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        """Read attention that a host writes out at its softmax."""
+        """Read the attention map from a host's softmax."""
         if func in _SOFTMAX and result.ndim == 4 and result.shape[-1] == result.shape[-2]:
             self._add(self._of_map(args[0], result))
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend, and take importance on the way."""
+        """Attend, and capture importance."""
         if self.average in ("class_token", "last_token"):
             q, k, v = cast_alike(call.query, call.key, call.value)
             query, mask = q, call.attn_mask
@@ -74,24 +74,24 @@ class capture_importance(AttentionIntercept):
         return importance_of_map(attention, self.valid_BN, views)
 
     def _last_place(self, rows: Tensor) -> Tensor:
-        """Return which token of each sample is the last real one (B), given rows (B, H, N, E)."""
+        """Return the index of each sample's last real token (B), from rows (B, H, N, E)."""
         tokens_N = torch.arange(rows.shape[-2], device=rows.device)
         if self.valid_BN is None:
             return tokens_N[-1:].expand(len(rows))
         return (tokens_N * self.valid_BN).amax(dim=1)
 
     def _last_query(self, q_BHNE: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the query of each sample's last real token, and what it sees (B, 1 or H, 1, N)."""
+        """Return the query of each sample's last real token, and its mask over keys (B, 1 or H, 1, N)."""
         tokens = q_BHNE.shape[2]
         place_B = self._last_place(q_BHNE)
-        seen_BN = torch.arange(tokens, device=q_BHNE.device) <= place_B.unsqueeze(1)
+        visible_BN = torch.arange(tokens, device=q_BHNE.device) <= place_B.unsqueeze(1)
         if self.valid_BN is not None:
-            seen_BN = seen_BN & self.valid_BN
-        seen = seen_BN[:, None, None]
+            visible_BN = visible_BN & self.valid_BN
+        visible = visible_BN[:, None, None]
         if mask is not None:
             row = _row(mask.expand(len(q_BHNE), -1, tokens, -1), place_B)
-            seen = seen & row if row.dtype == torch.bool else row.masked_fill(~seen, -torch.inf)
-        return _row(q_BHNE, place_B), seen
+            visible = visible & row if row.dtype == torch.bool else row.masked_fill(~visible, -torch.inf)
+        return _row(q_BHNE, place_B), visible
 
     def _add(self, importance_BN: Tensor) -> None:
         self.calls += 1

@@ -1,4 +1,4 @@
-"""Type in which attention computes."""
+"""The dtype in which attention computes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from torch import Tensor
 
 
 def cast_alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values in one type: under autocast in its own, as torch's fused attention casts them.
+    """Return queries, keys and values in one dtype: under autocast in autocast's, as torch's fused attention does.
 
-    Norms of queries and keys give fp32 under autocast, while values come from a linear layer in half precision.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
+    Under autocast, norms of queries and keys return fp32, while values come from a linear layer in half precision.
 
     Raises:
-        ValueError: Their types differ outside autocast.
+        ValueError: Their dtypes differ outside autocast.
 
     Example:
         >>> q = k = v = torch.zeros(1, 1, 2, 8)
@@ -26,10 +21,10 @@ def cast_alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
         torch.bfloat16
     """
     device = q.device.type
-    # Torch has no answer for meta, where nothing is computed.
+    # `is_autocast_enabled` raises for the meta device.
     if device != "meta" and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"queries, keys and values must be of one type, got {q.dtype}, {k.dtype} and {v.dtype}")
+        raise ValueError(f"queries, keys and values must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     return q, k, v

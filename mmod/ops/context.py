@@ -1,8 +1,8 @@
 """Attention of kept tokens over all tokens: queries are computed for kept rows, keys and values for every row.
 
-The host's forward is called twice and never copied: once on all tokens up to its attention, where keys and values are
-taken and the call ends, and once on the kept ones, whose attention is given those. Each call computes only its part of
-every projection.
+The host's forward runs twice and is never copied. The first call takes all tokens, captures keys and values at the
+attention, and stops there. The second takes the kept tokens, and their attention receives the captured keys and values.
+Both compute only the slice of every projection that they need.
 Axes: B images, H heads, N tokens, K slots per image, E channels of a head.
 """
 
@@ -20,26 +20,27 @@ from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 
 class Projection(NamedTuple):
-    """A linear map in front of attention.
+    """A linear layer before attention.
 
     Args:
-        weight: Its weight (features, D), the very tensor the host uses.
-        own: How many leading features serve the token itself (query, gate, MLP); the others serve as key and value.
+        weight: The host's weight tensor (features, D), compared by identity.
+        query_features: Leading features that are used for the token itself (query, gate, MLP); the remaining ones are
+            keys and values.
     """
 
     weight: Tensor
-    own: int
+    query_features: int
 
 
 def keys_and_values(
     forward: Callable[[], object], projections: Sequence[Projection], calls: int = 1
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return what a host's attention would take as keys and values, without computing queries or anything after them.
+    """Return the keys and values of a host's attention; queries and all later steps are not computed.
 
     Args:
         forward: Runs the host block on all tokens.
-        projections: The block's projections in front of attention.
-        calls: Attention calls the block makes.
+        projections: The block's projections before attention.
+        calls: Number of attention calls in the block.
 
     Returns:
         Keys and values (B, H, N, E) of each call.
@@ -51,50 +52,51 @@ def keys_and_values(
     try:
         with capture:
             forward()
-    except _Taken:
+    except _Captured:
         pass
-    if len(capture.taken) != calls:
+    if len(capture.captured) != calls:
         raise RuntimeError(
-            f"context='all' expects {calls} calls of fused attention in a block, saw {len(capture.taken)}"
+            f"context='all' expects {calls} calls of fused attention in a block, saw {len(capture.captured)}"
         )
-    return capture.taken
+    return capture.captured
 
 
-class _Taken(Exception):
+class _Captured(Exception):
     """Ends a host's forward once its keys and values are known."""
 
 
 class PartialProjections(AttentionIntercept):
-    """Context manager that computes one part of each projection and fills the other with zeros.
+    """Context manager that computes one slice of each projection and fills the remaining features with zeros.
 
     Args:
-        projections: The projections in front of attention.
-        own: Whether the part is what serves the token itself, or what serves as key and value.
+        projections: The projections before attention.
+        queries: Compute the query features; False computes the keys and values.
     """
 
-    def __init__(self, projections: Sequence[Projection], own: bool) -> None:
+    def __init__(self, projections: Sequence[Projection], queries: bool) -> None:
         super().__init__()
         self.projections = projections
-        self.own = own
+        self.queries = queries
 
     def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Replace the projections as well."""
+        """Replace linear layers too."""
         return self._linear if func is F.linear else super().replace(func)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         for projection in self.projections:
             if weight is projection.weight:
-                start, stop = self.part(projection)
-                rest = (start, weight.shape[0] - stop)
+                start, stop = self.feature_range(projection)
+                padding = (start, weight.shape[0] - stop)
                 if start == stop:
                     return _zeros(input, weight)
-                part = F.linear(input, weight[start:stop], None if bias is None else bias[start:stop])
-                return F.pad(part, rest) if any(rest) else part
+                features = F.linear(input, weight[start:stop], None if bias is None else bias[start:stop])
+                return F.pad(features, padding) if any(padding) else features
         return F.linear(input, weight, bias)
 
-    def part(self, projection: Projection) -> tuple[int, int]:
+    def feature_range(self, projection: Projection) -> tuple[int, int]:
         """Return the range of features to compute."""
-        return (0, projection.own) if self.own else (projection.own, projection.weight.shape[0])
+        split = projection.query_features
+        return (0, split) if self.queries else (split, projection.weight.shape[0])
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend as the host does."""
@@ -102,27 +104,27 @@ class PartialProjections(AttentionIntercept):
 
 
 def _zeros(input: Tensor, weight: Tensor) -> Tensor:
-    """Return zeros in the shape of a projection, in the memory of a single one."""
+    """Return zeros in the shape of a projection, in the memory of one element."""
     return input.new_zeros(()).expand(*input.shape[:-1], weight.shape[0])
 
 
 class _KeysAndValues(PartialProjections):
     def __init__(self, projections: Sequence[Projection], calls: int) -> None:
-        super().__init__(projections, own=False)
+        super().__init__(projections, queries=False)
         self.calls = calls
-        self.taken: list[tuple[Tensor, Tensor]] = []
+        self.captured: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, call: AttentionCall) -> Tensor:
-        self.taken.append((call.key, call.value))
-        # Export without dynamo keeps a stack of modules that an exception would not unwind. What follows is dead code
-        # there, and its projections are cut so that it costs little where nobody removes it.
+        self.captured.append((call.key, call.value))
+        # Export without dynamo keeps a stack of modules, which an exception would not unwind. There the forward runs
+        # on as dead code, with its projections replaced by zeros so that it stays cheap if it is not removed.
         dynamo = torch.compiler.is_dynamo_compiling()
-        if len(self.taken) == self.calls and (dynamo or not exporting()):
-            raise _Taken
+        if len(self.captured) == self.calls and (dynamo or not exporting()):
+            raise _Captured
         return call.value
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if len(self.taken) == self.calls:
+        if len(self.captured) == self.calls:
             return _zeros(input, weight)
         return super()._linear(input, weight, bias)
 
@@ -131,8 +133,8 @@ class attend_to_all(PartialProjections):
     """Context manager in which a host block on kept tokens attends to the keys and values of all tokens.
 
     Args:
-        projections: The block's projections in front of attention.
-        taken: Keys and values of each attention call, from `keys_and_values`.
+        projections: The block's projections before attention.
+        captured: Keys and values of each attention call, from `keys_and_values`.
 
     Example:
         >>> from torch import nn
@@ -141,19 +143,19 @@ class attend_to_all(PartialProjections):
         ...     q, k, v = qkv(x).unsqueeze(1).chunk(3, dim=-1)
         ...     return F.scaled_dot_product_attention(q, k, v).squeeze(1)
         >>> x = torch.randn(1, 6, 4)
-        >>> projections = [Projection(qkv.weight, own=4)]
+        >>> projections = [Projection(qkv.weight, query_features=4)]
         >>> with attend_to_all(projections, keys_and_values(lambda: block(x), projections)):
         ...     kept = block(x[:, :2])
         >>> bool(torch.allclose(kept, block(x)[:, :2], atol=1e-6))
         True
     """
 
-    def __init__(self, projections: Sequence[Projection], taken: Sequence[tuple[Tensor, Tensor]]) -> None:
-        super().__init__(projections, own=True)
-        self.remaining = list(taken)
+    def __init__(self, projections: Sequence[Projection], captured: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(projections, queries=True)
+        self.remaining = list(captured)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend to all tokens; the mask is one of kept queries over all keys."""
+        """Attend to all tokens; the mask covers kept queries and all keys."""
         key, value = self.remaining.pop(0)
-        # The mask says what a causal call would: kept queries are not counted from the first key.
+        # The mask is causal where the host's call is: `is_causal` would align kept queries with the first keys.
         return call._replace(key=key, value=value, is_causal=False).run()

@@ -1,4 +1,4 @@
-"""Gates: how a kept token's score weighs the block's update."""
+"""Gates: a kept token's score becomes the weight of the block's update."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mmod.values import one_of
 
 
 def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:
-    """Return the weight of a block's update for raw scores of any shape, or None where it is 1.
+    """Return the weight of a block's update, of the scores' shape, or None where it is 1.
 
     Args:
         score: Raw scores.
-        gate: "identity" (A-MoD: no weight), "step" (the same outside training, see `step_gate`), "linear"
+        gate: "identity" (A-MoD: no weight), "step" (no weight in evaluation, see `step_gate`), "linear"
             (`scale * score`; MoD, Eq. 1 at scale 1), "sigmoid" (`scale * sigmoid(score)`; MoR at scale 0.1,
             MoDification at 1), "tanh" (`1 + scale * tanh(score)`; p-MoD at scale 0.2).
         scale: Factor of the gate.
@@ -34,20 +34,16 @@ def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:
         share = torch.sigmoid(score)
         return share if scale == 1 else scale * share
     if gate == "tanh":
-        # One operation for `1 + scale * tanh`: at batch 1 the number of small operations decides.
+        # One operation for `1 + scale * tanh`: at batch 1 launch overhead dominates.
         return torch.rsub(torch.tanh(score), 1, alpha=-scale)
     one_of("gate", gate, GATES)
     raise AssertionError(gate)
 
 
 def step_gate(level: Tensor, threshold: float) -> Tensor:
-    """Return 1 where a squashed score reaches a threshold and 0 elsewhere, with the gradient of that score.
+    """Return 1 where a squashed score reaches the threshold and 0 elsewhere, with a straight-through gradient.
 
-    Args:
-        level: Squashed scores of any shape.
-        threshold: The threshold.
-
-    Source: the straight-through estimator, Bengio et al., arXiv 1308.3432, as Router-Tuning has it, arXiv 2410.13184.
+    Source: the straight-through estimator, Bengio et al., arXiv 1308.3432, as in Router-Tuning, arXiv 2410.13184.
 
     Example:
         >>> step_gate(torch.tensor([0.4, 0.6]), 0.5)

@@ -1,4 +1,4 @@
-"""Importance: the attention a token receives, without ever storing the map of all pairs.
+"""Importance: the attention a token receives, without storing the N x N map.
 
 Axes: B images, H heads, N tokens, E channels of a head.
 """
@@ -33,9 +33,9 @@ def attention_importance(
 ) -> Tensor:
     """Return the mean attention each token receives, over heads and queries, without a gradient.
 
-    Images, heads and queries are taken piece by piece, so memory grows with N and not with its square, in compiled
-    graphs too. Exported graphs take all at once, since the number of pieces would fix their shapes, and so do
-    transforms of `torch.func`, under which nothing is added up in place.
+    The map is computed in tiles of images, heads and queries, so memory grows linearly with N, in compiled graphs too.
+    Exported graphs compute it at once, because a number of tiles would make their shapes static. So do `torch.func`
+    transforms, which do not support the in-place sum over tiles.
 
     Args:
         q_BHNE: Queries (B, H, N, E).
@@ -44,10 +44,9 @@ def attention_importance(
         is_causal: A query sees keys up to its own position.
         scale: Factor of the products; None means 1 / sqrt(E).
         valid_BN: False where a token is padding: its query is not counted (B, N).
-        per_viewer: Take the mean over the queries that can see a token, each weighed by the number of keys it sees, so
-            that causal attention does not rank tokens by position. Where all queries see the same keys, it is the plain
-            mean.
-        chunk_elements: Probabilities held at once; None means what suits the device.
+        per_viewer: Average over the queries that can see a token, weighted by the number of keys that they see. Causal
+            attention then does not rank tokens by position. Equal to the plain mean if all queries see the same keys.
+        chunk_elements: Size of a tile in elements; None takes the device's default.
 
     Returns:
         Importance (B, N), fp32 or better; the plain mean sums to 1 over the tokens of an image.
@@ -89,11 +88,11 @@ def attention_with_importance(
     valid_BN: Tensor | None = None,
     per_viewer: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention's output and, beside it, the mean attention each token receives.
+    """Return attention's output, and the mean attention each token receives.
 
-    The output is that of `scaled_dot_product_attention` and carries its gradient; importance carries none and is
-    taken before dropout. On a CPU, plain fp32 attention computes the probabilities once for both, piece by piece; GPU
-    kernels keep the rows' log-sum-exp and sum the map's columns in a second sweep.
+    The output equals `scaled_dot_product_attention`'s and carries its gradient. Importance has no gradient and is
+    computed before dropout. On a CPU, plain fp32 attention computes the probabilities once for both, in tiles. GPU
+    kernels store the rows' log-sum-exp and sum the map's columns in a second pass.
 
     Args:
         q_BHNE: Queries (B, H, N, E).
@@ -110,7 +109,7 @@ def attention_with_importance(
         The output (B, H, N, E) and importance (B, N).
 
     Raises:
-        ValueError: A backend was forced that cannot serve these inputs, or their types differ outside autocast.
+        ValueError: A forced backend does not support these inputs, or their dtypes differ outside autocast.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 5, 8)
@@ -126,14 +125,12 @@ def attention_with_importance(
         grouped_queries=int(is_grouped(q_BHNE, k_BHNE)), other_lengths=int(not _alike(q_BHNE, k_BHNE, v_BHNE)),
     )  # fmt: skip
     scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
-    found: tuple[Tensor, Tensor] = version.run(
-        q_BHNE, k_BHNE, v_BHNE, mask, dropout, is_causal, scale, valid_BN, per_viewer
-    )
-    return found
+    out, importance_BN = version.run(q_BHNE, k_BHNE, v_BHNE, mask, dropout, is_causal, scale, valid_BN, per_viewer)
+    return out, importance_BN
 
 
 def _alike(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor) -> bool:
-    """Return whether queries, keys and values are of one length and width, as a plain bool, see `is_grouped`."""
+    """Return whether queries, keys and values have one length and width; a plain bool, see `is_grouped`."""
     return True if q_BHNE.shape[2:] == k_BHNE.shape[2:] == v_BHNE.shape[2:] else False  # noqa: SIM210
 
 
@@ -165,7 +162,7 @@ def _with_shared_map(
 def class_token_importance(
     q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None = None, *, scale: float | None = None
 ) -> Tensor:
-    """Return the attention that the first token pays to each token, averaged over heads, without a gradient.
+    """Return the attention of the first token to all tokens, averaged over heads, without a gradient.
 
     Args:
         q_BHNE: Queries, of which the first counts (B, H, N, E).
@@ -190,7 +187,7 @@ def class_token_importance(
 def class_token_attention(
     q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None = None, *, scale: float | None = None
 ) -> Tensor:
-    """Return the same as `class_token_importance`, with the gradient of attention."""
+    """Return `class_token_importance` with its gradient."""
     scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
     score_BH1N = (q_BHNE[:, :, :1] * scale) @ _keys(q_BHNE, k_BHNE).transpose(-2, -1)
     score_BH1N = score_BH1N.to(_accumulator(score_BH1N))
@@ -201,12 +198,12 @@ def class_token_attention(
 
 
 def importance_of_map(attention: Tensor, valid_BN: Tensor | None = None, views: Views | None = None) -> Tensor:
-    """Return the mean attention each token receives, from a map that a host has computed anyway.
+    """Return the mean attention each token receives, from a map that the host computed.
 
     Args:
         attention: Probabilities after softmax, rows are queries (B, H, N, N).
         valid_BN: False where a token is padding (B, N).
-        views: Who sees whom, where importance is to be counted per viewer; None takes the plain mean.
+        views: Visibility counts for importance per viewer; None takes the plain mean.
 
     Returns:
         Importance (B, N), without a gradient.
@@ -229,7 +226,7 @@ def _mean(total_BN: Tensor, heads: int, queries: int, valid_BN: Tensor | None) -
 
 
 def _column_sums(attention: Tensor, views: Views | None) -> Tensor:
-    """Return what the keys of a map (B, H, queries, keys) receive, per viewer where it says who sees whom."""
+    """Return what the keys of a map (B, H, queries, keys) receive, per viewer where counts are passed."""
     if views is None:
         return attention.sum(dim=(1, 2))
     received = views.keys_BHN.to(attention.dtype).unsqueeze(-2) @ attention
@@ -237,8 +234,8 @@ def _column_sums(attention: Tensor, views: Views | None) -> Tensor:
 
 
 def is_grouped(q: Tensor, k: Tensor) -> bool:
-    """Return whether several heads of queries share one of keys; heads are the second axis."""
-    # A choice between two, because a graph with symbolic shapes would pass a symbol on where a bool is needed.
+    """Return whether several query heads share a key head; heads are the second axis."""
+    # With symbolic shapes the comparison is a symbol, and callers need a bool.
     return True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
 
 
@@ -257,7 +254,7 @@ def _received(
     views: Views | None,
     tile: Tile,
 ) -> Tensor:
-    """Return the attention that keys receive from one piece of the rows, summed (images of the piece, keys seen)."""
+    """Return the attention that keys receive from one tile of rows, summed (images of the tile, visible keys)."""
     images, heads, queries = tile
     keys = slice(queries.stop) if is_causal else slice(None)
     score = (q_BHNE[images, heads, queries] * scale) @ k_BHNE[images, heads, keys].transpose(-2, -1)
@@ -266,7 +263,7 @@ def _received(
     if valid_BN is not None:
         attention = attention.masked_fill_(~valid_BN[images, None, queries, None], 0.0)
     if views is not None:
-        views = Views(_piece(views.keys_BHN, tile), _piece(views.viewers_BHN, (images, heads, keys)))
+        views = Views(_slice(views.keys_BHN, tile), _slice(views.viewers_BHN, (images, heads, keys)))
     return _column_sums(attention, views)
 
 
@@ -289,18 +286,18 @@ def _received_by_tiles(
     return total_BN
 
 
-def _piece(values: Tensor, part: tuple[slice, ...]) -> Tensor:
-    """Take a part along the leading axes; an axis of one entry serves all of the part's."""
-    return values[tuple(some if size > 1 else slice(None) for some, size in zip(part, values.shape))]
+def _slice(values: Tensor, slices: tuple[slice, ...]) -> Tensor:
+    """Slice the leading axes; an axis of size 1 is broadcast."""
+    return values[tuple(axis if size > 1 else slice(None) for axis, size in zip(slices, values.shape))]
 
 
-def _masked(score: Tensor, mask: Tensor | None, is_causal: bool, part: tuple[slice, ...]) -> Tensor:
-    """Hide pairs in the scores of some images, heads, queries and keys; the scores are written over."""
+def _masked(score: Tensor, mask: Tensor | None, is_causal: bool, slices: tuple[slice, ...]) -> Tensor:
+    """Mask the scores of a tile (images, heads, queries, keys), in place where possible."""
     if is_causal:
         hide_later(score)
     if mask is None:
         return score
-    mask = _piece(mask[(None,) * (4 - mask.ndim)], part)
+    mask = _slice(mask[(None,) * (4 - mask.ndim)], slices)
     if mask.dtype == torch.bool:
         return score.masked_fill_(~mask, -torch.inf)
     return score + mask
@@ -318,25 +315,16 @@ def received_attention(
     viewers_BHN: Tensor | None,
     chunk_elements: int,
 ) -> Tensor:
-    """Return the attention each key receives, summed over heads and queries; see `attention_importance`.
+    """Return the attention each key receives, summed over heads and queries (B, N).
 
-    Args:
-        q_BHNE: As there.
-        k_BHNE: As there.
-        mask: As there.
-        is_causal: As there.
-        scale: As there.
-        valid_BN: As there.
-        keys_BHN: See `Views`; None takes the plain mean.
-        viewers_BHN: See `Views`; given together with `keys_BHN`.
-        chunk_elements: As there.
+    The arguments are those of `attention_importance`, with the fields of its `Views`, or None for the plain mean.
     """
     views = None if keys_BHN is None or viewers_BHN is None else Views(keys_BHN, viewers_BHN)
     return _received_by_tiles(q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, views, chunk_elements)
 
 
 @received_attention.register_fake
-def _(q_BHNE, *rest):  # type: ignore[no-untyped-def]
+def _(q_BHNE, *unused):  # type: ignore[no-untyped-def]
     register_flops()
     return q_BHNE.new_empty(q_BHNE.shape[0], q_BHNE.shape[2], dtype=_accumulator(q_BHNE))
 
@@ -349,17 +337,17 @@ def _with_kernels(
     from mmod.ops.triton.importance import attend_batch, attend_fused, column_sums
 
     _, heads, tokens, _ = q_BHNE.shape
-    seen_BN = None if mask is None else mask[:, 0, 0].expand(q_BHNE.shape[0], -1)
+    visible_BN = None if mask is None else mask[:, 0, 0].expand(q_BHNE.shape[0], -1)
     if fused:
         out, lse_BHN = attend_fused(q_BHNE, k_BHNE, v_BHNE, is_causal, scale)
     else:
-        out, lse_BHN = attend_batch(q_BHNE, k_BHNE, v_BHNE, seen_BN, is_causal, scale)
+        out, lse_BHN = attend_batch(q_BHNE, k_BHNE, v_BHNE, visible_BN, is_causal, scale)
     q_BHNE, k_BHNE, lse_BHN = q_BHNE.detach(), k_BHNE.detach(), lse_BHN.detach()
     views = count_views(mask, is_causal, tokens, valid_BN, q_BHNE.device) if per_viewer else None
     if views is not None:
-        # A probability is exp(score - log-sum-exp), so a row is weighed by taking a logarithm off.
+        # A probability is exp(score - log-sum-exp): subtracting log(w) from log-sum-exp weighs the row by w.
         lse_BHN = lse_BHN[..., :tokens] - views.keys_BHN.log()
-    total_BN = column_sums(q_BHNE, k_BHNE, lse_BHN, valid_BN, seen_BN, is_causal, scale)
+    total_BN = column_sums(q_BHNE, k_BHNE, lse_BHN, valid_BN, visible_BN, is_causal, scale)
     total_BN = total_BN if views is None else total_BN / views.viewers_BHN[:, 0]
     return out, _mean(total_BN, heads, tokens, valid_BN)
 
@@ -387,12 +375,12 @@ register(
     # pass, at N = 1025 6 to 7 % against 27 %.
     Version(
         _with_shared_map,
-        "one map in pieces for output and importance",
+        "one map in tiles for output and importance",
         dtypes=(torch.float32,),
         limits={**_PLAIN, "padding": 0},
         devices=("cpu",),
         when=lambda q_BHNE, facts: not exporting() and not transforming(),
         where="not exported or transformed",
     ),
-    Version(_in_two_passes, "fused attention, and the map again in pieces"),
+    Version(_in_two_passes, "fused attention, and the map again in tiles"),
 )

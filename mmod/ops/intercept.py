@@ -1,7 +1,7 @@
-"""A function mode that reads or replaces a host's attention, the one call where tokens meet, and no other call.
+"""A function mode that reads or replaces a host's attention, the only call that mixes tokens.
 
-The host's forward runs as it is. Torch's own function modes are traced by compile and export like any other code, and
-leave nothing behind.
+The host's forward runs unchanged. Torch's function modes are traced by compile and export like other code, and leave no
+state behind.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AttentionIntercept(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Replace some calls and pass every other through."""
+        """Replace some calls and pass all others through."""
         return self._call(func, *args, **(kwargs or {}))
 
     def _call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ class AttentionIntercept(TorchFunctionMode):
         return result
 
     def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Return what is called in the place of a function, with its arguments, or None to leave it."""
+        """Return the replacement of a function, or None to call the function itself."""
         if func is F.scaled_dot_product_attention:
             return self._attend
         if func is F.multi_head_attention_forward:
@@ -71,19 +71,19 @@ class AttentionIntercept(TorchFunctionMode):
         return self.attend(AttentionCall(*args, **kwargs))
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Take the place of a call of `scaled_dot_product_attention`."""
+        """Return the result of a call of `scaled_dot_product_attention`."""
         raise NotImplementedError
 
     def observe(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        """See any other call, with its positional arguments and its result."""
+        """Receive any other call: its positional arguments and its result."""
 
 
 @contextmanager
 def inside(modes: Sequence[tuple[nn.Module, AttentionIntercept]]) -> Iterator[None]:
-    """Run modules inside modes, in forward passes inside the block.
+    """Run modules inside function modes, in forward passes within the context.
 
     Args:
-        modes: Modules, none of which holds another one, and the mode of each.
+        modes: Pairs of a module and its mode; no module contains another one.
     """
     handles = []
     try:

@@ -1,4 +1,4 @@
-"""Groups of tokens that one row stands for: which token joins which, their mean, and the update that all are given.
+"""Groups of tokens that one row represents: which token joins which, their mean, and the update of the group.
 
 Axes: B images, N tokens, K slots per image, D channels.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 def nearest_rows(
     x_BND: Tensor, row_BK: Tensor, prefix: int = 0, valid_BK: Tensor | None = None, real_BN: Tensor | None = None
 ) -> Tensor:
-    """Return the slot of the kept row that each row is most like, by the cosine of the two; a kept row's own is its.
+    """Return for every row the slot of the most similar kept row, by cosine; a kept row has its own slot.
 
     Args:
         x_BND: Rows (B, N, D); they get no gradient.
@@ -23,7 +23,7 @@ def nearest_rows(
         real_BN: False where a row is padding (B, N), or None.
 
     Returns:
-        Slots (B, N), -1 for padding and where no slot is open.
+        Slots (B, N), -1 for padding and where no slot is available.
 
     Example:
         >>> x = torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.8]]])
@@ -31,23 +31,23 @@ def nearest_rows(
         tensor([[0, 0, 1, 1]])
     """
     slot_K = torch.arange(row_BK.shape[1], device=row_BK.device)
-    own_BK, open_K = slot_K.expand_as(row_BK), slot_K[prefix:]
+    same_BK, open_K = slot_K.expand_as(row_BK), slot_K[prefix:]
     with torch.no_grad():
         unit_BND = F.normalize(x_BND.float(), dim=-1)
         kept_BKD = torch.gather(unit_BND, 1, row_BK[:, prefix:].unsqueeze(-1).expand(-1, -1, x_BND.shape[2]))
         alike_BNK = unit_BND @ kept_BKD.transpose(1, 2)
         if valid_BK is None:
-            nearest_BN = open_K[alike_BNK.argmax(dim=-1)].scatter(1, row_BK, own_BK)
+            nearest_BN = open_K[alike_BNK.argmax(dim=-1)].scatter(1, row_BK, same_BK)
         else:
             best_BN, place_BN = alike_BNK.masked_fill(~valid_BK[:, None, prefix:], -torch.inf).max(dim=-1)
             nearest_BN = torch.where(best_BN.isneginf(), -1, open_K[place_BN])
-            own_BN = _own_slots(row_BK, x_BND.shape[1], valid_BK)
-            nearest_BN = torch.where(own_BN >= 0, own_BN, nearest_BN)
+            held_BN = _held_slots(row_BK, x_BND.shape[1], valid_BK)
+            nearest_BN = torch.where(held_BN >= 0, held_BN, nearest_BN)
         return nearest_BN if real_BN is None else torch.where(real_BN, nearest_BN, -1)
 
 
 def first_rows(first_N: Tensor, row_BK: Tensor, valid_BK: Tensor | None = None) -> Tensor:
-    """Return the slot of the first row of each row's group; a kept row's own is its.
+    """Return for every row the slot of its group's first row; a kept row has its own slot.
 
     Args:
         first_N: First row of each row's group, which is kept (N,).
@@ -61,27 +61,27 @@ def first_rows(first_N: Tensor, row_BK: Tensor, valid_BK: Tensor | None = None) 
         >>> first_rows(torch.tensor([0, 0, 2, 2]), torch.tensor([[0, 2, 3]]))
         tensor([[0, 0, 1, 2]])
     """
-    own_BN = _own_slots(row_BK, len(first_N), valid_BK)
-    return torch.where(own_BN >= 0, own_BN, own_BN[:, first_N])
+    held_BN = _held_slots(row_BK, len(first_N), valid_BK)
+    return torch.where(held_BN >= 0, held_BN, held_BN[:, first_N])
 
 
-def _own_slots(row_BK: Tensor, rows: int, valid_BK: Tensor | None) -> Tensor:
+def _held_slots(row_BK: Tensor, rows: int, valid_BK: Tensor | None) -> Tensor:
     """Return the slot that holds each row, -1 where none does (B, N)."""
     slot_BK = torch.arange(row_BK.shape[1], device=row_BK.device).expand_as(row_BK)
     if valid_BK is not None:
-        # The row of an empty slot may be that of another one, whose claim is then the larger number.
+        # An empty slot may point at a row that a valid slot holds; "amax" then prefers the valid slot.
         slot_BK = torch.where(valid_BK, slot_BK, -1)
     return slot_BK.new_full((len(row_BK), rows), -1).scatter_reduce(1, row_BK, slot_BK, "amax")
 
 
 def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
-    """Return tokens in fewer channels, with the distances between them kept to about `sqrt(2 / channels)` of each.
+    """Return tokens projected to fewer channels; distances are kept to a relative error of about `sqrt(2 / channels)`.
 
     Channel c goes to sum c modulo `channels`, with a sign that a fixed hash of c decides.
 
     Args:
         x_BND: Tokens (B, N, D); they get no gradient.
-        channels: Number of sums E; tokens that have no more channels are returned as they are, and all are for None.
+        channels: Project to this many channels E; None, or at least D, returns the tokens unchanged.
 
     Returns:
         The sums (B, N, E), fp32.
@@ -97,14 +97,14 @@ def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
         return x_BND.detach().float()
     with torch.no_grad():
         place_D = torch.arange(dim, device=x_BND.device)
-        # A multiplicative hash; its upper bits are as good as random.
+        # A multiplicative hash; its upper bits are pseudo-random.
         sign_D = 1.0 - 2.0 * (((place_D + 1) * 2654435761 >> 19) & 1).float()
         signed_BND = F.pad(x_BND.float() * sign_D, (0, -dim % channels))
         return signed_BND.unflatten(-1, (-1, channels)).sum(dim=-2)
 
 
 def group_sizes(slot_BN: Tensor, slots: int) -> Tensor:
-    """Return how many tokens each slot stands for, fp32 (B, K); an empty one stands for none.
+    """Return how many tokens each slot represents, fp32 (B, K); 0 for an empty slot.
 
     Args:
         slot_BN: Slot of each token, -1 for none (B, N).
@@ -124,7 +124,7 @@ def mean_rows(
         slot_BN: Slot of each row, -1 for none (B, N).
         size_BK: Sum of the weights of each slot's rows (B, K).
         weight_BN: Weight of each row (B, N), or None for 1.
-        all_join: No slot is -1, so that none is looked for.
+        all_join: Promise that no slot is -1, which skips the check.
 
     Returns:
         Means (B, K, D); zeros where a group is empty.
@@ -143,13 +143,13 @@ def mean_rows(
 
 
 def add_updates(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor, *, all_join: bool = False) -> Tensor:
-    """Add to each row the update of the slot that stands for it.
+    """Add to each row the update of the slot that represents it.
 
     Args:
         x_BND: Rows (B, N, D).
         update_BKD: The update of each slot (B, K, D).
         slot_BN: Slot of each row, -1 for none (B, N).
-        all_join: No slot is -1, so that none is looked for.
+        all_join: Promise that no slot is -1, which skips the check.
 
     Example:
         >>> add_updates(torch.zeros(1, 3, 1), torch.tensor([[[1.0], [2.0]]]), torch.tensor([[0, 1, -1]])).flatten()
@@ -162,6 +162,6 @@ def add_updates(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor, *, all_join:
 
 
 def _flat(slot_BN: Tensor, slots: int) -> Tensor:
-    """Return slots counted over the batch (B N)."""
+    """Return slots numbered over the batch (B N)."""
     first_B1 = torch.arange(slot_BN.shape[0], device=slot_BN.device).unsqueeze(1) * slots
     return (slot_BN.clamp(min=0) + first_B1).flatten()

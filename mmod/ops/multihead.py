@@ -38,17 +38,16 @@ def multihead_attention(
 ) -> tuple[Tensor, None]:
     """Compute `torch.nn.functional.multi_head_attention_forward` through calls that can be replaced.
 
-    A function mode is off inside torch's own function while it handles it, so neither importance nor packed rows could
-    reach the attention in it.
+    A function mode is off while it handles a call, so it would not see the attention inside torch's function.
 
     Args:
-        call: Called with each of the functions `linear` and `scaled_dot_product_attention` and its arguments.
+        call: Receives `linear` and `scaled_dot_product_attention`, with their arguments.
         query_LBD: Queries before projection (L, B, D).
         key_SBD: Keys before projection (S, B, D).
         value_SBD: Values before projection (S, B, D).
         channels: D.
         heads: H.
-        in_weight: Weights of the three projections in one (3 D, D).
+        in_weight: Fused weight of the three projections (3 D, D).
         in_bias: Their bias (3 D), or None.
         key_bias: Must be None.
         value_bias: Must be None.
@@ -56,34 +55,34 @@ def multihead_attention(
         dropout: Share of probabilities dropped in training.
         out_weight: Weight of the output projection (D, D).
         out_bias: Its bias (D), or None.
-        training: Whether to drop.
+        training: Apply dropout.
         attn_mask: Bias to add, or True where a pair may not attend, (L, S) or (B H, L, S).
         need_weights: Must be False.
-        options: torch's further arguments, which must all be off.
+        options: Further arguments of torch's function, which must all be off.
 
     Returns:
         The output (L, B, D), and None in place of the map.
 
     Raises:
-        ValueError: An option outside those above.
+        ValueError: An unsupported option.
 
     Example:
         >>> attention = torch.nn.MultiheadAttention(8, 2)
         >>> x = torch.randn(5, 3, 8)
-        >>> taken_apart, _ = multihead_attention(
+        >>> separate, _ = multihead_attention(
         ...     lambda function, *args, **kwargs: function(*args, **kwargs), x, x, x, 8, 2,
         ...     attention.in_proj_weight, attention.in_proj_bias, None, None, False, 0.0,
         ...     attention.out_proj.weight, attention.out_proj.bias, need_weights=False,
         ... )
-        >>> bool(torch.allclose(taken_apart, attention(x, x, x)[0], atol=1e-6))
+        >>> bool(torch.allclose(separate, attention(x, x, x)[0], atol=1e-6))
         True
     """
     options |= {"need_weights": need_weights, "add_zero_attn": add_zero_attn, "bias_k": key_bias, "bias_v": value_bias}
     refused = [n for n, value in options.items() if value is not None and value is not False and n not in _HARMLESS]
     if refused or in_weight is None:
         raise ValueError(
-            f"cannot follow torch.nn.MultiheadAttention with {', '.join(refused) or 'separate projections'}: only the "
-            "plain kind, one weight for query, key and value, need_weights=False and no mask of keys"
+            f"torch.nn.MultiheadAttention with {', '.join(refused) or 'separate projections'} is not supported: use "
+            "one weight for query, key and value, need_weights=False and no mask of keys"
         )
     query, key, value = _project(call, query_LBD, key_SBD, value_SBD, in_weight, in_bias)
     images = query.shape[1]
@@ -96,7 +95,7 @@ def multihead_attention(
     return call(F.linear, attended_BHLE.permute(2, 0, 1, 3).flatten(2), out_weight, out_bias), None
 
 
-# `is_causal` is a hint beside the mask, which says the same; averaging concerns a map that is not asked for.
+# `is_causal` is a hint that repeats the mask; averaging concerns the map, which is not returned.
 _HARMLESS = ("is_causal", "average_attn_weights")
 
 

@@ -1,6 +1,6 @@
-"""Packed rows: the kept tokens of a whole batch in one sequence, without padding.
+"""Packed rows: the kept tokens of a batch in one sequence, without padding.
 
-Only attention knows where one image ends and the next begins.
+Only attention needs the boundaries between images.
 Axes: B images, K slots per image, T packed rows, H heads, E channels of a head.
 """
 
@@ -19,8 +19,8 @@ from mmod.ops.casting import cast_alike
 from mmod.ops.importance import is_grouped
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
-# Rows of an image from which one call of attention for each image beats padding on a CPU. Measured on two threads,
-# fp32, forward and with backward, in ms, against padding with a key mask / four buckets of like lengths / a
+# From this many rows per image on, one attention call per image beats padding on a CPU. Measured on two threads, fp32,
+# forward and forward + backward in ms, against padding with a key mask / four buckets of similar lengths / a
 # block-diagonal mask:
 #   32 images of 98 +- 25 rows, 6 heads: 19 and 75, against 53 and 141 / 27 and 111 / more memory than it is worth
 #   8 images of 98 +- 30 rows, 6 heads: 2.9 and 16, against 7.7 and 20 / 5.8 and 23 / 16 and 53
@@ -30,13 +30,13 @@ ROWS_WORTH_A_CALL = 16
 
 
 class Packing(NamedTuple):
-    """Places that packed rows come from.
+    """Origin of packed rows, and the boundaries between images.
 
     Args:
-        row_T: Their place among all tokens of the batch, image by image (T).
-        slot_T: Their place among all slots of the batch (T).
-        cu_seqlens: Where each image's rows begin and, last, end (B + 1), int32.
-        max_seqlen: Slots of an image, K: no image has more rows.
+        row_T: Index of each row among the B * N tokens of the batch (T).
+        slot_T: Index of each row among the B * K slots of the batch (T).
+        cu_seqlens: Cumulative sequence lengths of the images, from 0 to T (B + 1), int32.
+        max_seqlen: Slots per image K, an upper bound of the rows of an image.
     """
 
     row_T: Tensor
@@ -50,7 +50,7 @@ class Packing(NamedTuple):
 
 
 def pack_rows(index_BK: Tensor, valid_BK: Tensor, total: int, tokens: int) -> Packing:
-    """Lay the valid slots of a batch out one after the other, without a synchronisation.
+    """Return the packing of a batch's valid slots, without a host synchronisation.
 
     Args:
         index_BK: Kept tokens (B, K).
@@ -87,7 +87,7 @@ def packed_attention(
         q_THE: Queries (T, H, E).
         k_THE: Keys, of as many heads or of a divisor of that (grouped queries) (T, H or fewer, E).
         v_THE: Values, like keys.
-        cu_seqlens: Where each image's rows begin and, last, end, which is T; an image may have none (B + 1), int32.
+        cu_seqlens: Cumulative sequence lengths, from 0 to T; an image may be empty (B + 1), int32.
         max_seqlen: Rows of the longest image, or more.
         dropout: Share of probabilities dropped.
         is_causal: A row sees those before it in its image.
@@ -97,7 +97,7 @@ def packed_attention(
         The output (T, H, E).
 
     Raises:
-        ValueError: A backend was forced that cannot serve these inputs, or their types differ outside autocast.
+        ValueError: A forced backend does not support these inputs, or their dtypes differ outside autocast.
 
     Example:
         >>> q, k, v = torch.randn(3, 3, 2, 8)
@@ -116,16 +116,13 @@ def packed_attention(
 
 
 class attend_within(AttentionIntercept):
-    """Context manager in which a block takes a packed sequence for what it is, rows of many images.
+    """Context manager in which a block treats a packed sequence as rows of many images.
 
-    Calls of `scaled_dot_product_attention` stay within images, and where the host draws one Bernoulli number for each
-    sequence of a batch (stochastic depth), one is drawn for each image.
-
-    Args:
-        packing: Which rows belong together.
+    Attention stays within images. Where the host draws one Bernoulli number for each sequence of a batch (stochastic
+    depth), one is drawn for each image.
 
     Attributes:
-        calls: Number of attention calls seen.
+        calls: Number of attention calls so far.
     """
 
     def __init__(self, packing: Packing) -> None:
@@ -134,7 +131,7 @@ class attend_within(AttentionIntercept):
         self.calls = 0
 
     def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Replace stochastic depth as well."""
+        """Replace the draws of stochastic depth too."""
         return self._draw if func is Tensor.bernoulli_ else super().replace(func)
 
     def _draw(self, shares: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -177,7 +174,7 @@ def _by_varlen(
 ) -> Tensor:  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn
 
-    # By the arguments that all versions of torch share.
+    # Only arguments that all supported torch versions share.
     window = (-1, 0) if is_causal else (-1, -1)
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return cast(Tensor, varlen_attn(q_THE, k_THE, v_THE, *lengths, scale=scale, window_size=window))
@@ -187,7 +184,7 @@ def _image_by_image(
     q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """Call attention once for each image; on a CPU its lengths are at hand."""
+    """Call attention once for each image; on a CPU, reading its lengths needs no synchronisation."""
     lengths = cu_seqlens.diff().tolist()
     heads_first = (x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (q_THE, k_THE, v_THE))
     outs = [
@@ -204,22 +201,22 @@ def _padded(
     q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """Give every image as many rows as the longest, and hide those from everyone: shapes follow from arguments."""
+    """Pad every image to `max_seqlen` rows and mask the padding: all shapes follow from the arguments."""
     images = cu_seqlens.shape[0] - 1
     image_T = _image_of(q_THE, cu_seqlens)
     slot_T = torch.arange(q_THE.shape[0], device=q_THE.device) - cu_seqlens[image_T] + image_T * max_seqlen
 
     def pad(x_THE: Tensor) -> Tensor:
-        room = x_THE.new_zeros(images * max_seqlen, *x_THE.shape[1:])
-        return room.index_copy(0, slot_T, x_THE).unflatten(0, (images, max_seqlen)).transpose(1, 2)
+        padded = x_THE.new_zeros(images * max_seqlen, *x_THE.shape[1:])
+        return padded.index_copy(0, slot_T, x_THE).unflatten(0, (images, max_seqlen)).transpose(1, 2)
 
     slot_K = torch.arange(max_seqlen, device=q_THE.device)
-    # An image that keeps nothing still needs a key: a softmax over nothing is NaN.
-    seen = (slot_K < cu_seqlens.diff().clamp(min=1).unsqueeze(1))[:, None, None, :]
+    # An empty image still needs one key: a softmax over no keys is NaN.
+    visible = (slot_K < cu_seqlens.diff().clamp(min=1).unsqueeze(1))[:, None, None, :]
     if is_causal:
-        seen = seen & (slot_K <= slot_K.unsqueeze(1))
+        visible = visible & (slot_K <= slot_K.unsqueeze(1))
     out_BHKE = F.scaled_dot_product_attention(
-        pad(q_THE), pad(k_THE), pad(v_THE), attn_mask=seen, dropout_p=dropout, scale=scale,
+        pad(q_THE), pad(k_THE), pad(v_THE), attn_mask=visible, dropout_p=dropout, scale=scale,
         enable_gqa=is_grouped(q_THE, k_THE),
     )  # fmt: skip
     return out_BHKE.transpose(1, 2).flatten(0, 1).index_select(0, slot_T)
@@ -245,12 +242,12 @@ register(
     "packed_attention",
     Version(
         _by_kernel,
-        "a kernel that knows lengths",
+        "a variable-length kernel",
         Backend.TRITON,
         FLOAT,
         {"head_dim": 128, "dropout": 0},
         auto=(torch.float32,),
-        why="torch's kernel for lengths takes half precision only",
+        why="torch's variable-length kernel takes half precision only",
     ),
     Version(
         _by_xformers, "the attention of xformers", Backend.XFORMERS, FLOAT, {"head_dim": 256, "dropout": 0}, auto=()

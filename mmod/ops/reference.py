@@ -1,4 +1,4 @@
-"""Definition of the row ops in plain torch: what kernels are held to, and what runs without them.
+"""The row ops in plain torch: the definition that kernels are tested against, and the fallback without them.
 
 Axes: B images, N tokens, K slots per image, D channels.
 """
@@ -16,43 +16,43 @@ from mmod.ops.backend import Backend, choose
 
 
 def gather_rows(x_BND: Tensor, index_BK: Tensor) -> Tensor:
-    """Take the rows that the index names, see `mmod.ops.gather_rows`."""
+    """Gather rows, see `mmod.ops.gather_rows`."""
     rows: Tensor = choose("gather_rows", x_BND, Backend.TORCH).run(x_BND, index_BK)
     return rows
 
 
 def scatter_rows(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
-    """Replace the rows that the index names, see `mmod.ops.scatter_rows`."""
+    """Scatter rows, see `mmod.ops.scatter_rows`."""
     rows: Tensor = choose("scatter_rows", x_BND, Backend.TORCH).run(x_BND, index_BK, y_BKD)
     return rows
 
 
 def gather_elements(x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
-    """Take rows element by element, as any graph may hold it."""
+    """Gather rows element by element, which every kind of graph supports."""
     return torch.gather(x_BND, 1, index_BK.unsqueeze(-1).expand(-1, -1, x_BND.shape[-1]).long())
 
 
 def scatter_elements(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
-    """Replace rows element by element, as any graph may hold it."""
+    """Scatter rows element by element, which every kind of graph supports."""
     return torch.scatter(x_BND, 1, index_BK.unsqueeze(-1).expand_as(y_BKD).long(), y_BKD)
 
 
-def gather_whole(x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
-    """Take rows addressed across the batch, which torch copies whole."""
+def gather_contiguous(x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
+    """Gather rows by their index in the batch; torch then copies rows instead of elements."""
     if torch.is_grad_enabled() and x_BND.requires_grad:
         return _TakeRows.apply(x_BND, index_BK)
     return _take_rows(x_BND, index_BK)
 
 
-def scatter_whole(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
-    """Replace rows addressed across the batch, which torch copies whole."""
+def scatter_contiguous(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
+    """Scatter rows by their index in the batch; torch then copies rows instead of elements."""
     if torch.is_grad_enabled() and (x_BND.requires_grad or y_BKD.requires_grad):
         return _PutRows.apply(x_BND, index_BK, y_BKD)
     return _put_rows(x_BND.clone(), index_BK, y_BKD)
 
 
-def lie_in_order(x_BND: Tensor, facts: Mapping[str, int]) -> bool:
-    """Return whether rows can be addressed across the batch; compiled, exported and traced graphs keep elements."""
+def has_contiguous_rows(x_BND: Tensor, facts: Mapping[str, int]) -> bool:
+    """Return whether rows can be indexed over the batch; compiled, exported and traced graphs gather elements."""
     return not torch.compiler.is_compiling() and not torch.jit.is_tracing() and x_BND.is_contiguous()
 
 
@@ -61,14 +61,14 @@ def _take_rows(x_BND: Tensor, index_BK: Tensor) -> Tensor:
 
 
 def _put_rows(out_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
-    """Write rows into memory that nobody else reads yet."""
+    """Write rows into a fresh tensor, in place."""
     flat, rows = _flat(index_BK, out_BND.shape[1]), y_BKD.flatten(0, 1)
     size = out_BND.element_size()
     aligned = out_BND.shape[2] * size % 16 == 0 and rows.storage_offset() * size % 16 == 0
-    # Torch 2.11 has no batching rule for a view of another type.
+    # Torch 2.11 has no batching rule for a view with another dtype.
     batched = any(torch._C._functorch.is_batchedtensor(x) for x in (out_BND, rows))
     if aligned and not batched and rows.is_contiguous() and rows.dtype == out_BND.dtype:
-        # Rows move 16 bytes at a time: a fifth to a quarter of the time, since torch looks the index up for each.
+        # Torch looks the index up once per element: copying 16 bytes per element is 4 to 5 times faster.
         out_BND.flatten(0, 1).view(torch.complex128).index_copy_(0, flat, rows.view(torch.complex128))
     else:
         out_BND.flatten(0, 1).index_copy_(0, flat, rows)
@@ -76,7 +76,7 @@ def _put_rows(out_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
 
 
 class _TakeRows(torch.autograd.Function):
-    """Indices are unique, so gradients are put in place; torch, which cannot know, would add them up."""
+    """Gather whose gradient is a copy, because indices are unique; torch's gradient would accumulate."""
 
     generate_vmap_rule = True
 
@@ -96,7 +96,7 @@ class _TakeRows(torch.autograd.Function):
 
 
 class _PutRows(torch.autograd.Function):
-    """Replaced rows have no gradient, the new ones have theirs: again two moves of whole rows."""
+    """Scatter whose gradients are two row copies: zeros for replaced rows, a gather for new rows."""
 
     generate_vmap_rule = True
 
@@ -128,9 +128,9 @@ def _flat(index_BK: Tensor, tokens: int) -> Tensor:
 
 
 def lerp_rows(z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor | None) -> Tensor:
-    """Weigh the update from z to y by a gate: `z + gate * (y - z)`.
+    """Return the gated update from z to y: `z + gate * (y - z)`.
 
-    `torch.lerp` returns y exactly at gate 1, in half precision too, which the written-out form does not.
+    `torch.lerp` returns y exactly at gate 1, in half precision too; the formula does not.
 
     Args:
         z_BKD: Rows before the block (B, K, D) or packed (T, D).
@@ -155,7 +155,7 @@ def lerp_rows(z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor | None) -> Tensor:
 def gather_norm(
     x_BND: Tensor, index_BK: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str
 ) -> tuple[Tensor, Tensor]:
-    """Take the rows that the index names and normalise them, see `mmod.ops.gather_norm`."""
+    """Gather rows and normalise them, see `mmod.ops.gather_norm`."""
     z_BKD = gather_rows(x_BND, index_BK)
     if kind == "layer":
         return z_BKD, F.layer_norm(z_BKD, z_BKD.shape[-1:], weight, bias, eps)
@@ -167,7 +167,7 @@ def merge_rows(
     x_BND: Tensor, index_BK: Tensor, z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor | None, valid_BK: Tensor | None,
     inverse_BN: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write the weighed update of the kept rows among all rows, see `mmod.ops.merge_rows`."""
+    """Write the gated update of the kept rows back, see `mmod.ops.merge_rows`."""
     new_BKD = lerp_rows(z_BKD, y_BKD, gate_BK)
     if valid_BK is not None:
         new_BKD = torch.where(valid_BK.unsqueeze(-1), new_BKD, gather_rows(x_BND, index_BK))
@@ -175,10 +175,10 @@ def merge_rows(
 
 
 def inverse_rows(index_BK: Tensor, tokens: int) -> Tensor:
-    """Return the slot of each token, -1 where it has none.
+    """Return the slot of each token, -1 for tokens that are not kept.
 
     Args:
-        index_BK: Token of each slot, unique in every row (B, K).
+        index_BK: Token of each slot, unique within an image (B, K).
         tokens: All tokens N of an image.
 
     Returns:

@@ -1,6 +1,6 @@
-"""Ops that move rows: the entry and the exit of a routed block.
+"""Ops that move rows at the entry and the exit of a routed block.
 
-Indices are unique within an image, so nothing is added up and every backend moves the same bits.
+Indices are unique within an image, so no values are accumulated and all backends return the same bits.
 Axes: B images, N tokens, K slots per image, D channels. Packed rows are one image of B * N tokens.
 """
 
@@ -20,15 +20,15 @@ NORMS = ("layer", "rms")
 
 
 def gather_rows(x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
-    """Take the rows of every image that `index_BK` names.
+    """Return the rows of every image that `index_BK` selects.
 
     Args:
         x_BND: Tokens (B, N, D).
-        index_BK: Indices into N, unique in every row (B, K).
-        inverse_BN: Slot of each token, -1 where it has none, if it is known (B, N), int32; spares the gradient work.
+        index_BK: Indices into N, unique within an image (B, K).
+        inverse_BN: Slot of each token, -1 for none (B, N), int32; optional, makes the gradient faster.
 
     Returns:
-        The named rows (B, K, D).
+        The selected rows (B, K, D).
 
     Example:
         >>> gather_rows(torch.arange(6.0).view(1, 3, 2), torch.tensor([[0, 2]])).tolist()
@@ -39,16 +39,15 @@ def gather_rows(x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = Non
 
 
 def scatter_rows(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
-    """Return the tokens with the rows that `index_BK` names replaced.
+    """Return the tokens with the rows at `index_BK` replaced.
 
-    The result is a new tensor: hosts keep a block's input (`forward_intermediates` returns it), so writing into it
-    would change what they return.
+    The result is a new tensor: hosts return a block's input in `forward_intermediates`, so it must not change.
 
     Args:
         x_BND: Tokens (B, N, D).
-        index_BK: Indices into N, unique in every row (B, K).
+        index_BK: Indices into N, unique within an image (B, K).
         y_BKD: The new rows (B, K, D), of x's dtype.
-        inverse_BN: Slot of each token, -1 where it has none, if it is known (B, N), int32.
+        inverse_BN: Slot of each token, -1 for none (B, N), int32; optional.
 
     Example:
         >>> scatter_rows(torch.zeros(1, 3, 1), torch.tensor([[1]]), torch.ones(1, 1, 1)).flatten().tolist()
@@ -66,21 +65,21 @@ def gather_norm(
     eps: float = 1e-6,
     kind: str = "layer",
 ) -> tuple[Tensor, Tensor]:
-    """Take the rows of every image that `index_BK` names, and beside them the same rows normalised.
+    """Return the rows of every image that `index_BK` selects, and the same rows normalised.
 
     Args:
         x_BND: Tokens (B, N, D).
-        index_BK: Indices into N, unique in every row (B, K).
+        index_BK: Indices into N, unique within an image (B, K).
         weight: Weight of the norm (D), or None for 1.
         bias: Bias of the norm (D), or None for 0.
         eps: Added to the variance.
         kind: "layer" subtracts the mean of a row first, "rms" does not.
 
     Returns:
-        The named rows and their normalised form, both (B, K, D) and of x's dtype.
+        The selected rows and their normalised form, both (B, K, D) and of x's dtype.
 
     Raises:
-        ValueError: Unknown kind of norm.
+        ValueError: Unknown norm.
 
     Example:
         >>> gather_norm(torch.tensor([[[0.0], [3.0]]]), torch.tensor([[1]]), kind="rms")
@@ -102,18 +101,18 @@ def merge_rows(
     valid_BK: Tensor | None = None,
     inverse_BN: Tensor | None = None,
 ) -> Tensor:
-    """Write the weighed update of the kept rows among all rows: `lerp(z, y, gate)` where a row is kept, else x.
+    """Return all rows after the block: `lerp(z, y, gate)` where a row is kept, else x.
 
     The result is a new tensor, as with `scatter_rows`.
 
     Args:
-        x_BND: Tokens as they leave the block where they skip it (B, N, D).
-        index_BK: Token of each slot, unique in every row (B, K).
+        x_BND: Tokens after the block if none were kept (B, N, D).
+        index_BK: Token of each slot, unique within an image (B, K).
         z_BKD: The kept rows before the block (B, K, D).
         y_BKD: The kept rows after it (B, K, D).
         gate_BK: Weight of the update (B, K), or None for 1.
         valid_BK: False where a slot is empty (B, K), or None.
-        inverse_BN: Slot of each token, -1 where it has none, if it is known (B, N), int32.
+        inverse_BN: Slot of each token, -1 for none (B, N), int32; optional.
 
     Returns:
         All tokens after the block (B, N, D).
@@ -130,7 +129,7 @@ def merge_rows(
     return rows
 
 
-# The custom ops. Kernels are imported when one first runs, so that nothing needs Triton to be defined.
+# The custom ops import kernels when they first run, so this module needs no Triton.
 
 
 @custom_op("mmod::gather_rows", mutates_args=())
@@ -141,11 +140,11 @@ def _gather_rows(x: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor:
 
 
 @_gather_rows.register_fake
-def _(x: Tensor, index: Tensor, *rest: Any) -> Tensor:
+def _(x: Tensor, index: Tensor, *unused: Any) -> Tensor:
     return x.new_empty(*index.shape, x.shape[2])
 
 
-def _keep_for_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, index, inverse = inputs
     ctx.tokens = x.shape[1]
     ctx.save_for_backward(index, inverse)
@@ -156,12 +155,12 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return _spread_rows(grad, index, inverse, ctx.tokens), None, None
 
 
-_gather_rows.register_autograd(_gather_backward, setup_context=_keep_for_gather)
+_gather_rows.register_autograd(_gather_backward, setup_context=_save_for_gather)
 
 
 @custom_op("mmod::spread_rows", mutates_args=())
 def _spread_rows(y: Tensor, index: Tensor, inverse: Tensor | None, tokens: int) -> Tensor:
-    """Put rows where the index says, zeros elsewhere: what gather_rows undoes."""
+    """Put rows at the indices and zeros elsewhere: the inverse of gather_rows."""
     from mmod.ops.triton import rows
 
     inverse = reference.inverse_rows(index, tokens) if inverse is None else inverse
@@ -174,7 +173,7 @@ def _(y: Tensor, index: Tensor, inverse: Tensor | None, tokens: int) -> Tensor:
     return y.new_empty(y.shape[0], tokens, y.shape[2])
 
 
-def _keep_for_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:3])
 
 
@@ -183,7 +182,7 @@ def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return _gather_rows(grad, index, inverse), None, None, None
 
 
-_spread_rows.register_autograd(_spread_backward, setup_context=_keep_for_spread)
+_spread_rows.register_autograd(_spread_backward, setup_context=_save_for_spread)
 
 
 @custom_op("mmod::merge_rows", mutates_args=())
@@ -203,11 +202,11 @@ def _merge_rows(
 
 
 @_merge_rows.register_fake
-def _(x: Tensor, *others: Any) -> Tensor:
+def _(x: Tensor, *unused: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _keep_for_merge(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_merge(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _x, index, z, y, gate, valid, inverse = inputs
     ctx.dtype = y.dtype
     ctx.save_for_backward(index, z, None if gate is None else y, gate, valid, inverse)
@@ -227,7 +226,7 @@ def _merge_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, None, grad_z, grad_y, grad_gate, None, None
 
 
-_merge_rows.register_autograd(_merge_backward, setup_context=_keep_for_merge)
+_merge_rows.register_autograd(_merge_backward, setup_context=_save_for_merge)
 
 
 @custom_op("mmod::blank_rows", mutates_args=())
@@ -240,7 +239,7 @@ def _blank_rows(x: Tensor, index: Tensor, valid: Tensor | None, inverse: Tensor 
 
 
 @_blank_rows.register_fake
-def _(x: Tensor, *rest: Any) -> Tensor:
+def _(x: Tensor, *unused: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -254,7 +253,7 @@ def _merge_rows_grad(
 
 
 @_merge_rows_grad.register_fake
-def _(grad: Tensor, index: Tensor, z: Tensor, y: Tensor, gate: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _(grad: Tensor, index: Tensor, z: Tensor, y: Tensor, gate: Tensor, *unused: Any) -> tuple[Tensor, ...]:
     return z.new_empty(z.shape), y.new_empty(y.shape), gate.new_empty(gate.shape)
 
 
@@ -268,13 +267,13 @@ def _gather_norm(
 
 
 @_gather_norm.register_fake
-def _(x: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _(x: Tensor, index: Tensor, *unused: Any) -> tuple[Tensor, ...]:
     z = x.new_empty(*index.shape, x.shape[2])
     statistic = x.new_empty(index.shape, dtype=torch.float32)
     return z, torch.empty_like(z), statistic, torch.empty_like(statistic)
 
 
-def _keep_for_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_for_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, index, weight, bias, _eps, ctx.centred = inputs
     ctx.tokens = x.shape[1]
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -290,7 +289,7 @@ def _norm_backward(ctx: Any, grad_z: Tensor, grad_normed: Tensor, *statistics: T
     return grads[0], None, grad_weight, grad_bias, None, None
 
 
-_gather_norm.register_autograd(_norm_backward, setup_context=_keep_for_norm)
+_gather_norm.register_autograd(_norm_backward, setup_context=_save_for_norm)
 
 
 @custom_op("mmod::gather_norm_grad", mutates_args=())
@@ -311,31 +310,35 @@ def _gather_norm_grad(
 
 
 @_gather_norm_grad.register_fake
-def _(grad_z: Tensor, grad_normed: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    tokens = rest[-2]
+def _(grad_z: Tensor, grad_normed: Tensor, z: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    tokens = others[-2]
     total = z.new_empty(z.shape[2], dtype=torch.float32)
     return z.new_empty(z.shape[0], tokens, z.shape[2]), total, torch.empty_like(total)
 
 
-# Inductor fuses rows with their neighbours, which a kernel that it cannot see into would prevent.
+# Not inside compiled graphs: Inductor fuses row moves with neighbouring operations, but not with a custom kernel.
 _kernel = functools.partial(Version, how="a kernel", backend=Backend.TRITON, dtypes=FLOAT, compiled=False)
 # Measured on two CPU threads, ViT-S, fp32, half the tokens kept: gather 45 -> 9 us at batch 1, 2.7 -> 0.1 ms at batch
 # 32, scatter 62 -> 16 us and 3.4 -> 0.5 ms.
-_whole = functools.partial(
-    Version, how="rows copied whole", devices=("cpu",), when=reference.lie_in_order, where="rows in order, not compiled"
+_contiguous = functools.partial(
+    Version,
+    how="copies of rows",
+    devices=("cpu",),
+    when=reference.has_contiguous_rows,
+    where="rows contiguous, not compiled",
 )
-_MOVES = "not yet measured; reason: one launch that moves rows, where torch moves elements by an index each"
+_UNMEASURED = "not yet measured; reason: one launch that moves rows, where torch indexes every element"
 
 register(
     "gather_rows",
-    _kernel(_gather_rows, why=_MOVES),
-    _whole(reference.gather_whole),
+    _kernel(_gather_rows, why=_UNMEASURED),
+    _contiguous(reference.gather_contiguous),
     Version(reference.gather_elements, "torch's gather"),
 )
 register(
     "scatter_rows",
-    _kernel(lambda x, index, y, inverse: _merge_rows(x, index, None, y, None, None, inverse), why=_MOVES),
-    _whole(reference.scatter_whole),
+    _kernel(lambda x, index, y, inverse: _merge_rows(x, index, None, y, None, None, inverse), why=_UNMEASURED),
+    _contiguous(reference.scatter_contiguous),
     Version(reference.scatter_elements, "torch's scatter"),
 )
 register(
@@ -350,7 +353,7 @@ register(
 register(
     "merge_rows",
     _kernel(
-        lambda x, index, z, y, gate, *rest: _merge_rows(x, index, None if gate is None else z, y, gate, *rest),
+        lambda x, index, z, y, gate, *others: _merge_rows(x, index, None if gate is None else z, y, gate, *others),
         why="not yet measured; reason: one pass over the rows instead of three",
     ),
     Version(reference.merge_rows, "torch's lerp and scatter_rows by torch"),

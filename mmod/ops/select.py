@@ -1,8 +1,8 @@
-"""Selection: from scores to the tokens that run, and how much their updates weigh.
+"""Selection: from scores to the tokens that run, and the gates of their updates.
 
 Axes: B images, N tokens, K slots per image. Prefix tokens are the first `prefix` of the sequence, or those that
-`protect_BN` marks, `prefix` of an image at most. A slot that is not valid points at a token that is not kept, so
-indices are unique in every row and a plain scatter can write them back.
+`protect_BN` marks, at most `prefix` per image. An empty slot points at a token that is not kept, so indices are unique
+within an image and a plain scatter can write rows back.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mmod.ops.gate import apply_gate
 
 
 class Selection(NamedTuple):
-    """The tokens that run, found by one op.
+    """The tokens that run.
 
     Args:
         index_BK: Kept tokens, ascending among the valid slots (B, K).
         valid_BK: False where a slot is empty (B, K); None where every slot is filled.
         gate_BK: Weight of each slot's update (B, K), or None where it is 1.
-        inverse_BN: Slot of each token, -1 where it has none (B, N), int32; None where no kernel found it on the way.
+        inverse_BN: Slot of each token, -1 for none (B, N), int32; None where the op did not compute it.
     """
 
     index_BK: Tensor
@@ -47,9 +47,9 @@ def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
         >>> kept_count(197, Fraction(1, 2), prefix=1)
         98
     """
-    kept, least = tokens * capacity.numerator // capacity.denominator, max(1, prefix)
-    # A plain number must not reach `sym_max`: torch 2.11 breaks the graph there. A symbol must, or it becomes a number.
-    return max(least, kept) if isinstance(kept, int) else cast(int, torch.sym_max(least, kept))
+    kept, minimum = tokens * capacity.numerator // capacity.denominator, max(1, prefix)
+    # On a plain int, `sym_max` breaks the graph in torch 2.11; on a symbol, `max` would make it static.
+    return max(minimum, kept) if isinstance(kept, int) else cast(int, torch.sym_max(minimum, kept))
 
 
 def select_topk(
@@ -64,8 +64,8 @@ def select_topk(
 ) -> Selection:
     """Keep the highest scores of every image.
 
-    Ties go to the lowest index and NaN ranks last, on every backend. With `valid_BN`, the count of an image comes
-    from its own valid tokens, so padding neither runs nor uses capacity up.
+    Ties go to the lowest index and NaN ranks last, on every backend. With `valid_BN`, an image's budget is a share of
+    its valid tokens, so padding neither runs nor uses capacity.
 
     Args:
         score_BN: Raw scores (B, N).
@@ -77,7 +77,7 @@ def select_topk(
         scale: Factor of the gate.
 
     Returns:
-        The selection, also of empty slots' gates, which weigh nothing.
+        The selection; gates of empty slots have no effect.
 
     Example:
         >>> select_topk(torch.tensor([[0.1, 0.9, 0.9, 0.5]]), Fraction(1, 2)).index_BK
@@ -93,17 +93,17 @@ def _by_sorting(
     score_BN: Tensor, count: int, capacity: Fraction, prefix: int, valid_BN: Tensor | None, protect_BN: Tensor | None,
     gate: str, scale: float,
 ) -> Selection:  # fmt: skip
-    """Define what the kernel computes: a stable sort, then a sort of what is kept."""
-    filled_BK = None
+    """Definition of the kernel: a stable sort by score, then a sort of the kept indices."""
+    valid_BK = None
     if valid_BN is None:
         index_BK = _ascending(_best(score_BN, count, prefix, protect_BN))
     else:
         number_B = valid_BN.sum(dim=1)
         count_B = (number_B * capacity.numerator // capacity.denominator).clamp(min=max(1, prefix))
         index_BK = _best(_rank_last(score_BN, ~valid_BN), count, prefix, protect_BN)
-        index_BK, filled_BK = _ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
+        index_BK, valid_BK = _ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
     gate_BK = None if gate == "identity" else apply_gate(score_BN.gather(1, index_BK), gate, scale)
-    return Selection(index_BK, filled_BK, gate_BK, None)
+    return Selection(index_BK, valid_BK, gate_BK, None)
 
 
 def _by_kernel(
@@ -131,8 +131,8 @@ def select_threshold(
 ) -> tuple[Tensor, Tensor | None, int | None]:
     """Keep the tokens whose squashed score reaches a threshold.
 
-    Without `max_tokens` the number of slots is the largest count in the batch, which takes one synchronisation with
-    the host; with it, shapes are static.
+    With `max_tokens`, shapes are static. Without it, the number of slots is the largest count in the batch, which takes
+    one host synchronisation.
 
     Args:
         level_BN: Squashed scores (B, N); NaN is never kept.
@@ -144,8 +144,8 @@ def select_threshold(
         protect_BN: True where a token is always kept (B, N), or None for the leading ones.
 
     Returns:
-        Indices (B, K), ascending among the kept; which slots are valid (B, K), None meaning all; and how many are
-        valid in all, None where only the device knows. K may be 0 where no gradient is recorded.
+        Indices (B, K), ascending among the valid slots; which slots are valid (B, K), None for all; and the number
+        of valid slots in all, None where only the device knows it. K may be 0 where no gradient is recorded.
 
     Raises:
         ValueError: Without `max_tokens` under `torch.export`.
@@ -178,7 +178,7 @@ def select_threshold(
 
 
 def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keep whole images whose squashed score reaches a threshold; finding them takes one synchronisation with the host.
+    """Keep images whose squashed score reaches a threshold, with one host synchronisation.
 
     Args:
         level_B: Squashed scores (B); NaN is never kept.
@@ -186,7 +186,7 @@ def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tenso
         tokens: Tokens N of an image.
 
     Returns:
-        The kept images, ascending (S); and the same as tokens: indices (B, K), and which of those slots are valid
+        The kept images, ascending (S); and the same as slots: token indices (B, K), and which slots are valid
         (B, K). K is N, or 0 where no image is kept and no gradient is recorded.
 
     Raises:
@@ -198,7 +198,7 @@ def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tenso
         ([1], [[False, False], [True, True]])
     """
     if exporting():
-        raise ValueError("routing of whole images cannot be exported: how many run depends on the data")
+        raise ValueError("routing of images cannot be exported: the number of images that run depends on the data")
     keep_B = level_B >= threshold
     image_S = keep_B.nonzero().squeeze(1)
     slots = tokens if image_S.shape[0] or torch.is_grad_enabled() else 0
@@ -207,24 +207,23 @@ def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tenso
 
 
 def slots_for(counts: Sequence[int]) -> int:
-    """Return the slots K that hold what the images of a batch keep.
+    """Return the number of slots K for a batch: the largest count, and at least 1 where gradients are recorded.
 
-    Where gradients are recorded there is at least one, which stays empty where no image keeps anything: the block then
-    runs, and gives each of its parameters a gradient of zero. Training on several processes waits for all of them.
+    With an empty slot the block runs, and its parameters get the zero gradients that distributed training waits for.
 
     Args:
-        counts: Tokens that each image keeps.
+        counts: Kept tokens of each image.
 
     Example:
         >>> slots_for([0, 0])
         1
     """
-    most = max(counts, default=0)
-    return 1 if counts and not most and torch.is_grad_enabled() else most
+    slots = max(counts, default=0)
+    return 1 if counts and not slots and torch.is_grad_enabled() else slots
 
 
 def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:
-    """Rank some tokens behind all others: they become NaN, which sorts last; real NaNs are first turned into -inf."""
+    """Rank marked tokens last: they become NaN, which sorts last, after NaN scores became -inf."""
     lowest = torch.finfo(score_BN.dtype).min
     return score_BN.nan_to_num(nan=-torch.inf, neginf=lowest, posinf=torch.inf).masked_fill(last_BN, torch.nan)
 
@@ -237,10 +236,10 @@ def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) 
     elif prefix:
         rank_BN[:, :prefix] = -torch.inf
     if torch.onnx.is_in_onnx_export():
-        # ONNX has no stable sort, but its TopK is defined to prefer the lower index.
+        # ONNX has no stable sort, but its TopK breaks ties by the lower index.
         rank_BN = rank_BN.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         return torch.topk(rank_BN, count, dim=1, largest=False).indices
-    # Ascending, because sorting puts NaN behind everything.
+    # Scores are negated and sorted ascending, because a sort puts NaN last.
     return torch.sort(rank_BN, dim=1, stable=True).indices[:, :count]
 
 
@@ -249,7 +248,7 @@ def _ascending(index_BK: Tensor) -> Tensor:
 
 
 def _ascending_valid(index_BK: Tensor, count_B: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Sort the first `count_B` slots of each row ascending in front of the others."""
+    """Sort the first `count_B` slots of each image ascending, before the empty ones."""
     valid_BK = torch.arange(index_BK.shape[1], device=index_BK.device) < count_B.unsqueeze(1)
     index_BK = _ascending(torch.where(valid_BK, index_BK, index_BK + tokens))
     return torch.where(index_BK < tokens, index_BK, index_BK - tokens), valid_BK
@@ -267,7 +266,7 @@ def _select_topk(
     gate: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gates (nothing for identity), indices, filled slots (nothing without valid) and the inverse map."""
+    """Return gates (empty for identity), indices, valid slots (empty without padding) and the inverse map."""
     from mmod.ops.triton import select
 
     return select.select(score, count, prefix, valid, protect, numerator, denominator, gate, scale)
@@ -287,7 +286,7 @@ def _(
     )
 
 
-def _keep_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.gate, ctx.scale = inputs[7:]
     ctx.save_for_backward(inputs[0], output[3])
 
@@ -298,12 +297,12 @@ def _gate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     return grad, *(None,) * 8
 
 
-_select_topk.register_autograd(_gate_backward, setup_context=_keep_for_gate)
+_select_topk.register_autograd(_gate_backward, setup_context=_save_for_gate)
 
 
 @custom_op("mmod::gate_grad", mutates_args=())
 def _gate_grad(grad: Tensor, score: Tensor, inverse: Tensor, gate: str, scale: float) -> Tensor:
-    """Return the gradient of the scores (B, N) for that of the gates (B, K)."""
+    """Return the gradient of the scores (B, N) from that of the gates (B, K)."""
     from mmod.ops.triton import select
 
     return select.gate_grad(grad, score, inverse, gate, scale)
@@ -321,9 +320,9 @@ register(
         "a kernel",
         Backend.TRITON,
         FLOAT,
-        # The longest sequence whose sort keys one program holds.
+        # The longest sequence whose sort keys fit in one program.
         limits={"tokens": 8192},
         why="not yet measured; reason: one launch instead of six, which small batches outside graphs may not repay",
     ),
-    Version(_by_sorting, "the definition, in torch's own operations"),
+    Version(_by_sorting, "the definition, in torch operations"),
 )

@@ -1,4 +1,4 @@
-"""Attention that computes its map once, for the output and for what each key receives.
+"""Attention that computes its map once, for the output and for the attention that keys receive.
 
 Axes: B images, H heads, N tokens, E channels of a head.
 """
@@ -18,7 +18,7 @@ from mmod.ops.tiles import cut_map, hide_later
 def attend_and_sum(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, weight_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return attention's output with its gradient, and what each key receives, summed over heads and queries.
+    """Return attention's output with its gradient, and the attention that keys receive.
 
     Args:
         q: Queries (B, H, N, E).
@@ -26,10 +26,10 @@ def attend_and_sum(
         v: Values, of the same shape.
         is_causal: A query sees keys up to its own position.
         scale: Factor of the products.
-        weight_N: Weight of each query in the sum (N), or None for 1.
+        weight_N: Weight of each query in the sums (N), or None for 1.
 
     Returns:
-        The output (B, H, N, E) and the sums (B, N).
+        The output (B, H, N, E), and the attention received, summed over heads and queries (B, N).
     """
     keeps_lse = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if torch.compiler.is_compiling():
@@ -47,30 +47,30 @@ def _attend_by_tiles(
     images, heads, tokens, width = q.shape
     out, total_BN, lse = _empty_shared(q, keeps_lse)
     total_BN.zero_()
-    room = torch.empty(min(max(tiles.CHUNK_ELEMENTS, tokens), images * heads * tokens * tokens))
+    buffer = torch.empty(min(max(tiles.CHUNK_ELEMENTS, tokens), images * heads * tokens * tokens))
     for tile in cut_map(images, heads, tokens, tiles.CHUNK_ELEMENTS, is_causal):
-        seen = tile[2].stop if is_causal else tokens
-        some, whole = q[tile], (*tile[:2], slice(seen))
-        rows = some.reshape(-1, some.shape[2], width)
-        attention = room[: rows.shape[0] * rows.shape[1] * seen].view(*rows.shape[:2], seen)
-        keys = k[whole].reshape(-1, seen, width).transpose(1, 2)
-        torch.baddbmm(attention, rows, keys, beta=0, alpha=scale, out=attention)
+        keys = tile[2].stop if is_causal else tokens
+        queries, key_tile = q[tile], (*tile[:2], slice(keys))
+        rows = queries.reshape(-1, queries.shape[2], width)
+        attention = buffer[: rows.shape[0] * rows.shape[1] * keys].view(*rows.shape[:2], keys)
+        columns = k[key_tile].reshape(-1, keys, width).transpose(1, 2)
+        torch.baddbmm(attention, rows, columns, beta=0, alpha=scale, out=attention)
         if is_causal:
             hide_later(attention)
         top = attention.amax(dim=-1) if keeps_lse else None
         torch.softmax(attention, dim=-1, out=attention)
         if top is not None:
-            # The largest probability of a row is exp(its score - log-sum-exp), and never underflows.
-            lse[tile] = (top - attention.amax(dim=-1).log()).view(some.shape[:3])
-        out[tile] = torch.bmm(attention, v[whole].reshape(-1, seen, width)).view(some.shape)
+            # The largest probability of a row is exp(top score - log-sum-exp), and never underflows.
+            lse[tile] = (top - attention.amax(dim=-1).log()).view(queries.shape[:3])
+        out[tile] = torch.bmm(attention, v[key_tile].reshape(-1, keys, width)).view(queries.shape)
         received = attention if weight_N is None else weight_N[tile[2]] @ attention
-        total_BN[tile[0], :seen] += received.view(some.shape[0], -1, seen).sum(dim=1)
+        total_BN[tile[0], :keys] += received.view(queries.shape[0], -1, keys).sum(dim=1)
     return out, total_BN, lse
 
 
 def _empty_shared(q: Tensor, keeps_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     images, heads, tokens, width = q.shape
-    # Channels-last like fused attention's own result, so that the host's transpose and reshape stay free.
+    # Channels-last like the result of fused attention, so that the host's transpose and reshape copy nothing.
     out = q.new_empty(images, tokens, heads, width).transpose(1, 2)
     return out, q.new_empty(images, tokens), q.new_empty((images, heads, tokens) if keeps_lse else (0,))
 
@@ -79,14 +79,14 @@ def _empty_shared(q: Tensor, keeps_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
 def shared_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool, is_causal: bool, weight_N: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend, sum the map's columns, and keep what the gradient needs; the map exists in pieces only.
+    """Return attention's output, the map's column sums and the rows' log-sum-exp; the map is never stored.
 
     Args:
         q: Queries (B, H, N, E), fp32, on a CPU.
         k: Keys, of the same shape.
         v: Values, of the same shape.
         scale: Factor of the products.
-        keeps_lse: A gradient will be asked for.
+        keeps_lse: Return the log-sum-exp, which the gradient needs.
         is_causal: A query sees keys up to its own position.
         weight_N: Weight of each query in the sums (N), or None for 1.
 
@@ -117,7 +117,7 @@ shared_attention.register_autograd(_backward, setup_context=_save)
 
 
 class _SharedAttention(torch.autograd.Function):
-    """The same outside compiled graphs, where torch's FLOP counter sees the products inside it."""
+    """`shared_attention` for eager mode, where torch's FLOP counter sees the products inside it."""
 
     @staticmethod
     def forward(
@@ -134,14 +134,14 @@ class _SharedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             q, k, v = ctx.saved_tensors[:3]
-            return (*_written_out(grad_out, q, k, v, ctx.scale, ctx.is_causal), None, None, None)
+            return (*_second_order(grad_out, q, k, v, ctx.scale, ctx.is_causal), None, None, None)
         return _backward(ctx, grad_out, *unused)[:6]
 
 
-def _written_out(
+def _second_order(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v by operations that can be differentiated again, over the whole map."""
+    """Return the gradients of q, k and v by differentiable operations over the full map."""
     score = q @ k.transpose(-2, -1) * scale
     if is_causal:
         score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -torch.inf)
@@ -153,10 +153,10 @@ def _written_out(
 
 @functools.cache
 def register_flops() -> None:
-    """Tell torch's FLOP counter what these ops cost; when a graph first has them, since importing it imports Triton."""
+    """Register FLOP formulas with torch; delayed until a graph contains the ops, because it imports Triton."""
     from torch.utils.flop_counter import register_flop_formula
 
-    def scores(q_shape, *rest, **kwargs):  # type: ignore[no-untyped-def]
+    def scores(q_shape, *unused, **kwargs):  # type: ignore[no-untyped-def]
         images, heads, tokens, width = q_shape
         return 2 * images * heads * tokens * tokens * width
 

@@ -1,4 +1,4 @@
-"""Pieces in which an attention map is computed, so that memory grows with N and not with its square.
+"""Tiles in which an attention map is computed, so that memory grows linearly with N.
 
 Axes: B images, H heads, N tokens.
 """
@@ -12,23 +12,23 @@ from torch import Tensor
 
 Tile = tuple[slice, slice, slice]
 
-# Probabilities held at once, in elements. 4 MB of fp32 stay within a core's cache: two CPU threads, ViT-S, map shared
-# with the output: a block costs 1.015 of the plain one at N = 197 and batch 32, 1.06 to 1.07 at N = 1025; with 1 MB
-# 1.013 and 1.09 to 1.12, with 16 MB 1.03 and 1.07 to 1.08. A GPU is filled by larger pieces only.
+# Elements of a tile. 4 MB of fp32 fit in a core's cache. Latency of a block relative to plain attention (two CPU
+# threads, ViT-S, map shared with the output), at N = 197 and batch 32, and at N = 1025: 1.015 and 1.06 to 1.07 with
+# 4 MB, 1.013 and 1.09 to 1.12 with 1 MB, 1.03 and 1.07 to 1.08 with 16 MB. A GPU needs larger tiles to be busy.
 CHUNK_ELEMENTS = 1 << 20
 GPU_CHUNK_ELEMENTS = 1 << 25
-# Queries taken at once where they see earlier keys only: fewer waste less above the diagonal, more keep products large.
+# Queries of a causal tile: fewer waste less work above the diagonal, more make larger matrix products.
 CAUSAL_QUERIES = 128
 
 
 def cut_map(images: int, heads: int, tokens: int, elements: int, is_causal: bool) -> Iterator[Tile]:
-    """Cut the rows of a map into pieces: whole images where they fit, else heads of one, else queries of one.
+    """Cut the rows of a map into tiles: full images where they fit, else heads of one image, else queries of one head.
 
     Args:
         images: B.
         heads: H.
         tokens: N.
-        elements: Probabilities held at once.
+        elements: Size of a tile in elements.
         is_causal: A query sees keys up to its own position.
 
     Yields:
@@ -40,13 +40,13 @@ def cut_map(images: int, heads: int, tokens: int, elements: int, is_causal: bool
     for image in range(0, images, steps[0]):
         for head in range(0, heads, steps[1]):
             for query in range(0, tokens, max(1, rows)):
-                # Slices that end past the end are cut off by indexing.
-                whole = slice(image, image + steps[0]), slice(head, head + steps[1])
-                yield *whole, slice(query, min(query + rows, tokens))
+                # Indexing clips slices that end past the end.
+                leading = slice(image, image + steps[0]), slice(head, head + steps[1])
+                yield *leading, slice(query, min(query + rows, tokens))
 
 
 def hide_later(score: Tensor) -> None:
-    """Hide the keys behind each query from it, in place, where the last key is the last query's own.
+    """Mask the keys after each query, in place; the last key and the last query are the same token.
 
     Args:
         score: Products of queries and keys (..., queries, keys).

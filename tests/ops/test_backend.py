@@ -68,12 +68,12 @@ def test_every_version_says_how_and_every_preferred_kernel_why() -> None:
 def test_an_op_registers_once_and_serves_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "OPS", {})
     kernel = Version(torch.neg, "a kernel", Backend.TRITON, (torch.float32,), why="it is quicker")
-    with pytest.raises(ValueError, match="must be in torch's operations and take everything"):
+    with pytest.raises(ValueError, match="must use torch operations and support every input"):
         register("negate", kernel, Version(torch.neg, "torch's neg", dtypes=(torch.float32,)))
     register("negate", kernel, Version(torch.neg, "torch's neg"))
     assert choices("cpu") == "negate: torch (torch's neg)"
     assert choose("negate", torch.ones(1)).run(torch.ones(1)).item() == -1
-    with pytest.raises(ValueError, match="'negate' is registered already"):
+    with pytest.raises(ValueError, match="'negate' is already registered"):
         register("negate", Version(torch.neg, "torch's neg"))
 
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_forced_is_refused_with_what_can(arguments: tuple[str, ..
 def test_a_forced_backend_that_cannot_serve_raises_and_says_what_can() -> None:
     index = torch.tensor([[0]])
     with use("triton"):
-        with pytest.raises(ValueError, match=r"not torch.float64; torch can serve"):
+        with pytest.raises(ValueError, match=r"not torch.float64; torch can run it"):
             gather_rows(torch.zeros(1, 2, 3, dtype=torch.float64), index)
         if INTERPRETED:
             with pytest.raises(ValueError, match="interpreter computes wrongly in bfloat16"):
@@ -144,7 +144,7 @@ def test_machines_without_triton_import_and_run() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "3.0\n"
-    assert "ValueError: triton is not installed; torch can serve" in done.stderr
+    assert "ValueError: triton is not installed; torch can run it" in done.stderr
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
@@ -170,7 +170,7 @@ def test_what_is_printed_as_the_choice_is_what_runs(monkeypatch: pytest.MonkeyPa
             lambda: packed_attention(rows, rows, rows, ends, 40),
             "a call of fused attention for each image",
         ),
-        (lambda: gather_rows(rows, torch.tensor([[0]] * 40)), "rows copied whole"),
+        (lambda: gather_rows(rows, torch.tensor([[0]] * 40)), "copies of rows"),
         (lambda: gather_rows(rows.transpose(1, 2), torch.tensor([[0]] * 40)), "torch's gather"),
     ):
         run()

@@ -95,7 +95,7 @@ def test_xformers_attends_alike_where_it_is_installed(causal: bool) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "xformers is not installed; torch can serve"),
+        (None, "xformers is not installed; torch can run it"),
         ("import a_missing_library", "xformers is installed but cannot be used: ModuleNotFoundError"),
         ("raise OSError('built for another torch')", "cannot be used: OSError: built for another torch; torch can"),
     ],

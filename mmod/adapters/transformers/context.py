@@ -98,7 +98,7 @@ def attend_to_all(
     # The mask is not read; where there is none, hosts lay keys out in another way.
     whole = {**arguments, "past_key_values": taking, "attention_mask": narrowed["attention_mask"]}
     try:
-        with PartialProjections(_projections(layer.get_submodule("self_attn")), own=False):
+        with PartialProjections(_projections(layer.get_submodule("self_attn")), queries=False):
             forward(x_BND, **whole)
     except _Taken:
         pass
@@ -136,7 +136,7 @@ def attend_to_given(
     """
     if not z_BKD.shape[1]:
         return z_BKD
-    with PartialProjections(_projections(layer.get_submodule("self_attn")), own=True):
+    with PartialProjections(_projections(layer.get_submodule("self_attn")), queries=True):
         return forward(z_BKD, **{**narrowed, "past_key_values": _GivingCache(given)})
 
 
@@ -150,9 +150,13 @@ def _found(taken: tuple[Tensor, Tensor] | None, layer: nn.Module) -> tuple[Tenso
 
 
 def _projections(attention: Any) -> list[Projection]:
-    """Return the projections in front of attention; keys and values stand last where all three are one."""
+    """Return the projections before attention; in a fused one, keys and values come last."""
     fused = getattr(attention, "qkv_proj", None)
     if fused is not None:
-        return [Projection(fused.weight, own=int(attention.config.num_attention_heads) * int(attention.head_dim))]
-    query, others = attention.q_proj, (attention.k_proj, attention.v_proj)
-    return [Projection(query.weight, int(query.weight.shape[0])), *(Projection(each.weight, 0) for each in others)]
+        features = int(attention.config.num_attention_heads) * int(attention.head_dim)
+        return [Projection(fused.weight, features)]
+    query, keys_values = attention.q_proj, (attention.k_proj, attention.v_proj)
+    return [
+        Projection(query.weight, int(query.weight.shape[0])),
+        *(Projection(linear.weight, 0) for linear in keys_values),
+    ]

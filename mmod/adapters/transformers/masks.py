@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import KeptTokens
-from mmod.ops.views import visible
+from mmod.ops.views import is_visible
 from mmod.routing import Routing
 
 
@@ -169,4 +169,4 @@ def valid_tokens(mask: Any, source: Tensor, seen: Tensor | int) -> Tensor:
         places = slice(seen, seen + tokens) if isinstance(seen, int) else own + seen
         return mask[:, places].to(source.device).bool()
     own_BN = mask[:, 0, own, own + seen - first_column(mask.shape[-1], seen + tokens)]
-    return visible(own_BN).expand(samples, -1).to(source.device)
+    return is_visible(own_BN).expand(samples, -1).to(source.device)

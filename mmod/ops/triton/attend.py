@@ -122,13 +122,13 @@ def _empty_results(q_THE: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @attend_rows.register_fake
-def _(q_THE, *rest):  # type: ignore[no-untyped-def]
+def _(q_THE, *unused):  # type: ignore[no-untyped-def]
     return _empty_results(q_THE)
 
 
 @attend_rows_backward.register_fake
-def _(grad_out, *rest):  # type: ignore[no-untyped-def]
-    return tuple(x.new_empty(x.shape) for x in rest[:3])
+def _(grad_out, *others):  # type: ignore[no-untyped-def]
+    return tuple(x.new_empty(x.shape) for x in others[:3])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -154,11 +154,11 @@ def _pairs(q_THE: Any, start: Any, longest: int) -> int:
 
 
 @register_flop_formula(torch.ops.mmod.attend_rows, get_raw=True)
-def _forward_flops(q_THE, k_THE, v_THE, start, longest, *rest, **kwargs):  # type: ignore[no-untyped-def]
+def _forward_flops(q_THE, k_THE, v_THE, start, longest, *unused, **kwargs):  # type: ignore[no-untyped-def]
     return 4 * _pairs(q_THE, start, longest) * q_THE.shape[1] * q_THE.shape[2]
 
 
 @register_flop_formula(torch.ops.mmod.attend_rows_backward, get_raw=True)
-def _backward_flops(grad_out, q_THE, k_THE, v_THE, out, lse, start, longest, *rest, **kwargs):  # type: ignore[no-untyped-def]
+def _backward_flops(grad_out, q_THE, k_THE, v_THE, out, lse, start, longest, *unused, **kwargs):  # type: ignore[no-untyped-def]
     # Scores and their gradient are computed once more, then three products: five to the forward pass's two.
     return 10 * _pairs(q_THE, start, longest) * q_THE.shape[1] * q_THE.shape[2]

@@ -41,10 +41,10 @@ def _hide(score, row_m, row_n, inside_n, valid, CAUSAL: tl.constexpr):  # type: 
     """Give pairs that may not attend the score minus infinity: padding, later tokens, places past the end."""
     if valid is not None:
         inside_n = inside_n & (tl.load(valid + row_n, mask=inside_n, other=0) != 0)
-    seen = inside_n[None, :]
+    visible = inside_n[None, :]
     if CAUSAL:
-        seen = seen & (row_m[:, None] >= row_n[None, :])
-    return tl.where(seen, score, -float("inf"))
+        visible = visible & (row_m[:, None] >= row_n[None, :])
+    return tl.where(visible, score, -float("inf"))
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _softmax_step(  # type: ignore[no-untyped-def]
     top, total, mixed, x_q, row_m, k, v, k_row, v_row, valid, first, length, begin, scale,
     width: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr, HIDE: tl.constexpr,
 ):  # fmt: skip
-    """Take one more block of keys into the running softmax; without HIDE, all of them are seen by every query."""
+    """Take one more block of keys into the running softmax; without HIDE, every query sees all of them."""
     offset_n = begin + tl.arange(0, BLOCK_N)
     inside_n = offset_n < length
     row_n = first + offset_n
@@ -75,7 +75,7 @@ def _softmax_step(  # type: ignore[no-untyped-def]
     highest = tl.maximum(top, tl.max(score, 1) * scale)
     base = highest
     if HIDE:
-        # A row that has seen no key yet: minus infinity less itself is NaN.
+        # For a row without a visible key so far, -inf - (-inf) is NaN.
         base = tl.where(highest == -float("inf"), 0.0, highest)
     share = tl.exp2(score * scale - base[:, None])
     decay = tl.exp2(top - base)
@@ -98,21 +98,21 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     end = tl.where(tl.program_id(0) % blocks * BLOCK_M < length, length, 0)
     if CAUSAL:
         end = tl.minimum(end, (tl.program_id(0) % blocks + 1) * BLOCK_M)
-    whole = end // BLOCK_N * BLOCK_N
+    full_end = end // BLOCK_N * BLOCK_N
     if CAUSAL or valid is not None:
-        whole = end * 0
+        full_end = end * 0
     x_q = load_rows(q + head * q_head, row_m, q_row, inside_m, width, BLOCK_E)
     k += head // group * k_head
     v += head // group * v_head
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for begin in range(0, whole, BLOCK_N):
+    for begin in range(0, full_end, BLOCK_N):
         top, total, mixed = _softmax_step(
             top, total, mixed, x_q, row_m, k, v, k_row, v_row, valid, first, length, begin, scale * LOG2_E,
             width, BLOCK_N, BLOCK_E, CAUSAL, False,
         )  # fmt: skip
-    for begin in range(whole, end, BLOCK_N):
+    for begin in range(full_end, end, BLOCK_N):
         top, total, mixed = _softmax_step(
             top, total, mixed, x_q, row_m, k, v, k_row, v_row, valid, first, length, begin, scale * LOG2_E,
             width, BLOCK_N, BLOCK_E, CAUSAL, True,

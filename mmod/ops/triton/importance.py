@@ -34,9 +34,9 @@ def column_kernel(  # type: ignore[no-untyped-def]
     x_k = load_rows(
         k + image * k_image + head // group * k_head, offset_n.to(tl.int64), k_row, inside_n, width, BLOCK_E
     )
-    seen_n = inside_n
+    visible_n = inside_n
     if valid_k is not None:
-        seen_n = seen_n & (tl.load(valid_k + image * valid_k_image + offset_n, mask=inside_n, other=0) != 0)
+        visible_n = visible_n & (tl.load(valid_k + image * valid_k_image + offset_n, mask=inside_n, other=0) != 0)
     q += image * q_image + head * q_head
     lse += image * lse_image + head * lse_head
     received = tl.zeros([BLOCK_N], tl.float32)
@@ -56,7 +56,7 @@ def column_kernel(  # type: ignore[no-untyped-def]
         if CAUSAL:
             score = tl.where(offset_m[None, :] >= offset_n[:, None], score, -float("inf"))
         received += tl.sum(tl.exp2(score - norm[None, :]), 1)
-    received = tl.where(seen_n, received, 0.0)
+    received = tl.where(visible_n, received, 0.0)
     tl.store(sums + (image * heads + head) * tokens + offset_n, received, mask=inside_n)
 
 
@@ -108,12 +108,12 @@ def column_sums(
 
 
 @column_sums.register_fake
-def _(q_BHNE, k_BHNE, *rest):  # type: ignore[no-untyped-def]
+def _(q_BHNE, k_BHNE, *unused):  # type: ignore[no-untyped-def]
     return q_BHNE.new_empty(q_BHNE.shape[0], q_BHNE.shape[2], dtype=torch.float32)
 
 
 @register_flop_formula(torch.ops.mmod.column_sums)
-def _flops(q_shape, k_shape, *rest, **kwargs):  # type: ignore[no-untyped-def]
+def _flops(q_shape, k_shape, *unused, **kwargs):  # type: ignore[no-untyped-def]
     images, heads, tokens, width = q_shape
     return 2 * images * heads * tokens * tokens * width
 
@@ -141,7 +141,7 @@ def attend_fused(
 
 
 def attend_batch(
-    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, seen_BN: Tensor | None, is_causal: bool, scale: float
+    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, visible_BN: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend by our own kernel and return the rows' log-sum-exp.
 
@@ -149,7 +149,7 @@ def attend_batch(
         q_BHNE: Queries (B, H, N, E).
         k_BHNE: Keys, of as many heads or of a divisor of that (B, H or fewer, N, E).
         v_BHNE: Values, like keys.
-        seen_BN: False for keys that nobody attends to (B, N), or None.
+        visible_BN: False for keys that nobody attends to (B, N), or None.
         is_causal: A query sees keys up to its own position.
         scale: Factor of the products.
 
@@ -159,7 +159,7 @@ def attend_batch(
     images, _, tokens, _ = q_BHNE.shape
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHNE, k_BHNE, v_BHNE))
     start = torch.arange(images + 1, dtype=torch.int32, device=q_BHNE.device) * tokens
-    valid = None if seen_BN is None else seen_BN.flatten()
+    valid = None if visible_BN is None else visible_BN.flatten()
     out, lse = attend_rows(*rows, start, tokens, valid, is_causal, scale)
     lse_BHN = lse.unflatten(1, (images, tokens)).transpose(0, 1) * math.log(2)
     return out.unflatten(0, (images, tokens)).transpose(1, 2), lse_BHN

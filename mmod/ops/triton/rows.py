@@ -118,7 +118,7 @@ def gather_norm_kernel(  # type: ignore[no-untyped-def]
     CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the named rows, and beside each write it normalised; CHANNELS spans a whole row."""
+    """Copy the selected rows and write them normalised; CHANNELS spans a row."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, CHANNELS).to(tl.int64)
     inside, across = row < rows, channel < channels

@@ -76,8 +76,10 @@ def select_kernel(  # type: ignore[no-untyped-def]
         wanted = (number.to(tl.int64) * numerator // denominator).to(tl.int32)
         wanted = tl.minimum(tl.maximum(wanted, least), number)
         kept = _first(key, wanted)
-        rest = chosen & ~kept
-        slot = tl.where(kept, tl.cumsum(kept.to(tl.int32), axis=0), wanted + tl.cumsum(rest.to(tl.int32), axis=0)) - 1
+        dropped = chosen & ~kept
+        slot = (
+            tl.where(kept, tl.cumsum(kept.to(tl.int32), axis=0), wanted + tl.cumsum(dropped.to(tl.int32), axis=0)) - 1
+        )
         tl.store(filled + image * slots + slot, kept.to(tl.uint8), mask=chosen)
     else:
         slot = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
