@@ -164,8 +164,8 @@ def test_what_is_printed_as_the_choice_is_what_runs(monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(OPS, name, op._replace(plain=tuple(map(noted, op.plain))))
     q, rows, ends = torch.randn(1, 2, 40, 8), torch.randn(40, 2, 8), torch.tensor([0, 40])
     for run, how in (
-        (lambda: attention_with_importance(q, q, q), "one map in pieces for output and importance"),
-        (lambda: attention_with_importance(q, q, q, dropout=0.1), "fused attention, and the map again in pieces"),
+        (lambda: attention_with_importance(q, q, q), "one map in tiles for output and importance"),
+        (lambda: attention_with_importance(q, q, q, dropout=0.1), "fused attention, and the map again in tiles"),
         (
             lambda: packed_attention(rows, rows, rows, ends, 40),
             "a call of fused attention for each image",

@@ -52,7 +52,7 @@ def test_types_that_differ_are_refused(op: str, backend: str) -> None:
     q = torch.randn(1, 2, 9, 16)
     with (
         use(backend, op),
-        pytest.raises(ValueError, match=r"one type, got torch.float32, torch.float32 and torch.float16"),
+        pytest.raises(ValueError, match=r"one dtype, got torch.float32, torch.float32 and torch.float16"),
     ):
         OPS[op](q, q, q.half())
 
