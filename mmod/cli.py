@@ -63,9 +63,7 @@ COMMANDS = {
     ),
     "report FOLDER...": Command("mmod.report.command", "one page of what studies and audits found, for a browser"),
     "benchmark MODE": Command("mmod.benchmarks.command", "time models, ops, generation, drafts, or a suite of them"),
-    "data COMMAND": Command(
-        "mmod.data.commands", "build an embedded set, convert a table of pairs, check conversations"
-    ),
+    "data SET": Command("mmod.data.commands", "build an embedded data set, or draw a picture of it"),
     "configs [NAME]": Command("mmod.io.configs", "list the configs that come with mmod, or print one"),
 }
 # Those that end with a page of what they found; their `main` returns its folder.

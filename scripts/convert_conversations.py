@@ -1,8 +1,119 @@
-"""Check conversations in LLaVA's JSON format: `python scripts/convert_conversations.py --help` says how."""
+"""Check conversations in LLaVA's JSON format: every record, and every image to its last byte.
 
+    python scripts/convert_conversations.py data/llava_v1_5_mix665k.json data/checked --images data/images
+    python scripts/convert_conversations.py data/mine.jsonl data/checked --on_fault drop --shards true
+
+The checked set is OUTPUT/conversations.json in the same format; dropped.csv lists invalid records with the reason. The
+same command resumes an interrupted check. Invalid records are dropped only with `--on_fault drop`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
 import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from mmod.data.commands import main
+from mmod.data.corrupt import CorruptDataError, UnusableError
+from mmod.data.packing import DROPPED, PackConfig, check_image, pack_shards, run_conversion, write_report
+from mmod.data.readers.image_files import ImageFiles
+from mmod.data.readers.images import file_extension
+from mmod.data.records import check_record, image_names, read_records
+from mmod.io.files import write_atomically
+from mmod.values import check_fields
+
+CHECKED = "conversations.json"
+
+
+@dataclass(frozen=True)
+class ConversationsConversion(PackConfig):
+    """Settings of a check of conversations.
+
+    Args:
+        shard_size: Records that are checked before progress is saved, and records per shard.
+        on_fault: "raise" checks all records, writes the report, and then fails if any is invalid, without a checked
+            set. "drop" removes invalid records; it reuses what "raise" has checked.
+        shards: Also write webdataset shards that contain the images.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    shard_size: int = 5000
+    on_fault: Literal["raise", "drop"] = "raise"
+    shards: bool = False
+
+    def __post_init__(self) -> None:
+        if Path(self.source).suffix not in (".json", ".jsonl"):
+            raise ValueError(f"source={self.source!r} must end in .json or .jsonl")
+        check_fields(self, **dict.fromkeys(("shard_size", "min_size", "threads"), "[1, inf)"))
+
+
+def convert_conversations(config: ConversationsConversion, progress: bool = True) -> dict[str, Any]:
+    """Check every record and image and return the report; an interrupted check resumes.
+
+    Raises:
+        FileNotFoundError: If the source does not exist.
+        FileExistsError: If the output holds other files, or a check of another source or with other settings.
+        ValueError: If the source is no list of records.
+        CorruptDataError: If a record is invalid and `on_fault` is "raise"; the report is written first.
+    """
+    records = read_records(Path(config.source))
+    if not records:
+        raise ValueError(f"{config.source!r} holds no record")
+    files = ImageFiles(config.images or Path(config.source).parent, config.follow_links)
+    _, dropped = pack_shards(
+        config,
+        records,
+        len(records),
+        lambda number, record: _check(record, config, files),
+        lambda record: str(record.get("id", "")) if isinstance(record, Mapping) else "",
+        # Hidden until all records are checked: with on_fault="raise" an incomplete set must not look like a set.
+        shards=".{}.tar" if config.shards else None,
+        free_keys=("threads", "output", "on_fault"),
+        progress=progress,
+    )
+    invalid = {row[0] for row in dropped}
+    valid = [record for number, record in enumerate(records) if number not in invalid]
+    images = Counter(len(image_names(record)) for record in valid)
+    report = write_report(
+        config, len(valid), dropped, records_by_images={str(count): images[count] for count in sorted(images)}
+    )
+    folder = Path(config.output)
+    if dropped and config.on_fault == "raise":
+        raise CorruptDataError(
+            f"{len(dropped)} of {len(records)} records are invalid: {report['dropped']}; "
+            f"{folder / DROPPED} lists them, and on_fault='drop' removes them"
+        )
+    for path in folder.glob(".*.tar"):
+        os.replace(path, folder / path.name.removeprefix("."))
+    write_atomically(folder / CHECKED, json.dumps(valid, ensure_ascii=False) + "\n")
+    return report
+
+
+def _check(record: Any, config: ConversationsConversion, files: ImageFiles) -> dict[str, bytes]:
+    """Check a record and its images; return the members of its sample."""
+    try:
+        check_record(record)
+    except ValueError as error:
+        raise UnusableError("invalid record", str(error)) from error
+    members = {"json": json.dumps(record).encode()}
+    for place, name in enumerate(image_names(record)):
+        data = files.read(name)
+        image, _ = check_image(data, config.min_size, f"{name}: ")
+        # The extension follows the content; file names may lie.
+        members[f"{place}.{file_extension(image)}"] = data
+    return members
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Check as a command line says."""
+    run_conversion(ConversationsConversion, convert_conversations, __doc__, arguments)
+
 
 if __name__ == "__main__":
-    main(["convert-conversations", *sys.argv[1:]])
+    main(sys.argv[1:])

@@ -1,8 +1,244 @@
-"""Convert a table of images and captions to webdataset shards: `python scripts/convert_pairs.py --help` says how."""
+"""Convert a table of images and captions to webdataset shards.
 
+    python scripts/convert_pairs.py data/captions.csv data/shards --image_column file --resize 384
+    python scripts/convert_pairs.py annotations/captions_train2017.json data/coco --images data/train2017
+
+SOURCE is a .csv, .tsv or .parquet table, or COCO's caption annotations in .json. The same command resumes an
+interrupted conversion. Rows that cannot be converted are listed in dropped.csv with the reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mmod.data.commands import main
+from PIL import Image
+
+from mmod.data.corrupt import UnusableError
+from mmod.data.packing import PackConfig, check_image, pack_shards, run_conversion, write_report
+from mmod.data.readers.image_files import ImageFiles
+from mmod.data.readers.images import file_extension, is_deep
+from mmod.data.synthetic.build import SIZES
+from mmod.io.files import check_regular, parse_json, write_atomically
+from mmod.values import check_fields
+
+SUFFIXES = (".csv", ".tsv", ".parquet", ".json")
+# Formats that every reader of shards decodes; other images are re-encoded as JPEG.
+_PORTABLE = ("JPEG", "PNG", "WEBP")
+
+
+@dataclass(frozen=True)
+class PairsConversion(PackConfig):
+    """Settings of a conversion of a table.
+
+    Args:
+        image_column: Column of image paths; in Parquet also of encoded images (bytes, or a record with `bytes`).
+        caption_column: Column of captions.
+        resize: Shrink images to this length of the shorter side, in pixels; None keeps files unchanged.
+        max_aspect: Images with a higher ratio of longer to shorter side are dropped.
+        quality: JPEG quality of re-encoded images: resized ones, grey ones with more than 8 bits, and formats other
+            than JPEG, PNG and WebP.
+
+    Raises:
+        ValueError: If a value is out of range, or the format of the table is unknown.
+    """
+
+    image_column: str = "image"
+    caption_column: str = "caption"
+    resize: int | None = None
+    max_aspect: float = 20.0
+    quality: int = 95
+
+    def __post_init__(self) -> None:
+        if self._suffix not in SUFFIXES:
+            raise ValueError(f"source={self.source!r} must end in {', '.join(SUFFIXES)}")
+        minimum_1 = dict.fromkeys(("shard_size", "min_size", "threads", "max_aspect", "resize"), "[1, inf)")
+        check_fields(self, quality="[1, 100]", **minimum_1)
+
+    @property
+    def _suffix(self) -> str:
+        return Path(self.source).suffix.lower()
+
+
+class TableRow(NamedTuple):
+    """One row of a table; its values may have any type.
+
+    Attributes:
+        image: Path of an image, an encoded image, or a record of either.
+        caption: The caption.
+        fault: Why the row cannot be read; empty for a valid row.
+    """
+
+    image: Any
+    caption: Any
+    fault: str = ""
+
+
+def convert_pairs(config: PairsConversion, progress: bool = True) -> dict[str, Any]:
+    """Convert a table to shards and return the report; an interrupted conversion resumes.
+
+    The shards come with `sizes.json` (samples per shard, for open_clip's training program), `dropped.csv` and
+    `report.json`.
+
+    Raises:
+        FileNotFoundError: If the table does not exist.
+        FileExistsError: If the output holds other files, or a conversion of another table or with other settings.
+        ValueError: If the table has no rows or lacks a column; the message names its columns.
+        ModuleNotFoundError: If the table is Parquet and pyarrow is not installed.
+    """
+    total = count_rows(config)
+    if not total:
+        raise ValueError(f"{config.source!r} holds no row")
+    files = ImageFiles(config.images or Path(config.source).parent, config.follow_links)
+    counts, dropped = pack_shards(
+        config,
+        read_rows(config),
+        total,
+        lambda number, row: _convert(number, row, config, files),
+        lambda row: row.image if isinstance(row.image, str) else "(bytes)",
+        progress=progress,
+    )
+    shards = {f"{number}.tar": samples for number, samples in counts.items()}
+    write_atomically(Path(config.output) / SIZES, json.dumps(shards, indent=2) + "\n")
+    return write_report(config, sum(shards.values()), dropped, shards=shards)
+
+
+def _convert(number: int, row: TableRow, config: PairsConversion, files: ImageFiles) -> dict[str, bytes]:
+    """Return the members of a row's sample."""
+    if row.fault:
+        raise UnusableError("invalid row", row.fault)
+    caption = _check_caption(row.caption)
+    extension, data, size, original = _encode(_read_image(row.image, files), config)
+    record = {"caption": caption, "row": number, "status": "success", "width": size[0], "height": size[1]}
+    record |= {"original_width": original[0], "original_height": original[1]}
+    if isinstance(row.image, str):
+        record["url"] = row.image
+    return {extension: data, "txt": caption.encode(), "json": json.dumps(record).encode()}
+
+
+def _check_caption(caption: Any) -> str:
+    if not isinstance(caption, str) or not caption.strip():
+        raise UnusableError("no caption", repr(caption))
+    try:
+        caption.encode()
+    except UnicodeEncodeError as error:
+        raise UnusableError("caption is not UTF-8", ascii(caption)) from error
+    return caption.strip()
+
+
+def _read_image(image: Any, files: ImageFiles) -> bytes:
+    if isinstance(image, dict):
+        image = image.get("bytes") or image.get("path")
+    if isinstance(image, bytes) and image:
+        return image
+    if not isinstance(image, str) or not image.strip():
+        raise UnusableError("no image", repr(image))
+    return files.read(image)
+
+
+def _encode(data: bytes, config: PairsConversion) -> tuple[str, bytes, tuple[int, int], tuple[int, int]]:
+    """Check an image and re-encode it where needed; return extension, file, and its size after and before."""
+    opened, image = check_image(data, config.min_size)
+    original, short = opened.size, min(opened.size)
+    if max(original) > config.max_aspect * short:
+        raise UnusableError("image too long", f"{original[0]} x {original[1]}")
+    target = min(short, config.resize or short)
+    if opened.format in _PORTABLE and not is_deep(opened) and target == short:
+        return file_extension(opened), data, original, original
+    if target < short:
+        width, height = (max(target, round(side * target / short)) for side in original)
+        image = image.resize((width, height), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    image.save(file, format="JPEG", quality=config.quality)
+    return "jpg", file.getvalue(), image.size, original
+
+
+def count_rows(config: PairsConversion) -> int:
+    """Return the number of rows, after checking that the table can be read to its end."""
+    check_regular(config.source)
+    if config._suffix == ".parquet":
+        return int(_open_parquet(config).metadata.num_rows)
+    return sum(1 for _ in read_rows(config))
+
+
+def read_rows(config: PairsConversion) -> Iterator[TableRow]:
+    """Yield the rows of a table in order."""
+    return {".parquet": _read_parquet, ".json": _read_coco}.get(config._suffix, _read_csv)(config)
+
+
+def _read_csv(config: PairsConversion) -> Iterator[TableRow]:
+    # surrogateescape: invalid UTF-8 invalidates one row instead of the table.
+    with open(config.source, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        reader = csv.DictReader(file, delimiter="\t" if config._suffix == ".tsv" else ",")
+        try:
+            _check_columns(config, list(reader.fieldnames or ()))
+            for row in reader:
+                # Usually the text after a comma in an unquoted caption.
+                extra = [text for text in row.get(None) or [] if text]
+                fault = f"{extra!r} beyond the last column" if extra else ""
+                yield TableRow(row[config.image_column], row[config.caption_column], fault)
+        except csv.Error as error:
+            raise ValueError(f"{config.source!r}, line {reader.line_num}: {error}") from error
+
+
+def _read_parquet(config: PairsConversion) -> Iterator[TableRow]:
+    columns = [config.image_column, config.caption_column]
+    for batch in _open_parquet(config).iter_batches(batch_size=256, columns=columns):
+        yield from map(TableRow, *(batch.column(name).to_pylist() for name in columns))
+
+
+def _open_parquet(config: PairsConversion) -> Any:
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("a .parquet table needs the package pyarrow: pip install pyarrow") from error
+    try:
+        file = ParquetFile(config.source)
+    except ValueError as error:
+        raise ValueError(f"{config.source!r} is no Parquet table: {error}") from error
+    _check_columns(config, file.schema_arrow.names)
+    return file
+
+
+def _read_coco(config: PairsConversion) -> Iterator[TableRow]:
+    content = parse_json(Path(config.source).read_bytes(), repr(config.source))
+    content = content if isinstance(content, dict) else {}
+    images, annotations = content.get("images"), content.get("annotations")
+    if not isinstance(images, list) or not isinstance(annotations, list):
+        raise ValueError(f"{config.source!r} is no COCO annotation file: it needs lists `images` and `annotations`")
+    names: dict[Any, Any] = {}
+    for place, image in enumerate(images):
+        if not isinstance(image, dict) or not isinstance(image.get("id"), (int, str)) or "file_name" not in image:
+            raise ValueError(f"{config.source!r}: image {place} is not of the form {{id, file_name}}")
+        if names.setdefault(image["id"], image["file_name"]) != image["file_name"]:
+            raise ValueError(f"{config.source!r}: two images have the id {image['id']!r}")
+    for place, annotation in enumerate(annotations):
+        if not isinstance(annotation, dict) or not isinstance(annotation.get("image_id"), (int, str)):
+            yield TableRow(None, None, f"annotation {place} is not of the form {{image_id, caption}}")
+        else:
+            yield TableRow(names.get(annotation["image_id"]), annotation.get("caption"))
+
+
+def _check_columns(config: PairsConversion, columns: list[str]) -> None:
+    for field in ("image_column", "caption_column"):
+        name = getattr(config, field)
+        if columns.count(name) != 1:
+            raise ValueError(
+                f"{config.source!r} has {'no' if name not in columns else 'more than one'} column {name!r} ({field}); "
+                f"it has {', '.join(columns)}"
+            )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Convert as a command line says."""
+    run_conversion(PairsConversion, convert_pairs, __doc__, arguments)
+
 
 if __name__ == "__main__":
-    main(["convert-pairs", *sys.argv[1:]])
+    main(sys.argv[1:])

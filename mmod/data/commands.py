@@ -1,4 +1,4 @@
-"""Command lines for data: builds of the embedded sets, and conversions of a user's own tables and conversations."""
+"""Command lines that build the embedded data sets."""
 
 from __future__ import annotations
 
@@ -19,20 +19,6 @@ _BUILD = """Build the embedded set "{0.title}" as webdataset shards, or draw a p
 %(prog)s runs/data/mine
 %(prog)s runs/data/mine --difficulty hard --clutter 24
 %(prog)s --montage {0.name}.png"""
-_PAIRS = """Convert a table of images and captions to webdataset shards.
-
-%(prog)s data/captions.csv data/shards --image_column file --resize 384
-%(prog)s annotations/captions_train2017.json data/coco --images data/train2017
-
-SOURCE is a .csv, .tsv or .parquet table or COCO's caption annotations in .json. Started again, the same command goes on
-where it was interrupted; rows that become no sample are reported with the reason."""
-_CONVERSATIONS = """Check conversations in LLaVA's JSON format.
-
-%(prog)s data/llava_v1_5_mix665k.json data/checked --images data/images
-%(prog)s data/mine.jsonl data/checked --on_fault drop --shards true
-
-Every image is opened, every role and the number of `<image>` checked. Started again, the same command goes on where it
-was interrupted. Records with a fault are listed with the reason, and left out only with `--on_fault drop`."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -97,7 +83,13 @@ def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[.
     """
     names: dict[str, Any] = {"choices": list(dataset.difficulties), "default": "default"}
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser = _create_parser(description=_BUILD.format(dataset), prog=prog)
+    parser = ArgumentParser(
+        description=_BUILD.format(dataset),
+        prog=prog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        parser_mode=STRICT,
+    )
     for each in (first, parser):
         each.add_argument("--difficulty", "--level", **names, help="named parameters to start from")
     parser.add_argument("root", nargs="?", help="folder of the build")
@@ -130,40 +122,10 @@ def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[.
     return config
 
 
-def _convert_pairs(arguments: Sequence[str], prog: str) -> None:
-    from mmod.data.convert.pairs import ConvertConfig, convert_pairs
-
-    print(convert_pairs(_parse_conversion(_PAIRS, ConvertConfig, arguments, prog)))
-
-
-def _convert_conversations(arguments: Sequence[str], prog: str) -> None:
-    from mmod.data.convert.conversations import ConvertConversationsConfig, convert_conversations
-
-    print(convert_conversations(_parse_conversion(_CONVERSATIONS, ConvertConversationsConfig, arguments, prog)))
-
-
-def _parse_conversion(description: str, kind: Callable[..., Any], arguments: Sequence[str], prog: str) -> Any:
-    """Read the config of a conversion from `SOURCE OUTPUT [--key value]`."""
-    parser = _create_parser(description=description, usage="%(prog)s SOURCE OUTPUT [--key value]", prog=prog)
-    parser.add_class_arguments(kind)
-    words = list(arguments)
-    if len(words) > 1 and not words[0].startswith("-"):
-        words = ["--source", words[0], "--output", *words[1:]]
-    return kind(**parser.parse_args(words).as_dict())
-
-
-def _create_parser(**options: Any) -> ArgumentParser:
-    return ArgumentParser(
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, parser_mode=STRICT, **options
-    )
-
-
 COMMANDS: dict[str, Callable[[Sequence[str], str], None]] = {
     "digits": _digits,
     "crowds": _crowds,
     "scenes": _scenes,
     "questions": _questions,
-    "convert-pairs": _convert_pairs,
-    "convert-conversations": _convert_conversations,
 }
 """Name of each command to what takes its arguments and the program's name."""

@@ -14,10 +14,30 @@ from typing import Any, Literal, NamedTuple
 from mmod.values import one_of
 
 OnCorrupt = Literal["raise", "skip"]
+# Longer than any path that a file can have.
+_MAX_DETAILS = 5000
 
 
 class CorruptDataError(ValueError):
     """A sample or a shard that cannot be read."""
+
+
+class UnusableError(ValueError):
+    """An item that cannot become a sample.
+
+    Args:
+        reason: The cause, one of a few that reports count by.
+        details: The path or value, and the error.
+    """
+
+    def __init__(self, reason: str, details: str) -> None:
+        super().__init__(reason, details)
+        self.reason = reason
+        # A record may hold megabytes where a path belongs.
+        self.details = details if len(details) <= _MAX_DETAILS else f"{details[:_MAX_DETAILS]}..."
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.details}"
 
 
 class Fault(NamedTuple):

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from mmod.data.commands import main
-from mmod.data.convert.conversations import ConvertConversationsConfig, convert_conversations
-from mmod.data.convert.pairs import ConvertConfig, convert_pairs
 from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.shards import ShardSource
 from mmod.data.synthetic.digits import DIGITS
+from scripts import convert_conversations as conversations_script
+from scripts import convert_pairs as pairs_script
+from scripts.convert_conversations import ConversationsConversion, convert_conversations
+from scripts.convert_pairs import PairsConversion, convert_pairs
 from tests.data.bad_files import IMAGE_NAMES, IMAGES, LINES, NO_JSON, PNG, RECORDS, SAID, SOUND, SPECIAL, Payload
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("trap_folder")]
@@ -31,13 +32,13 @@ def test_converters_drop_exactly_the_images_that_readers_count() -> None:
         Path(f"{number}.png").write_bytes(data)
     Path("t.csv").write_text("image,caption\n" + "".join(f"{number}.png,a\n" for number in range(len(files))))
     expected = {"image cannot be decoded": len(IMAGES)}
-    report = convert_pairs(ConvertConfig("t.csv", "pairs", max_aspect=1000), progress=False)
-    assert (report.samples, report.dropped) == (len(SOUND), expected)
+    report = convert_pairs(PairsConversion("t.csv", "pairs", max_aspect=1000), progress=False)
+    assert (report["samples"], report["dropped"]) == (len(SOUND), expected)
     records = [{"image": f"{number}.png", "conversations": SAID} for number in range(len(files))]
     Path("t.json").write_text(json.dumps(records))
-    config = ConvertConversationsConfig("t.json", "talks", on_fault="drop", shards=True)
+    config = ConversationsConversion("t.json", "talks", on_fault="drop", shards=True)
     checked = convert_conversations(config, progress=False)
-    assert (checked.kept, checked.dropped) == (len(SOUND), expected)
+    assert (checked["samples"], checked["dropped"]) == (len(SOUND), expected)
     shards = open_conversations("talks/*.tar")
     assert [shards[index].images[0].mode for index in range(len(shards))] == ["RGB"] * len(SOUND)
 
@@ -46,7 +47,7 @@ def test_converters_drop_exactly_the_images_that_readers_count() -> None:
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_files_that_are_no_json(suffix: str, name: str) -> None:
     Path(f"t{suffix}").write_bytes(NO_JSON[name])
-    config = ConvertConversationsConfig(f"t{suffix}", "out", on_fault="drop")
+    config = ConversationsConversion(f"t{suffix}", "out", on_fault="drop")
     if suffix == ".jsonl":
         # A line is a record, which may be left out; here that leaves none.
         found = json.dumps({"conversations": SAID, "image": "0.png"}).encode()
@@ -57,13 +58,13 @@ def test_files_that_are_no_json(suffix: str, name: str) -> None:
             return
         with pytest.raises(CorruptDataError, match=r"^t\.jsonl \[1\]: line 2 is no JSON"):
             open_conversations("t.jsonl")
-        assert convert_conversations(config, progress=False).dropped == {"unsound record": 1}
+        assert convert_conversations(config, progress=False)["dropped"] == {"invalid record": 1}
         return
     for read in (lambda: open_conversations("t.json"), lambda: convert_conversations(config, progress=False)):
         with pytest.raises(ValueError, match=r"^t\.json is no JSON: "):
             read()
     with pytest.raises(ValueError, match=r"'t\.json' is no JSON: "):
-        convert_pairs(ConvertConfig("t.json", "out"), progress=False)
+        convert_pairs(PairsConversion("t.json", "out"), progress=False)
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -75,8 +76,8 @@ def test_lines_are_counted_with_file_and_line(name: str) -> None:
         open_conversations("t.jsonl")
     found = open_conversations("t.jsonl", ConversationsConfig(on_corrupt="skip"))
     assert (len(found), found.report.counts) == (2, {"t.jsonl": 1})
-    config = ConvertConversationsConfig("t.jsonl", "out", on_fault="drop")
-    assert convert_conversations(config, progress=False).kept == 2
+    config = ConversationsConversion("t.jsonl", "out", on_fault="drop")
+    assert convert_conversations(config, progress=False)["samples"] == 2
     assert max(len(str(caught.value)), len(str(found.report)), Path("out/dropped.csv").stat().st_size) < 6000
 
 
@@ -96,8 +97,8 @@ def test_records_of_wrong_types(name: str) -> None:
         open_conversations("t.json")
     found = open_conversations("t.json", ConversationsConfig(on_corrupt="skip"))
     assert (len(found), found.report.counts) == (1, {"t.json": 1})
-    config = ConvertConversationsConfig("t.json", "out", on_fault="drop")
-    assert convert_conversations(config, progress=False).dropped == {"unsound record": 1}
+    config = ConversationsConversion("t.json", "out", on_fault="drop")
+    assert convert_conversations(config, progress=False)["dropped"] == {"invalid record": 1}
 
 
 COCO: dict[str, Any] = {
@@ -131,7 +132,7 @@ TABLES: dict[str, bytes] = {
 def test_tables_that_are_none(name: str) -> None:
     Path(name).write_bytes(TABLES[name])
     with pytest.raises(ValueError, match=rf"^'{re.escape(name)}'.* \S") as caught:
-        convert_pairs(ConvertConfig(name, "out"), progress=False)
+        convert_pairs(PairsConversion(name, "out"), progress=False)
     assert "\n" not in str(caught.value)
     assert not Path("out").exists()
 
@@ -143,10 +144,10 @@ def test_rows_of_wrong_types_are_dropped_with_their_reason() -> None:
     Path("0.png").write_bytes(PNG)
     rows = b"0.png,a\n0.png\n,a\n0.png,\n0.png,\xe9\n0\0.png,a\n0.png,a, b\n0.png,c,\n"
     Path("t.csv").write_bytes(b"image,caption\n" + rows)
-    report = convert_pairs(ConvertConfig("t.csv", "csv"), progress=False)
-    assert report.samples == 2
-    singles = ("no image", "caption is not UTF-8", "image cannot be read", "unsound row")
-    assert report.dropped == {"no caption": 2, **dict.fromkeys(singles, 1)}
+    report = convert_pairs(PairsConversion("t.csv", "csv"), progress=False)
+    assert report["samples"] == 2
+    singles = ("no image", "caption is not UTF-8", "image cannot be read", "invalid row")
+    assert report["dropped"] == {"no caption": 2, **dict.fromkeys(singles, 1)}
     annotations = [
         {"image_id": 1, "caption": "a"},
         None,
@@ -155,15 +156,15 @@ def test_rows_of_wrong_types_are_dropped_with_their_reason() -> None:
         {"image_id": 1, "caption": 3},
     ]
     Path("t.json").write_text(json.dumps({"images": [{"id": 1, "file_name": "0.png"}], "annotations": annotations}))
-    report = convert_pairs(ConvertConfig("t.json", "coco"), progress=False)
-    assert (report.samples, report.dropped) == (1, {"unsound row": 2, "no caption": 2})
+    report = convert_pairs(PairsConversion("t.json", "coco"), progress=False)
+    assert (report["samples"], report["dropped"]) == (1, {"invalid row": 2, "no caption": 2})
     columns = {"paths": ["0.png", "../0.png", "", None], "bytes": [PNG, PNG[:99], b"", None], "numbers": [1, 2, 3, 4]}
     for name, images in columns.items():
         for captions, kept in ((["a"] * 4, name != "numbers"), ([1, 2, 3, 4], False), ([["a"]] * 4, False)):
             pq.write_table(pa.table({"image": images, "caption": captions}), "t.parquet")
             output = f"{name}-{type(captions[0]).__name__}"
-            report = convert_pairs(ConvertConfig("t.parquet", output), progress=False)
-            assert (report.samples, sum(report.dropped.values())) == (int(kept), 4 - int(kept))
+            report = convert_pairs(PairsConversion("t.parquet", output), progress=False)
+            assert (report["samples"], sum(report["dropped"].values())) == (int(kept), 4 - int(kept))
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
@@ -177,32 +178,32 @@ def test_sources_that_are_no_files(kind: str, suffix: str) -> None:
     if suffix in ("tar", "json", "jsonl"):
         reads.append(lambda: open_conversations(path, ConversationsConfig(on_corrupt="skip")))
     if suffix in ("json", "jsonl"):
-        reads.append(lambda: convert_conversations(ConvertConversationsConfig(path, "out"), progress=False))
+        reads.append(lambda: convert_conversations(ConversationsConversion(path, "out"), progress=False))
     if suffix in ("csv", "parquet", "json"):
-        reads.append(lambda: convert_pairs(ConvertConfig(path, "out"), progress=False))
+        reads.append(lambda: convert_pairs(PairsConversion(path, "out"), progress=False))
     for read in reads:
         with pytest.raises((ValueError, OSError), match=rf"t\.{suffix}"):
             read()
 
 
 @pytest.mark.parametrize(
-    ("command", "source", "content"),
+    ("script", "source", "content"),
     [
-        ("convert-pairs", "t.csv", b"file,text\n"),
-        ("convert-pairs", "t.json", b"[" * 200_000),
-        ("convert-pairs", "t.parquet", b""),
-        ("convert-pairs", "t.csv", None),
-        ("convert-conversations", "t.json", b"{"),
-        ("convert-conversations", "t.jsonl", b"{\n"),
-        ("convert-conversations", "t.json", b'[{"image": "../0.png"}]'),
-        ("convert-conversations", "t.json", None),
+        (pairs_script, "t.csv", b"file,text\n"),
+        (pairs_script, "t.json", b"[" * 200_000),
+        (pairs_script, "t.parquet", b""),
+        (pairs_script, "t.csv", None),
+        (conversations_script, "t.json", b"{"),
+        (conversations_script, "t.jsonl", b"{\n"),
+        (conversations_script, "t.json", b'[{"image": "../0.png"}]'),
+        (conversations_script, "t.json", None),
     ],
 )
-def test_command_lines_end_with_one_message(command: str, source: str, content: bytes | None) -> None:
+def test_command_lines_end_with_one_message(script: Any, source: str, content: bytes | None) -> None:
     if content is not None:
         Path(source).write_bytes(content)
     with pytest.raises(SystemExit, match=rf"(?s)^error: .*(t\.{source[2:]}|dropped\.csv)"):
-        main([command, source, "out"])
+        script.main([source, "out"])
 
 
 @pytest.mark.parametrize("name", ["out/00000_stats.json", "out/conversion.json", "digits/manifest.json"])
@@ -214,7 +215,7 @@ def test_broken_notes_of_conversions_and_builds_are_named(name: str) -> None:
         if name.startswith("digits"):
             DIGITS.build("digits", "tiny")
         else:
-            convert_pairs(ConvertConfig("t.csv", "out"), progress=False)
+            convert_pairs(PairsConversion("t.csv", "out"), progress=False)
 
     again()
     for data in (b"", b"{", b"[]", b"null", b"[" * 200_000):

@@ -11,9 +11,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
-from mmod.data.corrupt import CorruptDataError, original_errors
+from mmod.data.corrupt import CorruptDataError, UnusableError, original_errors
 from mmod.data.loader import create_eval_stream
-from mmod.data.readers.image_files import ImageFileError
 from mmod.data.readers.pairs import create_eval_pairs
 from mmod.data.readers.text import create_eval_text
 from mmod.data.stream import BatchStream
@@ -62,7 +61,7 @@ def test_every_stream_raises_the_error_itself(
         (lambda: b"\xff".decode(), UnicodeError),
         (lambda: json.loads("{"), ValueError),
         (lambda: Path("/nowhere/0.png").read_bytes(), FileNotFoundError),
-        (lambda: throw(ImageFileError("image not found", "0.png")), ValueError),
+        (lambda: throw(UnusableError("image not found", "0.png")), ValueError),
         (lambda: throw(CorruptDataError("a.tar [7]: bad: worse")), CorruptDataError),
         (lambda: throw(RuntimeError("plain")), RuntimeError),
         (lambda: throw(AssertionError()), AssertionError),

@@ -7,29 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mmod.data.corrupt import UnusableError
 from mmod.data.readers.images import MAX_BYTES
 from mmod.io.files import check_regular
-
-# Longer than any path that a file can have.
-_LONGEST = 5000
-
-
-class ImageFileError(ValueError):
-    """An image file that is not read.
-
-    Args:
-        reason: Why not, out of a few.
-        details: The path, and what else there is to say.
-    """
-
-    def __init__(self, reason: str, details: str) -> None:
-        super().__init__(reason, details)
-        self.reason = reason
-        # A record may give megabytes for a path.
-        self.details = details if len(details) <= _LONGEST else f"{details[:_LONGEST]}..."
-
-    def __str__(self) -> str:
-        return f"{self.reason}: {self.details}"
 
 
 class ImageFiles:
@@ -62,7 +42,7 @@ class ImageFiles:
             name: Path relative to the folder, or an absolute one.
 
         Raises:
-            ImageFileError: If there is no such file.
+            UnusableError: If there is no such file.
         """
         path = os.path.join(self.folder, name)
         parent, base = os.path.split(path)
@@ -72,7 +52,7 @@ class ImageFiles:
             # A link, or something that is no sound file.
             with _faults_of(path):
                 if not self._is_inside(path):
-                    raise ImageFileError("image outside the folder", f"{path} is not in {self.folder}")
+                    raise UnusableError("image outside the folder", f"{path} is not in {self.folder}")
                 check_regular(path)
         return path
 
@@ -80,7 +60,7 @@ class ImageFiles:
         """Read the bytes of an image.
 
         Raises:
-            ImageFileError: If there is no such file, or it cannot be read.
+            UnusableError: If there is no such file, or it cannot be read.
         """
         return read_image(self.locate(name))
 
@@ -105,12 +85,12 @@ def read_image(path: str) -> bytes:
         path: The file; links are followed.
 
     Raises:
-        ImageFileError: If there is no such file, it is longer than `MAX_BYTES`, or it cannot be read.
+        UnusableError: If there is no such file, it is longer than `MAX_BYTES`, or it cannot be read.
     """
     with _faults_of(path):
         check_regular(path)
         if os.path.getsize(path) > MAX_BYTES:
-            raise ImageFileError("image file too long", f"{path} has more than {MAX_BYTES} bytes")
+            raise UnusableError("image file too long", f"{path} has more than {MAX_BYTES} bytes")
         with open(path, "rb") as file:
             return file.read(MAX_BYTES)
 
@@ -120,11 +100,11 @@ def _faults_of(path: str) -> Iterator[None]:
     """Turn what goes wrong with a file into one of a few reasons."""
     try:
         yield
-    except ImageFileError:
+    except UnusableError:
         raise
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ImageFileError("image not found", path) from error
+        raise UnusableError("image not found", path) from error
     except (OSError, ValueError) as error:
         # The latter for names that no file can have, which errors leave out, and for what is no regular file.
         details = str(error) if path in str(error) else f"{path!a}: {error}"
-        raise ImageFileError("image cannot be read", details) from error
+        raise UnusableError("image cannot be read", details) from error

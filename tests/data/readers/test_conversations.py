@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmod.data.convert.conversations import ConvertConversationsConfig, convert_conversations
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
 from mmod.data.records import Message, check_record
 from mmod.training.chat.words import create_word_processor
+from scripts.convert_conversations import ConversationsConversion, convert_conversations
 
 
 def said(*texts: str, roles: tuple[str, str] = ("human", "gpt")) -> list[dict[str, str]]:
@@ -265,7 +265,7 @@ def test_templates_that_rewrite_the_past_are_refused(talks: list[ChatSample]) ->
 
 
 def convert(folder: Path, **changes: Any) -> Any:
-    config = ConvertConversationsConfig(f"{folder}/all.json", f"{folder}/out", **{"shard_size": 2, **changes})
+    config = ConversationsConversion(f"{folder}/all.json", f"{folder}/out", **{"shard_size": 2, **changes})
     return convert_conversations(config, progress=False)
 
 
@@ -276,9 +276,9 @@ def test_conversion_lists_what_it_leaves_out(folder: Path) -> None:
         convert(folder)
     assert not (folder / "out" / "conversations.json").exists()
     report = convert(folder, on_fault="drop")
-    assert (report.records, report.kept) == (len(bad) + 3, 3)
-    assert report.images == {"0": 1, "1": 1, "2": 1}
-    assert report.dropped == {"unsound record": len(FAULTS), "image cannot be decoded": 1, "image not found": 1}
+    assert (report["items"], report["samples"]) == (len(bad) + 3, 3)
+    assert report["records_by_images"] == {"0": 1, "1": 1, "2": 1}
+    assert report["dropped"] == {"invalid record": len(FAULTS), "image cannot be decoded": 1, "image not found": 1}
     assert json.loads((folder / "out" / "conversations.json").read_text()) == [SOUND, TWO, NONE]
     assert len((folder / "out" / "dropped.csv").read_text().splitlines()) == 1 + len(bad)
     found = open_conversations(str(folder / "out" / "conversations.json"), ConversationsConfig(images=str(folder)))
@@ -286,7 +286,7 @@ def test_conversion_lists_what_it_leaves_out(folder: Path) -> None:
 
 
 def test_conversion_goes_on_where_it_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import mmod.data.convert.conversations as module
+    import scripts.convert_conversations as module
 
     write(folder, [SOUND, TWO, NONE, SOUND, {**SOUND, "id": "last"}])
     whole = convert(folder, shards=True)
@@ -347,7 +347,7 @@ def test_shards_of_what_is_called_sound_are_read_whatever_files_are_called(folde
     records = [{**SOUND, "image": name} for name in names]
     several = {"image": names, "conversations": said("<image>" * len(names) + " which ?", "first")}
     path = write(folder, [*records, several])
-    assert convert(folder, shards=True).kept == len(names) + 1
+    assert convert(folder, shards=True)["samples"] == len(names) + 1
     here, there = open_conversations(path), open_conversations(f"{folder}/out/*.tar")
     assert len(here) == len(there) == len(names) + 1
     for index in range(len(here)):
@@ -380,8 +380,8 @@ def test_broken_lines_are_named(folder: Path, line: bytes) -> None:
         open_conversations(str(path))
     found = open_conversations(str(path), ConversationsConfig(on_corrupt="skip"))
     assert (len(found), found.report.counts) == (2, {str(path): 1})
-    config = ConvertConversationsConfig(str(path), f"{folder}/out", on_fault="drop")
-    assert convert_conversations(config, progress=False).dropped == {"unsound record": 1}
+    config = ConversationsConversion(str(path), f"{folder}/out", on_fault="drop")
+    assert convert_conversations(config, progress=False)["dropped"] == {"invalid record": 1}
     assert "line 3 is no JSON" in (folder / "out" / "dropped.csv").read_text()
 
 
@@ -393,6 +393,6 @@ def test_conversion_keeps_to_its_folder(folder: Path) -> None:
     (folder / "other").mkdir()
     (folder / "other" / "file").write_text("mine")
     with pytest.raises(FileExistsError, match=r"holds files but no conversion\.json"):
-        convert_conversations(ConvertConversationsConfig(f"{folder}/all.json", f"{folder}/other"), progress=False)
+        convert_conversations(ConversationsConversion(f"{folder}/all.json", f"{folder}/other"), progress=False)
     with pytest.raises(ValueError, match="on_fault"):
-        ConvertConversationsConfig("a.json", "b", on_fault="ignore")
+        ConversationsConversion("a.json", "b", on_fault="ignore")

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import mmod.data.convert.pairs as convert
-from mmod.data.convert.pairs import ConvertConfig, convert_pairs
+import scripts.convert_pairs as script
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.shards import CAPTION, ShardSource
+from scripts.convert_pairs import PairsConversion, convert_pairs
 from tests.data.readers.test_images import DEEP, RAMP, UNSCALED
 
 
@@ -61,9 +61,9 @@ def write_csv(path: Path, rows: list[tuple[str, ...]]) -> Path:
     return path
 
 
-def config(source: Path, **changes: Any) -> ConvertConfig:
+def config(source: Path, **changes: Any) -> PairsConversion:
     options = {"images": str(source.parent / "images"), "min_size": 8, "shard_size": 6, **changes}
-    return ConvertConfig(str(source), str(source.parent / "shards"), **options)
+    return PairsConversion(str(source), str(source.parent / "shards"), **options)
 
 
 def samples(folder: Path) -> list[dict[str, bytes]]:
@@ -80,8 +80,8 @@ def samples(folder: Path) -> list[dict[str, bytes]]:
 def test_every_row_is_a_sample_or_reported_with_its_reason(folder: Path, suffix: str) -> None:
     rows = [*ROWS[:4], *DROPS, *ROWS[4:], ("large.png", "big"), ("old.bmp", "old"), ("clear.gif", "clear")]
     report = convert_pairs(config(write_csv(folder / f"t.{suffix}", rows), resize=50), progress=False)
-    assert (report.rows, report.samples) == (17, 10)
-    assert report.dropped == dict(
+    assert (report["items"], report["samples"]) == (17, 10)
+    assert report["dropped"] == dict(
         sorted(
             {"image cannot be decoded": 2, "image too small": 1, "image too long": 1, "image not found": 1}.items()
             | {"no image": 1, "no caption": 1}.items(),
@@ -102,18 +102,18 @@ def test_every_row_is_a_sample_or_reported_with_its_reason(folder: Path, suffix:
         100,
     )
     assert all("jpg" in one for one in found[-2:])
-    assert json.loads((folder / "shards/sizes.json").read_text()) == report.shards
-    assert sum(report.shards.values()) == 10
+    assert json.loads((folder / "shards/sizes.json").read_text()) == report["shards"]
+    assert sum(report["shards"].values()) == 10
     with open(folder / "shards/dropped.csv") as file:
-        dropped = [(row["image"], row["reason"]) for row in csv.DictReader(file)]
+        dropped = [(row["name"], row["reason"]) for row in csv.DictReader(file)]
     assert dropped == [(image, reason) for image, _, reason in DROPS]
-    assert "dropped 2: image cannot be decoded" in str(report)
+    assert json.loads((folder / "shards/report.json").read_text()) == report
 
 
 def test_captions_in_another_encoding_spoil_their_own_row(folder: Path) -> None:
     (folder / "t.csv").write_bytes("image,caption\n0.jpg,Größe\n1.jpg,ok\n".encode("latin-1"))
     report = convert_pairs(config(folder / "t.csv"), progress=False)
-    assert (report.samples, report.dropped) == (1, {"caption is not UTF-8": 1})
+    assert (report["samples"], report["dropped"]) == (1, {"caption is not UTF-8": 1})
 
 
 def test_coco_annotations_give_a_pair_each(folder: Path) -> None:
@@ -123,7 +123,7 @@ def test_coco_annotations_give_a_pair_each(folder: Path) -> None:
     (folder / "t.json").write_text(json.dumps({"images": images, "annotations": annotations}))
     report = convert_pairs(config(folder / "t.json"), progress=False)
     assert [one["txt"] for one in samples(folder / "shards")] == [b"one", b"two", b"three"]
-    assert report.dropped == {"no image": 1}
+    assert report["dropped"] == {"no image": 1}
 
 
 def test_parquet_with_paths_and_with_images_inside(folder: Path) -> None:
@@ -139,7 +139,7 @@ def test_parquet_with_paths_and_with_images_inside(folder: Path) -> None:
         pq.write_table(pa.table({"image": values, "caption": ["three", "none"]}), folder / "t.parquet")
         settings = dataclasses.replace(config(folder / "t.parquet"), output=str(folder / name))
         report = convert_pairs(settings, progress=False)
-        assert report.dropped == {"no image": 1}
+        assert report["dropped"] == {"no image": 1}
         assert [one["jpg"] for one in samples(folder / name)] == [data]
 
 
@@ -147,30 +147,35 @@ def test_an_interrupted_conversion_goes_on_and_ends_equal(folder: Path, monkeypa
     source = write_csv(folder / "t.csv", [*ROWS, *DROPS, *ROWS])
     whole = dataclasses.replace(config(source), output=str(folder / "whole"))
     convert_pairs(whole, progress=False)
-    seen: list[int] = []
-    real = convert._convert
+    converted: list[int] = []
+    real = script._convert
 
-    def dying(row: Any, *settings: Any) -> Any:
-        seen.append(row.number)
-        if row.number == 14:
+    def dying(number: int, *arguments: Any) -> Any:
+        converted.append(number)
+        if number == 14:
             raise KeyboardInterrupt
-        return real(row, *settings)
+        return real(number, *arguments)
 
-    monkeypatch.setattr(convert, "_convert", dying)
+    monkeypatch.setattr(script, "_convert", dying)
     with pytest.raises(KeyboardInterrupt):
         convert_pairs(config(source), progress=False)
     assert not (folder / "shards/00002.tar").exists()
-    seen.clear()
-    monkeypatch.setattr(convert, "_convert", lambda row, *settings: (seen.append(row.number), real(row, *settings))[1])
+    converted.clear()
+
+    def counting(number: int, *arguments: Any) -> Any:
+        converted.append(number)
+        return real(number, *arguments)
+
+    monkeypatch.setattr(script, "_convert", counting)
     report = convert_pairs(config(source), progress=False)
-    assert min(seen) == 12
-    assert report.samples == 14
+    assert min(converted) == 12
+    assert report["samples"] == 14
     for path in (folder / "whole").iterdir():
         if path.suffix in (".tar", ".csv"):
             assert path.read_bytes() == (folder / "shards" / path.name).read_bytes()
-    seen.clear()
+    converted.clear()
     assert convert_pairs(config(source), progress=False) == report
-    assert not seen
+    assert not converted
 
 
 def test_nothing_of_the_users_is_overwritten(folder: Path) -> None:
@@ -203,8 +208,8 @@ def test_conversion_of_pairs_leaves_no_deep_image_to_other_readers(tmp_path: Pat
         (tmp_path / f"{number}.x").write_bytes(data)
     rows = "".join(f"{number}.x,number {number}\n" for number in range(len(DEEP) + len(UNSCALED)))
     (tmp_path / "t.csv").write_text(f"image,caption\n{rows}")
-    report = convert_pairs(ConvertConfig(f"{tmp_path}/t.csv", f"{tmp_path}/out", quality=100), progress=False)
-    assert report.dropped == {"image cannot be decoded": len(UNSCALED)}
+    report = convert_pairs(PairsConversion(f"{tmp_path}/t.csv", f"{tmp_path}/out", quality=100), progress=False)
+    assert report["dropped"] == {"image cannot be decoded": len(UNSCALED)}
     source = ShardSource(f"{tmp_path}/out/*.tar", CorruptReport(), target=CAPTION)
     for index in range(len(DEEP)):
         image, caption = source.read(index, "L")
@@ -218,16 +223,6 @@ def test_only_images_of_the_folder_are_packed(folder: Path) -> None:
     rows = [(f"{folder}/images/0.jpg", "a"), ("../images/1.jpg", "a"), ("link.png", "a"), ("../outside.png", "a")]
     source = write_csv(folder / "t.csv", [*rows, (f"{folder}/outside.png", "a")])
     report = convert_pairs(config(source), progress=False)
-    assert (report.samples, report.dropped) == (2, {"image outside the folder": 3})
+    assert (report["samples"], report["dropped"]) == (2, {"image outside the folder": 3})
     linked = dataclasses.replace(config(source), output=str(folder / "linked"), follow_links=True)
-    assert convert_pairs(linked, progress=False).dropped == {"image outside the folder": 2}
-
-
-def test_a_conversion_begun_before_a_setting_existed_goes_on(folder: Path) -> None:
-    source = write_csv(folder / "t.csv", ROWS)
-    report = convert_pairs(config(source), progress=False)
-    kept = folder / "shards" / "conversion.json"
-    kept.write_text(json.dumps({key: value for key, value in json.loads(kept.read_text()).items() if key != "resize"}))
-    assert convert_pairs(config(source), progress=False) == report
-    with pytest.raises(FileExistsError, match="resize: None there, 9 now"):
-        convert_pairs(config(source, resize=9), progress=False)
+    assert convert_pairs(linked, progress=False)["dropped"] == {"image outside the folder": 2}

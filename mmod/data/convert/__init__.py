@@ -1,1 +1,0 @@
-"""Converters of tables and conversation files into shards."""

@@ -1,0 +1,203 @@
+"""Pack a user's own data into webdataset shards, on worker threads; an interrupted conversion resumes at a shard.
+
+`scripts/convert_pairs.py` and `scripts/convert_conversations.py` convert tables and conversations with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import io
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jsonargparse import auto_cli
+from PIL import Image
+
+from mmod.data.corrupt import UnusableError
+from mmod.data.readers.images import convert_image, open_image
+from mmod.io.claim import claim_folder
+from mmod.io.files import open_shard, read_json_object, write_atomically
+from mmod.io.progress import progress_bar
+from mmod.io.yaml import STRICT
+
+__all__ = ["DROPPED", "PackConfig", "check_image", "pack_shards", "run_conversion", "write_report"]
+
+SETTINGS, REPORT, DROPPED = "conversion.json", "report.json", "dropped.csv"
+_STATS = "_stats.json"
+
+Item = TypeVar("Item")
+
+
+@dataclasses.dataclass(frozen=True)
+class PackConfig:
+    """Settings that all conversions share.
+
+    Args:
+        source: The file to convert.
+        output: Folder of the shards and the report.
+        images: Folder that image paths are relative to; by default the folder of `source`.
+        follow_links: Also read images outside `images` that symbolic links in it point to.
+        shard_size: Items of the source per shard.
+        min_size: Images with a shorter side below this many pixels are dropped.
+        threads: Threads that read and encode images.
+    """
+
+    source: str
+    output: str
+    images: str | None = None
+    follow_links: bool = False
+    shard_size: int = 10000
+    min_size: int = 1
+    threads: int = 4
+
+
+def pack_shards(
+    config: PackConfig,
+    items: Iterable[Item],
+    total: int,
+    convert: Callable[[int, Item], dict[str, bytes]],
+    label: Callable[[Item], str],
+    *,
+    shards: str | None = "{}.tar",
+    free_keys: Sequence[str] = ("threads", "output"),
+    progress: bool = True,
+) -> tuple[dict[str, int], list[list[Any]]]:
+    """Convert items to shards of `config.shard_size` items, from the start or from the first shard that is missing.
+
+    Args:
+        config: The settings, which a resumed conversion must share.
+        items: The items of the source, in order.
+        total: Number of items.
+        convert: From an item's number and the item to the members of its sample; raises an `UnusableError`.
+        label: From an item to its name in the report.
+        shards: File name of a shard, with `{}` for its number; None writes no shards.
+        free_keys: Fields of the config that may change when the conversion resumes.
+        progress: Show a progress bar.
+
+    Returns:
+        Samples by shard number (five digits), and for each dropped item its number, label, reason and details.
+
+    Raises:
+        FileNotFoundError: If the source does not exist.
+        FileExistsError: If the output holds other files, or a conversion of another source or with other settings.
+    """
+    folder, numbered = _claim(config, free_keys), enumerate(items)
+
+    def attempt(entry: tuple[int, Item]) -> dict[str, bytes] | UnusableError:
+        try:
+            return convert(*entry)
+        except UnusableError as error:
+            return error
+
+    with (
+        ThreadPoolExecutor(config.threads) as pool,
+        progress_bar(desc="convert", total=total, unit="item", shown=progress) as bar,
+    ):
+        for first in range(0, total, config.shard_size):
+            number = f"{first // config.shard_size:05d}"
+            entries = islice(numbered, min(config.shard_size, total - first))
+            if (folder / f"{number}{_STATS}").exists():
+                bar.update(sum(1 for _ in entries))
+                continue
+            samples, dropped = 0, []
+            with open_shard(folder / shards.format(number)) if shards else nullcontext() as writer:
+                # In windows, because `pool.map` would read all items into memory before the first is written.
+                while window := list(islice(entries, 16 * config.threads)):
+                    for (index, item), outcome in zip(window, pool.map(attempt, window)):
+                        if isinstance(outcome, UnusableError):
+                            dropped.append([index, label(item), outcome.reason, outcome.details])
+                            continue
+                        samples += 1
+                        if writer is not None:
+                            writer.write({"__key__": f"{number}{index - first:05d}", **outcome})
+                    bar.update(len(window))
+            # Written last: the statistics mark the shard as complete.
+            write_atomically(folder / f"{number}{_STATS}", json.dumps({"samples": samples, "dropped": dropped}) + "\n")
+    stats = {path.name.removesuffix(_STATS): read_json_object(path) for path in sorted(folder.glob(f"*{_STATS}"))}
+    counts = {number: shard["samples"] for number, shard in stats.items()}
+    return counts, [row for shard in stats.values() for row in shard["dropped"]]
+
+
+def check_image(data: bytes, min_size: int, prefix: str = "") -> tuple[Image.Image, Image.Image]:
+    """Decode an image to its end, and return it as stored and in RGB.
+
+    Args:
+        data: The encoded file.
+        min_size: Minimum length of the shorter side, in pixels.
+        prefix: Text before the details of an error.
+
+    Raises:
+        UnusableError: If the image cannot be decoded or is too small.
+    """
+    try:
+        opened = open_image(data)
+        image = convert_image(opened, "RGB")
+    except ValueError as error:
+        raise UnusableError("image cannot be decoded", f"{prefix}{error}") from error
+    if min(opened.size) < min_size:
+        raise UnusableError("image too small", f"{prefix}{opened.width} x {opened.height}")
+    return opened, image
+
+
+def write_report(config: PackConfig, samples: int, dropped: Sequence[Sequence[Any]], **details: Any) -> dict[str, Any]:
+    """Write `report.json` with the counts and `dropped.csv` with every dropped item; return the report.
+
+    Args:
+        config: The settings.
+        samples: Number of items that became samples.
+        dropped: Number, label, reason and details of each dropped item.
+        details: Further entries of the report.
+    """
+    reasons = dict(Counter(reason for _, _, reason, _ in dropped).most_common())
+    report = {"items": samples + len(dropped), "samples": samples, "dropped": reasons, **details}
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([("item", "name", "reason", "details"), *dropped])
+    write_atomically(Path(config.output) / DROPPED, text.getvalue())
+    write_atomically(Path(config.output) / REPORT, json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def run_conversion(
+    settings: type[PackConfig], convert: Callable[[Any], dict[str, Any]], description: str, arguments: Sequence[str]
+) -> None:
+    """Convert as a command line `SOURCE OUTPUT [--key value]` says, and print the report.
+
+    Args:
+        settings: The config's class, whose fields are the options.
+        convert: Converts, and returns the report.
+        description: Text of `--help`.
+        arguments: The command line without the program's name.
+
+    Raises:
+        SystemExit: With code 2 if the command line is wrong, with one line if the conversion fails.
+    """
+    config = auto_cli(
+        settings,
+        args=list(arguments),
+        as_positional=True,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        parser_mode=STRICT,
+    )
+    try:
+        print(json.dumps(convert(config), indent=2))
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        sys.exit(f"error: {error}")
+
+
+def _claim(config: PackConfig, free_keys: Sequence[str]) -> Path:
+    source = Path(config.source).stat()
+    # Size and time of the source: a changed table must not resume into shards of the old one.
+    settings = {**dataclasses.asdict(config), "bytes": source.st_size, "modified": source.st_mtime_ns}
+    claim_folder(config.output, settings, file=SETTINGS, kind="a conversion", free_keys=free_keys)
+    return Path(config.output)
