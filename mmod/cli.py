@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from mmod.io.configs import existing_config, find_config
+from mmod.io.configs import existing_config
 from mmod.training.engine.command import one_line_errors
 
 __all__ = ["COMMANDS", "main"]
@@ -93,8 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{unknown}{_usage(group or COMMANDS)}", file=sys.stderr)
         sys.exit(2)
     rest = words[len(_words(found)) :]
-    # Options that name a config file take the name of one, too.
-    rest = [str(find_config(word)) if before == "--config" else word for before, word in zip(["", *rest], rest)]
     sys.argv[0] = " ".join(["mmod", *_words(found)])
     run(found, rest)
 

@@ -219,7 +219,7 @@ def main(arguments: Sequence[str]) -> Path:
     Returns:
         The audited folder.
     """
-    from mmod.io.yaml import read_yaml
+    from mmod.io.yaml import stack_configs
 
     arguments = list(arguments)
     command = shlex.join(["mmod", "audit", *arguments])
@@ -230,8 +230,7 @@ def main(arguments: Sequence[str]) -> Path:
             file.flush()
             config = parse_config([file.name, *arguments[1:]], kind)
     else:
-        named = bool(arguments) and not arguments[0].startswith("-")
-        config = parse_config(arguments, _kind_of(read_yaml(arguments[0])) if named else AuditConfig)
+        config = parse_config(arguments, _kind_of(stack_configs(arguments)[0]))
     audit_run(config, command=command)
     folder = Path(config.output) / "audit"
     print(f"{(folder / 'audit.md').read_text()}\nTables and pictures: {folder}")

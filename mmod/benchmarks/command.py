@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser
 
 from mmod.benchmarks import (
@@ -29,7 +30,7 @@ from mmod.benchmarks import (
     benchmark_ops,
     benchmark_suite,
 )
-from mmod.io.yaml import STRICT
+from mmod.io.yaml import STRICT, stack_configs
 from mmod.training.engine.parse import make_config
 
 MODES: dict[str, tuple[Any, Any, str]] = {
@@ -60,7 +61,10 @@ def main(arguments: list[str]) -> None:
         mode.add_argument("--config", action="config", help="YAML file with the same keys")
         mode.add_class_arguments(config, None)
         modes.add_subcommand(name, mode, help=purpose)
-    options = parser.instantiate(parser.parse_args(arguments))
+    fields, rest = stack_configs(arguments[1:]) if arguments else (None, [])
+    if fields is not None:
+        rest = ["--config", yaml.safe_dump(fields, sort_keys=False), *rest]
+    options = parser.instantiate(parser.parse_args([*arguments[:1], *rest]))
     config, run, _ = MODES[options.mode]
     chosen = vars(options[options.mode])
     chosen.pop("config", None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmod.io.names import near_names
 
-__all__ = ["config_names", "existing_config", "find_config", "main"]
+__all__ = ["config_names", "existing_config", "find_config", "main", "shipped_config"]
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -33,18 +33,28 @@ def find_config(path: str | Path) -> Path:
         'digits-smallest.yaml'
     """
     path = Path(path)
-    if path.exists() or path.is_absolute():
-        return path
-    folder = _folder()
+    return path if path.exists() else shipped_config(path) or path
+
+
+def shipped_config(path: str | Path) -> Path | None:
+    """Return the file of one of mmod's own configs by path or name, see `find_config`; None where there is none.
+
+    Args:
+        path: A path or a name.
+
+    Raises:
+        ValueError: Several of mmod's own configs have that name.
+    """
+    path, folder = Path(path), _folder()
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
-    if parts and (folder.joinpath(*parts)).is_file():
+    if path.is_absolute() or not parts:
+        return None
+    if folder.joinpath(*parts).is_file():
         return folder.joinpath(*parts)
-    if path.suffix:
-        return path
     found = [name for name in config_names() if tuple(name.split("/"))[-len(parts) :] == parts]
     if len(found) > 1:
         raise ValueError(f"{str(path)!r} is the name of several configs: {', '.join(found)}")
-    return folder / f"{found[0]}.yaml" if found else path
+    return folder / f"{found[0]}.yaml" if found else None
 
 
 def existing_config(path: str | Path) -> Path:
@@ -59,9 +69,9 @@ def existing_config(path: str | Path) -> Path:
     found = find_config(path)
     if not found.is_file():
         own = found.parts[:1] == ("configs",)
-        name = Path(*found.parts[own:]).with_suffix("").as_posix()
+        name = Path(*found.parts[own:]).as_posix().removesuffix(".yaml")
         known = [full if "/" in name else full.rpartition("/")[2] for full in config_names()]
-        hint = "" if found.suffix and not own else f"; {near_names(name, known, '`mmod configs`')}"
+        hint = "" if found.suffix == ".yaml" and not own else f"; {near_names(name, known, '`mmod configs`')}"
         raise FileNotFoundError(f"no config file at {str(found)!r}{hint}")
     return found
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mmod.io.yaml import read_yaml
+from mmod.io.yaml import stack_configs
 from mmod.studies.config import (
     ChatStudyConfig,
     FeaturesStudyConfig,
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> Path:
         SystemExit: The command line asks for help or does not fit.
         ValueError: The config file names a kind of study that there is not.
     """
-    name = read_yaml(arguments[0]).get("kind", "image") if arguments and not arguments[0].startswith("-") else "image"
+    name = (stack_configs(arguments)[0] or {}).get("kind", "image")
     one_of("kind", name, list(_KINDS))
     kind = _KINDS[name]
     config = parse_config(arguments, kind.config)

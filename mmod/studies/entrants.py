@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from mmod.io.yaml import merged
 from mmod.methods import METHODS, read_method
 from mmod.studies.config import PlanOptions, refuse_set_by_study
 from mmod.values import one_of, refuse_unknown
@@ -210,17 +211,3 @@ def _rival(common: dict[str, Any], fields: dict[str, Any], epochs: int, is_train
     if read_method(fields).starts_anew:
         return Anew(method=fields, epochs=epochs, **common)
     return Reduced(method=fields, routing=routing, is_trained=is_trained, **common)
-
-
-def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested fields with some of them changed.
-
-    Example:
-        >>> merged({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 4}})
-        {'a': 1, 'b': {'c': 2, 'd': 4}}
-    """
-    result = dict(fields)
-    for name, value in changes.items():
-        old = result.get(name)
-        result[name] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return result

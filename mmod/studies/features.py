@@ -20,8 +20,9 @@ from mmod.data.config import DataConfig
 from mmod.data.loader import BatchStream, create_eval_stream
 from mmod.io.claim import check_same, claim_folder, read_claim
 from mmod.io.files import parse_json, write_atomically
+from mmod.io.yaml import merged
 from mmod.studies.config import FeaturesStudyConfig
-from mmod.studies.entrants import DENSE, merged
+from mmod.studies.entrants import DENSE
 from mmod.studies.image import TimmStudy
 from mmod.studies.jobs import Job, Tick
 from mmod.studies.paired import Difference

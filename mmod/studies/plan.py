@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmod.io.locks import locked
-from mmod.io.yaml import read_yaml
+from mmod.io.yaml import stack_configs
 from mmod.studies.config import PlanOptions
 from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.engine.parse import parse_config
@@ -181,5 +181,4 @@ def _kind(arguments: Sequence[str]) -> str:
     given = parser.parse_known_args(arguments)[0].kind
     if given is not None:
         return str(given)
-    named = arguments and not arguments[0].startswith("-")
-    return str(read_yaml(arguments[0]).get("kind", "image")) if named else "image"
+    return str((stack_configs(arguments)[0] or {}).get("kind", "image"))

@@ -17,9 +17,9 @@ from mmod.analysis.plots import draw_tradeoff
 from mmod.analysis.timing import interleave, relative_times
 from mmod.io.claim import differences
 from mmod.io.files import parse_json, write_atomically
-from mmod.io.yaml import read_yaml
+from mmod.io.yaml import merged, read_yaml
 from mmod.studies.config import BESIDE, StudyConfig
-from mmod.studies.entrants import DENSE, Dense, Entrant, Routed, merged
+from mmod.studies.entrants import DENSE, Dense, Entrant, Routed
 from mmod.studies.jobs import Job, Runner, Search, Tick
 from mmod.studies.paired import Difference, compare, verdict
 from mmod.studies.plan import search_for

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from mmod import Plan
+from mmod.io.yaml import read_yaml
 from mmod.studies.chat import ChatStudy
 from mmod.studies.config import ChatStudyConfig
 from mmod.training.chat.config import TrainConfig
@@ -117,7 +118,7 @@ def test_wrong_studies_are_named(study: ChatStudyConfig) -> None:
 
 def shipped(name: str) -> dict[str, TrainConfig]:
     path = ROOT / "configs" / "tradeoff" / name
-    config = ChatStudyConfig(**yaml.safe_load(path.read_text()))
+    config = ChatStudyConfig(**read_yaml(path))
     assert f"mmod tradeoff configs/tradeoff/{name}" in path.read_text()
     return {
         job.name: job.config
@@ -141,7 +142,7 @@ def test_plans_of_methods_without_training_cost_what_their_controls_do() -> None
     configs = shipped("vlm-plans.yaml")
     assert configs["searched-0.35"].routing is None
     plans = {name: plan_of(config) for name, config in configs.items() if config.routing}
-    fields = yaml.safe_load((ROOT / "configs/tradeoff/vlm-plans.yaml").read_text())
+    fields = read_yaml(ROOT / "configs/tradeoff/vlm-plans.yaml")
     for name, control in fields["controls"].items():
         if name in plans and control is not None:
             assert plans[name].mean_capacity == pytest.approx(plans[control].mean_capacity, abs=0.02), name

@@ -10,6 +10,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from mmod.analysis.plots import draw_tradeoff
+from mmod.io.yaml import read_yaml
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
 
@@ -170,7 +171,7 @@ CONTROLS = {
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_study_configs_plan_their_runs(path: Path) -> None:
-    config = ImageStudyConfig(**yaml.safe_load(path.read_text()))
+    config = ImageStudyConfig(**read_yaml(path))
     _, planned = ImageStudy(config).plan()
     assert planned[0].name == ("base" if config.tune_dense and config.train_dense else "dense")
     # No method stands without its controls: where tokens are chosen, those at random and evenly spread ones.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from mmod.io.yaml import read_yaml
 from mmod.studies.config import PairsStudyConfig
 from mmod.studies.pairs import PairsStudy
 from tests.training.pairs.worker import MODEL, write_model
@@ -87,7 +88,7 @@ def test_wrong_studies_fail_before_the_first_run(
 
 @pytest.mark.parametrize("path", sorted(Path("configs/tradeoff").glob("clip*.yaml")), ids=lambda path: path.stem)
 def test_study_configs_plan_their_runs(path: Path) -> None:
-    config = PairsStudyConfig(**yaml.safe_load(path.read_text()))
+    config = PairsStudyConfig(**read_yaml(path))
     _, planned = PairsStudy(config).plan()
     assert [job.name for job in planned[:2]] == ["base", "dense"]
     assert "random" in config.routers

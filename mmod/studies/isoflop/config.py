@@ -19,9 +19,9 @@ class IsoflopConfig:
 
     Args:
         output: The study's folder; its runs, table and picture go there. A study goes on where it stopped.
-        base: Training config, a YAML file; the study sets `output`, `seed`, `routing`, `optim.lr` and `epoch_steps`.
-            A run is divided into as many parts as it has `epochs`, or up to twice as many where its steps then come
-            nearer to the budget; warm-up takes some of them.
+        dense: Training config of the dense model, a YAML file; the study sets `output`, `seed`, `routing`, `optim.lr`
+            and `epoch_steps`. A run is divided into as many parts as it has `epochs`, or up to twice as many where its
+            steps then come nearer to the budget; warm-up takes some of them.
         sizes: Name of each size to the fields of `model.config` that differ.
         budgets: FLOPs of a training run, forward and backward passes, see `mmod.analysis.prefill.training_flops`.
         routings: Name of each series to its routing, as in a training config; or to `method:`, and `routing:` where the
@@ -36,7 +36,7 @@ class IsoflopConfig:
     """
 
     output: str
-    base: str
+    dense: str
     sizes: dict[str, dict[str, Any]]
     budgets: list[float]
     routings: dict[str, dict[str, Any] | None]

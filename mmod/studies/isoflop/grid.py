@@ -10,9 +10,8 @@ from typing import Any
 from mmod import prefill_flops
 from mmod.analysis.prefill import training_flops
 from mmod.data.readers.text import create_train_text
-from mmod.io.yaml import read_yaml
+from mmod.io.yaml import merged, read_yaml
 from mmod.methods.base import deciding_together
-from mmod.studies.entrants import merged
 from mmod.studies.isoflop.config import IsoflopConfig
 from mmod.studies.jobs import Job
 from mmod.studies.rates import with_rate
@@ -74,7 +73,7 @@ def plan(config: IsoflopConfig) -> list[Place]:
     Raises:
         ValueError: A budget is too small for a step of each part of a run, or takes more text than there is.
     """
-    recipe = merged(merged(read_yaml(config.base), config.changes), {"output": config.output})
+    recipe = merged(merged(read_yaml(config.dense), config.changes), {"output": config.output})
     places = []
     for series, routing in config.routings.items():
         for size, fields in config.sizes.items():

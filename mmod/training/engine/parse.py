@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jsonargparse
+import yaml
 
-from mmod.io.configs import find_config
-from mmod.io.yaml import read_yaml
+from mmod.io.yaml import stack_configs
 from mmod.training.engine.help import create_parser, dataclass_in
 from mmod.values import check_value, describe
 
@@ -97,15 +97,16 @@ def _create_parser(kind: type[AnyConfig]) -> jsonargparse.ArgumentParser:
 
 
 def _parse(parser: jsonargparse.ArgumentParser, arguments: list[str], kind: type[Config]) -> Config:
-    if arguments and not arguments[0].startswith("-"):
-        _check_tree(read_yaml(arguments[0]), kind)
-        arguments = ["--config", str(find_config(arguments[0])), *arguments[1:]]
-    names = (word.split("=")[0] for word in arguments if word.startswith("--"))
+    fields, options = stack_configs(arguments)
+    names = (word.split("=")[0] for word in options if word.startswith("--"))
+    if fields is not None:
+        _check_tree(fields, kind)
+        options = ["--config", yaml.safe_dump(fields, sort_keys=False), *options]
     _check_options((name[2:] for name in names if name not in _PARSER_OPTIONS), kind)
     try:
-        return _instantiate(parser, lambda: parser.parse_args(arguments), kind)
+        return _instantiate(parser, lambda: parser.parse_args(options), kind)
     except ValueError as error:
-        if "are required" in str(error) and not any(word.split("=")[0] == "--config" for word in arguments):
+        if "are required" in str(error) and fields is None:
             raise ValueError(f"{error}; name a CONFIG that has them before the options") from error
         raise
 

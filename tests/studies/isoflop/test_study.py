@@ -38,7 +38,7 @@ def isoflop(folder: Path, **changes: Any) -> IsoflopConfig:
     base.write_text(json.dumps(fields))
     config = IsoflopConfig(
         output=str(folder / "study"),
-        base=str(base),
+        dense=str(base),
         sizes=SIZES,
         budgets=[4e7],
         routings={"dense": None, "mod": PREDICTOR},
@@ -52,7 +52,7 @@ def test_the_config_that_comes_with_mmod_is_the_grid_of_its_header() -> None:
     config = load_config(ROOT / "configs" / "isoflop" / "text.yaml", kind=IsoflopConfig)
     assert (len(config.budgets), len(config.sizes), config.seeds) == (3, 4, 3)
     assert list(config.routings) == ["dense", "mod", "random"]
-    assert (ROOT / config.base).is_file()
+    assert (ROOT / config.dense).is_file()
 
 
 @pytest.mark.parametrize("layers", [1, 4])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mmod.studies.study import merged
+from mmod.io.yaml import merged
 from mmod.training.text.config import TrainConfig
 
 LLAMA = {

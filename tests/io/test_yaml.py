@@ -1,0 +1,90 @@
+"""Configs stand on others: how they meet, what is refused, and what those that are shipped repeat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmod.io.claim import flatten
+from mmod.io.configs import config_names, existing_config
+from mmod.io.yaml import merged, parse_yaml, read_yaml, stack_configs
+from mmod.training import TrainConfig
+
+
+def write(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+def test_a_file_changes_what_its_bases_say(tmp_path: Path) -> None:
+    write(tmp_path, one="{a: 1, b: {c: 2, d: 3}, e: [1, 2], f: {g: 0}, h: null}")
+    write(tmp_path, two="{a: 5, b: {i: 6}}", top="base: [one.yaml, two.yaml]\nb: {c: 7}\ne: [3]\nf: null\nj: null")
+    assert read_yaml(tmp_path / "top.yaml") == {"a": 5, "b": {"c": 7, "d": 3, "i": 6}, "e": [3], "h": None, "j": None}
+    write(tmp_path, again="base: top.yaml\nh: 1\nf: {k: 1}")
+    assert read_yaml(tmp_path / "again.yaml")["f"] == {"k": 1}
+
+
+def test_a_base_is_a_file_beside_or_a_shipped_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, mine="base: digits/dense\nepochs: 1")
+    assert read_yaml(tmp_path / "mine.yaml") == {**read_yaml("digits/dense"), "epochs": 1}
+    (tmp_path / "below").mkdir()
+    write(tmp_path / "below", deep="base: ../mine.yaml")
+    monkeypatch.chdir(tmp_path / "below")
+    assert read_yaml("deep.yaml")["epochs"] == 1
+    # Where the program was started does not decide what a base is.
+    write(tmp_path, other="base: deep.yaml")
+    with pytest.raises(FileNotFoundError, match=r"other\.yaml': no base 'deep\.yaml', at '.*deep\.yaml' or in"):
+        read_yaml(tmp_path / "other.yaml")
+
+
+def test_cycles_and_what_is_no_base_are_refused_with_the_path(tmp_path: Path) -> None:
+    write(tmp_path, a="base: b.yaml", b="base: [c.yaml]", c="base: b.yaml", d="base: {e: 1}", e="base: [1]")
+    with pytest.raises(ValueError, match=r"a base of itself: \S*b\.yaml -> \S*c\.yaml -> \S*b\.yaml; remove"):
+        read_yaml(tmp_path / "a.yaml")
+    for name in "de":
+        with pytest.raises(ValueError, match=rf"{name}\.yaml': base must be a file or a name"):
+            read_yaml(tmp_path / f"{name}.yaml")
+
+
+def test_one_base_may_be_reached_twice(tmp_path: Path) -> None:
+    write(tmp_path, root="a: 1", x="base: root.yaml\nb: 2", y="base: root.yaml\nc: 3", top="base: [x.yaml, y.yaml]")
+    assert read_yaml(tmp_path / "top.yaml") == {"a": 1, "b": 2, "c": 3}
+
+
+def test_command_lines_stack_configs(tmp_path: Path) -> None:
+    write(tmp_path, short="epochs: 1\nmodel: {args: {depth: 2}}\nrouting: {blocks: [1]}")
+    command = ["digits/a-mod", "--optim.lr", "2e-4", "--config", str(tmp_path / "short.yaml"), "--epochs=3"]
+    fields, options = stack_configs(command)
+    assert fields == merged(read_yaml("digits/a-mod"), read_yaml(tmp_path / "short.yaml"))
+    assert options == ["--optim.lr", "2e-4", "--epochs=3"]
+    config = TrainConfig.load(command[0], command[1:])
+    assert (config.epochs, config.optim.lr, config.optim.opt) == (3, 2e-4, "muon")
+    assert config.model.args["depth"] == 2
+    assert config.model.args["embed_dim"] == 64
+    assert config.routing == {"preset": "a-mod", "capacity": 0.5, "blocks": [1]}
+    assert TrainConfig.load("digits/a-mod", [f"--config={tmp_path / 'short.yaml'}"]).epochs == 1
+    with pytest.raises(ValueError, match="expected one argument"):
+        stack_configs(["digits/a-mod", "--config"])
+    assert stack_configs(["--help"]) == (None, ["--help"])
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_shipped_configs_repeat_nothing_of_their_bases(name: str) -> None:
+    path = existing_config(name)
+    fields, levels = own_fields(path), 0
+    while (base := own_fields(path).get("base")) is not None:
+        path, levels = path.parent / base, levels + 1
+        assert path.is_file()
+    assert levels <= 2, "a reader of a config opens two others at most"
+    if "base" in fields:
+        base = flatten(read_yaml(existing_config(name).parent / fields.pop("base")))
+        repeated = [key for key, value in flatten(fields).items() if key in base and base[key] == value]
+        assert not repeated
+
+
+def own_fields(path: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = parse_yaml(path.read_text(), str(path))
+    return fields
