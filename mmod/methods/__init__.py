@@ -1,7 +1,7 @@
-"""Methods: the ways to make a model cheaper, each applied by `mmod.apply_` and taken back by `mmod.undo_`.
+"""Methods make a model cheaper: `mmod.apply_` applies one, `mmod.undo_` removes it.
 
-Routing is one of them. Pruning, merging, smaller images and early exit are its rivals; experts, channels of ResNets and
-shared blocks are its relatives. Studies train, count and time all of them alike.
+Routing is one of them. Pruning, merging, smaller images and early exit are baselines; experts, ResNet channels and
+shared blocks are relatives of routing. Studies train, count and time all of them in the same way.
 """
 
 from typing import TYPE_CHECKING

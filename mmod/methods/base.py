@@ -1,13 +1,12 @@
-"""The contract of a method: a frozen value that makes a model cheaper, and gives the dense model back.
+"""The contract of a method: a frozen value that makes a model cheaper, and can restore the dense model.
 
-A method is a frozen dataclass of plain values, registered under its `kind`. The rest of the package knows it by this
-contract alone:
+A method is a frozen dataclass of plain values, registered under its `kind`. Other packages use only this contract:
 
-- what it needs of a model: `find` and `check`, before anything changes;
+- what it requires of a model: `find` and `check`, before anything changes;
 - how it changes and restores modules: `change` and `restore`;
 - which weights it adds: `added`, `adds_weights` and `replaces`;
 - which methods it can follow on the same model: `follows`;
-- which decisions a pass takes: its modules derive from `mmod.blocks.Deciding`, which traces and FLOP counts read;
+- which decisions a forward pass takes: its modules derive from `mmod.blocks.Deciding`, for traces and FLOP counts;
 - how it decides in training and in generation: `two_ways`, `causal`, `deciding_together` and `decided_alone`.
 """
 
@@ -42,13 +41,13 @@ def register_method(kind: str) -> Callable[[AnyMethod], AnyMethod]:
         kind: The name in configs and saved folders.
 
     Raises:
-        ValueError: Another class has that name.
+        ValueError: Another class is registered under that name.
     """
 
     def register(method: AnyMethod) -> AnyMethod:
         taken = METHODS.get(kind)
         if taken is not None and (taken.__module__, taken.__qualname__) != (method.__module__, method.__qualname__):
-            raise ValueError(f"method {kind!r} is {taken.__module__}.{taken.__qualname__} already: choose another name")
+            raise ValueError(f"method {kind!r} is already {taken.__module__}.{taken.__qualname__}: choose another name")
         method.kind = kind
         METHODS[kind] = method
         return method
@@ -58,16 +57,16 @@ def register_method(kind: str) -> Callable[[AnyMethod], AnyMethod]:
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """A way to spend less on a model, described by plain values.
+    """A change that makes a model cheaper, as plain values.
 
     Attributes:
         kind: Its name in configs, set by `register_method`.
-        follows: Kinds of methods that a model may have been changed by before.
-        adds_weights: The changed model has weights that the dense one lacks, or others in their place.
-        added: Name fragments of the weights that it adds.
-        decoders: It changes language models of transformers, too.
-        replaces: Name fragment of weights that take the place of dense ones; empty where a dense checkpoint holds all
-            that is not added.
+        follows: Kinds of methods that may be applied before it.
+        adds_weights: The changed model has weights that the dense one lacks.
+        added: Name fragments of the added weights.
+        decoders: It supports language models of transformers too.
+        replaces: Name fragment of weights that replace dense ones, which a dense checkpoint lacks. Empty
+            if a dense checkpoint has all weights but the added ones.
     """
 
     kind: ClassVar[str]
@@ -78,25 +77,25 @@ class Method(ABC):
     replaces: ClassVar[str] = ""
 
     def apply_(self, model: Model) -> Model:
-        """Change a model in place, see `mmod.apply_`."""
+        """Apply the method to a model in place, see `mmod.apply_`."""
         present = methods_of(model)
-        foreign = [method.kind for method in present if method.kind not in self.follows]
+        others = [method.kind for method in present if method.kind not in self.follows]
         unknown = not present and self.kind not in self.follows and any(map(is_converted, model.modules()))
-        if foreign or unknown:
+        if others or unknown:
             raise ValueError(
-                f"this {type(model).__name__} is already changed by {', '.join(foreign) or 'another method'}, which "
+                f"this {type(model).__name__} is already changed by {', '.join(others) or 'another method'}, which "
                 f"{self.kind!r} cannot follow: call mmod.undo_ first"
             )
         target = self.find(model)
         self.check(model, target)
         self.change(model, target)
         self.describe(model)
-        # Plain, so that no registry of the module sees it.
+        # A plain attribute, so it is no parameter, buffer or submodule.
         model.mod_methods = (*vars(model).get("mod_methods", ()), self)  # type: ignore[assignment]
         return model
 
     def describe(self, model: nn.Module) -> None:
-        """Let a changed model whose host saves it know what to write into its folder.
+        """Record the method on a model whose host library saves it.
 
         Args:
             model: The changed model.
@@ -107,7 +106,7 @@ class Method(ABC):
             describe(model, self)
 
     def precedes(self, kind: str) -> bool:
-        """Return whether a model that this method changed can be changed by a method of another kind as well.
+        """Return whether a method of another kind can be applied after this one.
 
         Args:
             kind: A registered kind.
@@ -115,22 +114,22 @@ class Method(ABC):
         return self.kind in METHODS[kind].follows
 
     def replaced_in(self, names: Iterable[str]) -> bool:
-        """Return whether some weights of a checkpoint took the place of dense ones.
+        """Return whether a checkpoint has weights that replace dense ones.
 
         Args:
-            names: Names of its weights.
+            names: Names of the checkpoint's weights.
         """
         return bool(self.replaces) and any(self.replaces in name for name in names)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values that `mmod.methods.read_method` makes the same from."""
+        """Return plain values from which `mmod.methods.read_method` rebuilds the method."""
         fields = {
             name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
         }
         return {"kind": self.kind, **fields}
 
     def settled(self, model: nn.Module) -> Method:
-        """Return the method with what was set on a changed model since, as it is saved.
+        """Return the method with the current settings of a changed model, for saving.
 
         Args:
             model: The model.
@@ -138,7 +137,7 @@ class Method(ABC):
         return self
 
     def card(self, model: nn.Module) -> str:
-        """Return what a hub card says of the method, in Markdown.
+        """Return the method's section of a hub card, in Markdown.
 
         Args:
             model: The changed model.
@@ -147,26 +146,26 @@ class Method(ABC):
 
     @property
     def starts_anew(self) -> bool:
-        """Whether a changed model is trained from scratch because dense weights do not fit it."""
+        """Whether a changed model is trained from scratch, because dense weights do not fit."""
         return bool(self.replaces)
 
     @property
     def has_loss(self) -> bool:
-        """Whether a changed model has a loss of its own in training, see `mmod.auxiliary_loss`."""
+        """Whether a changed model has an auxiliary loss in training, see `mmod.auxiliary_loss`."""
         return False
 
     @property
     def two_ways(self) -> bool:
-        """Whether tokens are decided together in training and each by itself in evaluation."""
+        """Whether tokens are decided jointly in training and independently in evaluation."""
         return False
 
     @property
     def causal(self) -> bool:
-        """Whether evaluation decides each token from itself and those before it, as generation must."""
+        """Whether evaluation decides a token from itself and earlier tokens only, as generation requires."""
         return False
 
     def deciding_together(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which a changed model decides in evaluation as in training.
+        """Return a context in which evaluation decides as training does.
 
         Args:
             model: The model.
@@ -174,33 +173,33 @@ class Method(ABC):
         return nullcontext()
 
     def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
-        """Return which tokens would run if each were decided by itself (B, N), by place; empty unless `two_ways`.
+        """Return which tokens would run if decided independently (B, N), by module; empty unless `two_ways`.
 
         Args:
             model: The model.
-            decisions: The trace of a pass that decided together.
+            decisions: The trace of a forward pass that decided jointly.
         """
         return {}
 
     def find(self, model: nn.Module) -> Any:
-        """Return what the method changes in a model: its one stack of blocks as a rule."""
+        """Return what the method changes in a model: by default, its single stack of blocks."""
         stack = find_stack(model)
         if stack.library != "timm" and not (self.decoders and stack.language):
             raise ValueError(
-                f"method {self.kind!r} changes models of timm, got a {type(model).__name__} of {stack.library}"
+                f"method {self.kind!r} supports timm models, got a {type(model).__name__} of {stack.library}"
             )
         return stack
 
     @abstractmethod
     def check(self, model: nn.Module, stack: Any) -> None:
-        """Raise a ValueError that says why a model cannot be changed so."""
+        """Raise a ValueError that says why the method does not support a model."""
 
     @abstractmethod
     def change(self, model: nn.Module, stack: Any) -> None:
         """Change a model that passed `check`."""
 
     def remove(self, model: nn.Module) -> None:
-        """Remove the modules that `change` added, before converted modules get their host's classes back."""
+        """Remove the modules that `change` added, before `restore` restores the host's classes."""
         return
 
     def restore(self, model: nn.Module) -> None:
@@ -212,19 +211,14 @@ class Method(ABC):
 
 
 def check_blocks(blocks: tuple[int, ...], stack: BlockStack) -> None:
-    """Raise a ValueError unless numbers of blocks ascend and a stack has them all.
-
-    Args:
-        blocks: The numbers.
-        stack: The stack.
-    """
+    """Raise a ValueError unless block numbers are ascending and valid for a stack."""
     depth = len(stack.blocks)
     if not blocks or list(blocks) != sorted(set(blocks)) or not 0 <= blocks[0] <= blocks[-1] < depth:
-        raise ValueError(f"blocks must ascend within 0 to {depth - 1}, got {list(blocks)}")
+        raise ValueError(f"blocks must be ascending numbers from 0 to {depth - 1}, got {list(blocks)}")
 
 
 def undo_(model: Model) -> Model:
-    """Take back every method of a model, the last one first: the host's classes and keys return.
+    """Undo all methods of a model, the last one first: it has the host's classes and keys again.
 
     Args:
         model: A model that `mmod.apply_` or `mmod.route_` changed, possibly wrapped.
@@ -250,11 +244,11 @@ def undo_(model: Model) -> Model:
 
 
 def undo_last_(model: nn.Module, count: int = 1) -> None:
-    """Take back the last methods of a model.
+    """Undo the last methods of a model.
 
     Args:
-        model: The model that they were applied to, not wrapped.
-        count: How many.
+        model: The model itself, not a wrapper.
+        count: Number of methods to undo.
     """
     for _ in range(count):
         *remaining, method = methods_of(model)
@@ -266,7 +260,7 @@ def undo_last_(model: nn.Module, count: int = 1) -> None:
 
 
 def method_owners(model: nn.Module) -> list[nn.Module]:
-    """Return the models among a model's modules that methods were applied to: itself, or what wraps hide.
+    """Return the modules that methods were applied to: the model itself, or models inside a wrapper.
 
     Args:
         model: Any model.
@@ -286,7 +280,7 @@ def methods_of(model: nn.Module) -> tuple[Method, ...]:
 
 @contextmanager
 def deciding_together(model: nn.Module) -> Iterator[None]:
-    """Let a model decide in evaluation as in training, for as long as the context lasts.
+    """Context in which a model's evaluation decides as training does.
 
     Args:
         model: Any model, possibly wrapped.
@@ -299,11 +293,11 @@ def deciding_together(model: nn.Module) -> Iterator[None]:
 
 
 def decided_alone(model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
-    """Return which tokens would run if each were decided by itself (B, N), by place that decides so in evaluation.
+    """Return which tokens would run if decided independently (B, N), by module.
 
     Args:
         model: Any model, possibly wrapped.
-        decisions: The trace of a pass inside `deciding_together`.
+        decisions: The trace of a forward pass inside `deciding_together`.
     """
     methods = [method for method in methods_of(model) if method.two_ways]
     return {place: alone_BN for method in methods for place, alone_BN in method.decided_alone(model, decisions).items()}

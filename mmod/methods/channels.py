@@ -1,6 +1,6 @@
-"""Channels that are routed around the blocks of a ResNet (CNN-MoD).
+"""Channel routing in a ResNet (CNN-MoD): blocks run on selected channels.
 
-Axes: B images, C channels, K channels of a narrow block, H and W places.
+Axes: B images, C channels, K channels of a narrow block, H and W positions.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from mmod.values import check_fields
 @register_method("channels")
 @dataclass(frozen=True)
 class Channels(Method):
-    """Narrow blocks in a ResNet, each on the few channels of an image that a selector chooses.
+    """Narrow ResNet blocks that run on the channels of an image that a selector chooses.
 
-    They take the place of every second block of a stage, never of its first, which may change the number of channels.
-    A narrow block is one of timm, with `K = C / divisor` channels and weights of its own. With the scores s of
-    the K chosen channels, which ascend by their number, and its output on them, it returns
+    They replace every second block of a stage. The first block of a stage stays, because it may change the number of
+    channels. A narrow block is a timm block with `K = C / divisor` channels and new weights. With the scores s of the K
+    chosen channels, sorted by channel index, and the block's output on them, it returns
 
         x[:, j] + s[:, j] * output[:, j]    for the channels j < K
         x[:, j]                             for all others
 
     Args:
-        divisor: Channels of a block over those of its narrow one, without a remainder.
-        squeeze: Channels of a block over hidden units of its selector: a mean over places, two linear layers with a
-            ReLU between them, and a sigmoid.
-        into: What the weighed output is added to: the "first" channels whichever were chosen, which moves nothing, or
-            those that were chosen, its "own".
-        adds: What is weighed and added: the narrow block's "output", which has a shortcut within, or the "change"
-            that the block makes to the chosen channels, as MoD weighs it.
-        chosen: By what K channels are chosen: their "score", or as controls at "random" for each image, or the "first"
-            ones of every image. Scores weigh what is added in each case.
+        divisor: Ratio of a block's channels to its narrow block's, without a remainder.
+        squeeze: Ratio of a block's channels to its selector's hidden units. The selector is a global average pool, two
+            linear layers with a ReLU between them, and a sigmoid.
+        into: Channels that the gated output is added to: the "first" K, which needs no scatter, or the chosen ones
+            ("own").
+        adds: What is gated and added: the narrow block's "output", which includes its shortcut, or the "change" to the
+            chosen channels, as in MoD.
+        chosen: How the K channels are chosen: by "score", or as ablations "random" per image, or always the "first".
+            Scores are the gates in all cases.
 
     Source: Cakaj, Mehnert and Yang, arXiv 2409.17016, whose options are the defaults.
 
@@ -69,7 +69,7 @@ class Channels(Method):
     def find(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return every second block of the stages of a ResNet, by name."""
         if find_library(model) != "timm" or not isinstance(model, ResNet):
-            raise ValueError(f"channels are routed in the ResNets of timm, and this is a {type(model).__name__}")
+            raise ValueError(f"method 'channels' supports timm ResNets, got a {type(model).__name__}")
         stages = {name: stage for name, stage in model.named_children() if name.startswith("layer")}
         return {
             f"{name}.{index}": block
@@ -79,26 +79,26 @@ class Channels(Method):
         }
 
     def check(self, model: nn.Module, stack: dict[str, nn.Module]) -> None:
-        """Raise a ValueError unless there are blocks, and all can be made narrow."""
+        """Raise a ValueError unless there are blocks to replace and all can be narrowed."""
         if not stack:
-            raise ValueError(f"no stage of this {type(model).__name__} has a second block that could be narrow")
+            raise ValueError(f"no stage of this {type(model).__name__} has a second block to replace")
         for name, block in stack.items():
             self._check(name, block)
 
     def _check(self, name: str, block: Any) -> None:
         if type(block) not in (BasicBlock, Bottleneck):
-            raise ValueError(f"{name} is a {type(block).__name__}; possible are BasicBlock and Bottleneck")
+            raise ValueError(f"{name} is a {type(block).__name__}; supported are BasicBlock and Bottleneck")
         if block.conv2.groups > 1 or block.se is not None or not isinstance(block.bn1, nn.BatchNorm2d):
-            raise ValueError(f"{name} has groups, attention or a norm other than BatchNorm2d: it cannot be made narrow")
-        wide, least = block.conv1.in_channels, block.expansion
-        if wide % self.divisor or wide // self.divisor % least:
+            raise ValueError(f"{name} has groups, attention or a norm other than BatchNorm2d: it cannot be narrowed")
+        wide, multiple = block.conv1.in_channels, block.expansion
+        if wide % self.divisor or wide // self.divisor % multiple:
             raise ValueError(
                 f"method.divisor={self.divisor} must divide the {wide} channels of {name}, "
-                f"and leave a multiple of {least}"
+                f"and leave a multiple of {multiple}"
             )
 
     def change(self, model: nn.Module, stack: dict[str, nn.Module]) -> None:
-        """Make the blocks narrow and give each a selector."""
+        """Replace the blocks' layers by narrow ones and add selectors."""
         for number, block in enumerate(stack.values()):
             narrow, selector = _narrow(block, self.divisor), _selector(block, self.squeeze)
             wide = {name: child for name, child in block.named_children() if any(True for _ in child.parameters())}
@@ -108,7 +108,7 @@ class Channels(Method):
             block.selector = selector
 
     def remove(self, model: nn.Module) -> None:
-        """Give the blocks back the weights that they had, where the model is by then."""
+        """Put the dense layers back, on the model's current device and in its dtype."""
         for block in model.modules():
             if isinstance(block, ChannelBlock):
                 weight = next(block.selector.parameters())
@@ -118,13 +118,13 @@ class Channels(Method):
 
 
 class ChannelState(NamedTuple):
-    """What a `ChannelBlock` knows beside its modules.
+    """Plain state of a `ChannelBlock`.
 
     Args:
-        config: How its channels are routed.
-        wide: The modules that the narrow ones replaced, by name.
-        draw: Draws channels at random.
-        records: The decisions of each thread.
+        config: The method.
+        wide: The replaced dense modules, by name.
+        draw: Random scores.
+        records: Decisions, per thread.
     """
 
     config: Channels
@@ -134,10 +134,10 @@ class ChannelState(NamedTuple):
 
 
 class ChannelBlock(StandingModule, Deciding):
-    """Mixin of a residual block that is as narrow as the number of channels it runs on.
+    """Mixin of a narrow residual block that runs on selected channels.
 
     Attributes:
-        selector: From the means of channels to their logits.
+        selector: Maps channel means to logits.
         mod_state: Plain state.
     """
 
@@ -148,7 +148,7 @@ class ChannelBlock(StandingModule, Deciding):
         """Return all channels after the block (B, C, H, W)."""
         config = self.mod_state.config
         logit_BC = self.selector(x_BCHW.mean(dim=(2, 3)))
-        # Their order and weights are those of fp32 under autocast, too.
+        # fp32 under autocast too, so that the choice does not depend on it.
         logit_BC = logit_BC.to(torch.promote_types(logit_BC.dtype, torch.float32))
         flat = x_BCHW.flatten(2)
         index_BK, gate_BK = self._choose(flat, logit_BC)
@@ -163,18 +163,18 @@ class ChannelBlock(StandingModule, Deciding):
         return torch.cat([x_BCHW[:, :count] + added, x_BCHW[:, count:]], dim=1)
 
     def _choose(self, flat: Tensor, logit_BC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the channels that run, ascending, and their scores (B, K)."""
-        config, by_BC = self.mod_state.config, logit_BC
+        """Return the indices of the channels that run, ascending, and their scores (B, K)."""
+        config, rank_BC = self.mod_state.config, logit_BC
         if config.chosen == "random":
-            by_BC = self.mod_state.draw(flat)
-        index_BK = select_topk(by_BC, Fraction(1, config.divisor))[0]
+            rank_BC = self.mod_state.draw(flat)
+        index_BK = select_topk(rank_BC, Fraction(1, config.divisor))[0]
         if config.chosen == "first":
             index_BK = torch.arange(index_BK.shape[1], device=flat.device).expand_as(index_BK)
         return index_BK, logit_BC.gather(1, index_BK).sigmoid()
 
 
 def _narrow(block: Any, divisor: int) -> nn.Module:
-    """Return a block of the same kind, as timm initialises it, with fewer channels."""
+    """Return a narrow block of the same class, initialised as in timm."""
     wide, inner = block.conv1.in_channels // block.expansion, block.conv2.out_channels
     weight = block.conv1.weight
     reduce_first = (inner if block.expansion > 1 else wide) // block.conv1.out_channels
@@ -192,12 +192,12 @@ def _narrow(block: Any, divisor: int) -> nn.Module:
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     narrow.zero_init_last()
-    built: nn.Module = narrow.train(block.training)
-    return built
+    initialised: nn.Module = narrow.train(block.training)
+    return initialised
 
 
 def _selector(block: Any, squeeze: int) -> nn.Sequential:
     channels, weight = block.conv1.in_channels, block.conv1.weight
     hidden = max(1, channels // squeeze)
-    given = {"device": weight.device, "dtype": weight.dtype}
-    return nn.Sequential(nn.Linear(channels, hidden, **given), nn.ReLU(), nn.Linear(hidden, channels, **given))
+    like = {"device": weight.device, "dtype": weight.dtype}
+    return nn.Sequential(nn.Linear(channels, hidden, **like), nn.ReLU(), nn.Linear(hidden, channels, **like))

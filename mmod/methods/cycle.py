@@ -1,4 +1,4 @@
-"""Shared blocks that are applied several times, each time to fewer tokens.
+"""Shared blocks that are applied repeatedly, to fewer tokens at every recursion.
 
 Axes: B images or samples, N tokens, K slots of an image, D channels, R recursions.
 """
@@ -28,39 +28,40 @@ from mmod.routing.groups import slots_of
 from mmod.routing.score.linear import LinearScore
 from mmod.values import Limit, check_fields
 
-# Factor of the sigmoid, the best of those that the source compares (Table 13).
+# Factor of the sigmoid: the best value in Table 13 of the source.
 GATE = 0.1
 
 
 @dataclass(frozen=True)
 class CycleOptions:
-    """The middle blocks of a ViT or decoder become fewer, which are shared and applied up to R times (Middle-Cycle).
+    """Options of recursion over shared middle blocks of a ViT or decoder (Middle-Cycle).
 
-    Of L blocks, the first and the last ones stay. The `(L - first - last) / R` that follow the first ones are applied
-    to all tokens, then to fewer of them at each recursion; the others go. With f the shared blocks, H a token's state
-    and H1 what it was before all recursions, a token that runs becomes, at recursion r,
+    Of L blocks, the first and the last ones stay. The `(L - first - last) / R` blocks after the first ones are shared:
+    they run on all tokens, then on fewer tokens at every further recursion. The remaining middle blocks are removed.
+    With f the shared blocks, H a token's state and H1 its state before the first recursion, a token that runs becomes,
+    at recursion r,
 
         H + g f(H)            with g = 0.1 sigmoid(w_r . H), where recursions choose their tokens
         g f(H)                with g the r-th of softmax(W H1), where tokens choose their depth
-        g f(H) + H1           the same, at the last recursion of the token
+        g f(H) + H1           where tokens choose, at their last recursion
 
     Args:
-        recursions: R, how often the shared blocks are applied at most.
-        choice: The "recursions" choose by the highest gates, the r-th so many of the tokens of the one before that
-            (R - r + 1) / R of all run; or the "tokens" choose once, by their most likely depth, how often they run.
-        keys: Tokens that run attend to the "kept" tokens (recursion-wise caching), or to keys and values that the
-            "first" recursion computed of all tokens, which are computed no more (recursive sharing).
-        adds: What is weighed by g: the blocks' "output", or the "change" that they make, which is added to H.
-        first: Blocks before those that are shared.
-        last: Blocks after them.
-        balance: Weight of the load-balance loss, where tokens choose.
-        sampling: How recursions of a decoder choose in evaluation, where each token is decided from those before it: by
-            its own "score", which is kept where its sigmoid reaches 0.5, or by what a "predictor" makes of the token
-            without a gradient to it. Either learns by a loss what the highest gates were. None chooses by these in
-            evaluation too, which generation cannot.
-        membership: Weight of that loss.
+        recursions: R, the maximum number of recursions.
+        choice: "recursions" (expert choice): recursion r keeps the (R - r + 1) / R of all tokens with top gates,
+            among the tokens of recursion r - 1. "tokens" (token choice): every token chooses its depth once.
+        keys: Keys that running tokens attend to: those of the "kept" tokens (recursion-wise caching), or the keys and
+            values of all tokens from the "first" recursion (recursive sharing).
+        adds: What g weighs: the blocks' "output", or the "change" that they make, which is added to H.
+        first: Number of blocks before the shared ones.
+        last: Number of blocks after the shared ones.
+        balance: Weight of the load-balance loss, for token choice.
+        sampling: How recursions of a decoder choose in evaluation, where a token's choice may depend only on earlier
+            tokens: by "score", kept where its sigmoid reaches 0.5, or by a "predictor" that reads the token without a
+            gradient. Both are trained to predict the top-k choice. None uses the top-k choice in evaluation too, which
+            rules out generation.
+        membership: Weight of the loss for that prediction.
 
-    Tokens before the patches of an image run in all recursions.
+    Prefix tokens of an image run in all recursions.
 
     Source: Bae et al., arXiv 2507.10524; load balance as in Fedus et al., arXiv 2101.03961.
     """
@@ -79,15 +80,15 @@ class CycleOptions:
         weights: dict[str, Limit] = {"balance": "[0, inf)", "membership": "[0, inf)"}
         check_fields(self, "method", recursions="[1, inf)", first="[0, inf)", last="[0, inf)", **weights)
         if self.sampling is not None and self.choice == "tokens":
-            raise ValueError(f"sampling={self.sampling!r} is for choice='recursions': tokens decide alone as it is")
+            raise ValueError(f"sampling={self.sampling!r} is for choice='recursions': tokens already decide alone")
 
 
 class Depths(NamedTuple):
-    """How many recursions tokens run in.
+    """Number of recursions that tokens run in.
 
     Args:
-        prob_BNR: How likely a token finds each depth (B, N, R).
-        last_BN: Number, from 0, of its last recursion (B, N).
+        prob_BNR: Probability of every depth (B, N, R).
+        last_BN: A token's last recursion, counted from 0 (B, N).
     """
 
     prob_BNR: Tensor
@@ -95,14 +96,7 @@ class Depths(NamedTuple):
 
 
 class CycleState:
-    """What a `Cycle` knows beside its modules.
-
-    Args:
-        config: How it works.
-        stack: The blocks of the model, which say how they are called.
-        shared: Those that are shared.
-        others: Those that were left out.
-    """
+    """Plain state of a `Cycle`; arguments as there."""
 
     def __init__(
         self, config: CycleOptions, stack: BlockStack, shared: list[nn.Module], others: list[nn.Module]
@@ -116,18 +110,17 @@ class CycleState:
 
 
 class Cycle(StandingModule, Deciding):
-    """Shared blocks in the place of the middle ones, which call them as often as its routers say.
+    """Module that replaces the middle blocks and applies the shared blocks recursively.
 
     Args:
-        config: How it works.
+        config: The method.
         stack: The blocks of the model.
-        shared: Those that are shared.
-        others: Those that were left out.
+        shared: The shared blocks.
+        others: The removed blocks, kept for undoing.
 
     Attributes:
-        shared: The blocks.
-        routers: One for each recursion, or the one by which tokens choose their depth.
-        predictors: One for each recursion but the first, where predictors decide in evaluation.
+        routers: One per recursion, or one with which tokens choose their depth.
+        predictors: One per recursion after the first, with sampling="predictor".
     """
 
     def __init__(
@@ -136,32 +129,32 @@ class Cycle(StandingModule, Deciding):
         super().__init__()
         self.mod_state = CycleState(config, stack, shared, others)
         weight = next(shared[0].parameters())
-        given: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         self.shared = nn.ModuleList(shared)
         if config.choice == "tokens":
-            chooser = nn.Linear(stack.dim, config.recursions, bias=False, **given)
-            nn.init.normal_(chooser.weight, std=0.02)
-            self.routers = nn.ModuleList([chooser])
+            router = nn.Linear(stack.dim, config.recursions, bias=False, **like)
+            nn.init.normal_(router.weight, std=0.02)
+            self.routers = nn.ModuleList([router])
         else:
-            scores = [LinearScore(stack.dim, normalize=False, init_std=0.02, **given) for _ in range(config.recursions)]
+            scores = [LinearScore(stack.dim, normalize=False, init_std=0.02, **like) for _ in range(config.recursions)]
             self.routers = nn.ModuleList(scores)
         if config.sampling == "predictor":
-            self.predictors = nn.ModuleList(Predictor(stack.dim, **given) for _ in self.places())
+            self.predictors = nn.ModuleList(Predictor(stack.dim, **like) for _ in self.places())
 
     def places(self) -> tuple[str, ...]:
-        """Return the recursions that choose; the first one takes all tokens."""
+        """Return the names of the recursions that choose; the first one runs on all tokens."""
         return tuple(f"recursion{number + 1}" for number in range(1, self.mod_state.config.recursions))
 
     @property
     def dense_blocks(self) -> int:
-        """Number of blocks that it took the place of."""
+        """Number of dense blocks that the cycle replaces."""
         return len(self.shared) + len(self.mod_state.others)
 
     def blocks(self, initialise: Callable[[nn.Module], None] | None) -> list[nn.Module]:
-        """Return the blocks that it took the place of, on the device and of the type of those that are shared.
+        """Return the dense blocks that the cycle replaces, on the device and in the dtype of the shared blocks.
 
         Args:
-            initialise: Gives a module without weights new ones; None where each has its own.
+            initialise: Initialises a module on the meta device; None if there are none.
         """
         weight = next(self.shared.parameters())
         for block in self.mod_state.others:
@@ -185,42 +178,42 @@ class Cycle(StandingModule, Deciding):
         if learns:
             record.losses = []
         first_BND = x_BND
-        # Keys and values of all tokens in each shared block, from the first recursion on.
-        taken: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.shared]
+        # Keys and values of all tokens for every shared block, filled by the first recursion.
+        cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.shared]
         depths = self._depths(x_BND, valid_BN) if config.choice == "tokens" else None
-        before_BN = valid_BN
+        previous_BN = valid_BN
         for recursion in range(config.recursions):
             if depths is None:
-                routing = self._choose(x_BND, before_BN, valid_BN, recursion)
+                routing = self._choose(x_BND, previous_BN, valid_BN, recursion)
                 if learns and config.sampling is not None and recursion:
-                    record.losses.append(config.membership * membership(routing, before_BN))
+                    record.losses.append(config.membership * membership(routing, previous_BN))
             else:
                 routing = self._follow(depths, recursion)
-            before_BN = routing.keep_BN if recursion else valid_BN
+            previous_BN = routing.keep_BN if recursion else valid_BN
             if recursion and record.traced:
                 record.keep(f"recursion{recursion + 1}", routing)
             z = y = gather_rows(x_BND, routing.index_BK)
-            for number, keys in enumerate(taken):
+            for number, keys in enumerate(cached):
                 y = self._run(number, recursion, arguments, x_BND, y, routing, keys)
             if y.shape[1]:
                 x_BND = self._leave(x_BND, z, y, first_BND, depths, routing, recursion)
         return x_BND
 
     def _valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """Return which tokens are no padding (B, N); None where all are."""
+        """Return which tokens are not padding (B, N); None for all."""
         call = self.mod_state.calls[0]
         if not self.mod_state.language:
             return None
         if self.mod_state.config.choice == "recursions" and not self._alone(x_BND) and call.cached(arguments):
             raise ValueError(
-                "text cannot be generated where recursions choose among tokens to come, as they do in training and "
-                "without `sampling`: change the model with sampling='score' or 'predictor', or choice='tokens'"
+                "text cannot be generated where recursions choose among future tokens, as they do in training and "
+                "without `sampling`: apply the method with sampling='score' or 'predictor', or choice='tokens'"
             )
         valid_BN: Tensor | None = call.valid(arguments, x_BND)
         return valid_BN
 
     def _alone(self, x_BND: Tensor) -> bool:
-        """Whether each token is decided by itself. FLOPs, which are counted on meta, are those of training."""
+        """Return whether tokens are decided independently; FLOPs, counted on meta, are those of training."""
         together = self.training or self.record.together or x_BND.is_meta
         return self.mod_state.config.sampling is not None and not together
 
@@ -228,13 +221,13 @@ class Cycle(StandingModule, Deciding):
         self, number: int, recursion: int, arguments: Mapping[str, Any], x_BND: Tensor, y: Tensor, routing: Routing,
         keys: list[tuple[Tensor, Tensor]],
     ) -> Tensor:  # fmt: skip
-        """Return the rows of a recursion after one of the shared blocks."""
+        """Return the rows of a recursion after a shared block."""
         block, call = self.shared[number], self.mod_state.calls[number]
         if self.mod_state.config.keys == "first":
-            # The first recursion has all tokens in its rows.
-            given = x_BND if recursion else y
+            # In the first recursion, the rows are all tokens.
+            tokens = x_BND if recursion else y
             return cast(
-                Tensor, call.attend_to_all(block, block, arguments, given, y, routing, keys) if y.shape[1] else y
+                Tensor, call.attend_to_all(block, block, arguments, tokens, y, routing, keys) if y.shape[1] else y
             )
         if self.mod_state.language:
             selected = call.repeated(recursion * len(self.shared), arguments, x_BND, routing)
@@ -242,31 +235,31 @@ class Cycle(StandingModule, Deciding):
             selected = call.select_tokens(arguments, x_BND, routing)
         return cast(Tensor, block(y, **selected)) if y.shape[1] else y
 
-    def _choose(self, x_BND: Tensor, before_BN: Tensor | None, valid_BN: Tensor | None, recursion: int) -> Routing:
-        """Choose among the tokens that the recursion before kept: the highest gates, or each token by its own logit."""
+    def _choose(self, x_BND: Tensor, previous_BN: Tensor | None, valid_BN: Tensor | None, recursion: int) -> Routing:
+        """Choose among the tokens of the previous recursion: by top-k gates, or independently by logits."""
         config, predicted_BN = self.mod_state.config, None
         score_BN = self.routers[recursion](x_BND)
         gate_BN = apply_gate(score_BN, "sigmoid", GATE)
         if not recursion:
-            return _everyone(score_BN, gate_BN)
+            return _all_tokens(score_BN, gate_BN)
         if config.sampling == "predictor":
             predicted_BN = self.predictors[recursion - 1](x_BND)
         if self._alone(x_BND):
             keep_BN = (score_BN if predicted_BN is None else predicted_BN) >= 0
-            keep_BN = keep_BN if before_BN is None else keep_BN & before_BN
+            keep_BN = keep_BN if previous_BN is None else keep_BN & previous_BN
             index_BK, valid_BK, total = slots_of(keep_BN, keep_BN.sum(1).tolist())
             assert gate_BN is not None
             gate_BK = gate_BN.gather(1, index_BK)
             return Routing(score_BN, index_BK, gate_BK, valid_BK, total=total, predicted_BN=predicted_BN)
         share = Fraction(config.recursions - recursion, config.recursions)
-        among_BN = score_BN if before_BN is None else score_BN.masked_fill(~before_BN, -torch.inf)
+        candidate_BN = score_BN if previous_BN is None else score_BN.masked_fill(~previous_BN, -torch.inf)
         index_BK, valid_BK, weight_BK, inverse_BN = select_topk(
-            among_BN, share, self.mod_state.prefix, valid_BN, gate="sigmoid", scale=GATE
+            candidate_BN, share, self.mod_state.prefix, valid_BN, gate="sigmoid", scale=GATE
         )
         return Routing(score_BN, index_BK, weight_BK, valid_BK, inverse_BN=inverse_BN, predicted_BN=predicted_BN)
 
     def _depths(self, x_BND: Tensor, valid_BN: Tensor | None) -> Depths:
-        """Let tokens decide in how many recursions they run."""
+        """Return the depths that tokens choose."""
         prefix, config = self.mod_state.prefix, self.mod_state.config
         prob_BNR = probabilities(x_BND, self.routers[0])
         last_BN = prob_BNR.argmax(dim=-1)
@@ -277,13 +270,13 @@ class Cycle(StandingModule, Deciding):
         return Depths(prob_BNR, last_BN if valid_BN is None else last_BN.masked_fill(~valid_BN, -1))
 
     def _follow(self, depths: Depths, recursion: int) -> Routing:
-        """Take the tokens whose last recursion is not over."""
+        """Return the decision of a recursion under token choice: tokens whose last recursion is not over."""
         batch, tokens, count = depths.prob_BNR.shape
         prob_BN, valid_BK = depths.prob_BNR[..., recursion], None
         if not recursion:
-            return _everyone(prob_BN, prob_BN)
+            return _all_tokens(prob_BN, prob_BN)
         if depths.last_BN.is_meta:
-            # Costs are counted there, as if all depths were as frequent.
+            # On meta, FLOPs are counted as if all depths were equally frequent.
             slots = kept_count(tokens, Fraction(count - recursion, count), self.mod_state.prefix)
             index_BK = torch.arange(slots, device=depths.last_BN.device).expand(batch, slots)
         else:
@@ -295,7 +288,7 @@ class Cycle(StandingModule, Deciding):
         self, x_BND: Tensor, z: Tensor, y: Tensor, first_BND: Tensor, depths: Depths | None, routing: Routing,
         recursion: int,
     ) -> Tensor:  # fmt: skip
-        """Return all tokens after a recursion, given its rows before (z) and after the shared blocks (y)."""
+        """Return all tokens after a recursion, from its rows before (z) and after the shared blocks (y)."""
         assert routing.gate_BK is not None
         if self.mod_state.config.adds == "change":
             return leave_rows(x_BND, z, y, routing)
@@ -308,18 +301,18 @@ class Cycle(StandingModule, Deciding):
         return leave_rows(x_BND, z, y, routing._replace(gate_BK=None))
 
 
-def membership(routing: Routing, before_BN: Tensor | None) -> Tensor:
-    """Return the binary cross-entropy between what decides alone and what was kept, of tokens that ran before.
+def membership(routing: Routing, previous_BN: Tensor | None) -> Tensor:
+    """Return the binary cross-entropy of the independent decision against the top-k choice.
 
     Args:
         routing: The decision of a recursion.
-        before_BN: Which tokens the recursion before kept (B, N); None for all.
+        previous_BN: Which tokens the previous recursion kept (B, N), over which the mean is taken; None for all.
     """
     logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
     loss_BN = F.binary_cross_entropy_with_logits(logit_BN, routing.keep_BN.to(logit_BN.dtype), reduction="none")
-    return loss_BN.mean() if before_BN is None else loss_BN[before_BN].mean()
+    return loss_BN.mean() if previous_BN is None else loss_BN[previous_BN].mean()
 
 
-def _everyone(score_BN: Tensor, gate_BN: Tensor | None) -> Routing:
-    """Return the decision that takes all tokens."""
+def _all_tokens(score_BN: Tensor, gate_BN: Tensor | None) -> Routing:
+    """Return the decision that keeps all tokens."""
     return Routing(score_BN, torch.arange(score_BN.shape[1], device=score_BN.device).expand_as(score_BN), gate_BN)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in decoder layers of transformers: which texts experts can choose among."""
+"""Checks of the texts that mixtures of experts in decoder layers run on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 from mmod.adapters.transformers.masks import valid_tokens
 
 
-class WholeTexts:
-    """A forward pre-hook that refuses texts of which experts that choose together see too much or too little.
+class CompleteTexts:
+    """A forward pre-hook that refuses incomplete or padded texts where experts choose among all tokens.
 
     Args:
-        mixture: Name of a mixture of experts in the module that is hooked.
-        names: Arguments of the module in order.
+        mixture: Name of a mixture of experts in the hooked module.
+        names: Parameters of the module's forward, in order.
     """
 
     def __init__(self, mixture: str, names: tuple[str, ...]) -> None:
@@ -26,29 +26,28 @@ class WholeTexts:
         """Check the arguments of a forward pass.
 
         Raises:
-            ValueError: Tokens follow a cache, or some are padding, where experts choose among the tokens of a text.
+            ValueError: There are cached tokens, or padding.
         """
         mixture: Any = module.get_submodule(self.mixture)
         if not mixture.chooses_together(module.training):
             return
-        given = {**dict(zip(self.names, args)), **kwargs}
-        cache, mask = given.get("past_key_values"), given.get("attention_mask")
-        seen = 0 if cache is None else int(cache.get_seq_length())
-        if seen:
+        arguments = {**dict(zip(self.names, args)), **kwargs}
+        cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
+        if cache is not None and int(cache.get_seq_length()):
             raise ValueError(
-                "text cannot be generated where experts choose among tokens to come, as they do in training and "
-                "without `sampling`: change the model with sampling='score' or 'predictor', or choice='tokens'"
+                "text cannot be generated where experts choose among future tokens, as they do in training and "
+                "without `sampling`: apply the method with sampling='score' or 'predictor', or choice='tokens'"
             )
-        source = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+        source = arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments["input_ids"]
         if mask is not None and source is not None and not bool(valid_tokens(mask, source, 0).all()):
             raise ValueError(
-                "experts choose among the tokens of a text, and some of this batch are padding, which would take their "
-                "slots: give texts of one length, or change the model with choice='tokens'"
+                "experts choose among the tokens of a text, and padding in this batch would take their slots: pass "
+                "texts of one length, or apply the method with choice='tokens'"
             )
 
 
 def watch_texts(model: nn.Module, layer: str) -> None:
-    """Let a language model refuse texts that experts cannot choose among.
+    """Add the check to a language model.
 
     Args:
         model: The model.
@@ -57,17 +56,13 @@ def watch_texts(model: nn.Module, layer: str) -> None:
     owner, _, place = layer.rpartition("layers.")
     text = model.get_submodule(owner.rstrip("."))
     names = tuple(inspect.signature(type(text).forward).parameters)[1:]
-    text.register_forward_pre_hook(WholeTexts(f"layers.{place}.mlp", names), with_kwargs=True)
+    text.register_forward_pre_hook(CompleteTexts(f"layers.{place}.mlp", names), with_kwargs=True)
 
 
 def unwatch_texts(model: nn.Module) -> None:
-    """Take back what `watch_texts` did.
-
-    Args:
-        model: The model.
-    """
+    """Remove the check that `watch_texts` added."""
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, WholeTexts):
+            if isinstance(hook, CompleteTexts):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)

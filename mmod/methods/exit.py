@@ -1,4 +1,4 @@
-"""Early exit: images that a model is sure of leave it before its last block.
+"""Early exit: images with a confident prediction skip the remaining blocks.
 
 Axes: B images, N tokens, D channels, C classes.
 """
@@ -26,15 +26,15 @@ _HEAD = ("norm", "fc_norm", "head", "head_dist")
 @register_method("exit")
 @dataclass(frozen=True)
 class Exit(Method):
-    """Early exit after some blocks, each with a head of its own.
+    """Early exit after some blocks, each with a separate head.
 
-    In evaluation, an image leaves where its head's largest probability reaches the confidence; the images that stay are
-    gathered, so that later blocks cost less. In training, no image is asked: the batch is dealt out among the exits and
-    the end by turns, so that any recipe trains all heads alike.
+    In evaluation, an image exits where its head's largest probability reaches the confidence. The remaining images are
+    gathered, so later blocks cost less. In training, images are assigned to the exits and the final head in turn, so
+    that any recipe trains all heads equally.
 
     Args:
-        confidence: Probability at which an image leaves; above 1 none does.
-        blocks: Numbers of the blocks after which there is an exit.
+        confidence: Probability at which an image exits; above 1, none does.
+        blocks: Numbers of the blocks that an exit follows.
 
     Source: BranchyNet, Teerapittayanon et al., arXiv 1709.01686.
 
@@ -57,12 +57,14 @@ class Exit(Method):
         """Raise a ValueError unless the model classifies and has blocks after each exit."""
         check_blocks(self.blocks, stack)
         if self.blocks[-1] == len(stack.blocks) - 1:
-            raise ValueError(f"an exit after the last block saves nothing: blocks end before {len(stack.blocks) - 1}")
+            raise ValueError(
+                f"an exit after the last block saves nothing: blocks must be below {len(stack.blocks) - 1}"
+            )
         if not getattr(model, "num_classes", 0):
-            raise ValueError(f"this {type(model).__name__} has no classes that an exit could be sure of")
+            raise ValueError(f"this {type(model).__name__} is no classifier: early exit needs class probabilities")
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Add a head to each block with an exit, a copy of the model's own, and let the model gather the answers."""
+        """Add a copy of the model's head to every exit block, and make the model gather the logits of all exits."""
         running, ends = PerThread(_Leaving), len(self.blocks) + 1
         heads = {index: ExitHead(model) for index in self.blocks}
         for index in range(self.blocks[0], len(stack.blocks)):
@@ -80,7 +82,7 @@ class Exit(Method):
 
 
 class ExitHead(nn.Module):
-    """Final norm and head of a model once more, with weights of their own; all else is the model's.
+    """Copy of a model's final norm and head, with separate weights; all other attributes are the model's.
 
     Args:
         model: A timm model.
@@ -91,27 +93,27 @@ class ExitHead(nn.Module):
         for name in _HEAD:
             if isinstance(getattr(model, name, None), nn.Module):
                 setattr(self, name, copy.deepcopy(getattr(model, name)))
-        # Not as a module, which would be its own descendant.
+        # Not as a submodule: the head would be its own descendant.
         self.__dict__["model"] = model
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the model's own code asks for beside the modules here."""
+        """Return a module of the head, or else an attribute of the model."""
         return self._modules[name] if name in self._modules else getattr(self.__dict__["model"], name)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        """Return logits (B, C), or (B, N, C) where the model answers for every token."""
-        kind: Any = host_class(self.__dict__["model"])
-        logits: Tensor = kind.forward_head(self, self.norm(x_BND))
+        """Return logits (B, C), or (B, N, C) for a model with one output per token."""
+        host: Any = host_class(self.__dict__["model"])
+        logits: Tensor = host.forward_head(self, self.norm(x_BND))
         return logits
 
 
 class _Leaving:
-    """The images of one forward pass that left, and those that have not.
+    """The images of a forward pass that exited, and the remaining ones.
 
     Attributes:
-        total: Images of the batch.
-        index_B: Places in the batch of those that have not left; None for all.
-        answers: Places and logits of those that left at each exit.
+        total: Number of images in the batch.
+        index_B: Batch indices of the remaining images; None for all.
+        answers: Batch indices and logits of the images that exited, by exit.
     """
 
     def __init__(self) -> None:
@@ -125,14 +127,14 @@ class _Leaving:
 
 
 class _ExitState(NamedTuple):
-    """What a block with an exit remembers beside its parameters.
+    """Plain state of a block before, at or after an exit.
 
     Args:
-        running: The forward pass of each thread, one object for all blocks of a model.
-        confidence: Probability at which an image leaves.
-        turn: Number of the exit after the block, None where there is none.
-        ends: Number of exits, the end of the model among them.
-        records: The decisions of each thread.
+        running: State of the forward pass per thread, shared by all blocks of a model.
+        confidence: Probability at which an image exits.
+        turn: Index of the exit after the block, or None.
+        ends: Number of exits, including the final head.
+        records: Decisions, per thread.
     """
 
     running: PerThread[_Leaving]
@@ -143,11 +145,11 @@ class _ExitState(NamedTuple):
 
 
 class ExitBlock(Deciding, ConvertedBlock):
-    """Mixin of a block of timm after which images leave, or that follows such a block.
+    """Mixin of a timm block with an exit, or after one.
 
     Attributes:
         mod_state: Plain state.
-        exit: The head that decides, where there is one.
+        exit: The exit's head, if there is one.
     """
 
     mod_state: _ExitState
@@ -155,11 +157,11 @@ class ExitBlock(Deciding, ConvertedBlock):
 
     @property
     def cost_follows_data(self) -> bool:
-        """Images that have left cost nothing."""
+        """The cost depends on the data: images that exited cost nothing."""
         return True
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the host's block, and return the tokens of the images that stay.
+        """Run the host's block, and return the tokens of the remaining images.
 
         Args:
             x: Tokens (B, N, D).
@@ -167,17 +169,19 @@ class ExitBlock(Deciding, ConvertedBlock):
             kwargs: The same by name.
         """
         if recomputing():
-            raise RuntimeError("gradient checkpointing runs blocks again, which a model that images leave cannot")
+            raise RuntimeError(
+                "early exit does not support gradient checkpointing, which runs blocks twice: turn it off"
+            )
         if self.record.traced:
             self._trace(x)
         if not len(x):
-            # Not every host takes a batch without images.
+            # Not every host supports an empty batch.
             return x
         y: Tensor = super().forward(x, *args, **kwargs)
         if self.mod_state.turn is None:
             return y
         if y.is_meta:
-            # Costs are counted there, as if no image left.
+            # On meta, FLOPs are counted as if no image exited.
             self.exit(y)
             return y
         return self._leave(y)
@@ -192,10 +196,10 @@ class ExitBlock(Deciding, ConvertedBlock):
             "", Routing(runs_B1.float(), runs_B1.new_zeros(runs_B1.shape, dtype=torch.long), valid_BK=runs_B1)
         )
 
-    # How many images stay is known when they have left, so there is nothing to compile.
+    # The number of remaining images depends on the data, so this cannot be compiled.
     @torch.compiler.disable
     def _leave(self, y_BND: Tensor) -> Tensor:
-        """Take the answers for the images that leave, and return the tokens of the others."""
+        """Store the logits of the images that exit, and return the tokens of the others."""
         state = self.mod_state
         assert state.turn is not None
         leaving = state.running.own
@@ -214,16 +218,16 @@ class ExitBlock(Deciding, ConvertedBlock):
 
 
 class ExitModel(nn.Module):
-    """Mixin of a model that gathers the answers of its exits.
+    """Mixin of a model that gathers the logits of its exits.
 
     Attributes:
-        mod_state: The forward pass of each thread.
+        mod_state: State of the forward pass, per thread.
     """
 
     mod_state: PerThread[_Leaving]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits of all images, each of the exit where it left."""
+        """Return the logits of all images, from the exit that each one took."""
         leaving = self.mod_state.own
         leaving.begin()
         last: Tensor = super().forward(*args, **kwargs)
@@ -235,6 +239,6 @@ class ExitModel(nn.Module):
 
 
 def _sure(logits: Tensor, confidence: float) -> Tensor:
-    """Return which images (B) an exit is sure of; one that answers for every token, on average over them."""
+    """Return which images (B) reach the confidence, on average over tokens if there are logits for every token."""
     sure = logits.detach().softmax(dim=-1).amax(dim=-1)
     return (sure.flatten(1).mean(dim=1) if sure.ndim > 1 else sure) >= confidence

@@ -1,6 +1,6 @@
-"""MLPs that become mixtures of experts, some of which may do nothing (MoDE).
+"""Mixtures of experts in the place of MLPs, with idle experts (MoDE).
 
-Axes: B images or texts, N tokens, E experts, J experts with those that do nothing, T rows of all experts, D channels.
+Axes: B images or texts, N tokens, E experts, J experts including idle ones, T rows of all experts, D channels.
 """
 
 from __future__ import annotations
@@ -39,32 +39,30 @@ from mmod.values import Limit, check_fields
 @register_method("experts")
 @dataclass(frozen=True)
 class Experts(Method):
-    """A mixture of experts in the place of each MLP; every expert starts as a copy of it.
+    """A mixture of experts replaces every MLP; all experts start as copies of it.
 
-    An expert has `floor(capacity * N / experts)` slots for the N tokens that the MLP is given, at least one, so active
-    FLOPs follow from `capacity` whatever is chosen. Routing the model as well, by `mmod.route_`, is staged MoDE, in
-    which experts share the kept tokens. Experts that do nothing, `idle`, are integrated MoDE.
+    An expert has `floor(capacity * N / experts)` slots for N tokens, at least one, so active FLOPs depend on `capacity`
+    only. With routing by `mmod.route_` on top, this is staged MoDE, in which experts share the kept tokens. With `idle`
+    experts it is integrated MoDE.
 
-    A text is generated token by token, and slots are dealt out among all of it. In a language model, tokens therefore
-    choose without a limit; or experts choose among all in training, and in evaluation by `sampling`.
+    Slots are assigned among all tokens of a text, but generation sees one token at a time. In a language model, either
+    tokens choose without a limit (`capacity=None`), or experts choose by `sampling` in evaluation.
 
     Args:
-        experts: Experts that compute.
-        idle: Experts that do nothing, by whose probability a token can keep its state.
-        capacity: Slots of all experts together for each token. None sets no limit to what "tokens" choose: the balance
-            loss then draws the share that computes to `experts / (experts + idle)`.
-        choice: Each of the "experts" chooses the tokens of an image or text that it has the highest probability for; or
-            the "tokens" choose the one expert, idle ones among them, with the highest probability, and of too many
-            those with the highest have a slot.
-        normalize: Divide the weights of a token's experts by their sum, with which a trained model starts from its own
-            function on the tokens that are chosen. Tokens that choose then have the weight 1, without a gradient.
-        balance: Weight of the load-balance loss, where tokens choose.
+        experts: Number of active experts.
+        idle: Number of experts that do nothing: a token that chooses one keeps its state.
+        capacity: Slots of all experts together, per token. None sets no limit for token choice; the balance loss then
+            pulls the share of computed tokens to `experts / (experts + idle)`.
+        choice: "experts": every expert takes the tokens with its highest probabilities (expert choice). "tokens": every
+            token takes its most likely expert, and the most likely tokens get the slots (token choice).
+        normalize: Make the weights of a token's experts sum to 1, so a pretrained model starts from its function on
+            chosen tokens. Under token choice the weight is then 1, without a gradient.
+        balance: Weight of the load-balance loss, for token choice.
         blocks: Numbers of the blocks; None for all.
-        sampling: How experts of a language model choose in evaluation, where each token is decided alone: by their own
-            "score", from a logit of 0 on, or by what a "predictor" of each makes of the token without a gradient to it.
-            Either learns by a loss what was chosen in training. None chooses together in evaluation too, which
-            generation cannot.
-        membership: Weight of that loss.
+        sampling: How experts of a language model choose in evaluation, one token at a time: by "score", a logit of at
+            least 0, or by a "predictor" per expert that reads the token without a gradient. Both are trained to predict
+            the choice in training. None chooses among all tokens in evaluation too, which rules out generation.
+        membership: Weight of the loss for that prediction.
 
     Source: MoDE, Raposo et al., arXiv 2404.02258, section 4.4; `sampling` as in section 3.5; expert choice, Zhou et
     al., arXiv 2202.09368; token choice and its loss, Switch Transformer, Fedus et al., arXiv 2101.03961; tokens served
@@ -101,36 +99,36 @@ class Experts(Method):
         if self.capacity is None and self.choice == "experts":
             raise ValueError("method.capacity=None, no limit, is for choice='tokens': experts fill all of their slots")
         if self.sampling is not None and self.choice == "tokens":
-            raise ValueError(f"sampling={self.sampling!r} is for choice='experts': tokens decide alone as it is")
+            raise ValueError(f"sampling={self.sampling!r} is for choice='experts': tokens already decide alone")
 
     @property
     def has_loss(self) -> bool:
-        """Whether the loads of experts are balanced by a loss, or what they choose is learned."""
+        """Whether there is a load-balance loss or a membership loss."""
         if self.choice == "tokens":
             return self.balance > 0
         return self.sampling is not None and self.membership > 0
 
     def chooses_together(self, training: bool) -> bool:
-        """Return whether which tokens an expert computes depends on the other tokens.
+        """Return whether an expert's choice of a token depends on other tokens.
 
         Args:
-            training: In training mode, or in evaluation.
+            training: Training mode; False means evaluation.
         """
         return self.capacity is not None if self.choice == "tokens" else training or self.sampling is None
 
     @property
     def two_ways(self) -> bool:
-        """Whether experts choose among all tokens in training and decide of each alone in evaluation."""
+        """Whether experts choose among all tokens in training and token by token in evaluation."""
         return self.sampling is not None
 
     @property
     def causal(self) -> bool:
-        """Whether evaluation decides of each token alone."""
+        """Whether evaluation decides token by token."""
         return not self.chooses_together(training=False)
 
     @contextmanager
     def deciding_together(self, model: nn.Module) -> Iterator[None]:
-        """Let experts choose among the tokens of whole texts in evaluation too."""
+        """Context in which experts choose among all tokens of a text in evaluation too."""
         records = [module.record for module in model.modules() if isinstance(module, ExpertMlp)]
         for record in records:
             record.together = True
@@ -150,52 +148,52 @@ class Experts(Method):
         }
 
     def slots_of(self, tokens: int) -> int:
-        """Return the slots of each expert; where there is no limit, what the balance loss draws the mean to.
+        """Return the slots per expert; without a limit, the number that the balance loss aims at.
 
         Args:
-            tokens: Tokens that the MLP is given of an image or text.
+            tokens: Tokens of an image or text.
         """
         share = Fraction(self.experts, self.experts + self.idle) if self.capacity is None else str(self.capacity)
         return kept_count(tokens, Fraction(share) / self.experts)
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
-        """Raise a ValueError unless the blocks are there and each has an MLP whose tokens are all there."""
+        """Raise a ValueError unless the blocks exist and have MLPs that receive complete images or texts."""
         if type(model).__name__ == "NaFlexVit":
             raise ValueError("experts choose among the tokens of an image, and those of a NaFlexVit may be padding")
         if self.sampling is not None and not stack.language:
-            raise ValueError(f"sampling={self.sampling!r} is for decoders: an image is there as a whole")
+            raise ValueError(f"sampling={self.sampling!r} is for decoders: all tokens of an image are known at once")
         if stack.language and self.choice == "tokens" and self.capacity is not None:
             raise ValueError(
-                f"capacity={self.capacity:g} gives slots to the likeliest of the tokens that choose, and in a language "
-                "model some are to come: set capacity=None, which sets no limit, or choice='experts' with `sampling`"
+                f"capacity={self.capacity:g} gives slots to the likeliest tokens, and a language model does not know "
+                "future tokens: set capacity=None, which sets no limit, or choice='experts' with `sampling`"
             )
         if self.blocks is not None:
             check_blocks(self.blocks, stack)
         for index in self._blocks(stack):
             if not isinstance(getattr(stack.blocks[index], "mlp", None), nn.Module):
-                raise ValueError(f"{stack.names[index]} has no `mlp` that could become a mixture of experts")
+                raise ValueError(f"{stack.names[index]} has no `mlp`, which the mixture of experts replaces")
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Give MLPs a router and further experts."""
+        """Add a router and further experts to the MLPs."""
         for index in self._blocks(stack):
             mlp: Any = stack.blocks[index].mlp
             weight = next(mlp.parameters())
-            given: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+            like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
             others = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
-            router = nn.Linear(stack.dim, self.experts + self.idle, bias=False, **given)
+            router = nn.Linear(stack.dim, self.experts + self.idle, bias=False, **like)
             nn.init.normal_(router.weight, std=0.02)
             convert(mlp, ExpertMlp, ExpertState(self))
             mlp.router, mlp.others = router, others
             if self.sampling == "predictor":
-                mlp.predictors = nn.ModuleList(Predictor(stack.dim, **given) for _ in range(self.experts))
+                mlp.predictors = nn.ModuleList(Predictor(stack.dim, **like) for _ in range(self.experts))
         if stack.language:
-            # It needs transformers.
+            # This import needs transformers.
             from mmod.methods.decoder_experts import watch_texts
 
             watch_texts(model, stack.names[self._blocks(stack)[0]])
 
     def remove(self, model: nn.Module) -> None:
-        """Leave each MLP its first expert."""
+        """Remove all but the first expert of every MLP."""
         if find_stack(model).language:
             from mmod.methods.decoder_experts import unwatch_texts
 
@@ -210,13 +208,13 @@ class Experts(Method):
 
 
 class ExpertState:
-    """What an `ExpertMlp` knows beside its modules.
+    """Plain state of an `ExpertMlp`.
 
     Args:
-        config: How its experts work.
+        config: The method.
 
     Attributes:
-        records: Decisions and losses of each thread.
+        records: Decisions and losses, per thread.
     """
 
     def __init__(self, config: Experts) -> None:
@@ -228,9 +226,9 @@ class ExpertMlp(StandingModule, Deciding):
     """Mixin that makes an MLP the first of several experts.
 
     Attributes:
-        router: From tokens to logits over the experts.
-        others: The other experts that compute.
-        predictors: One for each expert, where predictors decide in evaluation.
+        router: Maps tokens to logits over the experts.
+        others: The other active experts.
+        predictors: One per expert, with sampling="predictor".
         mod_state: Plain state, see `ExpertState`.
     """
 
@@ -241,7 +239,7 @@ class ExpertMlp(StandingModule, Deciding):
     added_modules: ClassVar[tuple[str, ...]] = ("router", "others", "predictors")
 
     def rows_of(self, tokens: int) -> int:
-        """Return the slots of all experts."""
+        """Return the slots of all experts together."""
         return self.mod_state.config.experts * self.mod_state.config.slots_of(tokens)
 
     def choosing_modules(self) -> list[nn.Module]:
@@ -249,16 +247,16 @@ class ExpertMlp(StandingModule, Deciding):
         return [self.router, *self._modules.get("predictors", ())]  # type: ignore[misc]
 
     def chooses_together(self, training: bool) -> bool:
-        """Return whether which tokens an expert computes depends on the other tokens."""
+        """Return whether an expert's choice of a token depends on other tokens."""
         return self.mod_state.config.chooses_together(training or self.record.together)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        """Return the weighed sum of what experts make of the tokens (B, N, D); zero for those without an expert."""
+        """Return the weighted sum of the experts' outputs (B, N, D); zero for tokens without an expert."""
         config, logit_BNJ = self.mod_state.config, route_logits(x_BND, self.router)
         prob_BNJ, learns = logit_BNJ.softmax(dim=-1), self.training and not recomputing()
         logit_EBN = self._alone(x_BND, logit_BNJ) if config.sampling is not None else None
         if x_BND.is_meta or self.chooses_together(self.training):
-            rows = self._dealt(prob_BNJ)
+            rows = self._slotted(prob_BNJ)
         else:
             keep_EBN = chosen_expert(prob_BNJ, config.experts) if logit_EBN is None else logit_EBN >= 0
             rows = all_of(keep_EBN, prob_BNJ, config.normalize)
@@ -272,17 +270,17 @@ class ExpertMlp(StandingModule, Deciding):
         return self._compute(x_BND, rows)
 
     def places(self) -> tuple[str, ...]:
-        """Return the experts, each of which decides which tokens it computes."""
+        """Return the names of the experts, which decide separately."""
         return tuple(f"expert{number + 1}" for number in range(self.mod_state.config.experts))
 
     def _alone(self, x_BND: Tensor, logit_BNJ: Tensor) -> Tensor:
-        """Return the logits by which experts decide of each token alone (E, B, N)."""
+        """Return the logits of the experts' independent decisions (E, B, N)."""
         if self.mod_state.config.sampling == "score":
             return logit_BNJ[..., : self.mod_state.config.experts].permute(2, 0, 1)
         return torch.stack([predictor(x_BND) for predictor in self.predictors])
 
-    def _dealt(self, prob_BNJ: Tensor) -> ExpertRows:
-        """Deal out the tokens of each image by slots."""
+    def _slotted(self, prob_BNJ: Tensor) -> ExpertRows:
+        """Assign the tokens of every image to slots."""
         config, (batch, tokens, _) = self.mod_state.config, prob_BNJ.shape
         slots = config.slots_of(tokens)
         index_EBK, gate_EBK = choose_tokens(prob_BNJ, config.experts, slots, config.choice, config.normalize)
@@ -291,12 +289,12 @@ class ExpertMlp(StandingModule, Deciding):
 
     def _compute(self, x_BND: Tensor, rows: ExpertRows) -> Tensor:
         flat = x_BND.reshape(-1, x_BND.shape[-1])
-        given = flat.index_select(0, rows.row_T).unsqueeze(0).split(rows.counts, dim=1)
-        # In training experts without a token run as well, so that all of their weights have a gradient.
+        inputs = flat.index_select(0, rows.row_T).unsqueeze(0).split(rows.counts, dim=1)
+        # In training, experts without tokens run too, so that all weights get a gradient.
         y = torch.cat(
             [
-                expert(own) if own.shape[1] or self.training else own
-                for expert, own in zip((super().forward, *self.others), given)
+                expert(x) if x.shape[1] or self.training else x
+                for expert, x in zip((super().forward, *self.others), inputs)
             ],
             dim=1,
         )[0]

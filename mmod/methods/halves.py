@@ -1,4 +1,4 @@
-"""What the attention of a timm block compared, by which tokens are pruned or merged after it.
+"""Queries, keys and importance of a timm block's attention, by which tokens are pruned or merged after it.
 
 Axes: B images, H heads, N tokens, D channels, E channels of a head.
 """
@@ -17,13 +17,13 @@ from mmod.blocks.conversion import convert, host_class
 from mmod.blocks.forward_pass import PerThread
 
 
-class Seen(NamedTuple):
-    """What an attention compared, with rotary positions if it has them, and what came of it.
+class AttentionInputs(NamedTuple):
+    """Queries and keys of an attention, rotated if it has rotary positions, and its importance.
 
     Args:
         query: Queries (B, H, N, E).
         key: Keys (B, H, N, E).
-        importance_BN: Mean attention that each token received (B, N), where it was asked for.
+        importance_BN: Mean attention that tokens received (B, N), if it was captured.
     """
 
     query: Tensor
@@ -32,29 +32,29 @@ class Seen(NamedTuple):
 
 
 class _Last:
-    """The last tensor that one thread saw."""
+    """The last output in one thread."""
 
     value: Tensor | None = None
 
 
 class _Watched(nn.Module):
-    """Mixin of the module that queries or keys pass last before attention; it remembers its output.
+    """Mixin of the last module that queries or keys pass before attention; it stores its output.
 
     Attributes:
-        mod_state: Where the output is kept, for each thread.
+        mod_state: The last output, per thread.
     """
 
     mod_state: PerThread[_Last]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the host's module and remember what it returns."""
+        """Run the host's module and store its output."""
         y: Tensor = super().forward(x)
         self.mod_state.own.value = y
         return y
 
 
 def check_halves(name: str, block: nn.Module) -> None:
-    """Raise a ValueError that says why a block cannot be taken apart.
+    """Raise a ValueError that says why a block's halves cannot run separately.
 
     Args:
         name: Its name in the model.
@@ -62,8 +62,8 @@ def check_halves(name: str, block: nn.Module) -> None:
     """
     if not isinstance(block, SPLIT):
         raise ValueError(
-            f"{name} is a {host_class(block).__name__}, in which there is no place between attention and MLP; "
-            f"blocks of {', '.join(dict.fromkeys(kind.__name__ for kind in SPLIT))} have one"
+            f"{name} is a {host_class(block).__name__}, whose attention and MLP cannot run separately; supported are "
+            f"{', '.join(dict.fromkeys(block_type.__name__ for block_type in SPLIT))}"
         )
     attention = block.get_submodule("attn")
     if not all(hasattr(attention, norm) for norm in ("q_norm", "k_norm")) or hasattr(attention, "lambda_init"):
@@ -71,25 +71,25 @@ def check_halves(name: str, block: nn.Module) -> None:
 
 
 def watch(block: nn.Module) -> None:
-    """Let a block remember the queries and keys of its attention until `seen` takes them."""
+    """Make a block store the queries and keys of its attention until `take_inputs` reads them."""
     for norm in ("attn.q_norm", "attn.k_norm"):
         convert(block.get_submodule(norm), _Watched, PerThread(_Last))
 
 
-def seen(block: nn.Module, arguments: Mapping[str, Any], importance_BN: Tensor | None) -> Seen:
-    """Return what the attention of a watched block compared last, and forget it.
+def take_inputs(block: nn.Module, arguments: Mapping[str, Any], importance_BN: Tensor | None) -> AttentionInputs:
+    """Return and drop the last queries and keys of a watched block.
 
     Args:
         block: The block.
-        arguments: What it was called with.
-        importance_BN: Mean attention that each token received (B, N), if it was captured.
+        arguments: The block's arguments.
+        importance_BN: Mean attention that tokens received (B, N), if it was captured.
     """
     query, key = (_take(block.get_submodule(norm)) for norm in ("attn.q_norm", "attn.k_norm"))
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     if "rope" in arguments:
         query, key = (_rotated(x, arguments["rope"], block.get_submodule("attn")) for x in (query, key))
-    return Seen(query, key, importance_BN)
+    return AttentionInputs(query, key, importance_BN)
 
 
 def _take(norm: nn.Module) -> Tensor:

@@ -1,4 +1,4 @@
-"""Merging: in every block, the tokens most alike become one.
+"""Token merging: every block merges its most similar tokens.
 
 Axes: B images, H heads, N tokens, A tokens of the first set, C of the second, R merged ones, D channels.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.methods.base import Method, register_method
-from mmod.methods.halves import Seen, check_halves
+from mmod.methods.halves import AttentionInputs, check_halves
 from mmod.methods.reduction import Grid, Reduction, Restore, pooling, reduce_
 from mmod.values import check_fields
 
@@ -21,15 +21,15 @@ from mmod.values import check_fields
 @register_method("merge")
 @dataclass(frozen=True)
 class Merge(Method):
-    """Merging between attention and MLP: tokens are dealt into two sets by turns, and those of the first that are most
-    like one of the second, by keys averaged over heads, join it.
+    """Token merging between attention and MLP (ToMe): bipartite soft matching by the keys' mean over heads.
 
-    A merged token is the mean of the tokens it stands for, and attracts as much attention as they would. Prefix tokens
-    are dealt too, and stay as they are. For a class token, a distillation token or none this is the source's released
-    algorithm; registers are protected like them. A mean over patches weighs each token by its size.
+    Tokens alternate between two sets, and the r tokens of the first set with the most similar partner in the second
+    merge into it. A merged token is the mean of its tokens, and attention is proportional to its size. Prefix tokens
+    are in the sets, but never merge. With a class token, a distillation token or no prefix this is the source's
+    released algorithm; register tokens are protected in the same way. Mean pooling weighs tokens by size.
 
     Args:
-        r: Tokens that each block merges into others, at most half of the patches: one number, or one for each block.
+        r: Number of tokens that a block merges, at most half of the patches: one number, or one per block.
 
     Source: ToMe, Bolya et al., arXiv 2210.09461.
 
@@ -49,21 +49,21 @@ class Merge(Method):
         check_fields(self, "method", r="[0, inf)")
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
-        """Raise a ValueError unless there is a number for each block and the blocks can be taken apart."""
+        """Raise a ValueError unless `r` fits the depth and the blocks' halves can run separately."""
         if isinstance(self.r, tuple) and len(self.r) != len(stack.blocks):
-            raise ValueError(f"r has {len(self.r)} numbers, the model {len(stack.blocks)} blocks")
+            raise ValueError(f"r must have one number per block, {len(stack.blocks)}, got {len(self.r)}")
         for index in self._counts(stack):
             check_halves(stack.names[index], stack.blocks[index])
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Let the blocks merge; where the head reads patches, each gets back the token that it became part of."""
+        """Convert the blocks; where the head reads patches, the last block unmerges them."""
         reductions = {index: _Merging(count) for index, count in self._counts(stack).items()}
         if reductions:
-            # A mean over tokens weighed by their sizes is the mean over the whole grid.
+            # A mean of tokens weighted by size is the mean over the unmerged patches.
             reduce_(stack, reductions, restores=pooling(model) != "token")
 
     def _counts(self, stack: BlockStack) -> dict[int, int]:
-        """Return how many tokens each merging block merges."""
+        """Return the number of merged tokens by block, without zeros."""
         counts = self.r if isinstance(self.r, tuple) else (self.r,) * len(stack.blocks)
         return {index: count for index, count in enumerate(counts) if count}
 
@@ -72,13 +72,13 @@ class _Merging(Reduction):
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def __call__(self, grid: Grid, seen: Seen, prefix: int) -> tuple[Grid, Restore] | None:
-        """Merge the patches that are most alike."""
+    def __call__(self, grid: Grid, inputs: AttentionInputs, prefix: int) -> tuple[Grid, Restore] | None:
+        """Merge the most similar patches."""
         x_BND, tokens = grid.x_BND, grid.x_BND.shape[1]
         merged = min(self.count, (tokens - prefix) // 2)
         if not merged:
             return None
-        stay_BK, gone_BR, into_BR = match(seen.key, prefix, merged)
+        stay_BK, gone_BR, into_BR = match(inputs.key, prefix, merged)
         if grid.size_BN is None:
             one_BK, weighed_BND = x_BND.new_ones(stay_BK.shape), x_BND
             size_BK = one_BK.scatter_add(1, into_BR, one_BK[:, :merged])
@@ -91,40 +91,40 @@ class _Merging(Reduction):
 
 
 class _Merged(Restore):
-    """Gives each token back as the one that it became part of.
+    """Unmerging: every token gets the output of the token that it was merged into.
 
     Args:
         tokens: N.
-        stay_BK: Which tokens stayed.
-        gone_BR: Which were merged.
-        into_BR: Into which of those that stayed.
+        stay_BK: Remaining tokens.
+        gone_BR: Merged tokens.
+        into_BR: Their slots among the remaining ones.
     """
 
     def __init__(self, tokens: int, stay_BK: Tensor, gone_BR: Tensor, into_BR: Tensor) -> None:
         self.tokens = tokens
-        self.places = stay_BK, gone_BR, into_BR
+        self.groups = stay_BK, gone_BR, into_BR
 
     def __call__(self, y_BKD: Tensor) -> Tensor:
         """Return all tokens."""
-        stay_BK, gone_BR, into_BR = self.places
-        own_BK = torch.arange(stay_BK.shape[1], device=stay_BK.device).expand_as(stay_BK)
+        stay_BK, gone_BR, into_BR = self.groups
+        slot_BK = torch.arange(stay_BK.shape[1], device=stay_BK.device).expand_as(stay_BK)
         group_BN = stay_BK.new_empty(len(stay_BK), self.tokens)
-        group_BN = group_BN.scatter(1, stay_BK, own_BK).scatter(1, gone_BR, into_BR)
+        group_BN = group_BN.scatter(1, stay_BK, slot_BK).scatter(1, gone_BR, into_BR)
         return _rows(y_BKD, group_BN)
 
 
 def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which tokens stay, which are merged, and into which of those that stay.
+    """Return which tokens remain, which are merged, and into which of the remaining ones.
 
     Args:
         key_BHNE: Keys of the attention (B, H, N, E).
-        prefix: Leading tokens, which stay and which no token joins.
-        merged: Tokens to merge, R.
+        prefix: Leading tokens, which neither merge nor are merged into.
+        merged: Number of tokens to merge, R.
 
     Returns:
-        Tokens that stay (B, N - R): the prefix, the remaining first set and the second one; merged ones (B, R); and
-        their slots among those that stay (B, R). The order decides how the next block deals. The first set keeps its
-        order behind a prefix, and is in order of descending likeness without one, as in the source's code.
+        Remaining tokens (B, N - R): the prefix, the remaining first set, then the second set; merged tokens (B, R); and
+        their slots among the remaining ones (B, R). The order determines the sets of the next block. As in the source's
+        code, the first set keeps its order after a prefix, and is sorted by descending similarity without one.
     """
     with torch.no_grad():
         key_BNE = key_BHNE.mean(dim=1)

@@ -1,6 +1,6 @@
-"""Mixtures of experts: which tokens each expert computes, and the loss that balances their loads.
+"""Mixtures of experts: assignment of tokens to experts, and the load-balance loss.
 
-Axes: B images or texts, N tokens, E experts, J experts with those that do nothing, K slots of an expert in an image,
+Axes: B images or texts, N tokens, E experts, J experts including idle ones, K slots of an expert in an image,
 T rows of all experts, D channels.
 """
 
@@ -16,12 +16,12 @@ from mmod.routing import Routing
 from mmod.routing.groups import slots_of
 
 
-class Choice(NamedTuple):
-    """Which tokens each expert computes, where all experts have as many slots.
+class ExpertSlots(NamedTuple):
+    """Tokens of experts with a fixed number of slots.
 
     Args:
         index_EBK: The tokens (E, B, K).
-        gate_EBK: Weight of what the expert makes of each, 0 in empty slots (E, B, K).
+        gate_EBK: Weights of the experts' outputs, 0 in empty slots (E, B, K).
     """
 
     index_EBK: Tensor
@@ -29,12 +29,12 @@ class Choice(NamedTuple):
 
 
 class ExpertRows(NamedTuple):
-    """Which rows of a flat batch each expert computes, one expert after the other.
+    """Rows of a flat batch, grouped by the expert that computes them.
 
     Args:
-        row_T: The rows, of B * N (T).
-        gate_T: Weight of what the expert makes of each (T).
-        counts: Rows of each expert.
+        row_T: Row indices, below B * N (T).
+        gate_T: Weights of the experts' outputs (T).
+        counts: Number of rows per expert.
     """
 
     row_T: Tensor
@@ -42,15 +42,15 @@ class ExpertRows(NamedTuple):
     counts: list[int]
 
 
-def choose_tokens(prob_BNJ: Tensor, experts: int, slots: int, choice: str, normalize: bool = False) -> Choice:
-    """Deal out the tokens of each image among experts; ties go to the lower position.
+def choose_tokens(prob_BNJ: Tensor, experts: int, slots: int, choice: str, normalize: bool = False) -> ExpertSlots:
+    """Assign the tokens of every image to expert slots; ties go to the lower position.
 
     Args:
-        prob_BNJ: Probabilities of each token over experts, those that do nothing last (B, N, J).
-        experts: Experts E that compute.
-        slots: Slots K of each in an image.
+        prob_BNJ: Probabilities over experts, idle ones last (B, N, J).
+        experts: Number of active experts E.
+        slots: Slots K per expert and image.
         choice: "experts" or "tokens", see `Experts`.
-        normalize: Divide the weights of a token by their sum.
+        normalize: Make the weights of a token sum to 1.
 
     Example:
         >>> prob = torch.tensor([[[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]]])
@@ -59,36 +59,36 @@ def choose_tokens(prob_BNJ: Tensor, experts: int, slots: int, choice: str, norma
         >>> choose_tokens(prob, 2, 1, "tokens").gate_EBK.flatten().tolist()
         [0.699999988079071, 0.0]
     """
-    own_EBN = prob_BNJ[..., :experts].permute(2, 0, 1)
+    weight_EBN = prob_BNJ[..., :experts].permute(2, 0, 1)
     if choice == "tokens":
-        # What another expert is for ranks last and weighs nothing.
-        own_EBN = torch.where(chosen_expert(prob_BNJ, experts), own_EBN, 0.0)
-    index_EBK = torch.sort(-own_EBN.detach(), dim=-1, stable=True).indices[..., :slots]
-    gate_EBK = own_EBN.gather(-1, index_EBK)
+        # Tokens of other experts rank last, with weight 0.
+        weight_EBN = torch.where(chosen_expert(prob_BNJ, experts), weight_EBN, 0.0)
+    index_EBK = torch.sort(-weight_EBN.detach(), dim=-1, stable=True).indices[..., :slots]
+    gate_EBK = weight_EBN.gather(-1, index_EBK)
     if normalize:
-        total_EBN = torch.zeros_like(own_EBN).scatter(-1, index_EBK, gate_EBK).sum(dim=0, keepdim=True)
-        gate_EBK = gate_EBK / total_EBN.expand_as(own_EBN).gather(-1, index_EBK).clamp_min(1e-9)
-    return Choice(index_EBK, gate_EBK)
+        total_EBN = torch.zeros_like(weight_EBN).scatter(-1, index_EBK, gate_EBK).sum(dim=0, keepdim=True)
+        gate_EBK = gate_EBK / total_EBN.expand_as(weight_EBN).gather(-1, index_EBK).clamp_min(1e-9)
+    return ExpertSlots(index_EBK, gate_EBK)
 
 
 def chosen_expert(prob_BNJ: Tensor, experts: int) -> Tensor:
-    """Return for each expert that computes whether a token finds it the most likely (E, B, N).
+    """Return for every active expert which tokens have it as their most likely one (E, B, N).
 
     Args:
-        prob_BNJ: Probabilities of each token over experts, those that do nothing last (B, N, J).
-        experts: Experts E that compute.
+        prob_BNJ: Probabilities over experts, idle ones last (B, N, J).
+        experts: Number of active experts E.
     """
     expert_E11 = torch.arange(experts, device=prob_BNJ.device)[:, None, None]
     return prob_BNJ.argmax(dim=-1) == expert_E11
 
 
 def all_of(keep_EBN: Tensor, prob_BNJ: Tensor, normalize: bool = False) -> ExpertRows:
-    """Give experts all tokens that are theirs, however many.
+    """Return the rows of experts without a limit of slots.
 
     Args:
         keep_EBN: Whether an expert computes a token (E, B, N).
-        prob_BNJ: Probabilities of each token over experts, those that do nothing last (B, N, J).
-        normalize: Divide the weights of a token by their sum.
+        prob_BNJ: Probabilities over experts, idle ones last (B, N, J).
+        normalize: Make the weights of a token sum to 1.
 
     Example:
         >>> prob = torch.tensor([[[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]]])
@@ -105,7 +105,7 @@ def all_of(keep_EBN: Tensor, prob_BNJ: Tensor, normalize: bool = False) -> Exper
 
 
 def route_logits(x_BND: Tensor, router: Any) -> Tensor:
-    """Return a linear router's logits (B, N, J), in fp32 under autocast too.
+    """Return a linear router's logits in fp32, under autocast too (B, N, J).
 
     Args:
         x_BND: Tokens.
@@ -113,7 +113,7 @@ def route_logits(x_BND: Tensor, router: Any) -> Tensor:
     """
     x_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
     weight, device = router.weight.to(x_BND.dtype), x_BND.device.type
-    # Torch has no answer for meta, where shapes are followed and nothing is rounded.
+    # `is_autocast_enabled` raises for the meta device.
     if device != "meta" and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
             return F.linear(x_BND, weight)
@@ -121,7 +121,7 @@ def route_logits(x_BND: Tensor, router: Any) -> Tensor:
 
 
 def probabilities(x_BND: Tensor, router: Any) -> Tensor:
-    """Return the softmax of a linear router's logits (B, N, J), in fp32 under autocast too.
+    """Return the softmax of a linear router's logits in fp32, under autocast too (B, N, J).
 
     Args:
         x_BND: Tokens.
@@ -131,12 +131,12 @@ def probabilities(x_BND: Tensor, router: Any) -> Tensor:
 
 
 def balance_loss(prob_BNJ: Tensor) -> Tensor:
-    """Return the load-balance loss, 1 where tokens and probabilities are spread evenly: J sum_j share_j * mean_j.
+    """Return the load-balance loss `J sum_j share_j * mean_j`, which is 1 for a uniform load.
 
     Args:
         prob_BNJ: Probabilities of each token over all experts (B, N, J).
 
-    Source: Fedus et al., arXiv 2101.03961, Eq. 4 to 6, over the experts that do nothing too.
+    Source: Fedus et al., arXiv 2101.03961, Eq. 4 to 6, including idle experts.
 
     Example:
         >>> balance_loss(torch.tensor([[[0.5, 0.25], [0.25, 0.5]]])).item()
@@ -148,10 +148,10 @@ def balance_loss(prob_BNJ: Tensor) -> Tensor:
 
 
 def computed(rows: ExpertRows, experts: int, x_BND: Tensor) -> Tensor:
-    """Return which tokens experts compute (E, B, N); an empty slot computes its token at a weight of 0.
+    """Return which tokens experts compute (E, B, N); an empty slot computes a token with weight 0.
 
     Args:
-        rows: The rows of each expert.
+        rows: The rows, by expert.
         experts: Experts E.
         x_BND: The tokens.
     """
@@ -161,12 +161,12 @@ def computed(rows: ExpertRows, experts: int, x_BND: Tensor) -> Tensor:
 
 
 def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | None) -> list[Routing]:
-    """Return the decision of each expert: which tokens it computes, and the weight of what it makes of them.
+    """Return the experts' decisions: which tokens they compute, with which weights.
 
     Args:
-        rows: The rows of each expert.
-        prob_BNJ: Probabilities of each token over experts, those that do nothing last (B, N, J).
-        logit_EBN: Logits by which each token is decided by itself, where it can be (E, B, N).
+        rows: The rows, by expert.
+        prob_BNJ: Probabilities over experts, idle ones last (B, N, J).
+        logit_EBN: Logits of the independent decision, if there is one (E, B, N).
     """
     experts, (batch, tokens, _) = len(rows.counts), prob_BNJ.shape
     if prob_BNJ.is_meta:

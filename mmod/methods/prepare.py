@@ -1,4 +1,4 @@
-"""What the conversion of a model needs, made and checked before anything in the model is changed."""
+"""Preparation of a routing: routers and states, created and checked before the model changes."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from mmod.blocks import BlockCall, ImportanceState, RoutedState, StandingModule
 from mmod.config import Plan, RoutingConfig
 from mmod.routing import Router
 
-# A block, the router that it gets, and its state; blocks that compute importance get no router.
+# A block, its router, and its state; blocks that compute importance have no router.
 Conversion = tuple[nn.Module, Router | None, RoutedState | ImportanceState]
 
 
 def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
-    """Return everything that the conversion of a stack needs, so that an error leaves the model as it was.
+    """Return the conversions of a stack's blocks; on an error the model is unchanged.
 
     Args:
         stack: The blocks.
-        config: How they are routed.
+        config: The routing config.
 
     Raises:
-        ValueError: A config that does not suit them.
+        ValueError: The blocks do not support the config.
     """
     plan = config.plan(len(stack.blocks))
     if config.language.given and not stack.language:
-        given = ", ".join(config.language.given)
-        raise ValueError(f"{stack.names[0]} is no layer of a language model, so it takes no {given}")
+        options = ", ".join(config.language.given)
+        raise ValueError(f"{stack.names[0]} is no layer of a language model: remove the options {options}")
     if config.router.whole and stack.language:
         raise ValueError(
-            f"a score for the whole sequence is for images and captions: {stack.names[0]} reads text that goes on, so "
-            "its router decides by token"
+            f"a score per sequence is for images and captions: {stack.names[0]} generates text, so its router must "
+            "decide per token"
         )
     if not config.protect_prefix and not config.router.whole:
         _check_free_prefix(stack, plan)
@@ -43,7 +43,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     training_only = attends and not config.router.reads_importance
     shares, captioned = attends or config.scored_by_first, any(state is not None for *_, state in stack.companions)
     common = {"captioned": captioned, "training_only": training_only}
-    # A block that decides after its attention reads the importance there.
+    # A block that decides after its attention reads importance from that attention.
     observes = attends and config.enter_at == "mlp"
     before = attends and not observes
     first = plan.blocks[0] - 1 if before else plan.blocks[0]
@@ -51,18 +51,18 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     conversions: list[Conversion] = []
     configs = _configs_by_block(config, plan)
     for index, capacity in zip(plan.blocks, plan.capacities):
-        block, own = stack.blocks[index], configs[index]
-        call = stack.call_of(block, own)
-        _check_call(own, call, stack.names[index])
-        stack.check_skipped(own, call, stack.names[index])
-        _check_standing(own, block, call, stack.names[index])
+        block, block_config = stack.blocks[index], configs[index]
+        call = stack.call_of(block, block_config)
+        _check_call(block_config, call, stack.names[index])
+        stack.check_skipped(block_config, call, stack.names[index])
+        _check_standing(block_config, block, call, stack.names[index])
         start = _span_start(index, plan)
         if before and start == 0:
             raise ValueError(
                 f"block {index} needs the importance of a dense block before it, but none precedes it: keep block 0 "
                 f"dense (routed are {list(plan.blocks)})"
             )
-        router = _make_router(stack, own, index, capacity)
+        router = _make_router(stack, block_config, index, capacity)
         check_zero(stack.names[index], router, router.capacity)
         readers.setdefault(start, []).append(router)
         state = RoutedState(
@@ -70,7 +70,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
             stack.tracker,
             start if shares else None,
             writes=(config.scored_by_first or observes) and index == start,
-            hands_on=configs.get(index + 1) is own and own.hands_on,
+            hands_on=configs.get(index + 1) is block_config and block_config.hands_on,
             observes=observes and index == start,
             begins=index == first and not captioned,
             ends=index == plan.blocks[-1],
@@ -78,7 +78,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
         )
         conversions.append((block, router, state))
     for start, routers in readers.items() if before else ():
-        # The dense block before the span: only there has every token a fresh importance.
+        # The dense block before the span is the last one that updates the importance of every token.
         block = stack.blocks[start - 1]
         call, begins = stack.call_of(block, None), start - 1 == first and not captioned
         important = ImportanceState(
@@ -89,13 +89,13 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
 
 
 def _configs_by_block(config: RoutingConfig, plan: Plan) -> dict[int, RoutingConfig]:
-    """Return the config of every routed block; blocks that agree have one object, by which they are known to."""
-    made = {(config.operator, config.context): config}
+    """Return the config of every routed block; blocks with equal configs share one object."""
+    by_options = {(config.operator, config.context): config}
     configs = {}
-    for index, own in zip(plan.blocks, zip(plan.operators, plan.contexts)):
-        if own not in made:
-            made[own] = config.replace(operator=own[0], context=own[1])
-        configs[index] = made[own]
+    for index, options in zip(plan.blocks, zip(plan.operators, plan.contexts)):
+        if options not in by_options:
+            by_options[options] = config.replace(operator=options[0], context=options[1])
+        configs[index] = by_options[options]
     return configs
 
 
@@ -113,9 +113,9 @@ def _check_call(config: RoutingConfig, call: BlockCall, name: str) -> None:
 
 
 def _check_standing(config: RoutingConfig, block: nn.Module, call: BlockCall, name: str) -> None:
-    """Refuse what changes a module that stands in the block, or gives it other tokens than it is to choose among."""
+    """Refuse a config that conflicts with another method's module in the block, such as a mixture of experts."""
     standing = [module for module in block.modules() if isinstance(module, StandingModule)]
-    in_training, in_evaluation = (any(each.chooses_together(mode) for each in standing) for mode in (True, False))
+    in_training, in_evaluation = (any(module.chooses_together(mode) for module in standing) for mode in (True, False))
     mixture = bool(standing) and block.get_submodule(call.operators["mlp"]) in standing
     if mixture and (config.operator == "mlp" or (config.enter_at == "mlp" and (in_training or in_evaluation))):
         raise ValueError(
@@ -123,17 +123,21 @@ def _check_standing(config: RoutingConfig, block: nn.Module, call: BlockCall, na
             "route its block, or give it experts that do nothing"
         )
     gate_on = config.language.gate_on
-    if mixture and gate_on != "update" and any(each in standing for each in cast(Any, call).branches(block, gate_on)):
+    if (
+        mixture
+        and gate_on != "update"
+        and any(branch in standing for branch in cast(Any, call).branches(block, gate_on))
+    ):
         raise ValueError(
-            f"gate_on={gate_on!r} is not possible in {name}, whose MLP is a mixture of experts, weighed by its own "
-            "router: use gate_on='update'"
+            f"gate_on={gate_on!r} is not possible in {name}, whose MLP is a mixture of experts with its own gates: use "
+            "gate_on='update'"
         )
     if not (in_training or in_evaluation):
         return
     if config.select != "topk" and not config.router.whole:
         raise ValueError(
-            f"select=Threshold is not possible in {name}, where experts share the kept tokens of an image: it keeps "
-            "another number of each"
+            f"select=Threshold is not possible in {name}, where experts share the kept tokens of an image: the number "
+            "of kept tokens would vary"
         )
     if config.language.inference_threshold is not None and in_evaluation:
         raise ValueError(
@@ -150,7 +154,7 @@ def check_zero(name: str, router: Router, capacity: Fraction) -> None:
 
 def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity: float) -> Router:
     block = stack.blocks[index]
-    # The first weight that computes: those of a quantized block are integers.
+    # The first floating-point weight: those of a quantized block are integers.
     parameter = next(weight for weight in block.parameters() if weight.is_floating_point())
     router = stack.router(
         config,
@@ -165,7 +169,7 @@ def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity:
 
 
 def _span_start(index: int, plan: Plan) -> int:
-    """Return the first block of the run of consecutive routed blocks that one of them stands in."""
+    """Return the first block of the span that contains a routed block."""
     while index - 1 in plan.blocks:
         index -= 1
     return index
@@ -180,7 +184,7 @@ def _check_free_prefix(stack: BlockStack, plan: Plan) -> None:
 
 
 def check_budget(name: str, router: Router, capacity: Fraction) -> None:
-    """Refuse a new capacity that has no effect, or leaves nothing."""
+    """Refuse a new capacity that has no effect or keeps no token."""
     check_zero(name, router, capacity)
     config = router.config
     if config.select != "topk":

@@ -1,4 +1,4 @@
-"""Pruning: tokens that receive little attention leave for good.
+"""Token pruning: tokens that receive little attention are dropped for all later blocks.
 
 Axes: B images, H heads, N tokens, K kept tokens, D channels, E channels of a head.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.methods.base import Method, check_blocks, register_method
-from mmod.methods.halves import Seen, check_halves
+from mmod.methods.halves import AttentionInputs, check_halves
 from mmod.methods.reduction import Grid, Reduction, Restore, pooling, reduce_
 from mmod.ops import gather_rows
 from mmod.ops.importance import class_token_attention
@@ -24,17 +24,17 @@ from mmod.values import check_fields
 @register_method("prune")
 @dataclass(frozen=True)
 class Prune(Method):
-    """Pruning between attention and MLP of some blocks, by the attention a token receives there.
+    """Token pruning between attention and MLP of some blocks, by the attention that tokens receive there (EViT).
 
-    Prefix tokens stay.
+    Prefix tokens are always kept.
 
     Args:
-        keep: Share of the tokens left that each block keeps, rounded up.
+        keep: Share of its patches that a pruning block keeps, rounded up.
         blocks: Numbers of the blocks that prune.
-        fuse: Each leaves one token more, the sum of those it drops, each weighed by its attention. The next pruning
-            block counts it as a patch.
-        by: Whose attention counts, averaged over heads: "class_token", the "mean" over all tokens, or "auto", the class
-            token where the head reads it and so has taught it.
+        fuse: Add one token, the sum of the dropped tokens weighted by attention. The next pruning block treats it as a
+            patch.
+        by: Whose attention counts, averaged over heads: "class_token", the "mean" over all tokens, or "auto": the class
+            token if the head reads it, else the mean.
 
     Source: EViT, Liang et al., arXiv 2202.07800.
 
@@ -56,15 +56,17 @@ class Prune(Method):
         check_fields(self, "method", keep="(0, 1]", blocks="[0, inf)")
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
-        """Raise a ValueError unless the model has the blocks and they can be taken apart."""
+        """Raise a ValueError unless the model has the blocks and their halves can run separately."""
         check_blocks(self.blocks, stack)
         if self.by == "class_token" and not stack.class_token:
-            raise ValueError(f"by='class_token': this {type(model).__name__} has none; valid are 'auto' and 'mean'")
+            raise ValueError(
+                f"by='class_token': this {type(model).__name__} has no class token; valid are 'auto' and 'mean'"
+            )
         for index in self.blocks:
             check_halves(stack.names[index], stack.blocks[index])
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Let the blocks prune; where the head answers every patch, pruned tokens come back as they left."""
+        """Convert the blocks; where the model has an output per patch, the last block restores pruned tokens."""
         by_class_token = stack.class_token and (self.by == "class_token" or pooling(model) == "token")
         step = _Pruning(self.keep, self.fuse, by_class_token and self.by != "mean")
         reduce_(stack, dict.fromkeys(self.blocks, step), restores=pooling(model) == "")
@@ -76,37 +78,37 @@ class _Pruning(Reduction):
         self.fuse = fuse
         self.reads_importance = not by_class_token
 
-    def __call__(self, grid: Grid, seen: Seen, prefix: int) -> tuple[Grid, Restore] | None:
-        """Keep the prefix and the patches that receive most attention, and fuse the rest."""
+    def __call__(self, grid: Grid, inputs: AttentionInputs, prefix: int) -> tuple[Grid, Restore] | None:
+        """Keep the prefix and the patches that receive the most attention; fuse the others if asked to."""
         x_BND = grid.x_BND
         patches = x_BND.shape[1] - prefix
         kept = math.ceil(self.keep * patches)
         if kept == patches:
             return None
-        score_BN = received(seen)[:, prefix:]
+        score_BN = received(inputs)[:, prefix:]
         order_BN = score_BN.argsort(dim=1, descending=True, stable=True) + prefix
         index_BK = order_BN[:, :kept].sort(dim=1).values
         if prefix:
             first = torch.arange(prefix, device=x_BND.device).expand(len(x_BND), -1)
             index_BK = torch.cat([first, index_BK], dim=1)
         y_BKD = gather_rows(x_BND, index_BK)
-        # The fused token stands where the one did that received most attention.
-        stays_BK = torch.cat([index_BK, order_BN[:, kept : kept + 1]], dim=1) if self.fuse else index_BK
+        # The fused token takes the position of the dropped token with the most attention.
+        position_BK = torch.cat([index_BK, order_BN[:, kept : kept + 1]], dim=1) if self.fuse else index_BK
         if self.fuse:
-            rest_BR = order_BN[:, kept:]
-            weight_BR1 = score_BN.gather(1, rest_BR - prefix).unsqueeze(-1).to(x_BND.dtype)
-            fused_B1D = (weight_BR1 * gather_rows(x_BND, rest_BR)).sum(dim=1, keepdim=True)
+            dropped_BR = order_BN[:, kept:]
+            weight_BR1 = score_BN.gather(1, dropped_BR - prefix).unsqueeze(-1).to(x_BND.dtype)
+            fused_B1D = (weight_BR1 * gather_rows(x_BND, dropped_BR)).sum(dim=1, keepdim=True)
             y_BKD = torch.cat([y_BKD, fused_B1D], dim=1)
-        place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, stays_BK)
+        place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, position_BK)
         return Grid(y_BKD, place_BK, None), _Pruned(x_BND, index_BK)
 
 
 class _Pruned(Restore):
-    """Gives pruned tokens back as they left; a fused one ends here.
+    """Restores pruned tokens to their state before the pruning; a fused token is dropped.
 
     Args:
         x_BND: Tokens before the pruning.
-        index_BK: Which of them stayed.
+        index_BK: The kept ones.
     """
 
     def __init__(self, x_BND: Tensor, index_BK: Tensor) -> None:
@@ -114,16 +116,14 @@ class _Pruned(Restore):
         self.index_BK = index_BK
 
     def __call__(self, y_BKD: Tensor) -> Tensor:
-        """Return the tokens with those that stayed replaced."""
+        """Return all tokens, with the kept ones updated."""
         place_BKD = self.index_BK.unsqueeze(-1).expand(-1, -1, y_BKD.shape[-1])
         return self.x_BND.scatter(1, place_BKD, y_BKD[:, : self.index_BK.shape[1]])
 
 
-def received(seen: Seen) -> Tensor:
-    """Return the attention that each token receives (B, N), averaged over heads.
+def received(inputs: AttentionInputs) -> Tensor:
+    """Return the attention that tokens receive (B, N), averaged over heads.
 
-    Args:
-        seen: What the attention compared. The first query counts, or all where their mean was captured, which carries
-            no gradient.
+    It is the captured mean over queries, without a gradient, or else the attention of the first query.
     """
-    return class_token_attention(seen.query, seen.key) if seen.importance_BN is None else seen.importance_BN
+    return class_token_attention(inputs.query, inputs.key) if inputs.importance_BN is None else inputs.importance_BN

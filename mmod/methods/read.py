@@ -1,4 +1,4 @@
-"""Methods from plain values, as configs and saved folders hold them."""
+"""Methods from plain values, as in configs and saved folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read_method(values: Mapping[str, Any]) -> Method:
     """Return the method that plain values describe.
 
     Args:
-        values: `kind`, and fields of that method.
+        values: `kind`, and fields of the method.
 
     Raises:
         TypeError: A value of the wrong type.
@@ -36,7 +36,7 @@ def read_method(values: Mapping[str, Any]) -> Method:
 
 
 def is_added(name: str) -> bool:
-    """Return whether a weight is one that a registered method adds to a dense model.
+    """Return whether a registered method adds a weight of this name to a dense model.
 
     Args:
         name: Its name in a state dict.

@@ -1,4 +1,4 @@
-"""Mixture-of-Recursions: middle blocks that are shared and applied several times, each time to fewer tokens."""
+"""Mixture-of-Recursions: shared middle blocks run repeatedly, on fewer tokens at every recursion."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mmod.routing import Routing
 @register_method("recursions")
 @dataclass(frozen=True)
 class Recursions(CycleOptions, Method):
-    """The middle blocks of a ViT or decoder become fewer, which are shared and applied several times.
+    """Recursion over shared middle blocks of a ViT or decoder (Mixture-of-Recursions).
 
-    Fields are those of `CycleOptions`. The shared blocks keep their weights. Undoing the method leaves them theirs and
-    gives the blocks that were left out back; in a model that was loaded, these are new.
+    Fields are those of `CycleOptions`. The shared blocks keep their weights. Undoing the method restores the removed
+    blocks; in a model loaded from a folder, these have new weights.
 
     Source: Bae et al., arXiv 2507.10524, "Middle-Cycle".
 
@@ -36,7 +36,7 @@ class Recursions(CycleOptions, Method):
     replaces: ClassVar[str] = ".shared."
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
-        """Raise a ValueError unless the blocks can be shared, and their tokens are all there."""
+        """Raise a ValueError unless the blocks can be shared and receive complete images or texts."""
         middle = len(stack.blocks) - self.first - self.last
         if middle < self.recursions or middle % self.recursions:
             raise ValueError(
@@ -44,40 +44,42 @@ class Recursions(CycleOptions, Method):
                 f"which recursions={self.recursions} must divide"
             )
         if self.sampling is not None and not stack.language:
-            raise ValueError(f"sampling={self.sampling!r} is for decoders: an image is there as a whole")
-        kinds = getattr(getattr(model, "config", None), "layer_types", None) or ()
-        if len(set(kinds)) > 1:
-            raise ValueError(f"layers of this {type(model).__name__} attend in different ways, {', '.join(set(kinds))}")
+            raise ValueError(f"sampling={self.sampling!r} is for decoders: all tokens of an image are known at once")
+        layer_types = getattr(getattr(model, "config", None), "layer_types", None) or ()
+        if len(set(layer_types)) > 1:
+            raise ValueError(
+                f"layers of this {type(model).__name__} attend in different ways, {', '.join(set(layer_types))}"
+            )
         if type(model).__name__ == "NaFlexVit":
-            raise ValueError("recursions take all tokens for those of an image, and some of a NaFlexVit may be padding")
+            raise ValueError("recursions do not support padding, which a NaFlexVit may have")
         if getattr(model, "rope_mixed", False):
             raise ValueError(
-                f"each block of this {type(model).__name__} has rotary positions of its own: none is shared"
+                f"blocks of this {type(model).__name__} have different rotary positions and cannot be shared"
             )
         for name, block in zip(stack.names, stack.blocks):
             if self.keys == "first" and "all" not in stack.call_of(block, None).contexts:
-                raise ValueError(f"keys='first' is not possible in {name}, whose attention is not a fused one")
+                raise ValueError(f"keys='first' is not possible in {name}: it needs fused attention")
 
     @property
     def has_loss(self) -> bool:
-        """Whether the loads of recursions are balanced by a loss, or what they choose is learned."""
+        """Whether there is a load-balance loss or a membership loss."""
         if self.choice == "tokens":
             return self.balance > 0
         return self.sampling is not None and self.membership > 0
 
     @property
     def two_ways(self) -> bool:
-        """Whether recursions take the highest gates in training and decide of each token alone in evaluation."""
+        """Whether recursions choose by top-k gates in training and token by token in evaluation."""
         return self.sampling is not None
 
     @property
     def causal(self) -> bool:
-        """Whether evaluation decides of each token alone."""
+        """Whether evaluation decides token by token."""
         return self.two_ways or self.choice == "tokens"
 
     @contextmanager
     def deciding_together(self, model: nn.Module) -> Iterator[None]:
-        """Let recursions take the highest gates of whole texts in evaluation too."""
+        """Context in which recursions choose by top-k gates over all tokens in evaluation too."""
         records = [cycle.record for cycle in _cycles(model).values()]
         for record in records:
             record.together = True
@@ -88,19 +90,19 @@ class Recursions(CycleOptions, Method):
                 record.together = False
 
     def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
-        """Return which tokens have a logit of 0 or more, among those that ran before (B, N), by recursion."""
+        """Return which tokens of the previous recursion have a logit of at least 0 (B, N), by recursion."""
         alone: dict[str, Tensor] = {}
         for name, cycle in _cycles(model).items() if self.two_ways else ():
-            before_BN = None
+            previous_BN = None
             for place in cycle.places():
                 routing = decisions[f"{name}.{place}"]
                 logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
-                alone[f"{name}.{place}"] = logit_BN >= 0 if before_BN is None else (logit_BN >= 0) & before_BN
-                before_BN = routing.keep_BN
+                alone[f"{name}.{place}"] = logit_BN >= 0 if previous_BN is None else (logit_BN >= 0) & previous_BN
+                previous_BN = routing.keep_BN
         return alone
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Put a `Cycle` in the place of the middle blocks."""
+        """Replace the middle blocks by a `Cycle`."""
         container: Any = model.get_submodule(stack.names[0].rpartition(".")[0])
         middle = list(container[self.first : len(container) - self.last])
         shared = len(middle) // self.recursions
@@ -108,10 +110,10 @@ class Recursions(CycleOptions, Method):
         container[self.first] = Cycle(self, stack, middle[:shared], middle[shared:]).train(container.training)
 
     def remove(self, model: nn.Module) -> None:
-        """Give the blocks that were left out back, where the model is by then."""
+        """Restore the removed blocks, on the model's current device and in its dtype."""
         for name, cycle in _cycles(model).items():
             container: Any = model.get_submodule(name.rpartition(".")[0])
-            # Layers of a loaded model have no weights until its own initialisation gives them some.
+            # Removed layers of a loaded model are on meta until the model's initialisation fills them.
             restored = cycle.blocks(getattr(model, "_init_weights", None))
             blocks = [block for child in container for block in (restored if child is cycle else [child])]
             del container[:]

@@ -1,4 +1,4 @@
-"""Blocks that leave fewer tokens between their attention and their MLP.
+"""Blocks that reduce the number of tokens between their attention and their MLP.
 
 Axes: B images, N tokens, K tokens after a reduction, D channels.
 """
@@ -20,19 +20,18 @@ from mmod.adapters.masks import narrow_rope
 from mmod.blocks import Deciding, Record, convert
 from mmod.blocks.forward_pass import PerThread, recomputing
 from mmod.blocks.routed import ConvertedBlock
-from mmod.methods.halves import Seen, seen, watch
+from mmod.methods.halves import AttentionInputs, take_inputs, watch
 from mmod.ops import capture_importance
 from mmod.routing import Routing
 
 
 class Grid(NamedTuple):
-    """Tokens between attention and MLP, and what they stand for.
+    """Tokens between attention and MLP, and the input tokens that they represent.
 
     Args:
         x_BND: The tokens (B, N, D), the prefix first.
-        place_BN: Which token of the model's input each is, the first or most telling one where it stands for several;
-            None where no host asks for it.
-        size_BN: How many tokens each stands for; None where it is one each.
+        place_BN: Index of a represented input token, the first or most important one of several; None if not needed.
+        size_BN: Number of represented tokens; None for one each.
     """
 
     x_BND: Tensor
@@ -41,35 +40,35 @@ class Grid(NamedTuple):
 
 
 class Restore(ABC):
-    """A reduction, to be undone after the blocks."""
+    """The inverse of a reduction, applied after the blocks."""
 
     @abstractmethod
     def __call__(self, y_BKD: Tensor) -> Tensor:
-        """Return tokens (B, N, D) in the order before the reduction, given the reduced ones."""
+        """Return all tokens (B, N, D) in the order before the reduction, from the reduced ones."""
 
 
 class Reduction(ABC):
-    """Leaves fewer tokens.
+    """A rule that reduces the number of tokens.
 
     Attributes:
-        reads_importance: It reads the attention that tokens received from all others.
+        reads_importance: It needs importance, the attention that tokens received from all others.
     """
 
     reads_importance: bool = False
 
     @abstractmethod
-    def __call__(self, grid: Grid, seen: Seen, prefix: int) -> tuple[Grid, Restore] | None:
-        """Return fewer tokens and how that is undone; None leaves them as they are.
+    def __call__(self, grid: Grid, inputs: AttentionInputs, prefix: int) -> tuple[Grid, Restore] | None:
+        """Return fewer tokens and the inverse of the reduction; None keeps all tokens.
 
         Args:
             grid: The tokens.
-            seen: What the attention before compared.
-            prefix: Leading tokens, which stay.
+            inputs: Queries, keys and importance of the attention before.
+            prefix: Number of leading tokens, which are always kept.
         """
 
 
 class _Passage:
-    """What the blocks of a model hand on in one forward pass beside the tokens."""
+    """State that the blocks of a model share in one forward pass."""
 
     def __init__(self) -> None:
         self.begin()
@@ -83,16 +82,16 @@ class _Passage:
 
 
 class _ReducedState(NamedTuple):
-    """What a block that runs on ever fewer tokens remembers beside its parameters.
+    """Plain state of a block that reduces tokens, or follows such a block.
 
     Args:
         call: How the host calls the block.
-        running: The forward pass of each thread, one object for all blocks of a model.
-        prefix: Leading tokens, which stay.
-        reduction: How the block leaves fewer tokens, None where it does not.
+        running: State of the forward pass per thread, shared by all blocks of a model.
+        prefix: Number of leading tokens, which are always kept.
+        reduction: How the block reduces tokens, or None.
         begins: The block begins the forward pass.
-        restores: The block ends it and gives the whole grid back.
-        records: The decisions of each thread.
+        restores: The block ends it and restores all tokens.
+        records: Decisions, per thread.
     """
 
     call: NamedArguments
@@ -105,7 +104,7 @@ class _ReducedState(NamedTuple):
 
 
 class ReducedBlock(Deciding, ConvertedBlock):
-    """Mixin of a block of timm that leaves fewer tokens, or that follows such a block.
+    """Mixin of a timm block that reduces tokens, or follows such a block.
 
     Attributes:
         mod_state: Plain state.
@@ -114,11 +113,11 @@ class ReducedBlock(Deciding, ConvertedBlock):
     mod_state: _ReducedState
 
     def places(self) -> tuple[str, ...]:
-        """Return one place where the block leaves fewer tokens, and none otherwise."""
+        """Return one name if the block reduces tokens, else none."""
         return () if self.mod_state.reduction is None else ("",)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the host's block on the tokens that are left, and leave fewer.
+        """Run the host's block on the remaining tokens, and reduce them if it has a reduction.
 
         Args:
             x: Tokens (B, N, D).
@@ -127,7 +126,9 @@ class ReducedBlock(Deciding, ConvertedBlock):
         """
         state = self.mod_state
         if recomputing():
-            raise RuntimeError("gradient checkpointing runs blocks again, which a model that drops tokens cannot")
+            raise RuntimeError(
+                "gradient checkpointing runs blocks twice, which pruning and merging do not support: turn it off"
+            )
         passage = state.running.own
         if state.begins:
             passage.begin()
@@ -140,14 +141,14 @@ class ReducedBlock(Deciding, ConvertedBlock):
         return y
 
     def _narrowed(self, arguments: dict[str, Any], passage: _Passage) -> dict[str, Any]:
-        """Return the block's arguments for the tokens that are left."""
+        """Return the block's arguments for the remaining tokens."""
         unknown = sorted(arguments.keys() - {"rope"})
         if unknown:
-            raise ValueError(f"a model that drops tokens takes no {', '.join(unknown)}")
+            raise ValueError(f"pruning and merging do not support the arguments {', '.join(unknown)}")
         if "rope" in arguments and passage.place_BN is not None:
             arguments["rope"] = narrow_rope(arguments["rope"], passage.place_BN, self.mod_state.call.rope_prefix)
         if passage.size_BN is not None:
-            # A token that stands for many attracts as much attention as they would.
+            # Proportional attention: a merged token counts as the tokens that it represents.
             arguments["attn_mask"] = passage.size_BN.log()[:, None, None, :]
         return arguments
 
@@ -160,8 +161,8 @@ class ReducedBlock(Deciding, ConvertedBlock):
         place_BN = passage.place_BN
         if place_BN is None and ("rope" in arguments or self.record.traced):
             place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        compared = seen(self, arguments, None if captured is None else captured.importance_BN)
-        reduced = reduction(Grid(x, place_BN, passage.size_BN), compared, prefix)
+        inputs = take_inputs(self, arguments, None if captured is None else captured.importance_BN)
+        reduced = reduction(Grid(x, place_BN, passage.size_BN), inputs, prefix)
         if reduced is not None:
             (x, passage.place_BN, passage.size_BN), restore = reduced
             passage.undone.append(restore)
@@ -170,7 +171,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         return feed(self, x)
 
     def _trace(self, passage: _Passage) -> None:
-        """Record which tokens of the model's input are left, and how many each stands for."""
+        """Record the remaining input tokens and their group sizes."""
         assert passage.place_BN is not None
         index_BK, order_BK = passage.place_BN.sort(dim=1)
         size_BK = None if passage.size_BN is None else passage.size_BN.gather(1, order_BK)
@@ -179,12 +180,12 @@ class ReducedBlock(Deciding, ConvertedBlock):
 
 
 def reduce_(stack: BlockStack, reductions: Mapping[int, Reduction], restores: bool) -> None:
-    """Let blocks of a stack leave fewer tokens, and those after them run on what is left.
+    """Convert the blocks of a stack from the first reduction on.
 
     Args:
         stack: The stack.
-        reductions: How, by number of the block.
-        restores: The last block gives the whole grid back.
+        reductions: Reductions by block number.
+        restores: The last block restores all tokens.
     """
     running, first, last = PerThread(_Passage), min(reductions), len(stack.blocks) - 1
     for index in range(first, last + 1):
@@ -198,7 +199,7 @@ def reduce_(stack: BlockStack, reductions: Mapping[int, Reduction], restores: bo
 
 
 def pooling(model: nn.Module) -> str:
-    """Return what the head of a timm model reads: "token" for its prefix alone, "" for every token, or a mean's name.
+    """Return the pooling of a timm model: "token" for the prefix, "" for an output per token, or a mean's name.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""Smaller images: a model sees its images at another size than they are given in."""
+"""Smaller images: a model resizes its input images."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mmod.values import check_fields
 @register_method("resize")
 @dataclass(frozen=True)
 class Resize(Method):
-    """Images are resized before they are cut into patches; position embeddings are resampled by timm as they pass.
+    """Images are resized before the patch embedding; timm resamples position embeddings in the forward pass.
 
-    Nothing is added, so that a model can be trained on small images first and on whole ones afterwards.
+    No weights are added, so a model can train on small images first and on full-size images afterwards.
 
     Args:
-        size: Side of the images that the model sees, in pixels; a multiple of its patches' side.
+        size: Side of the resized images in pixels, a multiple of the patch size.
 
-    Source: progressive learning of EfficientNetV2, Tan and Le, arXiv 2104.00298, where sizes grow in steps.
+    Source: progressive learning of EfficientNetV2, Tan and Le, arXiv 2104.00298, where the size grows in steps.
 
     Example:
         >>> import timm, torch, mmod
@@ -41,26 +41,28 @@ class Resize(Method):
         check_fields(self, "method", size="[1, inf)")
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
-        """Raise a ValueError unless the model takes images of any size and answers for whole ones."""
+        """Raise a ValueError unless the model takes images of any size and has one output per image."""
         if not getattr(model, "dynamic_img_size", False):
             raise ValueError(
-                f"this {type(model).__name__} takes images of one size alone: give timm.create_model, or model.args, "
-                "dynamic_img_size=True"
+                f"this {type(model).__name__} takes images of a fixed size: pass dynamic_img_size=True to "
+                "timm.create_model, or in model.args"
             )
         if pooling(model) == "":
-            raise ValueError("a model that answers for every patch would answer for fewer and larger ones")
+            raise ValueError(
+                "a model with an output per patch would return fewer outputs: resize needs one output per image"
+            )
         patch_embed: Any = model.patch_embed
         side, _ = patch_embed.patch_size
         if self.size % side:
             raise ValueError(f"size={self.size} is no multiple of {side}, the side of a patch")
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Let the patch embedding resize what it is given."""
+        """Make the patch embedding resize its input."""
         convert(model.get_submodule("patch_embed"), _ResizingPatches, self.size)
 
 
 class _ResizingPatches(nn.Module):
-    """Mixin of a patch embedding that resizes its images (B, C, H, W) first.
+    """Mixin of a patch embedding that first resizes its images (B, C, H, W).
 
     Attributes:
         mod_state: Side of the resized images in pixels.
@@ -69,7 +71,7 @@ class _ResizingPatches(nn.Module):
     mod_state: int
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the host's embedding makes of the resized images."""
+        """Return the patches of the resized images."""
         side = self.mod_state
         if tuple(x.shape[-2:]) != (side, side):
             x = F.interpolate(x, size=(side, side), mode="bicubic", antialias=True)

@@ -1,4 +1,4 @@
-"""Routing as a method: which parts of a model are routed, each by a config, and what is routed in a model."""
+"""Routing as a method, and queries about a routed model."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from mmod.values import check_module
 @register_method("routing")
 @dataclass(frozen=True)
 class Route(Method):
-    """Mixture-of-Depths routing of the parts of a model, each by a config of its own.
+    """Mixture-of-Depths routing of the parts of a model, with one config per part.
 
     Args:
-        parts: The `RoutingConfig` of each routed part by name: "image", "text", "language", ...
-        capacities: Capacity of each routed block in order, where they were set after routing; empty where not.
+        parts: The `RoutingConfig` of every routed part, by name: "image", "text", "language", ...
+        capacities: Capacities of the routed blocks in order, if set after routing; else empty.
 
     Source: Raposo et al., arXiv 2404.02258 (MoD); Gadhikar et al., arXiv 2412.20875 (attention routing).
     """
@@ -59,12 +59,12 @@ class Route(Method):
         object.__setattr__(self, "capacities", tuple(self.capacities))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values that `mmod.methods.read_method` makes the same from."""
+        """Return plain values from which `mmod.methods.read_method` rebuilds the method."""
         parts = {name: config.to_dict() for name, config in self.parts.items()}
         return {"kind": self.kind, "parts": parts, "capacities": list(self.capacities)}
 
     def apply_(self, model: Model) -> Model:
-        """Route parts of a model; with parts that were routed before they make one method."""
+        """Route parts of a model; consecutive routings become one method."""
         super().apply_(model)
         *others, last = vars(model)["mod_methods"]
         if others and isinstance(others[-1], Route):
@@ -74,14 +74,14 @@ class Route(Method):
         return model
 
     def describe(self, model: nn.Module) -> None:
-        """Leave the model as it is: what describes it is converted with the blocks."""
+        """Do nothing: `change` converts the modules that describe the model."""
 
     def settled(self, model: nn.Module) -> Route:
-        """Return the routing with the capacities that the model has now."""
+        """Return the routing with the model's current capacities."""
         return replace(self, capacities=tuple(capacities(model).values()))
 
     def card(self, model: nn.Module) -> str:
-        """Return the plan and the options of each part, and what each block keeps, in Markdown."""
+        """Return plan, options and capacities of every part, in Markdown."""
         stacks = find_parts(model)
         sections = []
         for name, config in self.parts.items():
@@ -101,22 +101,22 @@ class Route(Method):
 
     @property
     def two_ways(self) -> bool:
-        """Whether a language model takes the top-k in training and a threshold in evaluation."""
+        """Whether a language model selects by top-k in training and by threshold in evaluation."""
         return any(config.language.inference_threshold is not None for config in self.parts.values())
 
     @property
     def causal(self) -> bool:
-        """Whether evaluation decides each token from itself and those before it."""
+        """Whether evaluation decides a token from itself and earlier tokens only."""
         alone = [config.select != "topk" and config.router.learns for config in self.parts.values()]
         return self.two_ways or all(alone)
 
     def deciding_together(self, model: nn.Module) -> Any:
-        """Return a context in which routers take the top-k in evaluation too."""
+        """Return a context in which routers select by top-k in evaluation too."""
         language = {"inference_threshold": None, "predictor": False}
         return deciding_by(model, lambda config: config.replace(language=language))
 
     def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
-        """Return which tokens reach the threshold of inference (B, N), by routed block."""
+        """Return which tokens reach the inference threshold (B, N), by routed block."""
         alone = {}
         for name, block in routed_blocks(model).items():
             routing, config = decisions[name], block.router.config
@@ -126,7 +126,7 @@ class Route(Method):
         return alone
 
     def find(self, model: nn.Module) -> dict[str, BlockStack]:
-        """Return the blocks of the parts."""
+        """Return the block stacks of the parts, by name."""
         available = find_parts(model)
         unknown = sorted(set(self.parts) - set(available))
         if unknown:
@@ -134,7 +134,7 @@ class Route(Method):
         return {name: available[name]() for name in self.parts}
 
     def check(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
-        """Raise a ValueError where a part is routed already; `change` checks the rest before it changes anything."""
+        """Raise a ValueError if a part is already routed; `change` runs all other checks before it changes anything."""
         for stack in stacks.values():
             if any(is_converted(block) for block in stack.blocks):
                 raise ValueError(
@@ -166,7 +166,7 @@ class Route(Method):
             assign_capacities(model, self.capacities)
 
     def restore(self, model: nn.Module) -> None:
-        """Give routed modules their host's classes back, and drop the routers."""
+        """Restore the host's classes and remove the routers."""
         detach_hooks(model)
         for module in list(model.modules()):
             if is_converted(module) and not isinstance(module, StandingModule):
@@ -195,45 +195,45 @@ def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
         ValueError: Nothing in it is routed.
     """
     check_module(model)
-    found = {name: module for name, module in model.named_modules() if isinstance(module, RoutedBlock)}
-    if not found:
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, RoutedBlock)}
+    if not blocks:
         raise ValueError(f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first")
-    return found
+    return blocks
 
 
 def assign_capacities(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> None:
-    """Give routed blocks capacities, whatever decides in evaluation.
+    """Set the capacities of routed blocks, whatever decides in evaluation.
 
     Args:
         model: A routed model.
-        capacity: Share of tokens kept: one number, one for each routed block in order, or some by module name.
+        capacity: Share of tokens kept: one number, one per routed block in order, or a mapping by module name.
 
     Raises:
         ValueError: A capacity outside [0, 1], a wrong number of them, or a block that is not routed.
     """
     blocks = routed_blocks(model)
     for name, value in exact_capacities(model, capacity).items():
-        # A router may be wrapped, as by peft, around copies that are trained.
+        # peft may wrap a router and train copies of it.
         for router in blocks[name].router.modules():
             if isinstance(router, Router):
                 router.capacity = value
 
 
 def exact_capacities(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> dict[str, Fraction]:
-    """Return capacities by name of the routed block, see `assign_capacities`, as exact fractions."""
+    """Return capacities as exact fractions, by name of the routed block; see `assign_capacities`."""
     blocks = routed_blocks(model)
     if isinstance(capacity, Mapping):
         unknown = sorted(set(capacity) - set(blocks))
         if unknown:
             raise ValueError(f"{', '.join(unknown)} is not a routed block; routed are {', '.join(blocks)}")
-        wanted = dict(capacity)
+        by_name = dict(capacity)
     elif isinstance(capacity, Sequence) and not isinstance(capacity, str):
         if len(capacity) != len(blocks):
             raise ValueError(f"{len(blocks)} blocks are routed, got {len(capacity)} capacities")
-        wanted = dict(zip(blocks, capacity))
+        by_name = dict(zip(blocks, capacity))
     else:
-        wanted = dict.fromkeys(blocks, capacity)
-    return {name: rational(value) for name, value in wanted.items()}
+        by_name = dict.fromkeys(blocks, capacity)
+    return {name: rational(value) for name, value in by_name.items()}
 
 
 def capacities(model: nn.Module) -> dict[str, float]:
@@ -250,11 +250,11 @@ def capacities(model: nn.Module) -> dict[str, float]:
 
 @contextmanager
 def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfig]) -> Iterator[None]:
-    """Let the routers of a model decide by another config as long as the context lasts; weights are the same.
+    """Context in which the routers of a model decide by another config, with the same weights.
 
     Args:
         model: A routed model. Passes in the context take no cache.
-        change: From a router's config to another one that the same router can follow.
+        change: Maps a router's config to another one that the same router supports.
 
     Raises:
         ValueError: Nothing in it is routed.
@@ -267,26 +267,26 @@ def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfi
         Threshold(threshold=0.0, min_tokens=0, max_tokens=None)
     """
     blocks = routed_blocks(model).values()
-    # A router may be wrapped, as by peft, around copies that are trained.
+    # peft may wrap a router and train copies of it.
     routers = [router for block in blocks for router in block.router.modules() if isinstance(router, Router)]
-    own = [router.config for router in routers]
-    # Blocks that agree share one object.
-    others = {id(config): change(config) for config in own}
+    configs = [router.config for router in routers]
+    # Blocks with equal configs share one object.
+    changed = {id(config): change(config) for config in configs}
     try:
-        for router, config in zip(routers, own):
-            router.config = others[id(config)]
+        for router, config in zip(routers, configs):
+            router.config = changed[id(config)]
         yield
     finally:
-        for router, config in zip(routers, own):
+        for router, config in zip(routers, configs):
             router.config = config
 
 
 def routing_config(model: nn.Module, part: str | None = None) -> RoutingConfig:
-    """Return the config a model was routed with.
+    """Return the config that a model was routed with.
 
     Args:
         model: A routed model, possibly wrapped.
-        part: The part meant, where parts were routed differently.
+        part: Name of the part, needed if parts were routed differently.
 
     Raises:
         ValueError: Nothing in it is routed, no such part is, or parts differ and none is named.
@@ -301,7 +301,7 @@ def routing_config(model: nn.Module, part: str | None = None) -> RoutingConfig:
 
 
 def routing_configs(model: nn.Module) -> dict[str, RoutingConfig]:
-    """Return the configs a model was routed with, by the name of the routed part.
+    """Return the configs that a model was routed with, by name of the routed part.
 
     Args:
         model: A routed model, possibly wrapped.
@@ -312,5 +312,7 @@ def routing_configs(model: nn.Module) -> dict[str, RoutingConfig]:
     routed_blocks(model)
     routes = [method for method in methods_of(model) if isinstance(method, Route)]
     if len(routes) != 1:
-        raise ValueError(f"{len(routes)} models in this {type(model).__name__} were routed; ask each for its config")
+        raise ValueError(
+            f"{len(routes)} models in this {type(model).__name__} were routed: read the config of one of them"
+        )
     return dict(routes[0].parts)

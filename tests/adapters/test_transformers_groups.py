@@ -228,7 +228,7 @@ def test_wrong_use_is_refused() -> None:
     model = make_joint("llava")
     with pytest.raises(ValueError, match="do not exist"):
         mmod.route_(model, language=LINEAR.replace(blocks=(1, 9)))
-    with pytest.raises(ValueError, match="no layer of a language model, so it takes no shared"):
+    with pytest.raises(ValueError, match="no layer of a language model: remove the options shared"):
         mmod.route_(model, vision=LINEAR.replace(shared=True))
     with pytest.raises(ValueError, match="has no part text"):
         mmod.route_(model, text=LINEAR)

@@ -210,10 +210,10 @@ def test_training_goes_on_from_a_run(tmp_path: Path) -> None:
         ("resnet18", {"divisor": 24}, "must divide the 16 channels of layer1.1, and leave a multiple of 1"),
         ("resnet50", {"divisor": 32}, "must divide the 64 channels of layer1.1, and leave a multiple of 4"),
         ("resnet18", {"into": "last"}, "into"),
-        ("seresnet18", {}, "cannot be made narrow"),
-        ("resnext50_32x4d", {}, "cannot be made narrow"),
+        ("seresnet18", {}, "cannot be narrowed"),
+        ("resnext50_32x4d", {}, "cannot be narrowed"),
         ("test_resnet", {}, "no stage"),
-        ("test_vit", {}, "ResNets of timm, and this is a VisionTransformer"),
+        ("test_vit", {}, "supports timm ResNets, got a VisionTransformer"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, fields: dict[str, Any], message: str) -> None:

@@ -251,7 +251,7 @@ def test_what_cannot_be_is_refused() -> None:
         model.generate(ids, **GREEDY)
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
-    with pytest.raises(ValueError, match="some of this batch are padding"):
+    with pytest.raises(ValueError, match="padding in this batch"):
         model(input_ids=ids, attention_mask=mask)
     with pytest.raises(ValueError, match="inference_threshold is not possible in model"):
         mmod.route_(model, STAGED)
@@ -264,15 +264,15 @@ def test_what_cannot_be_is_refused() -> None:
     for fields, message in (
         ({"choice": "tokens"}, "set capacity=None"),
         ({"capacity": None}, "experts fill all"),
-        ({"choice": "tokens", "capacity": None, "sampling": "score"}, "tokens decide alone"),
+        ({"choice": "tokens", "capacity": None, "sampling": "score"}, "tokens already decide alone"),
         ({"sampling": "guess"}, "sampling"),
-        ({"blocks": (9,)}, "blocks must ascend"),
+        ({"blocks": (9,)}, "blocks must be ascending"),
     ):
         with pytest.raises(ValueError, match=message):
             mmod.apply_(model, Experts(**fields))
         assert not methods_of(model)
     with pytest.raises(ValueError, match="several parts"):
         mmod.apply_(make_joint("llava"), Experts())
-    with pytest.raises(ValueError, match="an image is there as a whole"):
+    with pytest.raises(ValueError, match="all tokens of an image are known at once"):
         mmod.apply_(make_model("test_vit"), Experts(sampling="score"))
     assert not any(isinstance(module, ExpertMlp) for module in model.modules())

@@ -316,7 +316,7 @@ def test_what_cannot_be_is_refused() -> None:
         model.init_continuous_batching()
     undo_(model)
     for fields, message in (
-        ({"sampling": "score", "choice": "tokens"}, "tokens decide alone"),
+        ({"sampling": "score", "choice": "tokens"}, "tokens already decide alone"),
         ({"sampling": "guess"}, "sampling"),
         ({"recursions": 3}, "are 4, which recursions=3 must divide"),
     ):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmod.methods import Exit, Merge
-from mmod.methods.halves import Seen
+from mmod.methods.halves import AttentionInputs
 from mmod.methods.merge import _Merging
 from mmod.methods.prune import _Pruning
 from mmod.methods.reduction import Grid
@@ -19,35 +19,35 @@ from mmod.ops import attention_importance
 from tests.zoo import make_images, make_model
 
 
-def draw(seed: int) -> tuple[Grid, Seen, int]:
+def draw(seed: int) -> tuple[Grid, AttentionInputs, int]:
     torch.manual_seed(seed)
     numbers = random.Random(seed)
     images, heads, tokens, prefix = (numbers.randint(*ends) for ends in ((1, 3), (1, 3), (12, 40), (0, 5)))
     query, key = torch.randn(2, images, heads, tokens, 6, dtype=torch.float64)
     x = torch.randn(images, tokens, 5, dtype=torch.float64)
     size = torch.randint(1, 4, (images, tokens)).double()
-    return Grid(x, torch.arange(tokens).expand(images, -1), size), Seen(query, key), prefix
+    return Grid(x, torch.arange(tokens).expand(images, -1), size), AttentionInputs(query, key), prefix
 
 
-def attention(seen: Seen, image: int) -> Tensor:
+def attention(inputs: AttentionInputs, image: int) -> Tensor:
     """Return the attention of every query, averaged over heads."""
-    maps = [(q @ k.T / math.sqrt(len(q[0]))).softmax(dim=-1) for q, k in zip(seen.query[image], seen.key[image])]
+    maps = [(q @ k.T / math.sqrt(len(q[0]))).softmax(dim=-1) for q, k in zip(inputs.query[image], inputs.key[image])]
     return torch.stack(maps).mean(dim=0)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("by_class_token", [True, False])
 def test_pruning(seed: int, by_class_token: bool) -> None:
-    grid, seen, prefix = draw(seed)
+    grid, inputs, prefix = draw(seed)
     if not by_class_token:
-        seen = seen._replace(importance_BN=attention_importance(*seen[:2]))
+        inputs = inputs._replace(importance_BN=attention_importance(*inputs[:2]))
     keep = random.Random(seed).uniform(0.2, 0.8)
-    step = _Pruning(keep, True, by_class_token)(grid, seen, prefix)
+    step = _Pruning(keep, True, by_class_token)(grid, inputs, prefix)
     assert step is not None
     (left, places, size), restore = step
     assert size is None
     for image, x in enumerate(grid.x_BND):
-        map_NN = attention(seen, image)
+        map_NN = attention(inputs, image)
         score = map_NN[0] if by_class_token else map_NN.mean(dim=0)
         ranked = sorted(range(prefix, len(x)), key=lambda token: -score[token])
         count = math.ceil(keep * (len(x) - prefix))
@@ -62,14 +62,14 @@ def test_pruning(seed: int, by_class_token: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_merging(seed: int) -> None:
-    grid, seen, prefix = draw(seed)
+    grid, inputs, prefix = draw(seed)
     count = random.Random(seed).randint(1, 12)
-    step = _Merging(count)(grid, seen, prefix)
+    step = _Merging(count)(grid, inputs, prefix)
     assert step is not None
     (left, places, size), restore = step
     tokens = grid.x_BND.shape[1]
     for image, x in enumerate(grid.x_BND):
-        keys = seen.key[image].mean(dim=0)
+        keys = inputs.key[image].mean(dim=0)
         first, second = ([token for token in range(start, tokens, 2) if token >= prefix] for start in (0, 1))
         like = {a: {b: torch.cosine_similarity(keys[a], keys[b], dim=0).item() for b in second} for a in first}
         partner = {a: max(alike, key=alike.__getitem__) for a, alike in like.items()}

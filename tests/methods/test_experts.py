@@ -203,7 +203,7 @@ def test_gradients_reach_routers_and_experts_under_autocast_too(way: dict[str, A
         ({"capacity": 5.0}, "at most the number of experts"),
         ({"experts": 0}, "experts"),
         ({"choice": "both"}, "choice"),
-        ({"blocks": (7,)}, "blocks must ascend within 0 to 5"),
+        ({"blocks": (7,)}, "blocks must be ascending numbers from 0 to 5"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -251,7 +251,7 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: 
 
 
 def test_a_language_model_decides_by_token() -> None:
-    with pytest.raises(ValueError, match="its router decides by token"):
+    with pytest.raises(ValueError, match="its router must decide per token"):
         mmod.route_(make_language("llama"), mmod.preset("mindskip", depth=4))
 
 

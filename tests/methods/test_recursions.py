@@ -242,8 +242,8 @@ def test_training_goes_on_from_a_run(tmp_path: Path, way: dict[str, Any]) -> Non
         ("test_vit", {"recursions": 3}, "6 blocks without the first 1 and the last 1 are 4, which recursions=3 must"),
         ("test_vit", {"first": 4, "last": 2}, "are 0"),
         ("test_vit", {"keys": "all"}, "keys"),
-        ("test_vit", {"sampling": "score"}, "is for decoders: an image is there as a whole"),
-        ("vit_small_patch16_rope_mixed_224", {}, "rotary positions of its own"),
+        ("test_vit", {"sampling": "score"}, "is for decoders: all tokens of an image are known at once"),
+        ("vit_small_patch16_rope_mixed_224", {}, "different rotary positions"),
         ("naflexvit_base_patch16_gap", {}, "may be padding"),
     ],
 )
