@@ -244,7 +244,7 @@ def test_training_goes_on_from_a_run(tmp_path: Path, way: dict[str, Any]) -> Non
         ("test_vit", {"keys": "all"}, "keys"),
         ("test_vit", {"sampling": "score"}, "is for decoders: all tokens of an image are known at once"),
         ("vit_small_patch16_rope_mixed_224", {}, "different rotary positions"),
-        ("naflexvit_base_patch16_gap", {}, "may be padding"),
+        ("naflexvit_base_patch16_gap", {}, "do not support padding"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, fields: dict[str, Any], message: str) -> None:
