@@ -4,6 +4,7 @@ from mmod.analysis.audit import Audit, Place, audit, judge_answers, judge_classe
 from mmod.analysis.flop_report import BlockFlops, FlopReport, PrefillFlops
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import prefill_flops
+from mmod.analysis.redundancy import Redundancy, redundancy
 from mmod.analysis.trace import Trace, trace
 
 __all__ = [
@@ -12,11 +13,13 @@ __all__ = [
     "FlopReport",
     "Place",
     "PrefillFlops",
+    "Redundancy",
     "Trace",
     "audit",
     "flops",
     "judge_answers",
     "judge_classes",
     "prefill_flops",
+    "redundancy",
     "trace",
 ]

@@ -1,0 +1,99 @@
+"""Redundancy of images: how many of their patches are flat, and how few hold the variance of the pixels.
+
+Axes: B images, C channels, N patches, P pixels of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmod.values import check_finite, check_value
+
+
+@dataclass(frozen=True)
+class Redundancy:
+    """What can be dropped from images before any model sees them; `print(...)` says it in one line.
+
+    Args:
+        images: Images measured.
+        patch_size: Side of a patch in pixels.
+        flat: Share of patches that are flat, in [0, 1].
+        kept_99: Share of an image's patches that hold 99 % of the variance within its patches, mean over images.
+        kept_95: The same for 95 %.
+    """
+
+    images: int
+    patch_size: int
+    flat: float
+    kept_99: float
+    kept_95: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.flat:.0%} of patches flat, {self.kept_99:.0%} hold 99 % of the variance, {self.kept_95:.0%} hold "
+            f"95 % ({self.images:,} images, patches of {self.patch_size} px)"
+        )
+
+
+def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: float = 0.01) -> Redundancy:
+    """Measure how redundant images are at the size at which a model cuts them into patches.
+
+    Accuracy that survives merging or dropping tokens says little on images that are mostly flat: state this beside it.
+
+    Args:
+        images: A batch (B, C, H, W), or batches of them.
+        patch_size: Side of a patch in pixels. Pixels behind the last whole patch are left out.
+        tolerance: A patch is flat where the standard deviation of every channel is below this share of the range of
+            values in its batch.
+
+    Returns:
+        Shares of patches; an image without any variance keeps one patch.
+
+    Raises:
+        TypeError: An image batch that is no tensor.
+        ValueError: No images, values that are not finite, or images smaller than a patch.
+
+    Example:
+        >>> left, right = torch.zeros(4, 3, 32, 16), torch.rand(4, 3, 32, 16)
+        >>> print(redundancy(torch.cat([left, right], dim=3), patch_size=8))
+        50% of patches flat, 50% hold 99 % of the variance, 50% hold 95 % (4 images, patches of 8 px)
+    """
+    check_value("patch_size", patch_size, int, "[1, inf)")
+    check_value("tolerance", tolerance, float, "[0, 1]")
+    flat_shares, kept_99, kept_95 = [], [], []
+    for batch in [images] if isinstance(images, Tensor) else images:
+        variance_BNC, value_range = _variances(batch, patch_size)
+        flat_BN = (variance_BNC.sqrt() <= tolerance * value_range).all(dim=2)
+        flat_shares.append(flat_BN.double().mean(dim=1))
+        variance_BN = variance_BNC.sum(dim=2)
+        kept_99.append(_share_that_holds(variance_BN, 0.99))
+        kept_95.append(_share_that_holds(variance_BN, 0.95))
+    if not flat_shares:
+        raise ValueError("redundancy needs at least one batch of images")
+    flat_B, kept_99_B, kept_95_B = (torch.cat(shares) for shares in (flat_shares, kept_99, kept_95))
+    return Redundancy(len(flat_B), patch_size, float(flat_B.mean()), float(kept_99_B.mean()), float(kept_95_B.mean()))
+
+
+def _variances(images: Tensor, patch_size: int) -> tuple[Tensor, float]:
+    """Return the variance within each patch (B, N, C) in float64, and the range of values in the batch."""
+    if not isinstance(images, Tensor):
+        raise TypeError(f"images must be tensors (B, C, H, W), got {type(images).__name__}")
+    if images.ndim != 4 or min(images.shape[2:]) < patch_size:
+        raise ValueError(f"images must be (B, C, H, W) of at least {patch_size} pixels, got {tuple(images.shape)}")
+    check_finite("images", images)
+    pixels = images.detach().double()
+    patches = pixels.unfold(2, patch_size, patch_size).unfold(3, patch_size, patch_size)
+    variance_BNC = patches.flatten(4).var(dim=4, unbiased=False).flatten(2).transpose(1, 2)
+    return variance_BNC, float(pixels.max() - pixels.min())
+
+
+def _share_that_holds(variance_BN: Tensor, share: float) -> Tensor:
+    """Return the smallest share of patches that holds a share of the variance (B)."""
+    largest_BN = variance_BN.sort(dim=1, descending=True).values
+    before_BN = largest_BN.cumsum(dim=1) - largest_BN
+    needed_BN = before_BN < share * largest_BN.sum(dim=1, keepdim=True)
+    return needed_BN.double().mean(dim=1).clamp(min=1 / variance_BN.shape[1])
