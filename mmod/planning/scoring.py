@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from mmod.config import Plan, RoutingConfig
-from mmod.io.files import check_regular, read_json_object, write_atomically
+from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
 from mmod.model import route_, unroute_
 from mmod.planning.costs import Chooser, Option, PromptLengths
 from mmod.planning.divergence import outputs
-from mmod.values import check_fields, from_plain
 
 Choices = dict[int, Option]
 """The option of each block that has one, by the block's index."""
@@ -52,37 +49,6 @@ def image_token(model: nn.Module) -> int | None:
     return None if token is None else int(token)
 
 
-@dataclass
-class Sums:
-    """Sums of divergences over the batches that are finished.
-
-    Args:
-        totals: Sum for every trial.
-        rows: Rows of output in the sums.
-        batches: The mean size of the dense model's outputs for each batch in the sums.
-    """
-
-    totals: list[float]
-    rows: int = 0
-    batches: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        check_fields(self, rows="[0, inf)")
-
-
-@dataclass
-class _Progress:
-    """What a progress file holds.
-
-    Args:
-        search: What decides the scores.
-        sums: Sums of each base, by its choices as text.
-    """
-
-    search: dict[str, Any]
-    sums: dict[str, Sums]
-
-
 class Scoring:
     """Tries every option in every block, alone or beside choices that are made in the other blocks.
 
@@ -93,7 +59,7 @@ class Scoring:
         options: What may be done to a block.
         chooser: Chooses tokens.
         compare: Divergence of a changed model's rows of output from its own.
-        progress_file: Keeps sums after every batch; None keeps them nowhere.
+        progress_file: Keeps the divergences of every batch; None keeps them nowhere.
     """
 
     def __init__(
@@ -106,14 +72,13 @@ class Scoring:
         self.lengths = PromptLengths(self.token)
         self.rows = 0
         self.example: Any = None
-        self.path = progress_file
-        self.saved: dict[str, Sums] = {}
-        self.identity: dict[str, Any] = {
+        identity: dict[str, Any] = {
             "blocks": list(names), "options": [list(option) for option in options], "part": part,
             "router": str(chooser.router), "divergence": compare.__name__,
         }  # fmt: skip
         if chooser.first:
-            self.identity["importance"] = chooser.importance
+            identity["importance"] = chooser.importance
+        self.journal = Journal(progress_file, identity, "search")
 
     def run(
         self, batches: Iterable[Any], base: Choices, begin: Callable[[], object] = lambda: None
@@ -138,7 +103,8 @@ class Scoring:
         configs = {_text(trial): self._config(trial) for trial in trials if trial}
         distinct = list(configs)
         total = len(batches) * len(distinct) if isinstance(batches, Sized) else None
-        sums = Sums([0.0] * len(distinct))
+        kept = [record for record in self.journal.records if record["base"] == _text(base)]
+        totals, rows, place = [0.0] * len(distinct), 0, -1
         with progress_bar(desc="search plan", total=total, leave=False) as bar:
             for place, batch in enumerate(batches):
                 self.example = batch if self.example is None else self.example
@@ -147,24 +113,23 @@ class Scoring:
                 own_RF = outputs(self.model, batch, self.part, self.token)
                 size = f"{float(own_RF.double().abs().mean()):.6e}"
                 if not place:
-                    self._read()
-                    sums = self.saved.setdefault(_text(base), sums)
-                    self._check(len(sums.totals) == len(distinct))
                     begin()
-                if place < len(sums.batches):
-                    self._check(sums.batches[place] == size)
+                if place < len(kept):
+                    self.journal.check(kept[place]["size"] == size, f"of other weights, or another batch {place}")
+                    divergences = kept[place]["divergences"]
                     bar.update(len(distinct))
-                    continue
-                for at, text in enumerate(distinct):
-                    sums.totals[at] += self._divergence(own_RF, configs[text], batch)
-                    bar.update()
-                sums.rows += len(own_RF)
-                sums.batches.append(size)
-                self._write()
-        _check_rows(sums.rows)
-        self._check(len(sums.batches) == place + 1)
-        self.rows = sums.rows
-        means = {text: total / sums.rows for text, total in zip(distinct, sums.totals)} | {_text({}): 0.0}
+                else:
+                    divergences = []
+                    for text in distinct:
+                        divergences.append(self._divergence(own_RF, configs[text], batch))
+                        bar.update()
+                    self.journal.add({"base": _text(base), "size": size, "divergences": divergences})
+                totals = [total + divergence for total, divergence in zip(totals, divergences, strict=True)]
+                rows += len(own_RF)
+        _check_rows(rows)
+        self.journal.check(len(kept) <= place + 1, f"it has {len(kept)} batches, and there are {place + 1}")
+        self.rows = rows
+        means = {text: total / rows for text, total in zip(distinct, totals)} | {_text({}): 0.0}
         dense = {
             block: means[_text({at: option for at, option in base.items() if at != block})] for block in self.blocks
         }
@@ -198,28 +163,6 @@ class Scoring:
 
     def _config(self, trial: Choices) -> RoutingConfig:
         return RoutingConfig.from_plan(plan_of(trial, self.depth, self.chooser))
-
-    def _read(self) -> None:
-        """Take over what was finished before."""
-        if self.saved or self.path is None or not Path(self.path).exists():
-            return
-        check_regular(self.path)
-        found = from_plain(_Progress, read_json_object(Path(self.path)), repr(str(self.path)))
-        self._check(found.search == self.identity)
-        self.saved = found.sums
-
-    def _check(self, is_of_search: bool) -> None:
-        """Refuse the progress file unless it is of this search."""
-        if not is_of_search:
-            raise ValueError(
-                f"{str(self.path)!r} belongs to another search: of other blocks, options, weights or batches; "
-                "remove it or choose another progress_file"
-            )
-
-    def _write(self) -> None:
-        if self.path is not None:
-            state = _Progress(self.identity, self.saved)
-            write_atomically(self.path, json.dumps(dataclasses.asdict(state)))
 
 
 def _check_rows(rows: int) -> None:

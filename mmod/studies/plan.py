@@ -72,7 +72,7 @@ def search_run(config: ImagePlanConfig | ChatPlanConfig) -> mmod.PlanSearch:
 def search_for(config: TrainConfig | ChatConfig, options: PlanOptions, folder: Path) -> mmod.PlanSearch:
     """Search a plan for the model that a run would start from, and write what was found.
 
-    Scores are kept batch by batch in `scores.json`, so that the search goes on where it stopped and another budget
+    Scores are kept batch by batch in `scores.jsonl`, so that the search goes on where it stopped and another budget
     tries nothing again; each budget has a plan and a picture of its own.
 
     Args:
@@ -106,7 +106,7 @@ def search_for(config: TrainConfig | ChatConfig, options: PlanOptions, folder: P
             cost=options.cost,
             divergence=options.divergence,
             rounds=options.rounds,
-            progress_file=folder / "scores.json",
+            progress_file=folder / "scores.jsonl",
         )
         path = folder / f"{name}.json"
         if not path.exists() or Plan.load(path) != found.plan:

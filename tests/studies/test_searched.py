@@ -57,9 +57,8 @@ def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: 
     for seed in range(config.seeds):
         folder = Path(config.output) / f"seed{seed}" / "searched.plans"
         # One scoring serves both budgets.
-        assert {path.name for path in folder.glob("*.json")} == {"scores.json"} | {
-            f"flops-{budget}.json" for budget in budgets
-        }
+        assert (folder / "scores.jsonl").is_file()
+        assert {path.name for path in folder.glob("*.json")} == {f"flops-{budget}.json" for budget in budgets}
         plans = [Plan.load(folder / f"flops-{budget}.json") for budget in budgets]
         assert plans[0] != plans[1]
     jobs = {job.name: job for job in study.plan()[1] if job.seed == 0}
