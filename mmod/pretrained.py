@@ -21,7 +21,7 @@ FORMAT_VERSION = 4
 WEIGHTS = "model.safetensors"
 CONFIG = "mmod.json"
 HUB = "hf-hub:"
-_PASSING = ("training", "grad_checkpointing")
+_PASSING = ("training", "grad_checkpointing", "drawn")
 _KEYS = ("format_version", "versions", "library", "model", "methods")
 
 

@@ -25,11 +25,11 @@ from mmod.data.config import DataConfig
 from mmod.data.loader import create_eval_stream
 from mmod.data.subset import spread
 from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
-from mmod.studies.image import image_flops, sample_images
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.evaluate import KeptShares, RoutedResult
 from mmod.training.image.config import DistillConfig
 from mmod.training.image.model import create_models
+from mmod.training.image.recipe import ImageRecipe, sample_images
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,7 +88,7 @@ class ImageSubject(Subject[AuditConfig]):
             with torch.inference_mode(), kept.watch():
                 self.judge(model, own.batch)
         found.kept = kept.means()
-        return image_flops(model, self.config, found)
+        return ImageRecipe(self.config).cost(model, found)["image"]
 
     def maps(self, model: nn.Module, count: int) -> tuple[dict[str, Any], Figure]:
         """Return what the blocks keep of sample images."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mmod.analysis import flops
@@ -20,10 +19,10 @@ from mmod.audits.subject import Again, Subject, unsorted
 from mmod.data.readers.pairs import create_eval_pairs
 from mmod.training.engine.config import TeacherConfig
 from mmod.training.engine.distributed import choose_device
-from mmod.training.pairs.evaluate import rank_matches
+from mmod.training.pairs.evaluate import judge_pairs
 from mmod.training.pairs.model import create_models, create_transforms
 
-__all__ = ["PairsSubject", "judge_pairs"]
+__all__ = ["PairsSubject"]
 
 
 class PairsSubject(Subject[PairsAuditConfig]):
@@ -63,29 +62,3 @@ class PairsSubject(Subject[PairsAuditConfig]):
         images, texts = next(iter(self.batches())).batch
         device = next(model.parameters()).device
         return flops(model, {"image": images[:1].to(device), "text": texts[:1].to(device)}).to_dict()
-
-
-def judge_pairs(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cross entropy and recall at 1 of each pair among those of a batch, the mean of both directions.
-
-    Equal captions are right for each other's images, and a tie counts as a miss.
-
-    Args:
-        model: An open_clip model, made with `output_dict=True`.
-        batch: Images (B, C, H, W) and their captions' tokens (B, L).
-
-    Source: the loss of CLIP (arXiv 2103.00020).
-    """
-    device = next(model.parameters()).device
-    images, texts = (part.to(device) for part in batch)
-    found = model(images, texts)
-    image_BD, text_BD, scale = (found[name].float() for name in ("image_features", "text_features", "logit_scale"))
-    names = torch.unique(texts, dim=0, return_inverse=True)[1]
-    same_BB = names[:, None] == names[None]
-    loss_B, right_B = torch.zeros(len(images), device=device), torch.zeros(len(images), device=device)
-    for queries, others in ((image_BD, text_BD), (text_BD, image_BD)):
-        similarity_BB = scale * queries @ others.T
-        matched_B = similarity_BB.masked_fill(~same_BB, -torch.inf).logsumexp(1)
-        loss_B += (similarity_BB.logsumexp(1) - matched_B) / 2
-        right_B += (rank_matches(queries, others, texts) < 1) / 2
-    return loss_B, right_B

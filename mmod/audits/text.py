@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.analysis.audit.generation import Generation, judge_generation
@@ -22,9 +21,10 @@ from mmod.data.readers.text import create_eval_text
 from mmod.training.engine.config import TeacherConfig
 from mmod.training.engine.distributed import choose_device
 from mmod.training.text.config import BYTES
-from mmod.training.text.model import create_models, logits_of
+from mmod.training.text.evaluate import judge_text
+from mmod.training.text.model import create_models
 
-__all__ = ["TextSubject", "judge_text"]
+__all__ = ["TextSubject"]
 
 
 def _role(byte: bytes) -> str:
@@ -78,17 +78,3 @@ class TextSubject(Subject[TextAuditConfig]):
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Refuse: shifts change images."""
         raise ValueError("audit.shifts change images, and text has none: leave them out")
-
-
-def judge_text(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cross entropy in nats a byte and the share of bytes that are the most likely ones, of each window.
-
-    Args:
-        model: A causal language model of bytes.
-        batch: Bytes (B, N) and the byte after each of them (B, N).
-    """
-    device = next(model.parameters()).device
-    tokens_BN, following_BN = (part.to(device) for part in batch)
-    logits = logits_of(model, tokens_BN).float()
-    loss_BN = F.cross_entropy(logits.movedim(-1, 1), following_BN, reduction="none")
-    return loss_BN.mean(1), (logits.argmax(-1) == following_BN).float().mean(1)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod.adapters import BlockStack, find_part
+from mmod.adapters import BlockStack, find_part, find_parts
 from mmod.analysis.modes import in_mode
 from mmod.config import Plan, RoutingConfig, Score
 from mmod.model import is_routed, route_, unroute_
@@ -54,7 +54,7 @@ def search_plan(
             "text" of a CLIP model.
         options: What may be done to a block; None tries all that the blocks can do: capacity 0, and 0.5 in image
             models, where those without a class token take 0.25 in the place of 0, or 0.25 in language models whose
-            router reads importance.
+            router reads importance; 0.25 and 0.5 in language models of text alone, whose tokens cannot all be skipped.
         router: Which tokens a capacity above 0 keeps: a score that does not learn. One that reads importance, such as
             "attention", does so in the dense block before, so that nothing is done to the first block; reading is not
             counted.
@@ -96,7 +96,7 @@ def search_plan(
     if cost in ("cache", "image_flops") and not stack.language:
         raise ValueError(f"cost={cost!r} is for language models: {stack.names[0]} is no layer of one")
     chooser = Chooser(router, importance)
-    chosen = default_options(stack, chooser) if options is None else tuple(options)
+    chosen = default_options(stack, chooser, "vision" in find_parts(model)) if options is None else tuple(options)
     _check_options(chosen, stack, chooser)
     scoring = Scoring(model, part, stack.names, chosen, chooser, divergence_of(divergence, model), progress_file)
     with in_mode(False, model), torch.no_grad():
@@ -162,15 +162,16 @@ def plan_divergence(
         return scoring.whole(batches, config)
 
 
-def default_options(stack: BlockStack, chooser: Chooser) -> tuple[Option, ...]:
+def default_options(stack: BlockStack, chooser: Chooser, has_images: bool) -> tuple[Option, ...]:
     """Return what the blocks of a part can do, see `search_plan`.
 
     Args:
         stack: The blocks.
         chooser: Chooses tokens.
+        has_images: A language model reads images, which alone may be skipped altogether.
     """
     call = stack.call_of(stack.blocks[-1], None)
-    in_language = (0.0, 0.25) if chooser.first else (0.0,)
+    in_language = ((0.0, 0.25) if chooser.first else (0.0,)) if has_images else (0.25, 0.5)
     capacities = in_language if stack.language else (0.0 if stack.prefix else 0.25, 0.5)
     ways = [("block", "kept"), ("block", "all"), ("attention", "all" if "all" in call.contexts else "kept")]
     ways = [way for way in [*ways, ("mlp", "kept")] if way[0] in ("block", *call.operators) and way[1] in call.contexts]

@@ -11,23 +11,21 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmod import is_routed
 from mmod.analysis.prefill import prefill_flops
-from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
+from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.synthetic.priors import prior_of
 from mmod.studies.chat_pictures import draw_answers, draw_kept
 from mmod.studies.config import ChatStudyConfig
 from mmod.studies.entrants import DENSE, Entrant, create_rivals
-from mmod.studies.jobs import Job, Tick
+from mmod.studies.jobs import Job
 from mmod.studies.results import Column, table_of
 from mmod.studies.study import Costs, Scores, Study, latencies
-from mmod.training.chat.config import ModelConfig, TrainConfig
-from mmod.training.chat.evaluate import EvalResult, evaluate, generate, mean_over_kinds
-from mmod.training.chat.model import create_model, create_processor
-from mmod.training.chat.recipe import MODEL, fit
+from mmod.training.chat.config import TrainConfig
+from mmod.training.chat.evaluate import EvalResult, generate, mean_over_kinds
+from mmod.training.chat.recipe import ChatRecipe, read_prompts
 from mmod.training.engine.distributed import choose_device
 
 if TYPE_CHECKING:
@@ -44,6 +42,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
     """A study of LLaVA-style models of transformers; see `Study`."""
 
     config: ChatStudyConfig
+    recipe: ClassVar[type[ChatRecipe]] = ChatRecipe
     run_config = TrainConfig
     found = EvalResult
     score = "right"
@@ -66,45 +65,13 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
     data: ConversationsConfig
     series: Mapping[str, str]
 
-    def create(self, config: TrainConfig) -> nn.Module:
-        """Make the model of a run."""
-        model: nn.Module = create_model(config)[0]
-        return model
-
-    def start_from(self, config: TrainConfig, folder: str) -> TrainConfig:
-        """Return the config of the same run from the final weights of the run in `folder`."""
-        model = ModelConfig(checkpoint=str(Path(folder) / MODEL), args=config.model.args)
-        return dataclasses.replace(config, model=model)
-
-    def load(self, job: Job[TrainConfig]) -> nn.Module:
-        """Make the final model of a run, which was saved routed and with its adapters merged."""
-        if job.is_trained:
-            done = self.start_from(job.config, job.config.output)
-            plain = dataclasses.replace(done, routing=None, lora=None, frozen=[])
-            job = dataclasses.replace(job, config=plain, is_trained=False, search=None)
-        return super().load(job)
-
     def routing(self, fields: dict[str, Any], capacity: float | None) -> dict[str, Any]:
         """Return the routing of the part that is routed."""
         return {self.config.part: super().routing(fields, capacity)}
 
-    def train(self, config: TrainConfig, tick: Tick) -> EvalResult:
-        """Do a run, or read the result of one that is finished."""
-        answers = fit(config, progress=False).answers
-        assert answers is not None, "a study's runs have questions to answer"
-        return answers
-
-    def evaluate(self, config: TrainConfig) -> EvalResult:
-        """Ask the model that a run starts from."""
-        model = self.create(config).to(choose_device())
-        questions = open_conversations(str(config.data.val), config.data)
-        limits: dict[str, Any] = {"batch_size": config.eval_batch_size, "max_new_tokens": config.max_new_tokens}
-        return evaluate(model, _collator(config), questions, **limits)
-
     def figures(self, found: EvalResult) -> dict[str, float]:
         """Return right answers in percent, overall and by kind, and the share kept of tokens that may be skipped."""
-        kinds = {f"{_RIGHT}{kind}": share for kind, share in found.right.items()}
-        return {"right": found.accuracy, **kinds, "kept": mean(found.kept.values()) if found.kept else 1.0}
+        return {**found.columns(), "kept": found.mean_kept}
 
     def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
         """Return what is compared, after checking that there is something to ask."""
@@ -127,11 +94,12 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         routed = prefill_flops(model, text, image, found.kept if is_routed(model) else None).routed
         dense, alone = (prefill_flops(model, text, images, 0.0).dense for images in (full[2], 0))
         with torch.inference_mode():
-            cache = _read(model, prompts)
+            cache = read_prompts(model, prompts)
         if self.config.maps and is_routed(model):
             folder = Path(self.config.output)
             folder.mkdir(parents=True, exist_ok=True)
-            figure = draw_kept(model, _collator(job.config), self._talks(self.config.maps))
+            recipe = self.recipe(job.config)
+            figure = draw_kept(model, recipe.collator, recipe.talks(self.config.maps))
             if figure is not None:
                 figure.savefig(folder / f"maps-{job.name}.png", dpi=150, bbox_inches="tight")
         return {
@@ -155,10 +123,10 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
     def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
         """Measure reading a prompt within a batch, and decoding after it."""
         models: dict[str, Any] = {name: self.load(job) for name, job in jobs.items()}
-        collators = {name: _collator(job.config) for name, job in jobs.items()}
+        collators = {name: self.recipe(job.config).collator for name, job in jobs.items()}
         prompts = {name: self._prompts(job.config)[0] for name, job in jobs.items()}
         count, rounds = len(prompts[DENSE]["input_ids"]), self.config.timed_rounds
-        reads = {name: functools.partial(_read, model, prompts[name]) for name, model in models.items()}
+        reads = {name: functools.partial(read_prompts, model, prompts[name]) for name, model in models.items()}
         costs: dict[str, dict[str, float]] = {}
         for name, (own, ratio) in latencies(reads, count, rounds, choose_device()).items():
             taken = []
@@ -203,26 +171,4 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
 
     def _prompts(self, config: TrainConfig) -> tuple[dict[str, Tensor], int, int]:
         """Return the prompts that are timed, as a run encodes them, and text and image tokens of one on average."""
-        collator = _collator(config)
-        prompts = collator.prompts(self._talks(self.config.timed_prompts))
-        count = len(prompts["input_ids"])
-        image = int((prompts["input_ids"] == collator.processor.image_token_id).sum()) // count
-        return prompts, int(prompts["attention_mask"].sum()) // count - image, image
-
-    def _talks(self, count: int) -> list[ChatSample]:
-        """Return the first evaluation conversations with one image: their prompts are about equally long."""
-        val = open_conversations(str(self.data.val), self.data)
-        places = [index for index in range(len(val)) if val.images[index] == 1][:count]
-        if not places:
-            raise ValueError("no evaluation question has one image, so there is nothing to time")
-        return [val[index] for index in places]
-
-
-def _collator(config: TrainConfig) -> ChatCollator:
-    return ChatCollator(create_processor(config.model), config.data.max_length)
-
-
-def _read(model: Any, prompts: Mapping[str, Tensor]) -> Any:
-    """Read prompts and return the cache of their keys and values."""
-    inputs = {name: value.to(model.device) for name, value in prompts.items()}
-    return model(**inputs, use_cache=True, logits_to_keep=1).past_key_values
+        return self.recipe(config).prompts(self.config.timed_prompts)

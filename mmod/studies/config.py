@@ -34,7 +34,9 @@ class PlanOptions:
     Args:
         budget: Share of the dense model's cost that the plan may have, or milliseconds.
         batches: Calibration batches, spread evenly over the training data.
-        batch_size: Images or conversations in each.
+        batch_size: Samples in each.
+        part: The part that is planned; null for the image tower of image and pairs, the language model of chat and
+            text.
         cost: What the budget is of: "flops", "milliseconds" of a pass over a batch, or in a language model "cache" or
             "image_flops", those that image tokens add.
         router: Which tokens a capacity above 0 keeps.
@@ -47,6 +49,7 @@ class PlanOptions:
     budget: float = 0.5
     batches: int = 4
     batch_size: int = 16
+    part: Literal["image", "text", "language"] | None = None
     cost: str = "flops"
     router: str = "stride"
     importance: str = "per_viewer"

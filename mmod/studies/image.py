@@ -13,36 +13,35 @@ import torch
 from torch import nn
 
 from mmod.adapters import find_stack
-from mmod.analysis import flops, trace
+from mmod.analysis import trace
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_routing_maps
 from mmod.analysis.timing import interleave, relative_times
-from mmod.data.loader import create_eval_stream
 from mmod.model import is_routed
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.entrants import DENSE, Anew, Entrant, create_rivals
 from mmod.studies.jobs import Job, Runner, Tick
-from mmod.studies.loop import LoopStudy, by_data, kept_shares
 from mmod.studies.paired import as_fast, quoted, unbeaten
 from mmod.studies.rates import best_rates, starts_others, trials, with_rate
 from mmod.studies.results import Column, table_of
-from mmod.studies.study import Costs, Outcome, Scores
+from mmod.studies.study import Costs, Outcome, Scores, Study
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.evaluate import RoutedResult
+from mmod.training.engine.recipe import by_data
 from mmod.training.image.config import ModelConfig, TrainConfig
-from mmod.training.image.evaluate import EvalResult, evaluate
-from mmod.training.image.recipe import ImageRecipe
+from mmod.training.image.evaluate import EvalResult
+from mmod.training.image.recipe import ImageRecipe, sample_images, timed_images
 
-__all__ = ["ImageStudy", "TimmStudy", "image_flops", "sample_images", "timed_images"]
+__all__ = ["ImageStudy", "TimmStudy"]
 
 Found = TypeVar("Found", bound=RoutedResult)
 
 
-class TimmStudy(LoopStudy[TrainConfig, Found]):
+class TimmStudy(Study[TrainConfig, Found]):
     """A study of timm's image models, of what they cost, and of their rivals; a subclass says how they are judged."""
 
     config: ImageStudyConfig
-    recipe = ImageRecipe
+    recipe: ClassVar[type[ImageRecipe]] = ImageRecipe
     run_config = TrainConfig
 
     def __init__(self, config: ImageStudyConfig) -> None:
@@ -101,7 +100,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         """Return dense models of fewer blocks, as near in FLOPs to the routed ones as can be."""
         plain = dataclasses.replace(dense, model=ModelConfig(dense.model.name, dense.model.args))
         model = self.create(plain)
-        report, depth = flops(model, _size(plain)), len(find_stack(model).blocks)
+        report, depth = self.recipe(plain).report(model), len(find_stack(model).blocks)
         costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
         depths = set()
         for entrant in entrants:
@@ -109,7 +108,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
             routed = self.create(config)
             # What thresholds cost follows from the data.
             if not by_data(routed):
-                cost = flops(routed, _size(config)).routed
+                cost = self.recipe(config).report(routed).routed
                 depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - cost)))
         return [
             Anew(name=f"isoflop-{fewer}", series="shallow", args={"depth": fewer}, epochs=epochs, share=fewer / depth)
@@ -124,7 +123,7 @@ class TimmStudy(LoopStudy[TrainConfig, Found]):
         images = timed_images(job.config, self.config.latency_batch).to(choose_device(job.config.device))
         with torch.inference_mode():
             peak = peak_bytes(partial(model, images), images.device)
-        return {"gflops": image_flops(model, job.config, found) / 1e9, "peak_mb": peak / 1e6}
+        return {"gflops": self.recipe(job.config).cost(model, found)["image"] / 1e9, "peak_mb": peak / 1e6}
 
     def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
         """Measure the latency of the same evaluation images in batches of several sizes, for each image.
@@ -268,12 +267,6 @@ class ImageStudy(TimmStudy[EvalResult]):
             raise ValueError(f"score={self.score!r} is one of patches: set data.label_patch, or score to 'top1'")
         return super().entrants(dense, tuned)
 
-    def evaluate(self, config: TrainConfig) -> EvalResult:
-        """Measure the accuracy of the model that a run starts from."""
-        device = choose_device(config.device)
-        stream = create_eval_stream(config.data)
-        return evaluate(self.create(config).to(device), stream, device, config.precision)
-
     def figures(self, found: EvalResult) -> dict[str, float]:
         """Return accuracy, what is known of patches alone, and kept share."""
         kept = {"kept": found.mean_kept} if found.kept else {}
@@ -297,24 +290,3 @@ def _epochs(job: Job[TrainConfig], base: str) -> str:
     if not job.is_trained:
         return base.strip()
     return f"{base}+ {job.config.epochs}{'' if job.config.trained is None else f' ({job.config.trained})'}"
-
-
-def image_flops(model: nn.Module, config: TrainConfig, found: RoutedResult) -> float:
-    """Return the FLOPs of an image, on average where images leave early."""
-    return flops(model, _size(config), **kept_shares(model, found)).routed
-
-
-def _size(config: TrainConfig) -> tuple[int, int, int]:
-    return config.data.channels, config.data.image_size, config.data.image_size
-
-
-def sample_images(config: TrainConfig, count: int) -> torch.Tensor:
-    """Return some evaluation images, spread over the classes."""
-    data = dataclasses.replace(config.data, val_limit=count, batch_size=count)
-    return next(iter(create_eval_stream(data).batches(0)))[0]
-
-
-def timed_images(config: TrainConfig, count: int) -> torch.Tensor:
-    """Return a batch of that many evaluation images; where there are fewer, they come again."""
-    images = sample_images(config, count)
-    return images[torch.arange(count) % len(images)]

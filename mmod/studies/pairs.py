@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
-
-from mmod.analysis import flops
-from mmod.data.readers.pairs import create_eval_pairs
 from mmod.studies.config import PairsStudyConfig
 from mmod.studies.entrants import DENSE
 from mmod.studies.jobs import Job
-from mmod.studies.loop import LoopStudy, kept_shares
-from mmod.studies.study import latencies
+from mmod.studies.study import Study, latencies
 from mmod.training.engine.distributed import choose_device
 from mmod.training.pairs.config import RoutingParts, TrainConfig
-from mmod.training.pairs.evaluate import EvalResult, evaluate
-from mmod.training.pairs.model import create_transforms
+from mmod.training.pairs.evaluate import EvalResult
 from mmod.training.pairs.recipe import PairsRecipe
 
 if TYPE_CHECKING:
@@ -27,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["PairsStudy"]
 
 
-class PairsStudy(LoopStudy[TrainConfig, EvalResult]):
+class PairsStudy(Study[TrainConfig, EvalResult]):
     """A study of open_clip's models; see `Study`."""
 
     config: PairsStudyConfig
@@ -59,15 +52,6 @@ class PairsStudy(LoopStudy[TrainConfig, EvalResult]):
         """Return the routing of both towers at a capacity."""
         return RoutingParts(**{tower: super(PairsStudy, self).routing(own, capacity) for tower, own in fields.items()})
 
-    def evaluate(self, config: TrainConfig) -> EvalResult:
-        """Measure retrieval and zero-shot accuracy of the model that a run starts from."""
-        device = choose_device(config.device)
-        model = self.create(config).to(device)
-        _, transform, tokenizer = create_transforms(model, config.model.name, None)
-        stream = create_eval_pairs(config.data, transform, tokenizer)
-        options: dict[str, Any] = {"zero_shot": config.zero_shot, "workers": config.data.workers}
-        return evaluate(model, stream, tokenizer, device, config.precision, transform=transform, **options)
-
     def figures(self, found: EvalResult) -> dict[str, float]:
         """Return recall, zero-shot accuracy where it was measured, and kept share."""
         zero_shot = {} if found.zero_shot_top1 is None else {"zero_shot": found.zero_shot_top1}
@@ -75,23 +59,19 @@ class PairsStudy(LoopStudy[TrainConfig, EvalResult]):
 
     def examine(self, job: Job[TrainConfig], found: EvalResult) -> dict[str, float]:
         """Count the FLOPs of one image and of one caption."""
-        model = self.load(job)
-        kept = kept_shares(model, found)
-        batch = _batch(job.config, model, 1)
-        return {
-            f"{tower}_gflops": flops(model, {tower: inputs}, **kept).routed / 1e9 for tower, inputs in batch.items()
-        }
+        cost = self.recipe(job.config).cost(self.load(job), found)
+        return {f"{tower}_gflops": flops / 1e9 for tower, flops in cost.items()}
 
     def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
         """Measure the latency of each tower on a batch, for each image and caption."""
-        models: dict[str, Any] = {name: self.load(job) for name, job in jobs.items()}
+        count, rounds = self.config.latency_batch, self.config.latency_rounds
+        readings = {name: self.recipe(job.config).readings(self.load(job), count) for name, job in jobs.items()}
         costs: dict[str, dict[str, float]] = {name: {} for name in jobs}
         device = choose_device(jobs[DENSE].config.device)
-        for tower, inputs in _batch(jobs[DENSE].config, models[DENSE], self.config.latency_batch).items():
-            calls = {name: partial(getattr(model, f"encode_{tower}"), inputs) for name, model in models.items()}
-            times = latencies(calls, len(inputs), self.config.latency_rounds, device)
-            for name, (own, ratio) in times.items():
-                costs[name] |= {f"{tower}_ms": own, f"{tower}_speedup": ratio}
+        for tower, reading in readings[DENSE].items():
+            calls = {name: own[tower].call for name, own in readings.items()}
+            for name, (ms, ratio) in latencies(calls, reading.samples, rounds, device).items():
+                costs[name] |= {f"{tower}_ms": ms, f"{tower}_speedup": ratio}
         return costs
 
     def drawn(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -105,11 +85,3 @@ class PairsStudy(LoopStudy[TrainConfig, EvalResult]):
         for axis, title in zip(pictures["tradeoff"].axes, ("GFLOPs per pair", "latency per pair in ms")):
             axis.set_xlabel(title)
         return pictures
-
-
-def _batch(config: TrainConfig, model: Any, count: int) -> dict[str, Tensor]:
-    """Return the first evaluation images and captions on the model's device."""
-    _, transform, tokenizer = create_transforms(model, config.model.name, None)
-    images, texts = next(iter(create_eval_pairs(config.data, transform, tokenizer).batches(0)))
-    device = choose_device(config.device)
-    return {"image": images[:count].to(device), "text": texts[:count].to(device)}

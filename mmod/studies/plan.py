@@ -1,66 +1,48 @@
-"""The command that searches a plan: `mmod plan CONFIG [--kind chat] [--key value]`."""
+"""The command that searches a plan: `mmod plan CONFIG [--kind KIND] [--key value]`."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from mmod.io.locks import locked
-from mmod.io.yaml import stack_configs
 from mmod.studies.config import PlanOptions
-from mmod.training.chat.config import TrainConfig as ChatConfig
+from mmod.training.engine.config import RunConfig
 from mmod.training.engine.parse import parse_config
-from mmod.training.image.config import TrainConfig
-from mmod.values import one_of
+from mmod.training.kinds import CONFIGS, recipe_of, split_kind
 
 if TYPE_CHECKING:
     # By way of the package, which what reads the types of fields imports without torch.
     import mmod
 
-__all__ = ["ChatPlanConfig", "ImagePlanConfig", "main", "search_for", "search_run"]
+__all__ = ["main", "plan_config", "search_for", "search_run"]
+
+_DOCS = """The keys of a training config, whose model, data and device say what is searched.
+
+Args:
+    plan: How it is searched. What is found goes to the folder `plan` in `output`.
+"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImagePlanConfig(TrainConfig):
-    """The keys of an image classifier's training config, whose `model`, `data` and `device` say what is searched.
-
-    Args:
-        kind: The kind of model.
-        plan: How it is searched. What is found goes to the folder `plan` in `output`.
-    """
-
-    kind: Literal["image"] = "image"
-    plan: PlanOptions = field(default_factory=PlanOptions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatPlanConfig(ChatConfig):
-    """The keys of a vision-language model's training config, whose `model` and `data` say what is searched.
+def plan_config(kind: str) -> Any:
+    """Return the dataclass of the config of a search: that of a run of a kind of training, with `plan`.
 
     Args:
-        kind: The kind of model.
-        plan: How it is searched. What is found goes to the folder `plan` in `output`.
+        kind: A name of `mmod.training.kinds.CONFIGS`.
     """
-
-    kind: Literal["chat"] = "chat"
-    plan: PlanOptions = field(default_factory=PlanOptions)
-
-
-_KINDS: dict[str, type[ImagePlanConfig] | type[ChatPlanConfig]] = {
-    "image": ImagePlanConfig,
-    "chat": ChatPlanConfig,
-}
+    group = ("plan", PlanOptions, dataclasses.field(default_factory=PlanOptions))
+    return dataclasses.make_dataclass(
+        "PlanConfig", [group], bases=(CONFIGS[kind],), namespace={"__doc__": _DOCS}, frozen=True, kw_only=True
+    )
 
 
-def search_run(config: ImagePlanConfig | ChatPlanConfig) -> mmod.PlanSearch:
+def search_run(config: Any) -> mmod.PlanSearch:
     """Search a plan for the model that a run would start from, and write what was found into its folder `plan`.
 
     Args:
-        config: The model with its weights, the data, and how to search.
+        config: The model with its weights, the data, and how to search; see `plan_config`.
 
     Raises:
         FileExistsError: The folder holds another plan of the same name.
@@ -69,7 +51,7 @@ def search_run(config: ImagePlanConfig | ChatPlanConfig) -> mmod.PlanSearch:
     return search_for(config, config.plan, Path(config.output) / "plan")
 
 
-def search_for(config: TrainConfig | ChatConfig, options: PlanOptions, folder: Path) -> mmod.PlanSearch:
+def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.PlanSearch:
     """Search a plan for the model that a run would start from, and write what was found.
 
     Scores are kept batch by batch in `scores.jsonl`, so that the search goes on where it stopped and another budget
@@ -86,12 +68,13 @@ def search_for(config: TrainConfig | ChatConfig, options: PlanOptions, folder: P
     """
     from mmod import Option, Plan, search_plan
 
-    if config.routing is not None:
+    recipe = recipe_of(config)
+    if getattr(config, "routing", None) is not None:
         raise ValueError("a plan is searched for a dense model: set `routing: null`")
-    if isinstance(config, ChatConfig):
-        model, batches, part = _chat(config, options)
-    else:
-        model, batches, part = _images(config, options)
+    if not recipe.has_weights:
+        raise ValueError("nothing to search: the config starts from no weights; set model.checkpoint")
+    model = recipe.load()
+    batches = recipe.calibration(model, options.batches, options.batch_size)
     name = f"{options.cost}-{options.budget:g}" + (f"-rounds-{options.rounds}" if options.rounds else "")
     with locked(folder, wait=True):
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +82,7 @@ def search_for(config: TrainConfig | ChatConfig, options: PlanOptions, folder: P
             model,
             batches,
             options.budget,
-            part=part,
+            part=options.part or recipe.part,
             options=None if options.options is None else [Option(*each) for each in options.options],
             router=options.router,
             importance=options.importance,
@@ -115,70 +98,9 @@ def search_for(config: TrainConfig | ChatConfig, options: PlanOptions, folder: P
     return found
 
 
-def _images(config: TrainConfig, options: PlanOptions) -> tuple[Any, Iterable[Any], str]:
-    from mmod.data.loader import create_eval_stream
-    from mmod.training.engine.distributed import choose_device
-    from mmod.training.image.model import create_models
-
-    if not config.model.has_weights:
-        raise ValueError("nothing to search: set model.checkpoint to a file or run folder, or model.pretrained to true")
-    device = choose_device(config.device)
-    # As in evaluation, without augmentation.
-    data = dataclasses.replace(
-        config.data, val_split=config.data.train_split, val_limit=options.batches * options.batch_size,
-        batch_size=options.batch_size,
-    )  # fmt: skip
-    model = create_models(config)[0].to(device).eval()
-    return model, [images.to(device) for images, _ in create_eval_stream(data).batches(0)], "image"
-
-
-def _chat(config: ChatConfig, options: PlanOptions) -> tuple[Any, Iterable[Any], str]:
-    from mmod.training.chat.model import create_model
-    from mmod.training.engine.distributed import choose_device
-
-    if config.model.checkpoint is None:
-        raise ValueError("nothing to search: set model.checkpoint to a folder with weights")
-    model, processor = create_model(config)
-    return model.to(choose_device()).eval(), _Talks(config, options, processor, model), "language"
-
-
-class _Talks:
-    """Calibration batches of conversations, encoded when they are asked for."""
-
-    def __init__(self, config: ChatConfig, options: PlanOptions, processor: Any, model: Any) -> None:
-        from mmod.data.readers.chat import ChatCollator
-        from mmod.data.readers.conversations import open_conversations
-
-        self._collator = ChatCollator(processor, config.data.max_length)
-        self._talks = open_conversations(config.data.train, config.data)
-        self._device = model.device
-        self._size = options.batch_size
-        count = min(len(self._talks), options.batches * self._size)
-        self._chosen = [place * len(self._talks) // count for place in range(count)]
-
-    def __len__(self) -> int:
-        return -(-len(self._chosen) // self._size)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for start in range(0, len(self._chosen), self._size):
-            talks = [self._talks[place] for place in self._chosen[start : start + self._size]]
-            yield {name: value.to(self._device) for name, value in self._collator(talks).items()}
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Search as the command line `CONFIG [--kind image|chat] [--key value]` says and print what was found."""
-    kind = _kind(arguments)
-    one_of("kind", kind, tuple(_KINDS))
-    config: Any = parse_config(arguments, _KINDS[kind])
+    """Search as the command line `CONFIG [--kind KIND] [--key value]` says and print what was found."""
+    kind, arguments = split_kind(arguments)
+    config: Any = parse_config(arguments, plan_config(kind))
     found = search_run(config)
     print(f"{found}\n\nPlan, picture and scores: {Path(config.output) / 'plan'}")
-
-
-def _kind(arguments: Sequence[str]) -> str:
-    """Return the kind that a command line or its config file names."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--kind")
-    given = parser.parse_known_args(arguments)[0].kind
-    if given is not None:
-        return str(given)
-    return str((stack_configs(arguments)[0] or {}).get("kind", "image"))

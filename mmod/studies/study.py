@@ -24,8 +24,8 @@ from mmod.studies.jobs import Job, Runner, Search, Tick
 from mmod.studies.paired import Difference, compare, verdict
 from mmod.studies.plan import search_for
 from mmod.studies.results import Column, Point, StudyResult, flat, table_of, write_outcome
-from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.loop import seed_draws
+from mmod.training.engine.recipe import Recipe
 from mmod.training.engine.run_folder import portable
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Study(ABC, Generic[Config, Found]):
         config: The study.
 
     Attributes:
+        recipe: The kind of training.
         run_config: The dataclass of a run's config.
         found: The dataclass of an evaluation.
         score: The figure, in percent, by which models are compared.
@@ -66,6 +67,7 @@ class Study(ABC, Generic[Config, Found]):
         columns: Name of each column of the table to its title and format.
     """
 
+    recipe: ClassVar[type[Recipe[Any, Any]]]
     run_config: ClassVar[Any]
     found: ClassVar[type]
     score: str
@@ -76,21 +78,25 @@ class Study(ABC, Generic[Config, Found]):
         self.config = config
         self._searched: dict[str, dict[str, Any]] = {}  # Runs ask for their plan several times.
 
-    @abstractmethod
     def create(self, config: Config) -> nn.Module:
         """Make the model that a run starts from, routed as its config says."""
+        return self.recipe(config).create()
 
-    @abstractmethod
     def start_from(self, config: Config, folder: str) -> Config:
         """Return the config of the same run from the final weights of the run in `folder`."""
+        started: Config = self.recipe(config).started_from(folder)
+        return started
 
-    @abstractmethod
     def train(self, config: Config, tick: Tick) -> Found:
         """Do a run, or read the result of one that is finished."""
+        found: Found = self.recipe(config).train(tick)
+        return found
 
-    @abstractmethod
     def evaluate(self, config: Config) -> Found:
         """Judge the model that a run starts from."""
+        recipe = self.recipe(config)
+        found: Found = recipe.assess(self.create(config).to(recipe.device))
+        return found
 
     @abstractmethod
     def figures(self, found: Found) -> dict[str, float]:
@@ -107,10 +113,6 @@ class Study(ABC, Generic[Config, Found]):
     def routing(self, fields: dict[str, Any], capacity: float | None) -> Any:
         """Return a run's `routing` from that of a series and a capacity."""
         return fields if capacity is None else {**fields, "capacity": capacity}
-
-    def work(self, config: Config) -> float:
-        """Return how long a run takes, in any unit."""
-        return 1.0
 
     def entrants(self, dense: Config, tuned: Config) -> list[Entrant]:
         """Return what is compared, the dense model first."""
@@ -258,7 +260,7 @@ class Study(ABC, Generic[Config, Found]):
             place = Path(config.bases) / root.name / _BASE if config.bases else root / base
             own = dataclasses.replace(dense, output=str(place), seed=seed)
             if config.train_dense or not config.tune_dense:
-                runs.append(Job(base, seed, own, is_trained=config.train_dense, work=self.work(own)))
+                runs.append(Job(base, seed, own, is_trained=config.train_dense, work=self.recipe(own).work))
             start: Any = self.start_from(tuned, str(place)) if config.train_dense else tuned
             for entrant in entrants:
                 if entrant.name == base:
@@ -266,7 +268,7 @@ class Study(ABC, Generic[Config, Found]):
                 run = entrant.configure(own, dataclasses.replace(start, seed=seed))
                 run = dataclasses.replace(run, output=str(root / entrant.name))
                 # Evaluating alone takes about as long as a twentieth of an epoch.
-                work = entrant.share * self.work(run) if entrant.is_trained else 0.05
+                work = entrant.share * self.recipe(run).work if entrant.is_trained else 0.05
                 search = None if entrant.search is None else Search(entrant.search, root / f"{entrant.series}.plans")
                 runs.append(Job(entrant.name, seed, run, entrant.is_tuned, entrant.is_trained, work, search))
         return entrants, runs
@@ -286,8 +288,9 @@ class Study(ABC, Generic[Config, Found]):
     def load(self, job: Job[Config]) -> nn.Module:
         """Make the final model of a run, in evaluation mode on the device it was trained on."""
         config: Any = self.ready(job).config
-        model = self.create(self.start_from(config, config.output) if job.is_trained else config)
-        return model.to(choose_device(getattr(config, "device", "auto"))).eval()
+        if job.is_trained:
+            config = self.recipe(config).finished(config.output)
+        return self.create(config).to(self.recipe(config).device).eval()
 
     def _evaluate_once(self, job: Job[Config]) -> Found:
         """Evaluate the model that a run starts from; read again when that was done before."""

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import mmod
-from mmod.studies.plan import ImagePlanConfig, PlanOptions, main, search_run
+from mmod.studies.plan import PlanOptions, main, plan_config, search_run
 from mmod.training.chat.model import create_model
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import fit
@@ -65,8 +65,6 @@ def test_a_vision_language_model_is_searched(tmp_path: Path) -> None:
     main(
         [
             str(tmp_path / "config.yaml"),
-            "--kind",
-            "chat",
             "--plan.batches",
             "2",
             "--plan.batch_size",
@@ -84,15 +82,15 @@ def test_a_vision_language_model_is_searched(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_searched_is_refused(config: Path) -> None:
-    with pytest.raises(ValueError, match="kind must be one of 'image', 'chat'"):
-        main([str(config), "--kind=text"])
+    with pytest.raises(ValueError, match="kind must be one of 'image', 'pairs', 'chat', 'text'"):
+        main([str(config), "--kind=conversations"])
     fields = TrainConfig.load(config).to_dict()
     for changes, message in (
         ({"routing": {"router": "random"}}, "routing: null"),
         ({"model": {"name": "vit_tiny_patch16_224", "args": ARGS}}, "set model.checkpoint"),
     ):
         with pytest.raises(ValueError, match=message):
-            search_run(ImagePlanConfig.from_dict({**fields, **changes}))
+            search_run(plan_config("image").from_dict({**fields, **changes}))
     for wrong in ({"budget": 1.0}, {"batches": 0}, {"cost": "ms"}, {"options": [(2.0, "mlp", "kept")]}):
         with pytest.raises(ValueError, match="plan"):
             PlanOptions(**wrong)  # type: ignore[arg-type]

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmod import prefill_flops
 from mmod.analysis.prefill import training_flops
 from mmod.data.readers.text import create_train_text
 from mmod.io.yaml import merged, read_yaml
-from mmod.methods.base import deciding_together
 from mmod.studies.isoflop.config import IsoflopConfig
 from mmod.studies.jobs import Job
 from mmod.studies.rates import with_rate
 from mmod.training.engine.loop import steps_of_epoch
 from mmod.training.text.config import TrainConfig
-from mmod.training.text.model import create_models
+from mmod.training.text.model import create_models, window_flops
 
 __all__ = ["Place", "count_flops", "plan"]
 
@@ -101,10 +99,7 @@ def count_flops(model: Any, length: int) -> tuple[int, int]:
     Raises:
         ValueError: A model routed by threshold, whose cost follows from the text.
     """
-    with deciding_together(model):
-        counts = prefill_flops(model, text_tokens=length)
-        # A prompt's prefill needs the logits of its last token alone.
-        return counts.routed + (length - 1) * counts.rest.routed, training_flops(model, length)
+    return window_flops(model, length), training_flops(model, length)
 
 
 def _place(

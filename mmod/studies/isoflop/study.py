@@ -13,7 +13,6 @@ from mmod.studies.isoflop.grid import Place, plan
 from mmod.studies.isoflop.report import draw, optima, point_of, table
 from mmod.studies.jobs import Job, Runner, Tick
 from mmod.studies.results import write_outcome
-from mmod.training.engine.loop import run
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult
 from mmod.training.text.recipe import TextRecipe
@@ -109,8 +108,7 @@ def _find_rates(config: IsoflopConfig, places: list[Place], runner: Runner) -> d
 
 
 def _train(job: Job[TrainConfig], tick: Tick) -> EvalResult:
-    found: EvalResult = run(TextRecipe(job.config), progress=False, tick=tick).best
-    return found
+    return TextRecipe(job.config).train(tick)
 
 
 def _try(job: Job[TrainConfig], tick: Tick) -> float:

@@ -20,6 +20,7 @@ from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.io.progress import progress_bar
 from mmod.methods import methods_of
 from mmod.training.engine.distributed import sum_over_processes
+from mmod.training.engine.evaluate import RoutedResult
 
 __all__ = ["EvalResult", "evaluate"]
 
@@ -28,7 +29,7 @@ _BLIND = "text"
 
 
 @dataclass(frozen=True)
-class EvalResult:
+class EvalResult(RoutedResult):
     """The outcome of asking questions.
 
     Args:
@@ -46,6 +47,15 @@ class EvalResult:
     def accuracy(self) -> float:
         """Mean over the kinds of questions that need an image, in percent."""
         return mean_over_kinds(self.right)
+
+    def columns(self) -> dict[str, float]:
+        """Return the figures as columns of a table."""
+        kinds = {f"right/{kind}": share for kind, share in self.right.items()}
+        return {"right": self.accuracy, **kinds, **self.kept_columns()}
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {share:.2f} % of {self.asked[kind]}" for kind, share in self.right.items())
+        return f"answers right {self.accuracy:.2f} %: {kinds}; kept {self.mean_kept:.3f}"
 
 
 def mean_over_kinds(figures: Mapping[str, float]) -> float:

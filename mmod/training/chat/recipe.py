@@ -6,33 +6,40 @@ import copy
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from mmod import is_routed
+from mmod.analysis import prefill_flops
+from mmod.analysis.audit.judges import judge_answers
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import open_conversations
+from mmod.data.readers.conversations import ChatDataset, ChatSample, open_conversations
 from mmod.data.synthetic.priors import prior_of
 from mmod.io.files import replacing
 from mmod.training.chat.checkpoints import RunCallback, last_checkpoint
-from mmod.training.chat.config import TrainConfig
+from mmod.training.chat.config import ModelConfig, TrainConfig
 from mmod.training.chat.evaluate import EvalResult, evaluate, mean_over_kinds
-from mmod.training.chat.model import create_model
+from mmod.training.chat.model import create_model, create_processor
 from mmod.training.chat.trainer import RoutedTrainer
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
+from mmod.training.engine.recipe import Reading, Recipe, Tick
 from mmod.training.engine.run_folder import read_result, run_once, write_result
 from mmod.training.engine.signals import stop_signals
 from mmod.values import refuse_unknown
 
-__all__ = ["FineTuneResult", "fit", "read_outcome", "training_arguments"]
+__all__ = ["ChatRecipe", "FineTuneResult", "fit", "read_outcome", "training_arguments"]
 
 _CHECKPOINTS = "checkpoints"
 _GATHERED = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+# Prompts over whose length costs are means.
+_COUNTED = 8
 MODEL = "model"
 """Folder of the final model in the run folder."""
 
@@ -130,6 +137,159 @@ def fit(config: TrainConfig, *, progress: bool = True) -> FineTuneResult:
     """
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     return run_once(config, rank, world, read_outcome, partial(_fit, config, progress))
+
+
+class ChatRecipe(Recipe[TrainConfig, EvalResult]):
+    """Image conversations with vision-language models of transformers, in its Trainer; see `Recipe`."""
+
+    result = EvalResult
+    part = "language"
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the model starts from a checkpoint."""
+        return self.config.model.checkpoint is not None
+
+    def create(self) -> nn.Module:
+        """Make the model that the run starts from; see `mmod.training.chat.model.create_model`."""
+        model: nn.Module = create_model(self.config)[0]
+        return model
+
+    def plain(self) -> TrainConfig:
+        """Return the config without adapters and frozen parts."""
+        return dataclasses.replace(self.config, lora=None, frozen=[])
+
+    def started_from(self, folder: str) -> TrainConfig:
+        """Return the config of the same run from the final weights of a run; see `Recipe.started_from`."""
+        model = ModelConfig(checkpoint=str(Path(folder) / MODEL), args=self.config.model.args)
+        return dataclasses.replace(self.config, model=model)
+
+    def finished(self, folder: str) -> TrainConfig:
+        """Return the config of a final model, which was saved routed and with its adapters merged."""
+        return dataclasses.replace(ChatRecipe(self.plain()).started_from(folder), routing=None)
+
+    def train(self, tick: Tick) -> EvalResult:
+        """Train, or read the result of a finished run; the trainer tells no shares.
+
+        Raises:
+            ValueError: There are no questions to answer.
+        """
+        answers = fit(self.config, progress=False).answers
+        if answers is None:
+            raise ValueError("there is nothing to ask: set data.val")
+        return answers
+
+    def assess(self, model: nn.Module, progress: bool = False) -> EvalResult:
+        """Let a model answer the evaluation questions; see `Recipe.assess`."""
+        config = self.config
+        return evaluate(
+            model,
+            self.collator,
+            self.questions,
+            batch_size=config.eval_batch_size,
+            max_new_tokens=config.max_new_tokens,
+            progress=progress,
+        )
+
+    def judge(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the loss of each conversation's answers, and whether all of them are right."""
+        return judge_answers(model, batch)
+
+    def cost(self, model: nn.Module, found: EvalResult) -> dict[str, float]:
+        """Count the FLOPs of reading a prompt of mean length with one image."""
+        _, text, image = self.prompts(_COUNTED)
+        return {"prompt": prefill_flops(model, text, image, found.kept if is_routed(model) else None).routed}
+
+    def readings(self, model: nn.Module, count: int) -> dict[str, Reading]:
+        """Return the prefill of prompts with one image each."""
+        prompts = self.prompts(count)[0]
+        return {"prompt": Reading(partial(read_prompts, model, prompts), len(prompts["input_ids"]))}
+
+    def calibration(self, model: nn.Module, batches: int, size: int) -> Calibration:
+        """Return training conversations; see `Recipe.calibration`."""
+        talks = open_conversations(self.config.data.train, self.config.data)
+        count = min(len(talks), batches * size)
+        chosen = [place * len(talks) // count for place in range(count)]
+        return Calibration(self.collator, talks, chosen, size, self.device)
+
+    @property
+    def collator(self) -> ChatCollator:
+        """What encodes conversations for this model."""
+        return ChatCollator(create_processor(self.config.model), self.config.data.max_length)
+
+    @property
+    def questions(self) -> ChatDataset:
+        """The conversations of the evaluation.
+
+        Raises:
+            ValueError: There are none.
+        """
+        if self.config.data.val is None:
+            raise ValueError("there is nothing to ask: set data.val")
+        return open_conversations(self.config.data.val, self.config.data)
+
+    def talks(self, count: int) -> list[ChatSample]:
+        """Return the first evaluation conversations with one image: their prompts are about equally long.
+
+        Args:
+            count: How many; there may be fewer.
+
+        Raises:
+            ValueError: There are none.
+        """
+        questions = self.questions
+        places = [index for index in range(len(questions)) if questions.images[index] == 1][:count]
+        if not places:
+            raise ValueError("no evaluation question has one image, so there is nothing to time")
+        return [questions[index] for index in places]
+
+    def prompts(self, count: int) -> tuple[dict[str, Tensor], int, int]:
+        """Return encoded prompts of `talks`, and the text and image tokens of one on average.
+
+        Args:
+            count: How many; there may be fewer.
+        """
+        collator = self.collator
+        prompts = collator.prompts(self.talks(count))
+        rows = len(prompts["input_ids"])
+        image = int((prompts["input_ids"] == collator.processor.image_token_id).sum()) // rows
+        return prompts, int(prompts["attention_mask"].sum()) // rows - image, image
+
+
+class Calibration:
+    """Batches of conversations, encoded when they are asked for.
+
+    Args:
+        collator: Encodes them.
+        talks: The conversations.
+        chosen: Numbers of those that are used.
+        size: Conversations in a batch.
+        device: Where the batches go.
+    """
+
+    def __init__(
+        self, collator: ChatCollator, talks: ChatDataset, chosen: list[int], size: int, device: torch.device
+    ) -> None:
+        self._collator, self._talks, self._chosen, self._size, self._device = collator, talks, chosen, size, device
+
+    def __len__(self) -> int:
+        return -(-len(self._chosen) // self._size)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for start in range(0, len(self._chosen), self._size):
+            talks = [self._talks[place] for place in self._chosen[start : start + self._size]]
+            yield {name: value.to(self._device) for name, value in self._collator(talks).items()}
+
+
+def read_prompts(model: Any, prompts: Mapping[str, Tensor]) -> Any:
+    """Read prompts and return the cache of their keys and values.
+
+    Args:
+        model: A vision-language model.
+        prompts: The encoded prompts.
+    """
+    inputs = {name: value.to(model.device) for name, value in prompts.items()}
+    return model(**inputs, use_cache=True, logits_to_keep=1).past_key_values
 
 
 def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> FineTuneResult:

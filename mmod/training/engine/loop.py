@@ -40,7 +40,7 @@ from mmod.training.engine.distributed import Process, merge_faults, process_grou
 from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
 from mmod.training.engine.logging import Meters, TensorBoard, write_csv
 from mmod.training.engine.optim import create_optimizer, create_schedule
-from mmod.training.engine.recipe import Recipe, Streams
+from mmod.training.engine.recipe import LoopRecipe, Streams
 from mmod.training.engine.run_folder import FitResult, Found, read_fit, run_once, write_result
 from mmod.training.engine.signals import StopRequest, stop_signals
 from mmod.training.engine.task import Batch, Pass, Task, autocast
@@ -49,7 +49,7 @@ __all__ = ["run", "seed_draws", "steps_of_epoch"]
 
 
 def run(
-    recipe: Recipe[Any, Found],
+    recipe: LoopRecipe[Any, Found],
     *,
     streams: Streams | None = None,
     progress: bool = True,
@@ -115,7 +115,7 @@ class _Trainer(Generic[Found]):
 
     def __init__(
         self,
-        recipe: Recipe[Any, Found],
+        recipe: LoopRecipe[Any, Found],
         process: Process,
         streams: Streams | None,
         claim: Callable[[], object],

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from timm.models import save_for_hf
-from torch import nn
+from torch import Tensor, nn
 
-from mmod import apply_, learn_capacity_, route_, set_capacity, settle_capacity_, undo_
+from mmod import apply_, flops, learn_capacity_, route_, set_capacity, settle_capacity_, undo_
+from mmod.analysis import FlopReport
+from mmod.analysis.audit.judges import judge_classes
 from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream, normalisation
 from mmod.methods import methods_of
 from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
 from mmod.training.engine.config import resolve_routing
 from mmod.training.engine.distributed import Process, choose_device
+from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.loop import run
-from mmod.training.engine.recipe import Recipe, Streams
+from mmod.training.engine.recipe import LoopRecipe, Reading, Streams, Tick, kept_shares
 from mmod.training.engine.run_folder import FitResult
 from mmod.training.image.config import InTrainingConfig, TrainConfig
 from mmod.training.image.elastic import ElasticTask, at_capacities
@@ -26,7 +30,7 @@ from mmod.training.image.evaluate import EvalResult, evaluate
 from mmod.training.image.model import create_criterion, create_mixup, create_models
 from mmod.training.image.task import ClassificationTask
 
-__all__ = ["ImageRecipe", "fit"]
+__all__ = ["ImageRecipe", "fit", "sample_images", "timed_images"]
 
 
 def fit(config: TrainConfig, *, streams: Streams | None = None, progress: bool = True) -> FitResult[EvalResult]:
@@ -60,10 +64,11 @@ def fit(config: TrainConfig, *, streams: Streams | None = None, progress: bool =
     return run(ImageRecipe(config), streams=streams, progress=progress)
 
 
-class ImageRecipe(Recipe[TrainConfig, EvalResult]):
+class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
     """Image classification with timm's models, criteria and mixup; see `Recipe`."""
 
     result = EvalResult
+    part = "image"
 
     def create_models(self) -> tuple[nn.Module, nn.Module | None]:
         """Make model and teacher, see `mmod.training.image.model.create_models`, and let capacities be learned."""
@@ -75,10 +80,13 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
             learn_capacity_(model.to(device), config.budget, example, cost=config.cost, rate=config.rate)
         return model, teacher
 
-    def create_streams(self, process: Process, model: nn.Module) -> Streams:
-        """Make the streams that `config.data` names."""
-        train = create_train_stream(self.config.data, self.config.seed, process.rank, process.world)
-        return train, create_eval_stream(self.config.data, process.rank, process.world)
+    def create_train_stream(self, process: Process, model: nn.Module) -> BatchStream:
+        """Make the stream of training images that `config.data` names."""
+        return create_train_stream(self.config.data, self.config.seed, process.rank, process.world)
+
+    def create_eval_stream(self, process: Process, model: nn.Module) -> BatchStream:
+        """Make the stream of evaluation images that `config.data` names."""
+        return create_eval_stream(self.config.data, process.rank, process.world)
 
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> ClassificationTask:
         """Make the task with the config's criterion, mixup and distillation."""
@@ -106,6 +114,38 @@ class ImageRecipe(Recipe[TrainConfig, EvalResult]):
         if config.elastic is None or routing is None:
             return judge()
         return at_capacities(model, config.elastic, routing, judge)
+
+    def train(self, tick: Tick) -> EvalResult:
+        """Train, or read the result of a finished run; see `Recipe.train`."""
+        return run(self, progress=False, tick=tick).best
+
+    def judge(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return cross entropy and correctness of each image."""
+        return judge_classes(model, batch)
+
+    def cost(self, model: nn.Module, found: RoutedResult) -> dict[str, float]:
+        """Count the FLOPs of an image, on average where images leave early."""
+        return {"image": flops(model, self.image_shape, **kept_shares(model, found)).routed}
+
+    def report(self, model: nn.Module) -> FlopReport:
+        """Count the FLOPs of an image by part."""
+        return flops(model, self.image_shape)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        return self.config.data.channels, self.config.data.image_size, self.config.data.image_size
+
+    def readings(self, model: nn.Module, count: int) -> dict[str, Reading]:
+        """Return a pass over evaluation images of all classes."""
+        images = sample_images(self.config, count).to(self.device)
+        return {"image": Reading(partial(model, images), len(images))}
+
+    def calibration(self, model: nn.Module, batches: int, size: int) -> list[Tensor]:
+        """Return training images, prepared as those of an evaluation; see `Recipe.calibration`."""
+        data = self.config.data
+        calm = dataclasses.replace(data, val_split=data.train_split, val_limit=batches * size, batch_size=size)
+        return [images.to(self.device) for images, _ in create_eval_stream(calm).batches(0)]
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder: of a changed model for `mmod.load_pretrained`, of a dense one for timm's `local-dir:`.
@@ -157,3 +197,15 @@ def _make_dense(model: nn.Module) -> None:
     """Take back what a run does in training alone."""
     if methods_of(model):
         undo_(model)
+
+
+def sample_images(config: TrainConfig, count: int) -> Tensor:
+    """Return some evaluation images, spread over the classes."""
+    data = dataclasses.replace(config.data, val_limit=count, batch_size=count)
+    return next(iter(create_eval_stream(data).batches(0)))[0]
+
+
+def timed_images(config: TrainConfig, count: int) -> Tensor:
+    """Return a batch of that many evaluation images; where there are fewer, they come again."""
+    images = sample_images(config, count)
+    return images[torch.arange(count) % len(images)]

@@ -18,7 +18,7 @@ from mmod.training.engine.evaluate import KeptShares, RoutedResult
 from mmod.training.engine.task import autocast
 from mmod.training.pairs.zero_shot import classify_folder, classify_scenes, share
 
-__all__ = ["EvalResult", "evaluate", "rank_matches"]
+__all__ = ["EvalResult", "evaluate", "judge_pairs", "rank_matches"]
 
 _ROWS = 1024
 
@@ -162,6 +162,32 @@ def rank_matches(queries: Tensor, found: Tensor, tokens: Tensor) -> Tensor:
         # Negated comparison: a NaN similarity ranks before the match.
         ranks.append((~right & ~(similarity < best)).sum(1))
     return torch.cat(ranks)
+
+
+def judge_pairs(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return cross entropy and recall at 1 of each pair among those of a batch, the mean of both directions.
+
+    Equal captions are right for each other's images, and a tie counts as a miss.
+
+    Args:
+        model: An open_clip model, made with `output_dict=True`.
+        batch: Images (B, C, H, W) and their captions' tokens (B, L).
+
+    Source: the loss of CLIP (arXiv 2103.00020).
+    """
+    device = next(model.parameters()).device
+    images, texts = (part.to(device) for part in batch)
+    found = model(images, texts)
+    image_BD, text_BD, scale = (found[name].float() for name in ("image_features", "text_features", "logit_scale"))
+    names = torch.unique(texts, dim=0, return_inverse=True)[1]
+    same_BB = names[:, None] == names[None]
+    loss_B, right_B = torch.zeros(len(images), device=device), torch.zeros(len(images), device=device)
+    for queries, others in ((image_BD, text_BD), (text_BD, image_BD)):
+        similarity_BB = scale * queries @ others.T
+        matched_B = similarity_BB.masked_fill(~same_BB, -torch.inf).logsumexp(1)
+        loss_B += (similarity_BB.logsumexp(1) - matched_B) / 2
+        right_B += (rank_matches(queries, others, texts) < 1) / 2
+    return loss_B, right_B
 
 
 def _embed(

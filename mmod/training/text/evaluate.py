@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from mmod.training.engine.task import autocast
 from mmod.training.text.model import logits_of
 from mmod.values import check_value
 
-__all__ = ["EvalResult", "evaluate"]
+__all__ = ["EvalResult", "evaluate", "judge_text"]
 
 _PARTS = 8
 
@@ -140,6 +141,20 @@ def evaluate(
         agreement_by_position=[sum(parts) / len(parts) for parts in zip(*shares.values())],
         full_loss=full.means()[0] if elastic else None,
     )
+
+
+def judge_text(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return cross entropy in nats a byte and the share of bytes that are the most likely ones, of each window.
+
+    Args:
+        model: A causal language model of bytes.
+        batch: Bytes (B, N) and the byte after each of them (B, N).
+    """
+    device = next(model.parameters()).device
+    tokens_BN, following_BN = (part.to(device) for part in batch)
+    logits = logits_of(model, tokens_BN).float()
+    loss_BN = F.cross_entropy(logits.movedim(-1, 1), following_BN, reduction="none")
+    return loss_BN.mean(1), (logits.argmax(-1) == following_BN).float().mean(1)
 
 
 class _Sums:

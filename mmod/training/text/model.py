@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mmod.adapters.transformers.loading import forget_description
+from mmod.analysis import prefill_flops
 from mmod.data.readers.text import END
 from mmod.methods import Method
+from mmod.methods.base import deciding_together
 from mmod.methods.read import is_added
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.model import load_weights, prepare_models
 from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
 
-__all__ = ["create_dense", "create_models", "logits_of"]
+__all__ = ["create_dense", "create_models", "logits_of", "window_flops"]
 
 
 def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
@@ -86,6 +89,23 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
     """
     logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
+
+
+def window_flops(model: Any, length: int, kept: Mapping[str, float] | None = None) -> int:
+    """Count the forward pass of a window as training runs it: the top-k of routed layers, and logits of every byte.
+
+    Args:
+        model: A causal language model.
+        length: Bytes of the window.
+        kept: For threshold routing, whose cost follows from the text: name of each routed layer to the share it keeps.
+
+    Raises:
+        ValueError: A model routed by threshold, without `kept`.
+    """
+    with deciding_together(model):
+        counts = prefill_flops(model, text_tokens=length, kept=kept)
+    # A prompt's prefill needs the logits of its last token alone.
+    return counts.routed + (length - 1) * counts.rest.routed
 
 
 def _load(model: Any, checkpoint: str, method: Method | None) -> dict[str, Tensor]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.data.loader import BatchStream
 from mmod.data.readers.text import create_eval_text, create_train_text
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import run
-from mmod.training.engine.recipe import Recipe, Streams
+from mmod.training.engine.recipe import LoopRecipe, Reading, Tick, kept_shares
 from mmod.training.engine.run_folder import FitResult
 from mmod.training.text.config import TrainConfig
-from mmod.training.text.evaluate import EvalResult, evaluate
-from mmod.training.text.model import create_models
+from mmod.training.text.evaluate import EvalResult, evaluate, judge_text
+from mmod.training.text.model import create_models, logits_of, window_flops
 from mmod.training.text.task import TextTask
 
 __all__ = ["TextRecipe", "fit"]
@@ -38,19 +40,27 @@ def fit(config: TrainConfig, *, progress: bool = True) -> FitResult[EvalResult]:
     return run(TextRecipe(config), progress=progress)
 
 
-class TextRecipe(Recipe[TrainConfig, EvalResult]):
+class TextRecipe(LoopRecipe[TrainConfig, EvalResult]):
     """Text, byte by byte, with decoder-only models of transformers; see `Recipe`."""
 
     result = EvalResult
+    part = "language"
 
     def create_models(self) -> tuple[nn.Module, nn.Module | None]:
         """Make model and teacher; see `mmod.training.text.model.create_models`."""
         return create_models(self.config)
 
-    def create_streams(self, process: Process, model: nn.Module) -> Streams:
-        """Make the streams of windows that `config.data` names."""
-        config, place = self.config, (process.rank, process.world)
-        return create_train_text(config.data, config.seed, *place), create_eval_text(config.data, *place)
+    def plain(self) -> TrainConfig:
+        """Return the config without what training alone needs."""
+        return dataclasses.replace(super().plain(), elastic=False)
+
+    def create_train_stream(self, process: Process, model: nn.Module) -> BatchStream:
+        """Make the stream of training windows that `config.data` names."""
+        return create_train_text(self.config.data, self.config.seed, process.rank, process.world)
+
+    def create_eval_stream(self, process: Process, model: nn.Module) -> BatchStream:
+        """Make the stream of evaluation windows that `config.data` names."""
+        return create_eval_text(self.config.data, process.rank, process.world)
 
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> TextTask:
         """Make the task with the config's distillation and auxiliary losses."""
@@ -69,6 +79,32 @@ class TextRecipe(Recipe[TrainConfig, EvalResult]):
         """Measure the losses of a model; see `mmod.training.text.evaluate.evaluate`."""
         options: dict[str, Any] = {"elastic": self.config.elastic, "progress": progress}
         return evaluate(model, stream, process.device, self.config.precision, **options)
+
+    def train(self, tick: Tick) -> EvalResult:
+        """Train, or read the result of a finished run; see `Recipe.train`."""
+        return run(self, progress=False, tick=tick).best
+
+    def judge(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the loss of each window, and the share of its bytes that are foretold."""
+        return judge_text(model, batch)
+
+    def cost(self, model: nn.Module, found: EvalResult) -> dict[str, float]:
+        """Count the FLOPs of a window with the decisions of training."""
+        return {"window": window_flops(model, self.config.data.length, **kept_shares(model, found))}
+
+    def readings(self, model: nn.Module, count: int) -> dict[str, Reading]:
+        """Return a pass over evaluation windows."""
+        tokens = self._windows(self.config.data.val_split, count, count)[0]
+        return {"window": Reading(partial(logits_of, model, tokens), len(tokens))}
+
+    def calibration(self, model: nn.Module, batches: int, size: int) -> list[dict[str, Tensor]]:
+        """Return windows of the training text; see `Recipe.calibration`."""
+        windows = self._windows(self.config.data.train_split, batches * size, size)
+        return [{"input_ids": tokens} for tokens in windows]
+
+    def _windows(self, split: str, count: int, size: int) -> list[Tensor]:
+        data = dataclasses.replace(self.config.data, val_split=split, val_limit=count, batch_size=size)
+        return [tokens.to(self.device) for tokens, _ in create_eval_text(data).batches(0)]
 
     def export(self, model: Any, folder: Path) -> None:
         """Write a folder for `from_pretrained`, or for `mmod.load_pretrained` when the model is routed."""

@@ -1,0 +1,87 @@
+"""Each kind of training is evaluated, counted, searched and loaded in the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mmod
+from mmod.io.yaml import read_yaml
+from mmod.studies import assess, plan
+from mmod.training.engine.evaluate import RoutedResult
+from mmod.training.kinds import CONFIGS, kind_of, recipe_of, split_kind
+from tests.scripts import ROOT
+from tests.studies.test_assess import config as image_config
+from tests.training.chat.configs import vlm_config
+from tests.training.text.configs import text_config
+
+
+def _tiny(kind: str, folder: Path) -> Any:
+    """Return the config of a run of a few steps."""
+    if kind == "image":
+        return image_config(folder)
+    if kind == "chat":
+        return vlm_config(folder, trainer={"max_steps": 1})
+    if kind == "text":
+        return text_config(folder / "run", epochs=1, epoch_steps=1)
+    fields = {
+        "output": str(folder / "run"),
+        "model": {"name": "tiny-scenes", "config": str(ROOT / "configs/clip/tiny-scenes.json")},
+        "data": {"train": "scenes:tiny/train", "val": "scenes:tiny/val", "root": str(folder / "data"), "batch_size": 8},
+        "augment": None,
+        "epochs": 1,
+        "epoch_steps": 1,
+        "device": "cpu",
+    }
+    return CONFIGS["pairs"].from_dict(fields)
+
+
+UNITS = {"image": {"image"}, "pairs": {"image", "text"}, "chat": {"prompt"}, "text": {"window"}}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_run_is_evaluated_and_searched_as_it_was_trained(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_of(_tiny(kind, tmp_path))
+    shares: list[float] = []
+    trained: RoutedResult = recipe.train(shares.append)
+    done = dataclasses.replace(recipe.finished(recipe.config.output), output=str(tmp_path / "done"))
+    path = tmp_path / "done.yaml"
+    path.write_text(yaml.safe_dump(done.to_dict()))
+    assert split_kind([str(path), "--seed", "1"]) == (kind, [str(path), "--seed", "1"])
+
+    found = assess.assess(done, progress=False)
+    assert found.evaluation == trained
+    assert set(found.gflops) == set(found.ms) == UNITS[kind]
+    assert all(cost > 0 for cost in found.gflops.values())
+    assess.main([str(path)])
+    assert str(trained) in capsys.readouterr().out
+
+    plan.main([str(path), "--plan.batches", "2", "--plan.batch_size", "2", "--plan.budget", "0.8"])
+    searched = mmod.Plan.load(tmp_path / "done/plan/flops-0.8.json")
+    routed = mmod.route_(recipe_of(done).load(), **{recipe.part: searched})
+    assert mmod.routed_blocks(routed)
+    assert "divergence that each choice adds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("configs/*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
+def test_the_keys_of_a_config_say_its_kind(path: Path) -> None:
+    kinds = {"clip": "pairs", "vlm": "chat", "text": "text"}
+    if path.parent.name in ("digits", "imagenet", "patches", "photos", "clip", "vlm", "text"):
+        fields = read_yaml(path)
+        assert kind_of(fields) == kinds.get(path.parent.name, "image")
+        assert type(CONFIGS[kind_of(fields)].from_dict(fields)) is CONFIGS[kinds.get(path.parent.name, "image")]
+
+
+def test_only_a_config_of_a_kind_has_a_recipe() -> None:
+    with pytest.raises(TypeError, match="one of image, pairs, chat, text, got str"):
+        recipe_of("image")
+    with pytest.raises(ValueError, match="kind must be one of"):
+        split_kind(["--kind", "audio"])
