@@ -52,7 +52,7 @@ COMMANDS = {
         "language models of several sizes, dense and routed, at equal FLOPs of training",
         "isoflop/text",
     ),
-    "evaluate CONFIG": Command("mmod.studies.assess", "accuracy and cost of an image classifier as it is", _WEIGHTS),
+    "evaluate CONFIG": Command("mmod.studies.assess", "score and cost of a model of any kind as it is", _WEIGHTS),
     "audit CONFIG_OR_RUN": Command(
         "mmod.audits.command",
         "what the routers of a trained model learned, by counterfactuals",

@@ -1,7 +1,8 @@
-"""Evaluate an image classifier as it is: `python tools/evaluate.py CONFIG [--key value] [--group.key value]`.
+"""Evaluate a model as it is: `python tools/evaluate.py CONFIG [--key value] [--group.key value]`.
 
 `python tools/evaluate.py configs/digits/dense.yaml --model.checkpoint RUN` says what a run's model scores and costs;
-`--routing '{preset: a-mod, blocks: late}'` routes it first. The keys are those of `tools/train.py`.
+`--routing '{preset: a-mod, blocks: late}'` routes it first. The keys are those of the training
+of its kind: image, pairs, chat or text.
 """
 
 import sys

@@ -10,10 +10,10 @@ Each kind is a folder of the same files, of which the engine imports none:
 - `model.py`: `create_models`, from the config to the model and its teacher, by way of `engine.model.prepare_models`.
 - `task.py`: the objective, a subclass of `engine.task.Task`; `trainer.py` where another library has the loop.
 - `evaluate.py`: `evaluate` and `EvalResult`, a `RoutedResult` whose `columns()` become columns of the history.
-- `recipe.py`: `fit(config)`, and the subclass of `engine.recipe.Recipe` that the loop asks for all of the above.
+- `recipe.py`: `fit(config)`, and the subclass of `engine.recipe.Recipe` through which the loop and all commands work.
 - `command.py`: `main(arguments)`, from a command line to `print(fit(config))`.
 
-A new kind is such a folder, a row in `mmod/cli.py`, and the same folder of tests.
+A new kind is such a folder, a row in `mmod/training/kinds.py` and in `mmod/cli.py`, and the same folder of tests.
 """
 
 from typing import TYPE_CHECKING, Any
