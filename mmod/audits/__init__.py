@@ -1,5 +1,6 @@
-"""Audits of trained models: what their routers learned, by one command for each kind of training.
+"""Audits of trained models of every kind: what their routers learned.
 
-`config.py` holds the options, `image.py`, `pairs.py`, `chat.py` and `text.py` say of each kind which model is judged by
-what, and `command.py` runs the audit and writes what was found.
+`config.py` holds the options, `subjects.py` says of each kind on which set its model is judged and what samples and
+tokens are sorted by, and `command.py` runs the audit and writes the results. The recipe of the kind makes, judges and
+counts the model.
 """

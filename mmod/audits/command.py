@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmod.audits.config import AuditConfig, ChatAuditConfig, PairsAuditConfig, TextAuditConfig
+from mmod.audits.config import AUDITS, AnyConfig, PairsAuditConfig, TextAuditConfig
 from mmod.training.engine.parse import parse_config
+from mmod.training.kinds import kind_of, recipe_of, split_kind
 
 if TYPE_CHECKING:
     from mmod import Audit
@@ -21,16 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["audit_run", "main"]
 
-AnyConfig = AuditConfig | PairsAuditConfig | ChatAuditConfig | TextAuditConfig
-
 _RECORD, _FOUND, _PARTIAL = "config.json", "audit.json", "partial.json"
 _RUN = "config.yaml"
-# Parts that only models of one kind have, and keys that only their runs, or the data of these, do.
-_KINDS: dict[type[AnyConfig], tuple[set[str], set[str]]] = {
-    ChatAuditConfig: ({"language", "vision"}, {"trainer", "lora", "max_new_tokens"}),
-    PairsAuditConfig: ({"image", "text"}, {"zero_shot"}),
-    TextAuditConfig: (set(), {"length"}),
-}
 
 
 def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool = True) -> Audit:
@@ -52,6 +45,7 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
     from mmod import is_routed
     from mmod.analysis.audit.plots import draw_audit
     from mmod.analysis.audit.result import read_audit
+    from mmod.audits.subjects import subject_of
     from mmod.io.claim import claim_folder
     from mmod.io.files import write_atomically
     from mmod.training.engine.loop import seed_draws
@@ -66,8 +60,8 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
         claim()
         return read_audit(json.loads((folder / _FOUND).read_text())["audit"])
     seed_draws(config.seed, 0, 0)
-    subject = _subject(config)
-    model = subject.create() if _has_weights(config) else None
+    subject = subject_of(config)
+    model = subject.create() if subject.recipe.has_weights else None
     if model is None or not is_routed(model):
         raise ValueError(
             "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
@@ -137,27 +131,10 @@ def _audited(
     return found, {name: subject.cost(own) for name, own in beside.items()}
 
 
-def _subject(config: AnyConfig) -> Subject[Any]:
-    """Return what is audited, importing the library of its models."""
-    if isinstance(config, PairsAuditConfig):
-        from mmod.audits.pairs import PairsSubject
-
-        return PairsSubject(config)
-    if isinstance(config, ChatAuditConfig):
-        from mmod.audits.chat import ChatSubject
-
-        return ChatSubject(config)
-    if isinstance(config, TextAuditConfig):
-        from mmod.audits.text import TextSubject
-
-        return TextSubject(config)
-    from mmod.audits.image import ImageSubject
-
-    return ImageSubject(config)
-
-
 def _beside(config: AnyConfig) -> dict[str, Any]:
     """Return the models of other runs by the names of their folders."""
+    from mmod.audits.subjects import subject_of
+
     folders = {Path(folder).name: Path(folder) for folder in config.audit.beside}
     if len(folders) < len(config.audit.beside):
         raise ValueError(f"audit.beside names two folders alike: {', '.join(config.audit.beside)}")
@@ -166,7 +143,7 @@ def _beside(config: AnyConfig) -> dict[str, Any]:
         kind, fields = _of_run(folder)
         if kind is not type(config):
             raise ValueError(f"audit.beside: {str(folder)!r} is a run of another kind than the audited one")
-        found[name] = _subject(kind.from_dict(fields)).create()
+        found[name] = subject_of(kind.from_dict(fields)).create()
     return found
 
 
@@ -177,10 +154,6 @@ def _costs_told(own: Mapping[str, Any] | None, costs: Mapping[str, float | None]
         return ""
     others = ", ".join(f"{name} {cost / 1e6:.2f}" for name, cost in counted.items())
     return f"\nMFLOPs of a sample, as counted on these: this model {own['routed'] / 1e6:.2f}, {others}.\n"
-
-
-def _has_weights(config: AnyConfig) -> bool:
-    return config.model.checkpoint is not None if isinstance(config, ChatAuditConfig) else config.model.has_weights
 
 
 def _record(config: AnyConfig) -> dict[str, Any]:
@@ -210,7 +183,7 @@ def _environment() -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> Path:
-    """Audit as the command line `CONFIG_OR_RUN [--key value]` says and print what was found.
+    """Audit as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print what was found.
 
     Args:
         arguments: The command line without the program's name: a run folder of a routed model or a training config,
@@ -219,8 +192,6 @@ def main(arguments: Sequence[str]) -> Path:
     Returns:
         The audited folder.
     """
-    from mmod.io.yaml import stack_configs
-
     arguments = list(arguments)
     command = shlex.join(["mmod", "audit", *arguments])
     if arguments and (Path(arguments[0]) / _RUN).is_file():
@@ -230,21 +201,12 @@ def main(arguments: Sequence[str]) -> Path:
             file.flush()
             config = parse_config([file.name, *arguments[1:]], kind)
     else:
-        config = parse_config(arguments, _kind_of(stack_configs(arguments)[0]))
+        name, arguments = split_kind(arguments)
+        config = parse_config(arguments, AUDITS[name])
     audit_run(config, command=command)
     folder = Path(config.output) / "audit"
     print(f"{(folder / 'audit.md').read_text()}\nTables and pictures: {folder}")
     return Path(config.output)
-
-
-def _kind_of(fields: Any) -> type[AnyConfig]:
-    """Return of which kind of training a config is, by the parts that it routes and by its keys."""
-    if isinstance(fields, Mapping):
-        routed, known = set(fields.get("routing") or ()), {*fields, *(fields.get("data") or ())}
-        for kind, (parts, keys) in _KINDS.items():
-            if (routed and routed <= parts) or keys & known:
-                return kind
-    return AuditConfig
 
 
 def _of_run(folder: Path) -> tuple[type[AnyConfig], dict[str, Any]]:
@@ -252,12 +214,6 @@ def _of_run(folder: Path) -> tuple[type[AnyConfig], dict[str, Any]]:
     from mmod.io.yaml import read_yaml
 
     fields = {name: value for name, value in read_yaml(folder / _RUN).items() if name != "world_size"}
-    kind = _kind_of(fields)
+    kind = AUDITS[kind_of(fields)]
     config = kind.from_dict({**fields, "output": str(folder)})
-    if isinstance(config, ChatAuditConfig):
-        from mmod.training.chat.config import ModelConfig
-
-        model = ModelConfig(checkpoint=str(folder / "model"), args=config.model.args)
-        return kind, dataclasses.replace(config, model=model, routing=None, lora=None, frozen=[]).to_dict()
-    started: Any = config.model.started_from(str(folder))
-    return kind, dataclasses.replace(config, model=started).to_dict()
+    return kind, recipe_of(config).finished(str(folder)).to_dict()

@@ -11,7 +11,15 @@ from mmod.training.pairs import config as pairs
 from mmod.training.text import config as text
 from mmod.values import check_fields
 
-__all__ = ["AuditConfig", "AuditOptions", "ChatAuditConfig", "PairsAuditConfig", "TextAuditConfig"]
+__all__ = [
+    "AUDITS",
+    "AnyConfig",
+    "AuditConfig",
+    "AuditOptions",
+    "ChatAuditConfig",
+    "PairsAuditConfig",
+    "TextAuditConfig",
+]
 
 
 @dataclass(frozen=True)
@@ -114,3 +122,13 @@ class ChatAuditConfig(chat.TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self, "", questions="[2, inf)")
+
+
+AnyConfig = AuditConfig | PairsAuditConfig | ChatAuditConfig | TextAuditConfig
+AUDITS: dict[str, type[AnyConfig]] = {
+    "image": AuditConfig,
+    "pairs": PairsAuditConfig,
+    "chat": ChatAuditConfig,
+    "text": TextAuditConfig,
+}
+"""Name of each kind of training to the config of its audits."""

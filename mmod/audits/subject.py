@@ -8,12 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
+import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.shifts import SHIFTS
 from mmod.audits.config import AuditOptions
+from mmod.data.stream import BatchStream
+from mmod.training.engine.distributed import Process
+from mmod.training.engine.evaluate import KeptShares, RoutedResult
+from mmod.training.kinds import recipe_of
 from mmod.values import refuse_unknown
 
 if TYPE_CHECKING:
@@ -21,9 +26,8 @@ if TYPE_CHECKING:
 
     from mmod.analysis.audit.auditor import Shift
     from mmod.analysis.audit.generation import Generation
-    from mmod.data.stream import BatchStream
 
-__all__ = ["Again", "Sorted", "Subject", "unsorted"]
+__all__ = ["Again", "Sorted", "Subject"]
 
 Config = TypeVar("Config")
 
@@ -54,15 +58,6 @@ class Again:
         return self._make()
 
 
-def unsorted(stream: BatchStream) -> Again:
-    """Return the batches of an evaluation set whose samples are sorted by nothing.
-
-    Args:
-        stream: The set.
-    """
-    return Again(lambda: (Sorted(batch) for batch in stream.batches(0)), stream.steps_per_epoch)
-
-
 class Subject(ABC, Generic[Config]):
     """A trained model and the set that it is judged on; a subclass for each kind of training.
 
@@ -72,6 +67,8 @@ class Subject(ABC, Generic[Config]):
     Attributes:
         split: The key of `data` that names what is evaluated on.
         unasked: Conditions that are made only where they are named.
+        recipe: The kind of training, which makes, judges and counts the model.
+        model: The routed model, once it was made.
     """
 
     split: ClassVar[str] = "val_split"
@@ -79,6 +76,7 @@ class Subject(ABC, Generic[Config]):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.recipe: Any = recipe_of(config)
 
     def conditions(self, options: AuditOptions) -> list[str]:
         """Return the names of the choices of tokens that are compared.
@@ -90,13 +88,18 @@ class Subject(ABC, Generic[Config]):
             return options.conditions
         return [name for name in default_choices(options.reference is not None) if name not in self.unasked]
 
-    @abstractmethod
     def create(self, reference: str | None = None) -> nn.Module:
         """Make the model, in evaluation mode and on its device.
 
         Args:
             reference: Folder of a dense run whose model is made instead.
         """
+        kind = type(self.recipe)
+        plain = kind(self.recipe.plain())
+        if reference is not None:
+            return kind(dataclasses.replace(plain.finished(reference), routing=None)).load()
+        self.model = plain.load()
+        return self.model
 
     @abstractmethod
     def batches(self, changes: Mapping[str, Any] = MappingProxyType({})) -> Iterable[Sorted]:
@@ -119,25 +122,44 @@ class Subject(ABC, Generic[Config]):
         refuse_unknown("key of data", changes, [field.name for field in dataclasses.fields(config.data)])
         return dataclasses.replace(config.data, **changes)
 
-    @abstractmethod
+    def stream(self, changes: Mapping[str, Any]) -> BatchStream:
+        """Return the batches of another set as the model reads them.
+
+        Args:
+            changes: As for `batches`.
+        """
+        config: Any = self.config
+        other = type(self.recipe)(dataclasses.replace(config, data=self.data(changes)))
+        stream: BatchStream = other.create_eval_stream(Process(0, 1, other.device), self.model)
+        return stream
+
     def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return loss and accuracy of each sample; see `mmod.analysis.audit.judges`."""
+        judged: tuple[Tensor, Tensor] = self.recipe.judge(model, batch)
+        return judged
 
-    @abstractmethod
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        """Return a batch whose images (B, C, H, W) are changed."""
+        """Return a batch whose images (B, C, H, W) are changed, and not what is said of them."""
+        images, labels = batch
+        return change(images), labels
 
     def flops(self, model: nn.Module) -> dict[str, Any] | None:
         """Return the FLOPs of a sample by part, None where they are not counted."""
-        return None
+        report = self.recipe.report(model)
+        return None if report is None else dict(report.to_dict())
 
-    def cost(self, model: nn.Module) -> float | None:
-        """Return the FLOPs of a sample of the set in a model of another run, None where they are not counted.
+    def cost(self, model: nn.Module) -> float:
+        """Return the FLOPs of a sample of the set in a model of another run, on average where these follow from it.
 
         Args:
             model: The model.
         """
-        return None
+        kept, found = KeptShares(model, next(model.parameters()).device), RoutedResult()
+        for own in self.batches():
+            with torch.inference_mode(), kept.watch():
+                self.judge(model, own.batch)
+        found.kept = kept.means()
+        return float(sum(self.recipe.cost(model, found).values()))
 
     def generation(self, model: nn.Module) -> Generation | None:
         """Return how the model decides while it writes long texts; None where that is not asked for."""

@@ -11,9 +11,9 @@ import torch
 
 from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.result import read_audit
-from mmod.audits.chat import _roles
 from mmod.audits.command import main
 from mmod.audits.config import ChatAuditConfig
+from mmod.audits.subjects import _roles
 from mmod.training.chat.recipe import fit
 from tests.training.chat.configs import vlm_config
 

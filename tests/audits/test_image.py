@@ -15,7 +15,7 @@ from mmod.analysis.audit import partial as partial_file
 from mmod.analysis.audit.result import read_audit
 from mmod.audits.command import audit_run, main
 from mmod.audits.config import AuditConfig, AuditOptions
-from mmod.audits.image import ImageSubject, _regions
+from mmod.audits.subjects import ImageSubject, _regions
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import fit

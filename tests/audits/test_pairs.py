@@ -11,7 +11,7 @@ from torch import nn
 
 from mmod.analysis.audit.result import read_audit
 from mmod.audits.command import main
-from mmod.audits.pairs import judge_pairs
+from mmod.training.pairs.evaluate import judge_pairs
 from tests.data.pair_files import png, write_tar
 from tests.training.pairs.worker import clip_config, run
 
