@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmod.analysis.audit.statistics import Estimate
+from mmod.analysis.statistics import Estimate
 from mmod.report.charts import COLOURS, TICKS, Chart, described
 from mmod.report.sources import AuditRecord
 

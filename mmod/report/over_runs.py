@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mmod.analysis.statistics import difference
 from mmod.report.sources import AuditRecord
-from mmod.studies.paired import difference
 
 __all__ = ["HEADER", "rows_over_runs"]
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod import is_routed, routed_blocks
+from mmod.analysis.statistics import Difference, Resampling
 from mmod.data.config import DataConfig
 from mmod.data.loader import BatchStream, create_eval_stream
 from mmod.io.claim import check_same, claim_folder, read_claim
@@ -25,8 +26,7 @@ from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.entrants import DENSE
 from mmod.studies.image import TimmStudy
 from mmod.studies.jobs import Job, Tick
-from mmod.studies.paired import Difference
-from mmod.studies.probes import Resampling, linear_probe, nearest_neighbours, split_by_class
+from mmod.studies.probes import linear_probe, nearest_neighbours, split_by_class
 from mmod.studies.study import Costs, Outcome, Scores
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.evaluate import RoutedResult

@@ -3,72 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
-from statistics import mean, stdev
+from statistics import stdev
 
-__all__ = ["Difference", "as_fast", "compare", "difference", "quoted", "unbeaten", "verdict"]
+from mmod.analysis.statistics import BySeed, Difference, difference
 
-# The figure of one model for each seed.
-BySeed = Mapping[int, float]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Mean difference between two models over the seeds they share.
-
-    Args:
-        mean: The mean difference.
-        low: Lower end of its 95 % interval; None with one seed.
-        high: Upper end.
-        seeds: Number of shared seeds.
-
-    Example:
-        >>> print(Difference(-0.5, -0.8, -0.2, seeds=5), Difference(-0.5, -0.8, -0.2, seeds=5).is_clear)
-        -0.5 [-0.8, -0.2] True
-    """
-
-    mean: float
-    low: float | None
-    high: float | None
-    seeds: int
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval leaves out zero."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
-
-    def __str__(self) -> str:
-        interval = "" if self.low is None else f" [{self.low:+.1f}, {self.high:+.1f}]"
-        return f"{self.mean:+.1f}{interval}"
-
-
-def difference(own: BySeed, other: BySeed) -> Difference:
-    """Return how much higher `own` is than `other`, paired by seed.
-
-    Args:
-        own: Figures of a model by seed.
-        other: Figures of the model it is compared with.
-
-    Returns:
-        The mean with its interval by Student's t distribution.
-
-    Raises:
-        ValueError: If they share no seed.
-
-    Example:
-        >>> print(difference({0: 95.0, 1: 94.0, 2: 96.0}, {0: 94.0, 1: 93.2, 2: 94.8}))
-        +1.0 [+0.5, +1.5]
-    """
-    shared = sorted(set(own) & set(other))
-    if not shared:
-        raise ValueError(f"no shared seed: one has seeds {sorted(own)}, the other {sorted(other)}")
-    gaps = [own[seed] - other[seed] for seed in shared]
-    middle = mean(gaps)
-    if len(gaps) == 1:
-        return Difference(middle, None, None, 1)
-    half = _quantile(len(gaps) - 1) * stdev(gaps) / len(gaps) ** 0.5
-    return Difference(middle, middle - half, middle + half, len(gaps))
+__all__ = ["as_fast", "compare", "quoted", "spread", "unbeaten", "verdict"]
 
 
 def compare(figures: Mapping[str, BySeed], partners: Mapping[str, str | None]) -> dict[str, Difference | None]:
@@ -168,10 +108,3 @@ def _listed(names: Sequence[str]) -> str:
 
 def _is_clear(own: BySeed, other: BySeed) -> bool:
     return bool(set(own) & set(other)) and difference(own, other).is_clear
-
-
-def _quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, 0.975))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mmod.studies.paired import Difference
-
-__all__ = ["Resampling", "Split", "guess_linearly", "linear_probe", "nearest_neighbours", "split_by_class"]
+__all__ = ["Split", "guess_linearly", "linear_probe", "nearest_neighbours", "split_by_class"]
 
 Split = tuple[np.ndarray, np.ndarray]
 """Numbers of the images that a classifier is fitted on, and of those it is tested on."""
@@ -117,43 +115,3 @@ def _tested(classifier: Any, features: np.ndarray, labels: np.ndarray, splits: S
         guesses = clone(classifier).fit(features[fitted], labels[fitted]).predict(features[tested])
         right[tested] = guesses == labels[tested]
     return right[right >= 0]
-
-
-class Resampling:
-    """Bootstrap over images: draws with replacement, the same for all that is compared.
-
-    Args:
-        images: Number of images.
-        draws: Number of draws.
-        seed: Seed of the draws.
-
-    Source: Efron, Bootstrap methods: another look at the jackknife, Annals of Statistics 7 (1979).
-    """
-
-    def __init__(self, images: int, draws: int = 2000, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        # How often each image is drawn, as a share of all.
-        self.weight_SN = rng.multinomial(images, np.full(images, 1 / images), draws).astype(np.float32) / images
-
-    def mean(self, values: np.ndarray) -> Difference:
-        """Return the mean of a figure over the images, with its 95 % interval.
-
-        Args:
-            values: The figure of each image (images,); of a paired difference, the difference.
-
-        Example:
-            >>> print(Resampling(4).mean(np.full(4, 2.0)))
-            +2.0 [+2.0, +2.0]
-        """
-        return self.of(lambda weight_SN: weight_SN @ values.astype(np.float64))
-
-    def of(self, figure: Callable[[np.ndarray], np.ndarray]) -> Difference:
-        """Return a figure of the images, with its 95 % interval.
-
-        Args:
-            figure: From the weight of each image in each draw (draws, images) to the figure in each draw (draws,).
-        """
-        low, high = np.quantile(figure(self.weight_SN), [0.025, 0.975])
-        images = self.weight_SN.shape[1]
-        whole = figure(np.full((1, images), 1 / images))
-        return Difference(float(whole[0]), float(low), float(high), 1)

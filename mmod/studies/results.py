@@ -10,9 +10,10 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from mmod.analysis.statistics import Difference
 from mmod.analysis.tables import markdown_table
 from mmod.io.files import write_atomically
-from mmod.studies.paired import Difference, spread
+from mmod.studies.paired import spread
 from mmod.training.engine.logging import write_csv
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mmod.analysis.plots import draw_tradeoff
+from mmod.analysis.statistics import Difference
 from mmod.analysis.timing import interleave, relative_times
 from mmod.io.claim import differences
 from mmod.io.files import parse_json, write_atomically
@@ -21,7 +22,7 @@ from mmod.io.yaml import merged, read_yaml
 from mmod.studies.config import BESIDE, StudyConfig
 from mmod.studies.entrants import DENSE, Dense, Entrant, Routed
 from mmod.studies.jobs import Job, Runner, Search, Tick
-from mmod.studies.paired import Difference, compare, verdict
+from mmod.studies.paired import compare, verdict
 from mmod.studies.plan import search_for
 from mmod.studies.results import Column, Point, StudyResult, flat, table_of, write_outcome
 from mmod.training.engine.loop import seed_draws

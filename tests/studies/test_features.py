@@ -22,12 +22,13 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import mmod
+from mmod.analysis.statistics import Resampling
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.stream import BatchStream
 from mmod.io.configs import find_config
 from mmod.studies.config import FeaturesStudyConfig, SegmentationStudyConfig
 from mmod.studies.features import FeaturesStudy
-from mmod.studies.probes import Resampling, linear_probe, nearest_neighbours, split_by_class
+from mmod.studies.probes import linear_probe, nearest_neighbours, split_by_class
 from mmod.studies.results import StudyResult
 from mmod.studies.segmentation import SegmentationStudy
 from mmod.training.engine.parse import load_config

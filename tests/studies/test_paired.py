@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmod.studies.paired import compare, difference, verdict
+from mmod.analysis.statistics import difference
+from mmod.studies.paired import compare, verdict
 
 
 def test_the_interval_is_that_of_a_paired_t_test() -> None:

@@ -10,8 +10,8 @@ from mmod.analysis.audit.oracle import LeaveOneOut
 from mmod.analysis.audit.result import Audit, Condition
 from mmod.analysis.audit.run import audit
 from mmod.analysis.audit.shifts import SHIFTS
-from mmod.analysis.audit.statistics import Estimate
 from mmod.analysis.audit.strata import Stratum
+from mmod.analysis.statistics import Estimate
 
 __all__ = [
     "SHIFTS",

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from mmod.analysis.audit.information import Information, KindCounts
-from mmod.analysis.audit.statistics import Estimate, Sums
+from mmod.analysis.statistics import Estimate, Sums
 
 __all__ = ["Across", "Counter"]
 

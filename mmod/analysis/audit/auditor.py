@@ -22,8 +22,8 @@ from mmod.analysis.audit.oracle import TokenValues
 from mmod.analysis.audit.reference import Reference, consult
 from mmod.analysis.audit.replace import free_tokens, keep_best, only_free, replaced_decisions
 from mmod.analysis.audit.result import LEARNED
-from mmod.analysis.audit.statistics import Values
 from mmod.analysis.audit.strata import Outcomes
+from mmod.analysis.statistics import Values
 from mmod.model import routed_blocks
 from mmod.routing import Routing
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.analysis.audit.statistics import Estimate, Sums
+from mmod.analysis.statistics import Estimate, Sums
 from mmod.analysis.tables import markdown_table
 from mmod.analysis.trace import trace
 from mmod.model import routed_blocks

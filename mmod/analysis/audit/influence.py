@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from mmod.analysis.audit.information import KindCounts
-from mmod.analysis.audit.statistics import Estimate, pseudo_mean
+from mmod.analysis.statistics import Estimate, pseudo_mean
 
 __all__ = ["Influence", "InfluenceCounts", "roll_patches"]
 

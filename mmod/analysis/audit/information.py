@@ -14,7 +14,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from mmod.analysis.audit.statistics import Estimate, pseudo_mean
+from mmod.analysis.statistics import Estimate, pseudo_mean
 
 __all__ = ["Information", "KindCounts", "KindsOf", "information_rows"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmod.analysis.audit.choices import Choice, Place, first
-from mmod.analysis.audit.statistics import Estimate, Sums
+from mmod.analysis.statistics import Estimate, Sums
 from mmod.routing import Routing
 
 __all__ = ["LeaveOneOut", "TokenValues", "rank_agreement"]

@@ -14,9 +14,9 @@ from mmod.analysis.audit.choices import Choice
 from mmod.analysis.audit.influence import Influence
 from mmod.analysis.audit.information import Information, information_rows
 from mmod.analysis.audit.oracle import LeaveOneOut
-from mmod.analysis.audit.statistics import Estimate, Values, adjusted, estimate_of, resampled_means, sign_test
 from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
 from mmod.analysis.audit.verdict import Kind, judge
+from mmod.analysis.statistics import Estimate, Values, adjusted, estimate_of, resampled_means, sign_test
 from mmod.analysis.tables import markdown_table
 
 __all__ = ["LEARNED", "Audit", "Condition", "compare", "read_audit"]

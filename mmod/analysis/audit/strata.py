@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmod.analysis.audit.statistics import (
+from mmod.analysis.statistics import (
     Estimate,
     Values,
     adjusted,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from mmod.analysis.audit.influence import Influence
-from mmod.analysis.audit.statistics import Estimate
+from mmod.analysis.statistics import Estimate
 
 __all__ = ["Kind", "judge"]
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmod.analysis.plots import FAINT, INK, MORE_COLOURS, MORE_MARKERS
+from mmod.analysis.statistics import difference
 from mmod.extras import name_missing_extra
 from mmod.studies.isoflop.fit import Curve, fit_curve
 from mmod.studies.isoflop.grid import Place
-from mmod.studies.paired import difference, spread
+from mmod.studies.paired import spread
 from mmod.studies.results import Column, table_of
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch import Tensor
 import mmod
 from mmod.analysis.audit import SHIFTS
 from mmod.analysis.audit.result import read_audit
-from mmod.analysis.audit.statistics import resampled_means, simultaneous
 from mmod.analysis.audit.strata import Strata, strata_told
+from mmod.analysis.statistics import resampled_means, simultaneous
 from tests.analysis.audit.planted import FAVOURED, PATCH, PLANTED, SIDE, batches_of, plant
 from tests.zoo import make_images, make_model
 

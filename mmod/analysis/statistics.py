@@ -1,20 +1,36 @@
-"""Means over images with bootstrap intervals, paired tests by random signs, and their correction for many.
+"""Figures with intervals, by the bootstrap over images or Student's t over seeds; tests by random signs, Holm's method.
 
-Axes: I images, B images of a batch, C columns.
+Axes: I or N images, B images of a batch, C columns, S draws.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean, stdev
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Estimate", "Sums", "adjusted", "estimate_of", "pseudo_mean", "resampled_means", "sign_test", "simultaneous"]
+__all__ = [
+    "BySeed",
+    "Difference",
+    "Estimate",
+    "Resampling",
+    "Sums",
+    "adjusted",
+    "difference",
+    "estimate_of",
+    "pseudo_mean",
+    "resampled_means",
+    "sign_test",
+    "simultaneous",
+]
 
 Values = NDArray[np.float64]
+BySeed = Mapping[int, float]
+"""The figure of one model for each seed."""
 # Numbers that are drawn at once, so that memory does not grow with the images.
 _AT_ONCE = 4_000_000
 _NORMAL = 1.959964
@@ -49,6 +65,64 @@ class Estimate:
         return format(self)
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Mean difference between two models over the seeds they share.
+
+    Args:
+        mean: The mean difference.
+        low: Lower end of its 95 % interval; None with one seed.
+        high: Upper end.
+        seeds: Number of shared seeds.
+
+    Example:
+        >>> print(Difference(-0.5, -0.8, -0.2, seeds=5), Difference(-0.5, -0.8, -0.2, seeds=5).is_clear)
+        -0.5 [-0.8, -0.2] True
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    seeds: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+    def __str__(self) -> str:
+        interval = "" if self.low is None else f" [{self.low:+.1f}, {self.high:+.1f}]"
+        return f"{self.mean:+.1f}{interval}"
+
+
+def difference(own: BySeed, other: BySeed) -> Difference:
+    """Return how much higher `own` is than `other`, paired by seed.
+
+    Args:
+        own: Figures of a model by seed.
+        other: Figures of the model it is compared with.
+
+    Returns:
+        The mean with its interval by Student's t distribution.
+
+    Raises:
+        ValueError: If they share no seed.
+
+    Example:
+        >>> print(difference({0: 95.0, 1: 94.0, 2: 96.0}, {0: 94.0, 1: 93.2, 2: 94.8}))
+        +1.0 [+0.5, +1.5]
+    """
+    shared = sorted(set(own) & set(other))
+    if not shared:
+        raise ValueError(f"no shared seed: one has seeds {sorted(own)}, the other {sorted(other)}")
+    gaps = [own[seed] - other[seed] for seed in shared]
+    middle = mean(gaps)
+    if len(gaps) == 1:
+        return Difference(middle, None, None, 1)
+    half = _quantile(len(gaps) - 1) * stdev(gaps) / len(gaps) ** 0.5
+    return Difference(middle, middle - half, middle + half, len(gaps))
+
+
 def resampled_means(value_IC: Values, draws: int, seed: int) -> Values:
     """Return the means of columns over images drawn with replacement, the same images for all columns (draws, C).
 
@@ -59,13 +133,7 @@ def resampled_means(value_IC: Values, draws: int, seed: int) -> Values:
 
     Source: Efron, The Annals of Statistics 7 (1979): the bootstrap.
     """
-    images, rng = len(value_IC), np.random.default_rng(seed)
-    means = []
-    for start in range(0, draws, _step(images)):
-        size = min(_step(images), draws - start)
-        drawn = rng.multinomial(images, np.full(images, 1 / images), size=size)
-        means.append(drawn @ value_IC / images)
-    return np.concatenate(means)
+    return np.concatenate([count_SI @ value_IC / len(value_IC) for count_SI in _drawn(len(value_IC), draws, seed)])
 
 
 def estimate_of(value: float, resampled: Values) -> Estimate:
@@ -77,6 +145,44 @@ def estimate_of(value: float, resampled: Values) -> Estimate:
     """
     low, high = np.percentile(resampled, (2.5, 97.5))
     return Estimate(float(value), float(low), float(high))
+
+
+class Resampling:
+    """Bootstrap over images: draws with replacement, the same for all that is compared.
+
+    Args:
+        images: Number of images.
+        draws: Number of draws.
+        seed: Seed of the draws.
+
+    Source: Efron, Bootstrap methods: another look at the jackknife, Annals of Statistics 7 (1979).
+    """
+
+    def __init__(self, images: int, draws: int = 2000, seed: int = 0) -> None:
+        # How often each image is drawn, as a share of all.
+        self.weight_SN = np.concatenate([own.astype(np.float32) / images for own in _drawn(images, draws, seed)])
+
+    def mean(self, values: np.ndarray) -> Difference:
+        """Return the mean of a figure over the images, with its 95 % interval.
+
+        Args:
+            values: The figure of each image (images,); of a paired difference, the difference.
+
+        Example:
+            >>> print(Resampling(4).mean(np.full(4, 2.0)))
+            +2.0 [+2.0, +2.0]
+        """
+        return self.of(lambda weight_SN: weight_SN @ values.astype(np.float64))
+
+    def of(self, figure: Callable[[np.ndarray], np.ndarray]) -> Difference:
+        """Return a figure of the images, with its 95 % interval.
+
+        Args:
+            figure: From the weight of each image in each draw (draws, images) to the figure in each draw (draws,).
+        """
+        images = self.weight_SN.shape[1]
+        whole = estimate_of(figure(np.full((1, images), 1 / images))[0], figure(self.weight_SN))
+        return Difference(whole.value, whole.low, whole.high, seeds=1)
 
 
 def simultaneous(value_C: Values, resampled: Values) -> list[Estimate]:
@@ -193,5 +299,20 @@ class Sums:
         return Estimate(mean, mean - half, mean + half)
 
 
+def _drawn(images: int, draws: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Yield how often each image is drawn, with replacement, in some of the draws (S, I)."""
+    rng = np.random.default_rng(seed)
+    for start in range(0, draws, _step(images)):
+        size = min(_step(images), draws - start)
+        yield rng.multinomial(images, np.full(images, 1 / images), size=size)
+
+
 def _step(images: int) -> int:
     return max(1, _AT_ONCE // images)
+
+
+def _quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 0.975))
