@@ -119,6 +119,7 @@ def test_one_part_runs_alone_from_the_command_line(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_rehearsal_runs_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     report = benchmark_gpu(config(tmp_path, minutes=30.0, tests=["tests/ops/test_rows.py"]), progress=False)
