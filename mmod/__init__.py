@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mmod.config import (
         Gate,
         LanguageRouting,
+        Merged,
         Plan,
         RoutingConfig,
         Score,

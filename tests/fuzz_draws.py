@@ -244,11 +244,12 @@ def _fields(random: Random, part: str, depth: int, joint: bool) -> dict[str, Any
     """Return fields of a config; seven of eight times they avoid most of what excludes each other."""
     wild = random.random() < 0.125
     text = part == "language" and not wild
-    router = _router(random)
+    router = _router(random, wild or part == "language")
     while text and ("coin" in str(router) or "cells" in str(router) or "per" in str(router)):
-        router = _router(random)
+        router = _router(random, wild or part == "language")
     name, options = (router["name"], router) if isinstance(router, dict) else (router, {})
     learns, whole = name == "linear" or callable(router), name == "coin" or options.get("per") == "sequence"
+    shared = name in ("attention", "random", "stride", "diversity", "redundancy", "cells")
     blocks: Any = random.choice(["every_other", "late", "all", None])
     from_before = name in ("attention", "important_diversity") and not wild
     if blocks is None or (blocks == "all" and from_before):
@@ -261,21 +262,18 @@ def _fields(random: Random, part: str, depth: int, joint: bool) -> dict[str, Any
     capacity = per_block(lambda: _capacity(random), 0.3)
     if isinstance(capacity, list) and random.random() < 0.7:
         capacity.sort(reverse=True)
-    reads = ["mean", "per_viewer", "class_token"] + (
-        ["last_token", "vision_tower"] if wild or part == "language" else []
-    )
     fields = {
         "router": router,
         "blocks": blocks,
         "capacity": capacity,
         "protect_prefix": _maybe(random, 0.15, lambda: False),
-        "importance": _maybe(random, 0.3, lambda: random.choice(reads)),
         "select": _maybe(random, 0.95 if whole else 0.3, lambda: _select(random, whole)),
         "gate": _maybe(random, 0.6, lambda: _gate(random)),
         "context": _maybe(random, 0.25, lambda: per_block(lambda: random.choice(["kept", "all"]), 0.3)),
         "operator": _maybe(random, 0.25, lambda: per_block(lambda: random.choice(["block", "attention", "mlp"]), 0.3)),
-        "skipped": "merge" if random.random() < 0.6 else "follow",
-        "enter_at": _maybe(random, 0.3, lambda: "mlp"),
+        "skipped": random.choice(
+            ["follow", "merge", *([{"name": "merge", "before": "mlp"}] if shared or wild else [])]
+        ),
         "losses": _maybe(random, 0.3, lambda: _losses(random)),
         "language": _maybe(random, 0.6, lambda: _language(random, joint)),
     }
@@ -295,18 +293,18 @@ def _fitting(random: Random, fields: dict[str, Any], part: str, learns: bool, wh
         language.pop("gate_on", None)
     if not learns or fields["select"] or "membership" not in (fields["losses"] or ()):
         language.pop("predictor", None)
-    unfit = {"select", "context", "operator"} if joins else {"skipped", "enter_at"}
+    unfit = {"select", "context", "operator"} if joins else {"skipped"}
     if gate.get("name") == "step" and not (fields["select"] and (whole or operator == "mlp")):
         unfit.add("gate")
     unfit |= {"gate", "losses"} if not learns else set()
-    unfit |= {"enter_at"} if fields["skipped"] == "follow" else set()
     unfit |= {"context"} if whole or "mlp" in str(operator) else set()
     unfit |= {"language"} if part != "language" else set()
     fields = {**fields, "gate": gate or None, "language": language or None}
     return {name: value for name, value in fields.items() if name not in unfit}
 
 
-def _router(random: Random) -> Any:
+def _router(random: Random, language: bool) -> Any:
+    """Return a router; those of a language model may read importance in its ways."""
     name = random.choice(["attention", "linear", *ROUTERS])
     options: dict[str, Any] = {}
     if name == "function":
@@ -319,7 +317,10 @@ def _router(random: Random) -> Any:
             "per": _maybe(random, 0.2, lambda: "sequence"),
             "initial": _maybe(random, 0.2, lambda: random.choice([-1.0, 0.0, 2.0])),
         }
-    elif name in ("random", "coin"):
+    if name in ("linear", "attention", "important_diversity"):
+        reads = ["mean", "per_viewer", "class_token", *(["last_token", "vision_tower"] if language else [])]
+        options["importance"] = _maybe(random, 0.3, lambda: random.choice(reads))
+    if name in ("random", "coin"):
         options = {"seed": _maybe(random, 0.5, lambda: random.randint(-3, 10**6))}
     elif name == "redundancy":
         options = {"channels": _maybe(random, 0.5, lambda: random.choice([1, 8, 500]))}

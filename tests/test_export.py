@@ -21,11 +21,11 @@ ROUTINGS = {
     "linear": RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.3),
     "stride": RoutingConfig(router="stride", capacity=(0.5, 0.25), blocks="all"),
     "norm": RoutingConfig(router="norm", capacity=0.5),
-    "distilled": mmod.preset("distilled", init_std=0.3),
-    "p-mod": mmod.preset("p-mod", depth=2, init_std=0.3),
+    "distilled": mmod.preset("distilled", router={"init_std": 0.3}),
+    "p-mod": mmod.preset("p-mod", depth=2, router={"init_std": 0.3}),
     "threshold": RoutingConfig(router="attention", select=mmod.Threshold(1.0, max_tokens=7)),
     "context": RoutingConfig(capacity=0.5, context="all"),
-    "learned threshold": mmod.preset("modification", max_tokens=7, init_std=0.3),
+    "learned threshold": mmod.preset("modification", select={"max_tokens": 7}, router={"init_std": 0.3}),
 }
 
 

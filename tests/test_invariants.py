@@ -25,11 +25,11 @@ DENSE_FUNCTIONS = [
 ROUTERS = {
     "attention": RoutingConfig(capacity=0.4),
     "linear": RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.4),
-    "eq1": mmod.preset("mod", capacity=0.4, init_std=0.1),
+    "eq1": mmod.preset("mod", capacity=0.4, router={"init_std": 0.1}),
     "sigmoid": RoutingConfig(
         router=mmod.score("linear", init_std=0.3), capacity=0.4, gate=mmod.Gate("sigmoid", scale=0.1)
     ),
-    "p-mod": mmod.preset("p-mod", capacity=0.4, blocks="every_other", init_std=0.1),
+    "p-mod": mmod.preset("p-mod", capacity=0.4, blocks="every_other", router={"init_std": 0.1}),
     "threshold": RoutingConfig(router=mmod.score("linear", init_std=0.3), select="threshold"),
     "attention-threshold": RoutingConfig(select=mmod.Threshold(0.9)),
     "random": RoutingConfig(router="random", capacity=0.4),
@@ -238,7 +238,7 @@ def test_threshold_may_keep_nothing(max_tokens: int | None) -> None:
 def test_static_and_dynamic_thresholds_agree() -> None:
     name, results = "deit_tiny_patch16_224", []
     for max_tokens in (None, 17):
-        model = mmod.route_(make_model(name), ROUTERS["threshold"].replace(max_tokens=max_tokens))
+        model = mmod.route_(make_model(name), ROUTERS["threshold"].replace(select={"max_tokens": max_tokens}))
         torch.manual_seed(5)
         for block in mmod.routed_blocks(model).values():
             block.router.score.reset_parameters()
@@ -255,7 +255,7 @@ def test_static_and_dynamic_thresholds_agree() -> None:
 )
 @pytest.mark.parametrize("skipped", [False, True])
 def test_packed_rows_equal_padded_rows(name: str, skipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ROUTERS["threshold"].replace(reweight_skipped=skipped, blocks="all")
+    config = ROUTERS["threshold"].replace(gate={"reweight_skipped": skipped}, blocks="all")
     model, images = mmod.route_(make_model(name), config).double(), make_images(name, 4).double()
     parameters = [p for p in model.parameters() if p.requires_grad]
     host = type(mmod.routed_blocks(model)["blocks.1"].mod_state.call)

@@ -40,7 +40,7 @@ def test_membership_is_zero_when_scores_say_what_is_kept() -> None:
 
 
 def test_load_is_share_times_mean_gate_and_only_the_gate_learns() -> None:
-    model = trained(mmod.preset("modification", init_std=1.0))
+    model = trained(mmod.preset("modification", router={"init_std": 1.0}))
     routings = [block.mod_state.routing for block in mmod.routed_blocks(model).values()]
     shares = [r.keep_BN[:, 1:].float().mean() for r in routings]
     expected = sum(share * torch.sigmoid(r.score_BN[:, 1:]).mean() for share, r in zip(shares, routings, strict=True))
@@ -63,7 +63,7 @@ def test_capacity_measures_the_hard_share_and_moves_the_scores() -> None:
 
 
 def test_importance_teaches_the_selection_of_attention_routing() -> None:
-    model = trained(mmod.preset("distilled", capacity=0.5, init_std=1.0))
+    model = trained(mmod.preset("distilled", capacity=0.5, router={"init_std": 1.0}))
     block = mmod.routed_blocks(model)["blocks.1"]
     importance = block.mod_state.routing.importance_BN
     assert not importance.requires_grad
@@ -97,7 +97,7 @@ def test_evaluation_mode_is_named_where_a_loss_is_asked_for() -> None:
 @pytest.mark.parametrize("name", ["mod", "modification", "distilled"])
 def test_a_sum_over_blocks_weighs_every_block_alike(name: str) -> None:
     losses = {"membership": 1.0} if name == "mod" else mmod.preset(name).losses
-    wide = mmod.preset(name, blocks=(1, 2, 3, 4, 5), losses=losses, init_std=1.0)
+    wide = mmod.preset(name, blocks=(1, 2, 3, 4, 5), losses=losses, router={"init_std": 1.0})
     model = trained(wide)
     terms = [
         weight * LOSSES[loss](block.mod_state.routing, block.router)

@@ -46,17 +46,26 @@ class TestConfig:
             ({"select": "top-k"}, "select must be one of 'topk', 'threshold', got 'top-k'"),
             ({"gate": "relu"}, "gate must be one of 'identity', 'linear', 'sigmoid', 'tanh', 'step', got 'relu'"),
             ({"gate": "tanh"}, "gate 'tanh' needs a score that learns"),
-            ({"losses": {"membership": 1.0}}, "router 'attention' learns nothing, so it takes no losses"),
-            ({"router": "linear", "gate": "identity", "losses": {"load": 1.0}}, "the loss 'load' needs gate 'linear'"),
+            ({"losses": {"membership": 1.0}}, "losses .* need a score that learns, and router 'attention' does not"),
+            ({"router": "linear", "gate": "identity", "losses": {"load": 1.0}}, "losses.load needs gate 'linear'"),
             ({"router": "linear", "losses": {"bce": 1.0}}, "a loss must be one of 'capacity', 'importance', 'load'"),
             (
                 {"router": "linear", "losses": {"load": 0.0}},
                 "losses must be a mapping of names to a number above 0",
             ),
-            ({"router": "linear", "gate": "identity", "reweight_skipped": True}, "reweight_skipped needs a gate"),
-            ({"max_tokens": 4}, "belong to select='threshold'"),
-            ({"select": "threshold", "min_tokens": 5, "max_tokens": 4}, r"at least min_tokens \(5\), got 4"),
-            ({"select": "threshold", "min_tokens": -1}, "min_tokens must be an integer of at least 0, got -1"),
+            (
+                {"router": "linear", "gate": {"name": "identity", "reweight_skipped": True}},
+                "reweight_skipped needs a gate",
+            ),
+            (
+                {"select": {"name": "topk", "max_tokens": 4}},
+                "select='topk' has no options, got max_tokens; 'threshold'",
+            ),
+            ({"select": {"name": "threshold", "min_tokens": 5, "max_tokens": 4}}, r"at least min_tokens \(5\), got 4"),
+            (
+                {"select": {"name": "threshold", "min_tokens": -1}},
+                "min_tokens must be an integer of at least 0, got -1",
+            ),
         ],
     )
     def test_wrong_values_are_named(self, fields: dict[str, object], message: str) -> None:

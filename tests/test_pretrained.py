@@ -39,7 +39,7 @@ def routed(config: RoutingConfig = LEARNED, **arguments: Any) -> nn.Module:
         LEARNED,
         RoutingConfig(router=mmod.score("random", seed=3)),
         mmod.preset("p-mod", depth=6),
-        mmod.preset("modification", max_tokens=20),
+        mmod.preset("modification", select={"max_tokens": 20}),
     ],
     ids=["attention", "learned", "random", "p-mod", "modification"],
 )
@@ -88,7 +88,9 @@ def test_data_config_is_kept(tmp_path: Path) -> None:
 
 def test_entry_of_the_registry_loads_without_it(tmp_path: Path) -> None:
     importlib.import_module("mmod.registry.timm")
-    model = timm.create_model("test_vit_mod", router="linear", init_std=0.3, blocks=(2, 4), num_classes=3).eval()
+    model = timm.create_model(
+        "test_vit_mod", router={"name": "linear", "init_std": 0.3}, blocks=(2, 4), num_classes=3
+    ).eval()
     save_pretrained(model, tmp_path)
     config = json.loads((tmp_path / "mmod.json").read_text())
     assert config["model"]["architecture"] == "test_vit"

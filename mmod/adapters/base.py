@@ -23,7 +23,7 @@ from mmod.adapters.masks import (
     weigh_groups,
 )
 from mmod.blocks import BlockCall, ForwardPass, Halves, ImportanceBlock, ModelHook, PassTracker, RoutedBlock
-from mmod.config import RoutingConfig
+from mmod.config import Merged, RoutingConfig, spelled
 from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
 from mmod.ops.views import is_visible
 from mmod.routing import Router, Routing, TokenMarks
@@ -81,27 +81,33 @@ class BlockStack:
         """
         skipped = config.skipped
         if skipped != "pass" and (self.language or self.sequence is not None):
-            raise ValueError(f"skipped={skipped!r} is for images: {name} reads text, where a token stands for itself")
-        if skipped == "merge" and not call.weighs_keys:
+            raise ValueError(
+                f"skipped={spelled(skipped)!r} is for images: {name} reads text, where a token stands for itself"
+            )
+        if isinstance(skipped, Merged) and not call.weighs_keys:
             raise ValueError(
                 f"skipped='merge' is not possible in {name}: attention there takes no bias for larger groups"
             )
-        if config.enter_at == "mlp" and call.halves is None:
+        if config.merges_inside and call.halves is None:
             raise ValueError(
-                f"enter_at='mlp' is not possible in {name}: only timm's blocks with the MLP after attention run in two "
-                "halves; use enter_at='block'"
+                f"skipped.before='mlp' is not possible in {name}: only timm's blocks with the MLP after attention run "
+                "in two halves; use before='block'"
             )
 
     def check_importance(self, importance: str) -> None:
         """Raise a ValueError where importance cannot be taken as a config has it.
 
         Args:
-            importance: See `RoutingConfig.importance`.
+            importance: See `mmod.config.WithImportance`.
         """
         if importance == "class_token" and not self.class_token:
-            raise ValueError(f"importance='class_token': {self.names[0]} and those after it have no class token first")
+            raise ValueError(
+                f"router.importance='class_token': {self.names[0]} and those after it have no class token first"
+            )
         if importance in ("last_token", "vision_tower") and not self.language:
-            raise ValueError(f"importance={importance!r} is for language models: {self.names[0]} is no layer of one")
+            raise ValueError(
+                f"router.importance={importance!r} is for language models: {self.names[0]} is no layer of one"
+            )
 
 
 # Finds the blocks of one part, or raises a ValueError that says why that part cannot be routed.

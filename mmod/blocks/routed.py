@@ -50,7 +50,7 @@ class ConvertedBlock(nn.Module):
         Args:
             run: Runs the host's attention on all tokens.
             marks: Which of them are padding.
-            average: See `RoutingConfig.importance`.
+            average: See `mmod.config.WithImportance`.
             forward_pass: The pass that the block runs in.
 
         Raises:
@@ -137,7 +137,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
             forward_pass = held = None
         if forward_pass is not None and held is not None and not held.serves(self.router):
             x, held, forward_pass.held = held.leave(x), None, None
-        if self.router.config.enter_at == "mlp":
+        if self.router.config.merges_inside:
             y = self._run_halves(x, arguments, forward_pass, held)
             self.mod_state.leave(forward_pass)
             return y

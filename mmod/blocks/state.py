@@ -70,7 +70,7 @@ class ImportanceState(BlockState):
 
     Args:
         routers: The routers of the blocks that read importance.
-        average: See `RoutingConfig.importance`.
+        average: See `mmod.config.WithImportance`.
     """
 
     routers: Sequence[Router]

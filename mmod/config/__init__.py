@@ -1,29 +1,34 @@
-"""What to route and how, as values; names of scores, presets and losses."""
+"""Routing configs, plans and their parts; registries of scores, presets and losses."""
 
-from mmod.config.parts import GATES, Gate, LanguageRouting, Threshold
+from mmod.config.parts import GATES, Gate, LanguageRouting, Merged, Threshold, differing, spelled
 from mmod.config.plan import Plan, rational
 from mmod.config.reading import revised, score
 from mmod.config.registry import LOSSES, PRESETS, SCORES, register_loss, register_preset, register_score
 from mmod.config.routing import ROUTING_FIELDS, RoutingConfig
-from mmod.config.score import Placement, Score
+from mmod.config.score import IMPORTANCE, Placement, Score, WithImportance
 
 __all__ = [
     "GATES",
+    "IMPORTANCE",
     "LOSSES",
     "PRESETS",
     "ROUTING_FIELDS",
     "SCORES",
     "Gate",
     "LanguageRouting",
+    "Merged",
     "Placement",
     "Plan",
     "RoutingConfig",
     "Score",
     "Threshold",
+    "WithImportance",
+    "differing",
     "rational",
     "register_loss",
     "register_preset",
     "register_score",
     "revised",
     "score",
+    "spelled",
 ]

@@ -10,13 +10,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from mmod.config.parts import Gate
+from mmod.config.parts import Gate, spelled
 from mmod.config.reading import read_parts
-from mmod.config.score import Score
+from mmod.config.score import Score, WithImportance
 from mmod.io.files import check_regular, parse_json, write_atomically
 from mmod.values import check_fields, check_value, refuse_unknown
 
-IMPORTANCE = ("per_viewer", "mean", "class_token", "last_token", "vision_tower")
 OPERATORS = ("block", "attention", "mlp")
 CONTEXTS = ("kept", "all")
 DEPTH = "[1, 100000]"
@@ -60,14 +59,13 @@ class Plan:
         contexts: What kept tokens attend to in each of them, see `RoutingConfig.context`; each other if empty.
         router: The score that chooses tokens, see `RoutingConfig.router`. None leaves it to `RoutingConfig.from_plan`,
             which needs one where a capacity lies strictly between 0 and 1.
-        importance: How the score reads importance, see `RoutingConfig.importance`; None means its default.
         gate: How the score weighs the update, see `RoutingConfig.gate`; None means its default.
         protect_prefix: Always keep class, distillation and register tokens.
 
     Raises:
         TypeError: A value of the wrong type.
-        ValueError: No block, an index outside the model or named twice, counts that differ, or an operator, context,
-            score or importance that does not exist.
+        ValueError: No block, an index outside the model or named twice, counts that differ, or an operator, context or
+            score that does not exist.
 
     Example:
         >>> plan = Plan(blocks=(1, 3), capacities=(0.5, 0.25), depth=4, operators=("block", "mlp"), router="norm")
@@ -76,6 +74,8 @@ class Plan:
             1       0.5  block      kept
             3      0.25  mlp        kept
         2 of 4 blocks are routed by norm
+        >>> plan.to_dict()["operators"], "contexts" in plan.to_dict()
+        (['block', 'mlp'], False)
         >>> Plan.from_dict(plan.to_dict()) == plan, plan.mean_capacity
         (True, 0.6875)
     """
@@ -86,7 +86,6 @@ class Plan:
     operators: tuple[str, ...]
     contexts: tuple[str, ...]
     router: Score | None
-    importance: str | None
     gate: Gate | None
     protect_prefix: bool
 
@@ -98,12 +97,11 @@ class Plan:
         operators: tuple[str, ...] = (),
         contexts: tuple[str, ...] = (),
         router: str | Score | Mapping[str, Any] | None = None,
-        importance: str | None = None,
         gate: str | Gate | Mapping[str, Any] | None = None,
         protect_prefix: bool = True,
     ) -> None:
-        if router is None and (importance, gate) != (None, None):
-            raise ValueError("importance and gate say how a plan's router works: pass router too")
+        if router is None and gate is not None:
+            raise ValueError(f"gate={spelled(gate)!r} weighs by the score of a plan's router: pass router too")
         parts = {} if router is None else read_parts({"router": router, "gate": gate})
         values = {
             "blocks": blocks,
@@ -112,7 +110,6 @@ class Plan:
             "operators": operators or (OPERATORS[0],) * len(blocks),
             "contexts": contexts or (CONTEXTS[0],) * len(blocks),
             "router": parts.get("router"),
-            "importance": importance or (IMPORTANCE[0] if parts else None),
             "gate": parts.get("gate"),
             "protect_prefix": protect_prefix,
         }
@@ -121,9 +118,7 @@ class Plan:
         self._check()
 
     def _check(self) -> None:
-        check_fields(
-            self, capacities="[0, 1]", depth=DEPTH, operators=OPERATORS, contexts=CONTEXTS, importance=IMPORTANCE
-        )
+        check_fields(self, capacities="[0, 1]", depth=DEPTH, operators=OPERATORS, contexts=CONTEXTS)
         if not self.blocks:
             raise ValueError(f"a plan must name at least one of the model's {self.depth} blocks")
         outside = [block for block in self.blocks if not 0 <= block < self.depth]
@@ -149,19 +144,30 @@ class Plan:
         lines = [_ROW.format("block", "capacity", "operator", "context")]
         lines += [_ROW.format(block, f"{capacity:g}", *rest) for block, capacity, *rest in self.rows]
         by = "" if self.router is None else f" by {self.router.name}"
-        by += f" ({self.importance})" if self.router is not None and self.router.reads_importance else ""
+        if isinstance(self.router, WithImportance) and self.router.reads_importance:
+            by += f" ({self.router.importance})"
         return "\n".join([*lines, f"{len(self.blocks)} of {self.depth} blocks are routed{by}"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values.
+        """Return the plan as plain JSON values: the fields that differ from their defaults.
 
         Raises:
             ValueError: The router is a function, which JSON cannot hold.
         """
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-        router, gate = self.router, self.gate
-        plain["router"] = None if router is None else router.to_dict()
-        return {**plain, "gate": None if gate is None else dataclasses.asdict(gate)}
+        plain = {name: spelled(value) for name, value in self._differing().items()}
+        if self.router is not None:
+            plain["router"] = self.router.to_dict()
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+
+    def _differing(self) -> dict[str, Any]:
+        """Return the fields that differ from what a plan of the same blocks, capacities and router has."""
+        always = ("blocks", "capacities", "depth")
+        default = {**vars(Plan(self.blocks, self.capacities, self.depth, router=self.router)), "router": None}
+        return {name: value for name, value in vars(self).items() if name in always or value != default[name]}
+
+    def __repr__(self) -> str:
+        """Return the call that makes the plan, without fields that have their defaults."""
+        return f"Plan({', '.join(f'{name}={spelled(value)!r}' for name, value in self._differing().items())})"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
@@ -177,7 +183,7 @@ class Plan:
         check_value("a plan", values, Mapping)
         names = [item.name for item in dataclasses.fields(cls)]
         refuse_unknown("field of a plan", values, names)
-        missing = [name for name in names if name not in values]
+        missing = [name for name in ("blocks", "capacities", "depth") if name not in values]
         if missing:
             raise ValueError(f"a plan needs {', '.join(missing)}")
         plain: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}

@@ -1,17 +1,22 @@
-"""The parts of a routing config from the ways to say them: a name, a value, or a plain mapping."""
+"""Reads the parts of a routing config, each written as a name, as a value, or as a plain mapping."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from mmod.config.parts import Gate, LanguageRouting, Threshold
+from mmod.config.parts import Gate, LanguageRouting, Merged, Threshold
 from mmod.config.registry import SCORES
 from mmod.config.score import Score
 from mmod.values import one_of, refuse_unknown
 
-PARTS = ("router", "select", "gate", "language")
+PARTS = ("router", "select", "gate", "skipped", "language")
+# Parts that are a plain name, or a value with options which has a name of its own.
+_CHOICES: dict[str, tuple[type[Any], tuple[str, ...]]] = {
+    "select": (Threshold, ("topk",)),
+    "skipped": (Merged, ("pass", "follow")),
+}
 Part = TypeVar("Part")
 
 
@@ -20,7 +25,7 @@ def score(name: str, **options: Any) -> Score:
 
     Args:
         name: A registered name.
-        options: The score's options, such as `bias` of "linear" and `seed` of "random".
+        options: The score's options, such as `bias` of "linear", `seed` of "random" or `importance` of "attention".
 
     Raises:
         TypeError: An option of the wrong type.
@@ -28,21 +33,22 @@ def score(name: str, **options: Any) -> Score:
 
     Example:
         >>> score("linear", bias=True)
-        Linear(normalize=True, bias=True, init_std=None, per='token', initial=None)
+        Linear(importance='per_viewer', normalize=True, bias=True, init_std=None, per='token', initial=None)
     """
     return _part("router", SCORES[name], options)
 
 
 def read_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts that fields of `RoutingConfig` mean, defaults where one is missing."""
+    """Return the parts that fields of `RoutingConfig` describe, defaults where one is missing."""
     router = _score(fields.get("router", "attention"))
     gate, language = fields.get("gate"), fields.get("language")
     if gate is None:
         gate = "tanh" if router.learns else "identity"
     return {
         "router": router,
-        "select": _selection(fields.get("select", "topk")),
+        "select": _choice("select", fields.get("select", "topk")),
         "gate": _part("gate", Gate, {"name": gate} if isinstance(gate, str) else gate),
+        "skipped": _choice("skipped", fields.get("skipped", "pass")),
         "language": _part("language", LanguageRouting, {} if language is None else language),
     }
 
@@ -52,24 +58,20 @@ def revised(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
     Args:
         fields: Fields of `RoutingConfig`.
-        changes: Other values for some. A mapping that does not name its part changes options of the one there.
+        changes: New values for some. A mapping without a `name` changes options of the present part.
 
     Example:
         >>> revised({"gate": Gate("sigmoid"), "capacity": 0.5}, {"gate": {"scale": 0.1}})["gate"]
         Gate(name='sigmoid', scale=0.1, reweight_skipped=False)
     """
-    found = {**fields, **changes}
+    revised_fields = {**fields, **changes}
     for name in PARTS:
         options = changes.get(name)
         if isinstance(options, Mapping) and "name" not in options:
-            found[name] = revise(name, read_parts(fields)[name], options)
-    return found
-
-
-def revise(name: str, part: Any, options: Mapping[str, Any]) -> Any:
-    """Return a part of a routing config, called `name`, with some options changed."""
-    kind, present = (Threshold, {}) if part == "topk" else (type(part), vars(part))
-    return _part(name, kind, {**present, **options})
+            part = read_parts(fields)[name]
+            kind, present = (_CHOICES[name][0], {}) if isinstance(part, str) else (type(part), vars(part))
+            revised_fields[name] = _part(name, kind, {**present, **options})
+    return revised_fields
 
 
 def _score(router: Any) -> Score:
@@ -84,11 +86,21 @@ def _score(router: Any) -> Score:
     raise TypeError(f"router must be a name, a score or a function, got {router!r}")
 
 
-def _selection(select: Any) -> Literal["topk"] | Threshold:
-    if isinstance(select, (Threshold, Mapping)):
-        return _part("select", Threshold, select)
-    one_of("select", select, ("topk", "threshold"))
-    return Threshold() if select == "threshold" else "topk"
+def _choice(field: str, value: Any) -> Any:
+    """Return a part that is a plain name or a value with options, which has a name too."""
+    kind, names = _CHOICES[field]
+    if isinstance(value, Mapping):
+        options = dict(value)
+        name = options.pop("name", kind.name)
+        if name == kind.name:
+            return _part(field, kind, options)
+        if options:
+            raise ValueError(f"{field}={name!r} has no options, got {', '.join(options)}; {kind.name!r} has some")
+        return _choice(field, name)
+    if isinstance(value, kind):
+        return value
+    one_of(field, value, (*names, kind.name))
+    return kind() if value == kind.name else value
 
 
 def _part(name: str, kind: type[Part], value: Any) -> Part:

@@ -1,19 +1,18 @@
-"""How a model is routed, as a value: strict on the way in and plain on the way out."""
+"""The routing config: strict when it is made, plain when it is saved."""
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from mmod.config.flat import FLAT, regroup
-from mmod.config.parts import Gate, LanguageRouting, Threshold
-from mmod.config.plan import CONTEXTS, DEPTH, IMPORTANCE, OPERATORS, Plan
+from mmod.config.parts import Gate, LanguageRouting, Merged, Threshold, spelled
+from mmod.config.plan import CONTEXTS, DEPTH, OPERATORS, Plan
 from mmod.config.reading import read_parts, revised
 from mmod.config.registry import LOSSES, SCORES
-from mmod.config.score import Score
+from mmod.config.score import IMPORTANCE, Score
 from mmod.values import check_fields, check_value, refuse_unknown
 
 if TYPE_CHECKING:
@@ -29,51 +28,40 @@ ScoreFunction = Callable[["Tensor"], "Tensor"]
 
 @dataclass(frozen=True, init=False)
 class RoutingConfig:
-    """How a model is routed: who is scored how, how many are kept, at what weight, what they see, and where.
+    """How a model is routed: which blocks, which of their tokens are kept, at what weight, and what the others do.
 
-    A part with options of its own is given by name where its defaults suffice, and else as a value. Plain mappings
-    say the same in files.
+    Fields that have options of their own (`router`, `select`, `gate`, `skipped`, `language`) take a name where the
+    defaults suffice, a value such as `mmod.Gate("tanh", scale=0.1)`, or the mapping that a file holds:
+    `gate: {name: tanh, scale: 0.1}`. A config prints, and is saved, without the fields that have their defaults.
 
     Args:
-        router: Where the score comes from: "attention" (importance in the preceding dense block, no parameters),
-            "linear" (learned), the controls "random", "stride" and "norm", another registered score, or a function
-            from tokens (B, N, D) to scores (B, N). `mmod.score("linear", bias=True)` sets options.
-        capacity: Share of tokens kept, in [0, 1], prefix tokens included; one number or one for each routed block. At 0
-            only tokens that are always kept run: prefix tokens, or text where image tokens may be skipped.
-        select: "topk" keeps `max(1, floor(capacity * N))` tokens of every image; "threshold" or a `Threshold` keeps
-            those whose squashed score reaches it.
-        gate: How the kept score weighs the block's update: "identity", "linear", "sigmoid", "tanh", "step", or a
-            `Gate`. None means "tanh" for scores that learn and "identity" for those that do not.
-        context: What a kept token attends to: the "kept" tokens of its image, as in MoD, or "all" of them, whose keys
-            and values are then computed for every token; a language model caches all of them.
-            One, or one for each routed block.
-        operator: What tokens that are not kept miss: the whole "block", or its "attention" or "mlp" alone; the other
-            branch then runs for all tokens, and the gate weighs the branch that is missed. One, or one for each
-            routed block.
-        skipped: What becomes of tokens that are not kept: they "pass" by unchanged; or "follow" the kept token of their
-            image that is most like them and get the update of that one; or "merge" with it, averaged as one row that
-            attention counts as so many tokens, and then get its update. Consecutive blocks whose router shares its
-            score choose among the kept tokens of the blocks before, wherever capacity falls.
-        enter_at: Where tokens that merge become one row: at the input of the "block", or before its "mlp", so that they
-            attend apart once more, as in ToMe. The latter is for blocks of timm, and for routers that share a score;
-            "attention" then reads the importance in the first of consecutive routed blocks, not in a dense one before.
-        blocks: "every_other" (1, 3, 5, ...), "late" (all after the first third; attention routing then keeps the same
-            tokens in all of them, those that the last dense block attends to, and the random control draws once for
-            all of them), "all", or the indices of the blocks.
+        router: The score of the tokens. "attention" takes the attention that they receive in the preceding dense block
+            and has no parameters; "linear" is learned; "random", "stride" and "norm" are controls. Others are
+            registered scores, `mmod.score(name, ...)` with options, or a function from tokens (B, N, D) to scores
+            (B, N).
+        capacity: Share of tokens kept, in [0, 1], prefix tokens included; one number, or one for each routed block. At
+            0 only tokens that are always kept run: prefix tokens, or text where image tokens may be skipped.
+        select: "topk" keeps the `max(1, floor(capacity * N))` highest scores of every image. "threshold", or a
+            `Threshold`, keeps every token whose score reaches a threshold.
+        gate: How the score of a kept token weighs the block's update: "identity", "linear", "sigmoid", "tanh", "step",
+            or a `Gate`. None means "tanh" for scores that learn and "identity" for others.
+        context: What a kept token attends to: the "kept" tokens, as in MoD, or "all" tokens, whose keys and values are
+            then computed, and cached in a language model. One, or one for each routed block.
+        operator: What skipped tokens miss: the whole "block", or its "attention" or "mlp" alone. The other branch then
+            runs for all tokens, and the gate weighs the branch that is missed. One, or one for each routed block.
+        skipped: What becomes of tokens that are not kept. They "pass" by unchanged. They "follow" the kept token of
+            their image that is most like them and get its update. Or they "merge" with it: the group runs as one row
+            and all of it gets the row's update, see `Merged`. Consecutive blocks that share a score choose among the
+            tokens that the block before kept, so capacity may fall there and not rise.
+        blocks: "every_other" (1, 3, 5, ...), "late" (all after the first third), "all", or the indices of the blocks.
+            In consecutive blocks attention routing keeps the tokens that the last dense block attends to, and the
+            control "random" draws once.
         protect_prefix: Always keep class, distillation and register tokens.
-        importance: How attention received is averaged. "per_viewer" counts the queries that can see a token, each
-            weighed by the number of keys it sees, so that causal attention does not rank tokens by position; "mean"
-            counts all queries alike, as A-MoD does. They differ only where queries see different keys. "class_token"
-            counts the query of the class token alone, as EViT does; "last_token", in language models, that of the
-            last token of each prompt, as FastV does (arXiv 2403.06764). "vision_tower", in a LLaVA's language model, is
-            what each patch receives in its tower instead, from the class token where there is one, as VisionZip does
-            (arXiv 2412.04467); no layer of the language model has to be dense for it.
-        losses: Weight of each auxiliary objective in every routed block: "membership" (binary cross-entropy between
-            score and selection, MoD), "load" (kept share times mean gate, MoDification), "capacity" (distance of the
-            kept share from `capacity`), "importance" (binary cross-entropy between a learned score and the selection
-            that importance would make), or another registered loss.
-        language: What only the layers of a language model can do.
-        options: The options of the parts by their own names, such as `threshold` and `gate_scale`; deprecated.
+        losses: Weight of each auxiliary loss in every routed block. "membership" is the binary cross-entropy between
+            score and selection (MoD), "load" is kept share times mean gate (MoDification), "capacity" is the distance
+            of the kept share from `capacity`, and "importance" is the binary cross-entropy between a learned score and
+            the selection that importance would make. Registered losses have names of their own.
+        language: Options that only the layers of a language model have, see `LanguageRouting`.
 
     Raises:
         TypeError: A value of the wrong type.
@@ -81,6 +69,8 @@ class RoutingConfig:
 
     Example:
         >>> config = RoutingConfig(router="linear", capacity=0.25, blocks=(2, 4), select=Threshold(0.3))
+        >>> config
+        RoutingConfig(router='linear', capacity=0.25, select={'name': 'threshold', 'threshold': 0.3}, blocks=(2, 4))
         >>> config.gate.name, RoutingConfig.from_dict(config.to_dict()) == config
         ('tanh', True)
     """
@@ -91,11 +81,9 @@ class RoutingConfig:
     gate: Gate
     context: str | tuple[str, ...]
     operator: str | tuple[str, ...]
-    skipped: str
-    enter_at: str
+    skipped: Literal["pass", "follow"] | Merged
     blocks: str | tuple[int, ...]
     protect_prefix: bool
-    importance: str
     losses: Mapping[str, float]
     language: LanguageRouting
 
@@ -108,37 +96,37 @@ class RoutingConfig:
         gate: str | Gate | Mapping[str, Any] | None = None,
         context: str | tuple[str, ...] = "kept",
         operator: str | tuple[str, ...] = "block",
-        skipped: str = "pass",
-        enter_at: str = "block",
+        skipped: str | Merged | Mapping[str, Any] = "pass",
         blocks: str | tuple[int, ...] = "every_other",
         protect_prefix: bool = True,
-        importance: str = "per_viewer",
         losses: Mapping[str, float] | None = None,
         language: LanguageRouting | Mapping[str, Any] | None = None,
-        **options: Any,
     ) -> None:
-        if options:
-            refuse_unknown("routing option", options, ROUTING_FIELDS)
-            moved = ", ".join(f"{name} is an option of {FLAT[name]}" for name in options)
-            warnings.warn(f"{moved}, see mmod.RoutingConfig", DeprecationWarning, stacklevel=2)
-        parts = {"router": router, "select": select, "gate": gate, "language": language}
+        parts = {"router": router, "select": select, "gate": gate, "skipped": skipped, "language": language}
         losses = {} if losses is None else losses
         check_value("losses", losses, Mapping[str, float], "(0, inf)")
         values = {
-            **read_parts(regroup({**parts, **options})),
+            **read_parts(parts),
             "capacity": _frozen(capacity),
             "context": _frozen(context),
             "operator": _frozen(operator),
-            "skipped": skipped,
-            "enter_at": enter_at,
             "blocks": _frozen(blocks),
             "protect_prefix": protect_prefix,
-            "importance": importance,
             "losses": dict(losses),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
         self._check()
+
+    @property
+    def importance(self) -> str:
+        """Which queries count in the importance that the score reads, or that a loss teaches it."""
+        return getattr(self.router, "importance", IMPORTANCE[0])
+
+    @property
+    def merges_inside(self) -> bool:
+        """Whether skipped tokens merge between attention and MLP."""
+        return isinstance(self.skipped, Merged) and self.skipped.before == "mlp"
 
     @property
     def hands_on(self) -> bool:
@@ -173,68 +161,85 @@ class RoutingConfig:
             select=("topk",),
             context=CONTEXTS,
             operator=OPERATORS,
-            skipped=("pass", "follow", "merge"),
-            enter_at=("block", "mlp"),
             blocks=LAYOUTS,
-            importance=IMPORTANCE,
         )
         for name in self.losses:
             LOSSES.check(name)
-        router, gate, language = self.router, self.gate, self.language
+        self._check_gate()
+        self._check_skipped()
+        self._check_language()
+
+    def _check_gate(self) -> None:
+        """Refuse gates, losses and thresholds that the score cannot serve."""
+        router, gate, select = self.router, self.gate, self.select
         steps = gate.name == "step" and router.whole  # A draw of 0 or 1 for a whole image needs no gradient.
         if not router.learns and gate.name != "identity" and not steps:
-            raise ValueError(f"gate {gate.name!r} needs a score that learns; router {router.name!r} takes 'identity'")
+            raise ValueError(
+                f"gate {gate.name!r} needs a score that learns, and router {router.name!r} does not: use gate "
+                "'identity', or a router such as 'linear'"
+            )
         if not router.learns and self.losses:
-            raise ValueError(f"router {router.name!r} learns nothing, so it takes no losses, got {dict(self.losses)}")
+            raise ValueError(
+                f"losses {dict(self.losses)} need a score that learns, and router {router.name!r} does not: leave them "
+                "out, or use a router such as 'linear'"
+            )
         if "load" in self.losses and gate.name in ("identity", "step"):
-            raise ValueError(f"the loss 'load' needs gate 'linear', 'sigmoid' or 'tanh', got {gate.name!r}")
-        among_all, in_part = self.context != "kept", self.operator != "block"
-        if self.skipped != "pass" and (self.select != "topk" or among_all or in_part or gate.reweight_skipped):
-            raise ValueError(
-                f"skipped={self.skipped!r} needs select='topk', context='kept', operator='block' and a gate without "
-                "reweight_skipped"
-            )
-        if self.enter_at == "mlp" and (self.skipped != "merge" or not router.shared):
-            raise ValueError(
-                "enter_at='mlp' needs skipped='merge' and a router that shares its score, such as 'redundancy'; got "
-                f"skipped={self.skipped!r} and router {router.name!r}"
-            )
-        if in_part and (gate.reweight_skipped or language.gate_on != "update"):
-            raise ValueError(
-                f"operator={self.operator!r} needs gate_on='update' and a gate without reweight_skipped: the gate "
-                "weighs what tokens miss"
-            )
-        if router.learns and isinstance(self.select, Threshold):
+            raise ValueError(f"losses.load needs gate 'linear', 'sigmoid' or 'tanh', got {gate.name!r}")
+        if router.learns and isinstance(select, Threshold):
             # The score is squashed by a sigmoid.
-            check_value("the threshold of a learned score", self.select.threshold, float, "[0, 1]")
-        whole_update = self.context == "all" or self.operator == "mlp" or router.whole
-        if gate.name == "step" and not (isinstance(self.select, Threshold) and whole_update):
+            check_value("select.threshold of a learned score", select.threshold, float, "[0, 1]")
+        all_attend = self.context == "all" or self.operator == "mlp" or router.whole
+        if gate.name == "step" and not (isinstance(select, Threshold) and all_attend):
             raise ValueError(
-                "gate='step' needs a threshold, and context='all', operator='mlp' or a score for the whole sequence"
+                "gate 'step' runs all tokens in training: it needs select='threshold', and context='all', "
+                "operator='mlp' or a score for the whole sequence"
             )
-        if router.whole and (self.select == "topk" or self.select != Threshold(self.select.threshold) or among_all):
+        if router.whole and (select == "topk" or select != Threshold(select.threshold) or self.context != "kept"):
             raise ValueError(
-                "a score for the whole sequence needs select=Threshold(...) without min_tokens or max_tokens and "
-                "context='kept': all tokens of an image are kept or none"
+                f"router {router.name!r} keeps all tokens of an image or none: it needs context='kept', and "
+                "select='threshold' without min_tokens and max_tokens"
+            )
+
+    def _check_skipped(self) -> None:
+        """Refuse what skipped tokens cannot do with the other fields."""
+        branch, reweights = self.operator != "block", self.gate.reweight_skipped
+        if self.skipped != "pass" and (self.select != "topk" or self.context != "kept" or branch or reweights):
+            raise ValueError(
+                f"skipped={spelled(self.skipped)!r} needs select='topk', context='kept', operator='block' and a gate "
+                "without reweight_skipped: tokens join others for the whole block"
+            )
+        if self.merges_inside and not self.router.shared:
+            raise ValueError(
+                f"skipped.before='mlp' needs a router that shares its score between blocks, got {self.router.name!r}: "
+                "use 'attention', 'redundancy' or another such, or before='block'"
+            )
+        if branch and (reweights or self.language.gate_on != "update"):
+            raise ValueError(
+                f"operator={self.operator!r} needs language.gate_on='update' and a gate without reweight_skipped: the "
+                "gate weighs the branch that tokens miss"
             )
         if self.operator == "mlp" and self.context == "all":
             raise ValueError("operator='mlp' needs context='kept': attention runs on all tokens anyway")
-        self._check_language()
 
     def _check_language(self) -> None:
         router, gate, language = self.router, self.gate, self.language
         if self.context != "kept" and language.positions == "compact":
-            raise ValueError("positions='compact' counts kept tokens alone, so it needs context='kept'")
+            raise ValueError(
+                f"language.positions='compact' counts kept tokens alone: it needs context='kept', got {self.context!r}"
+            )
         if language.frames is not None and self.select != "topk":
-            raise ValueError("frames choose the top-k among image tokens: they need select='topk'")
+            raise ValueError(f"language.frames={language.frames!r} chooses the top-k of each frame: use select='topk'")
         if language.shared and router.name != "linear":
-            raise ValueError(f"shared needs router='linear', got {router.name!r}")
+            raise ValueError(f"language.shared needs router 'linear', whose weight layers share, got {router.name!r}")
         if language.gate_on != "update" and gate.name == "identity":
-            raise ValueError(f"gate_on={language.gate_on!r} needs a gate other than 'identity'")
+            raise ValueError(f"language.gate_on={language.gate_on!r} needs a gate other than 'identity'")
         if language.inference_threshold is not None and not (router.learns and self.select == "topk"):
-            raise ValueError("inference_threshold needs a score that learns and select='topk'")
+            raise ValueError(
+                f"language.inference_threshold={language.inference_threshold:g} needs select='topk' and a score that "
+                "learns, such as 'linear'"
+            )
         if language.predictor and "membership" not in self.losses:
-            raise ValueError("predictor needs the loss 'membership', which trains it")
+            raise ValueError("language.predictor is trained by the loss 'membership': add it to losses, as with 0.01")
 
     def plan(self, depth: int) -> Plan:
         """Return the plan for a model of `depth` blocks; selection, losses and language options are not part of it.
@@ -256,7 +261,7 @@ class RoutingConfig:
         def each(own: Any) -> tuple[Any, ...]:
             return own if isinstance(own, tuple) else (own,) * len(blocks)
 
-        choice = (self.router, self.importance, self.gate, self.protect_prefix)
+        choice = (self.router, self.gate, self.protect_prefix)
         return Plan(blocks, each(self.capacity), depth, each(self.operator), each(self.context), *choice)
 
     @classmethod
@@ -265,8 +270,9 @@ class RoutingConfig:
 
         Args:
             plan: The blocks, each with its capacity, operator and context, and the score that chooses tokens.
-            fields: Other fields. A router takes the place of the plan's, and of its importance and gate; a plan without
-                one takes "stride" where every capacity is 0 or 1, since nothing is chosen there.
+            fields: Other fields. A router replaces the plan's router and gate, and a mapping without a name changes
+                options of the plan's router. A plan without a router takes "stride" where every capacity is 0 or 1,
+                since nothing is chosen there.
 
         Raises:
             TypeError: A field that the plan says.
@@ -280,8 +286,9 @@ class RoutingConfig:
         """
         check_value("plan", plan, Plan)
         fields = {"protect_prefix": plan.protect_prefix, **fields}
-        if plan.router is not None and "router" not in fields:
-            fields = {"router": plan.router, "importance": plan.importance, "gate": plan.gate, **fields}
+        router = fields.get("router", {})
+        if plan.router is not None and isinstance(router, Mapping) and "name" not in router:
+            fields = revised({"router": plan.router, "gate": plan.gate}, fields)
         if "router" not in fields:
             if not set(plan.capacities) <= {0, 1}:
                 raise ValueError(
@@ -303,40 +310,47 @@ class RoutingConfig:
         Raises:
             ValueError: An unknown field; the message names the valid ones.
         """
-        return RoutingConfig.from_dict(revised({name: getattr(self, name) for name in _NAMES}, changes))
+        return RoutingConfig.from_dict(revised({name: getattr(self, name) for name in ROUTING_FIELDS}, changes))
+
+    def _differing(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        given = {name: item.default for name, item in inspect.signature(type(self)).parameters.items()}
+        default = {**given, "losses": {}, **read_parts({"router": self.router}), "router": SCORES["attention"]()}
+        return {name: getattr(self, name) for name in ROUTING_FIELDS if getattr(self, name) != default[name]}
+
+    def __repr__(self) -> str:
+        """Return the call that makes the config, without fields that have their defaults."""
+        return f"RoutingConfig({', '.join(f'{name}={spelled(value)!r}' for name, value in self._differing().items())})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as plain JSON values.
+        """Return the fields that differ from their defaults, as plain JSON values.
 
         Raises:
             ValueError: The router is a function, which JSON cannot hold.
+
+        Example:
+            >>> RoutingConfig(router="linear", skipped=Merged(before="block"), blocks=(1, 2)).to_dict()
+            {'router': 'linear', 'skipped': 'merge', 'blocks': [1, 2]}
         """
-        plain = {name: getattr(self, name) for name in _NAMES}
-        for name in ("capacity", "context", "operator", "blocks"):
-            if isinstance(plain[name], tuple):
-                plain[name] = list(plain[name])
-        for name in ("select", "gate", "language"):
-            if dataclasses.is_dataclass(plain[name]):
-                plain[name] = dataclasses.asdict(plain[name])
-        return {**plain, "router": self.router.to_dict(), "losses": dict(self.losses)}
+        plain = {name: spelled(value) for name, value in self._differing().items()}
+        if "router" in plain:
+            plain["router"] = self.router.to_dict()
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RoutingConfig:
-        """Build a config from plain values, refusing keys it does not know.
-
-        Values may have the options of all parts side by side, as files of mmod 0.1 do.
+        """Build a config from plain values, refusing unknown keys; those that are missing have their defaults.
 
         Raises:
             ValueError: An unknown key; the message names the valid ones.
         """
         check_value("a routing config", values, Mapping)
         refuse_unknown("routing option", values, ROUTING_FIELDS)
-        return cls(**regroup(values))
+        return cls(**values)
 
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-_NAMES = tuple(item.name for item in dataclasses.fields(RoutingConfig))
-ROUTING_FIELDS = (*_NAMES, *FLAT)
+ROUTING_FIELDS = tuple(item.name for item in dataclasses.fields(RoutingConfig))

@@ -1,16 +1,18 @@
-"""What a score says of itself: the base of every class that a config's `router` names."""
+"""The base of scores: the classes whose names a config's `router` takes."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmod.config.parts import Gate
+from mmod.config.parts import Gate, spelled
+from mmod.values import check_fields
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+IMPORTANCE = ("per_viewer", "mean", "class_token", "last_token", "vision_tower")
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class Score:
-    """How tokens are scored, as a value: a frozen dataclass whose fields are the options of the score.
+    """How tokens are scored: a frozen dataclass whose fields are the options of the score.
 
-    A subclass is registered by `mmod.register_score`; configs then name it.
+    `mmod.register_score` registers a subclass by the name that configs use.
 
     Attributes:
         name: What configs call it; set when it is registered.
@@ -104,9 +106,29 @@ class Score:
         return score_BN * valid_BN.sum(dim=1, keepdim=True) / total_B1
 
     def to_dict(self) -> str | dict[str, Any]:
-        """Return the score as plain values: its name, with the options where it has any."""
-        options = dataclasses.asdict(self)
-        return {"name": self.name, **options} if options else self.name
+        """Return the score as plain values: its name, with the options that differ from their defaults."""
+        plain: str | dict[str, Any] = spelled(self)
+        return plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithImportance(Score):
+    """A score that reads importance, or that the loss "importance" teaches.
+
+    Args:
+        importance: Which queries count in the attention that a token receives. "per_viewer" averages over the queries
+            that can see the token, each weighed by the number of keys that it sees, so that causal attention does not
+            rank tokens by position. "mean" counts all queries alike (A-MoD); the two differ only where queries see
+            different keys. "class_token" reads the query of the class token alone (EViT). In language models,
+            "last_token" reads the last query of each prompt (FastV, arXiv 2403.06764), and "vision_tower" takes what
+            each patch receives in a LLaVA's vision tower, from the class token where there is one (VisionZip, arXiv
+            2412.04467), so that no layer of the language model has to stay dense.
+    """
+
+    importance: str = IMPORTANCE[0]
+
+    def __post_init__(self) -> None:
+        check_fields(self, "router", importance=IMPORTANCE)
 
 
 def check_score(score: Any) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import BlockCall, ImportanceState, RoutedState, StandingModule
-from mmod.config import Plan, RoutingConfig
+from mmod.config import Plan, RoutingConfig, differing
 from mmod.routing import Router
 
 # A block, its router, and its state; blocks that compute importance have no router.
@@ -27,9 +27,11 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
         ValueError: The blocks do not support the config.
     """
     plan = config.plan(len(stack.blocks))
-    if config.language.given and not stack.language:
-        options = ", ".join(config.language.given)
-        raise ValueError(f"{stack.names[0]} is no layer of a language model: remove the options {options}")
+    if not stack.language and differing(config.language):
+        raise ValueError(
+            f"{stack.names[0]} is no layer of a language model: remove the options "
+            f"{', '.join(f'language.{name}' for name in differing(config.language))}"
+        )
     if config.router.whole and stack.language:
         raise ValueError(
             f"a score per sequence is for images and captions: {stack.names[0]} generates text, so its router must "
@@ -43,8 +45,8 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     training_only = attends and not config.router.reads_importance
     shares, captioned = attends or config.scored_by_first, any(state is not None for *_, state in stack.companions)
     common = {"captioned": captioned, "training_only": training_only}
-    # A block that decides after its attention reads importance from that attention.
-    observes = attends and config.enter_at == "mlp"
+    # A block that decides after its attention reads the importance there.
+    observes = attends and config.merges_inside
     before = attends and not observes
     first = plan.blocks[0] - 1 if before else plan.blocks[0]
     readers: dict[int, list[Router]] = {}
@@ -117,9 +119,9 @@ def _check_standing(config: RoutingConfig, block: nn.Module, call: BlockCall, na
     standing = [module for module in block.modules() if isinstance(module, StandingModule)]
     in_training, in_evaluation = (any(module.chooses_together(mode) for module in standing) for mode in (True, False))
     mixture = bool(standing) and block.get_submodule(call.operators["mlp"]) in standing
-    if mixture and (config.operator == "mlp" or (config.enter_at == "mlp" and (in_training or in_evaluation))):
+    if mixture and (config.operator == "mlp" or (config.merges_inside and (in_training or in_evaluation))):
         raise ValueError(
-            f"operator='mlp' and enter_at='mlp' are not possible in {name}, whose MLP is a mixture of experts: "
+            f"operator='mlp' and skipped.before='mlp' are not possible in {name}, whose MLP is a mixture of experts: "
             "route its block, or give it experts that do nothing"
         )
     gate_on = config.language.gate_on

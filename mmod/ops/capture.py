@@ -24,7 +24,7 @@ class capture_importance(AttentionIntercept):
 
     Args:
         valid_BN: False where a token is padding (B, N), or None.
-        average: Which queries count: see `RoutingConfig.importance`.
+        average: Which queries count: see `mmod.config.WithImportance`.
 
     Attributes:
         importance_BN: Mean importance over the attention calls so far (B, N); None before the first.

@@ -24,11 +24,9 @@ class Chooser(NamedTuple):
 
     Args:
         router: Scores tokens.
-        importance: How it reads importance, if it does, see `RoutingConfig.importance`.
     """
 
-    router: str | Score = "stride"
-    importance: str = "per_viewer"
+    router: str | Score | Mapping[str, Any] = "stride"
 
     @property
     def first(self) -> int:
@@ -38,7 +36,7 @@ class Chooser(NamedTuple):
     @property
     def config(self) -> RoutingConfig:
         """The config with other settings at their defaults."""
-        return RoutingConfig(router=self.router, importance=self.importance)
+        return RoutingConfig(router=self.router)
 
 
 class Option(NamedTuple):

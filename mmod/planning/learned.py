@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis.flops import flops
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
-from mmod.config import RoutingConfig
+from mmod.config import RoutingConfig, spelled
 from mmod.model import capacities, routed_blocks, routing_configs, set_capacity, unroute_
 from mmod.ops.select import kept_count
 from mmod.planning.costs import Costs
@@ -318,8 +318,8 @@ def _check(model: nn.Module, config: RoutingConfig) -> None:
         raise ValueError(f"the capacities of this {type(model).__name__} are being learned already")
     if config.select != "topk" or config.skipped != "pass":
         raise ValueError(
-            f"capacities are learned with select='topk' and skipped='pass', got {config.select!r} and "
-            f"{config.skipped!r}"
+            f"capacities are learned with select='topk' and skipped='pass', got {spelled(config.select)!r} "
+            f"and {spelled(config.skipped)!r}"
         )
     for name, block in routed_blocks(model).items():
         router = block.router

@@ -8,7 +8,17 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mmod.config import PRESETS, Gate, LanguageRouting, RoutingConfig, Threshold, register_preset, revised, score
+from mmod.config import (
+    PRESETS,
+    Gate,
+    LanguageRouting,
+    Merged,
+    RoutingConfig,
+    Threshold,
+    register_preset,
+    revised,
+    score,
+)
 from mmod.config.plan import DEPTH
 from mmod.planning.schedules import falling, ratio_decay
 from mmod.values import check_value
@@ -74,8 +84,8 @@ def p_mod(depth: int | None) -> dict[str, Any]:
 
     A linear score with bias of the raw tokens, both starting at zero. Skipped tokens are multiplied by the gate, as in
     paper and code. For kept tokens the paper weighs the block's output and the code its MLP branch; here the gate
-    weighs the whole update, which both agree with while it is 1. In language models `gate_on="mlp"` is the code's way;
-    only image tokens are scored, weighed or skipped there.
+    weighs the whole update, which both agree with while it is 1. In language models `language={"gate_on": "mlp"}` is
+    the code's way; only image tokens are scored, weighed or skipped there.
     """
     fields = {
         "router": score("linear", normalize=False, bias=True, init_std=0.0),
@@ -91,8 +101,8 @@ def p_mod(depth: int | None) -> dict[str, Any]:
 def modification() -> dict[str, Any]:
     """Zhang et al., arXiv 2410.14268: threshold 0.5 on a sigmoid score, which is also the gate, and the load penalty.
 
-    The paper gates the attention and MLP outputs one by one, `gate_on="branches"` in language models; here the gate
-    weighs their sum.
+    The paper gates the attention and MLP outputs one by one, which is `language={"gate_on": "branches"}` in language
+    models; here the gate weighs their sum.
     """
     return {"router": "linear", "gate": "sigmoid", "select": Threshold(0.5), "losses": {"load": 0.01}}
 
@@ -126,7 +136,7 @@ def gradual(depth: int | None) -> dict[str, Any]:
     the merging and that attention counts merged tokens are ToMe's, Bolya et al., arXiv 2210.09461; ToMe merges in every
     block, by keys, and leaves merged tokens one.
     """
-    fields: dict[str, Any] = {"router": score("redundancy", channels=64), "skipped": "merge", "enter_at": "mlp"}
+    fields: dict[str, Any] = {"router": score("redundancy", channels=64), "skipped": Merged("mlp")}
     if depth is None:
         return fields
     plan = falling(depth, steps=min(5, depth - 1))

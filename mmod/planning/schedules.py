@@ -89,7 +89,8 @@ def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> Plan:
     """Return the plan of FastV: from one block on, all keep the same share of the tokens.
 
     With the router "attention" all of them keep the tokens that the last dense block attends to, since they share its
-    importance; `importance="last_token"` counts the query of the last token alone, as the source does.
+    importance; `mmod.score("attention", importance="last_token")` counts the query of the last token alone, as the
+    source does.
 
     Args:
         depth: Number of blocks.

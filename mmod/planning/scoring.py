@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmod.config import Plan, RoutingConfig
+from mmod.config import Plan, RoutingConfig, spelled
 from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
 from mmod.model import route_, unroute_
@@ -74,10 +74,8 @@ class Scoring:
         self.example: Any = None
         identity: dict[str, Any] = {
             "blocks": list(names), "options": [list(option) for option in options], "part": part,
-            "router": str(chooser.router), "divergence": compare.__name__,
+            "router": str(spelled(chooser.config.router)), "divergence": compare.__name__,
         }  # fmt: skip
-        if chooser.first:
-            identity["importance"] = chooser.importance
         self.journal = Journal(progress_file, identity, "search")
 
     def run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,7 @@ def search_plan(
     *,
     part: str | None = None,
     options: Sequence[Option] | None = None,
-    router: str | Score = "stride",
-    importance: str = "per_viewer",
+    router: str | Score | Mapping[str, Any] = "stride",
     cost: str = "flops",
     divergence: str | None = None,
     rounds: int = 0,
@@ -58,7 +57,6 @@ def search_plan(
         router: Which tokens a capacity above 0 keeps: a score that does not learn. One that reads importance, such as
             "attention", does so in the dense block before, so that nothing is done to the first block; reading is not
             counted.
-        importance: How it reads importance, see `RoutingConfig`.
         cost: What the budget is of: "flops", in language models those of the prefill without vision tower;
             "image_flops", those that image tokens add to the prefill of the text alone, however long that is; "cache",
             the tokens in a language model's cache; or "milliseconds", measured here, of one pass over the first batch,
@@ -95,7 +93,7 @@ def search_plan(
     part, stack = _part(model, part)
     if cost in ("cache", "image_flops") and not stack.language:
         raise ValueError(f"cost={cost!r} is for language models: {stack.names[0]} is no layer of one")
-    chooser = Chooser(router, importance)
+    chooser = Chooser(router)
     chosen = default_options(stack, chooser, "vision" in find_parts(model)) if options is None else tuple(options)
     _check_options(chosen, stack, chooser)
     scoring = Scoring(model, part, stack.names, chosen, chooser, divergence_of(divergence, model), progress_file)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.config import Placement, RoutingConfig, Threshold, rational
+from mmod.config import Merged, Placement, RoutingConfig, Threshold, rational, spelled
 from mmod.ops.gate import apply_gate, step_gate
 from mmod.ops.merging import first_rows, group_sizes, nearest_rows
 from mmod.ops.select import kept_count, select_images, select_threshold, select_topk
@@ -127,8 +127,8 @@ class Router(nn.Module):
         tokens, rows = earlier.score_BN.shape[1], earlier.index_BK.shape[1]
         if kept_count(tokens, self.capacity, self.prefix) > rows:
             raise ValueError(
-                f"skipped={self.config.skipped!r} lets capacity fall from block to block and not rise: {rows} of "
-                f"{tokens} tokens are left for a capacity of {float(self.capacity)}"
+                f"skipped={spelled(self.config.skipped)!r} lets capacity fall from block to block and not rise: {rows} "
+                f"of {tokens} tokens are left for a capacity of {float(self.capacity)}"
             )
         if isinstance(self.score, Grouping):
             return self._choose_groups(rows_BKD, earlier)
@@ -155,8 +155,8 @@ class Router(nn.Module):
             return None
         if slot_BK.shape[1] <= self.prefix:
             raise ValueError(
-                f"skipped={self.config.skipped!r} needs a kept token beside the {self.prefix} that are always kept; "
-                f"capacity {float(self.capacity)} keeps {slot_BK.shape[1]} of {routing.score_BN.shape[1]}"
+                f"skipped={spelled(self.config.skipped)!r} needs a kept token beside the {self.prefix} that are always "
+                f"kept; capacity {float(self.capacity)} keeps {slot_BK.shape[1]} of {routing.score_BN.shape[1]}"
             )
         if isinstance(self.score, Grouping):
             groups = self.score.groups(rows.shape[1])
@@ -172,7 +172,7 @@ class Router(nn.Module):
         """Return the decision with where tokens join others."""
         if join_BN is None:
             return routing
-        size_BK = group_sizes(join_BN, routing.index_BK.shape[1]) if self.config.skipped == "merge" else None
+        size_BK = group_sizes(join_BN, routing.index_BK.shape[1]) if isinstance(self.config.skipped, Merged) else None
         return routing._replace(join_BN=join_BN, size_BK=size_BK)
 
     def _select(self, x_BND: Tensor, score_BN: Tensor, importance_BN: Tensor | None, tokens: Any) -> Routing:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mmod.config import rational
-from mmod.config.routing import IMPORTANCE
 from mmod.values import check_fields, one_of, refuse_unknown
 
 __all__ = [
@@ -39,8 +38,7 @@ class PlanOptions:
             text.
         cost: What the budget is of: "flops", "milliseconds" of a pass over a batch, or in a language model "cache" or
             "image_flops", those that image tokens add.
-        router: Which tokens a capacity above 0 keeps.
-        importance: How the router reads importance, if it does.
+        router: Which tokens a capacity above 0 keeps; a name, or a mapping with options such as `importance`.
         options: Capacity, operator and context of each option; null for all that the blocks can do.
         divergence: "kl" or "cosine"; null chooses by the model.
         rounds: How often choices are scored again beside those of the plan so far.
@@ -51,8 +49,7 @@ class PlanOptions:
     batch_size: int = 16
     part: Literal["image", "text", "language"] | None = None
     cost: str = "flops"
-    router: str = "stride"
-    importance: str = "per_viewer"
+    router: str | dict[str, Any] = "stride"
     options: list[tuple[float, str, str]] | None = None
     divergence: str | None = None
     rounds: int = 0
@@ -62,7 +59,6 @@ class PlanOptions:
             self, "plan", budget="(0, inf)" if self.cost == "milliseconds" else "(0, 1)", batches="[1, inf)",
             batch_size="[1, inf)", cost=("flops", "image_flops", "cache", "milliseconds"), divergence=("kl", "cosine"),
             options="[0, 1]", rounds="[0, inf)",
-            importance=IMPORTANCE,
         )  # fmt: skip
 
 

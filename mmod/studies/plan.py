@@ -85,7 +85,6 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.Pl
             part=options.part or recipe.part,
             options=None if options.options is None else [Option(*each) for each in options.options],
             router=options.router,
-            importance=options.importance,
             cost=options.cost,
             divergence=options.divergence,
             rounds=options.rounds,

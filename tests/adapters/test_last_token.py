@@ -11,7 +11,7 @@ import mmod
 from tests.adapters.vlm_zoo import make_joint, make_language, prompt, words
 from tests.zoo import make_model
 
-CONFIG = mmod.RoutingConfig(router="attention", capacity=0.5, blocks=(2, 3), importance="last_token")
+CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "last_token"}, capacity=0.5, blocks=(2, 3))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -49,7 +49,7 @@ def test_a_batch_generates_what_its_samples_do() -> None:
 def test_it_costs_one_query_and_is_for_language_models() -> None:
     costs = []
     for importance in ("last_token", "mean"):
-        model = mmod.route_(make_joint("llava"), language=CONFIG.replace(importance=importance))
+        model = mmod.route_(make_joint("llava"), language=CONFIG.replace(router={"importance": importance}))
         costs.append(mmod.prefill_flops(model, 5, 9).importance)
     assert costs[0] * 14 == costs[1]
     with pytest.raises(ValueError, match="importance='last_token' is for language models"):

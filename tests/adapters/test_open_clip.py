@@ -156,7 +156,9 @@ def test_kept_tokens_are_computed_as_if_they_were_alone(name: str, config: Routi
 
 @pytest.mark.parametrize("name", ["ViT-B-32", "ViT-L-14-CLIPA", "coca_ViT-B-32", "custom-blocks"])
 def test_importance_is_the_mean_of_the_map(name: str) -> None:
-    model = mmod.route_(make_clip(name), RoutingConfig(capacity=0.5, blocks=(1,), importance="mean"))
+    model = mmod.route_(
+        make_clip(name), RoutingConfig(capacity=0.5, blocks=(1,), router={"name": "attention", "importance": "mean"})
+    )
     maps: dict[str, Tensor] = {}
 
     def remember(block_name: str) -> Any:

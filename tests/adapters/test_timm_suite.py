@@ -30,7 +30,7 @@ ROUTINGS = {
     "attention": RoutingConfig(capacity=0.5),
     "learned": LEARNED,
     "threshold": RoutingConfig(select=mmod.Threshold(1.0)),
-    "p-mod": mmod.preset("p-mod", depth=4, init_std=0.3),
+    "p-mod": mmod.preset("p-mod", depth=4, router={"init_std": 0.3}),
 }
 
 
@@ -91,7 +91,7 @@ def test_auxiliary_loss_refuses_reentrant_checkpointing() -> None:
 @pytest.mark.parametrize("routing", ["attention", "learned", "p-mod"])
 def test_checkpointing_compiles(routing: str) -> None:
     torch.compiler.reset()
-    config = mmod.preset("p-mod", depth=2, init_std=0.3) if routing == "p-mod" else ROUTINGS[routing]
+    config = mmod.preset("p-mod", depth=2, router={"init_std": 0.3}) if routing == "p-mod" else ROUTINGS[routing]
     plain, x = mmod.route_(make_model(NAME, depth=2), config).train(), images()
     saving = copy.deepcopy(plain)
     saving.set_grad_checkpointing()

@@ -14,7 +14,7 @@ import mmod
 from tests.adapters.vlm_zoo import LINEAR, make_joint, make_language, prompt
 from tests.zoo import make_model
 
-CONFIG = mmod.RoutingConfig(router="attention", capacity=0.5, blocks="all", importance="vision_tower")
+CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "vision_tower"}, capacity=0.5, blocks="all")
 GENERATION: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 
 
@@ -85,7 +85,7 @@ def test_prompts_generate_alone_what_they_do_in_a_batch_and_as_beams(router: str
 
 
 def test_scores_learn_from_it_under_checkpointing() -> None:
-    config = LINEAR.replace(losses={"importance": 1.0}, importance="vision_tower", blocks=(0, 1, 2))
+    config = LINEAR.replace(losses={"importance": 1.0}, router={"importance": "vision_tower"}, blocks=(0, 1, 2))
     gradients = []
     for checkpointed in (False, True):
         model = mmod.route_(make_joint("llava"), language=config).train()
@@ -108,7 +108,7 @@ def test_models_and_calls_without_it_are_refused() -> None:
             mmod.route_(model, language=CONFIG)
     model = make_joint("llava")
     with pytest.raises(ValueError, match="route with tokens='image'"):
-        mmod.route_(model, language=CONFIG.replace(tokens="all"))
+        mmod.route_(model, language=CONFIG.replace(language={"tokens": "all"}))
     mmod.route_(model, language=CONFIG)
     batch = prompt("llava", (1, 2))
     pixels = batch.pop("pixel_values")

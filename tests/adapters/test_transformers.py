@@ -16,9 +16,12 @@ from tests.threads import assert_right_in_threads
 
 EVERY_TOKEN = mmod.RoutingConfig(router="stride", capacity=1.0, blocks="all")
 EVERY_TOKEN_CAUSAL = mmod.RoutingConfig(
-    router="linear", capacity=1.0, blocks="all", tokens="all", inference_threshold=0.0, gate="sigmoid", gate_scale=2.0,
-    init_std=0.0, bias=True,
-)  # fmt: skip
+    router={"name": "linear", "init_std": 0.0, "bias": True},
+    capacity=1.0,
+    blocks="all",
+    language={"tokens": "all", "inference_threshold": 0.0},
+    gate={"name": "sigmoid", "scale": 2.0},
+)
 
 
 def outputs(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
@@ -86,7 +89,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     gradients = []
     for reentrant in (None, False):
         model = make_joint("llava")
-        mmod.route_(model, language=LINEAR.replace(losses={"membership": 0.1}, gate_on="branches"))
+        mmod.route_(model, language=LINEAR.replace(losses={"membership": 0.1}, language={"gate_on": "branches"}))
         model.train()
         if reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -113,7 +116,12 @@ def test_attention_maps_have_the_index_of_their_layer(name: str) -> None:
     model: Any = make_language(name) if name in LANGUAGE else make_joint(name, attention="eager")
     model.set_attn_implementation("eager")
     batch = {"input_ids": torch.randint(3, IMAGE, (1, 12))} if name in LANGUAGE else prompt(name, (1, 2))
-    config = LINEAR.replace(tokens="all", select="threshold", threshold=0.5, gate="sigmoid", bias=True)
+    config = LINEAR.replace(
+        language={"tokens": "all"},
+        select={"name": "threshold", "threshold": 0.5},
+        gate="sigmoid",
+        router={"bias": True},
+    )
     mmod.route_(model, language=config)
     nothing, _ = mmod.routed_blocks(model).values()
     nothing.router.score.bias.fill_(-1e9)
@@ -134,7 +142,7 @@ def test_attention_maps_have_the_index_of_their_layer(name: str) -> None:
 @pytest.mark.parametrize("importance", ["mean", "per_viewer"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_importance_is_the_mean_of_the_map(attention: str, importance: str) -> None:
-    config = mmod.RoutingConfig(capacity=0.5, blocks=(1,), importance=importance)
+    config = mmod.RoutingConfig(capacity=0.5, blocks=(1,), router={"name": "attention", "importance": importance})
     batch = prompt("llava", (1, 2))
     model = make_joint("llava", attention="eager")
     maps = model(**batch, output_attentions=True).attentions[0]
@@ -183,7 +191,12 @@ def test_vision_tower_runs_on_fewer_patches() -> None:
 @pytest.mark.parametrize("gate_on", ["mlp", "branches"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
 def test_gates_on_branches_match_a_written_out_layer(name: str, gate_on: str) -> None:
-    config = LINEAR.replace(tokens="all", gate="sigmoid", gate_scale=1.0, gate_on=gate_on, blocks=(1,), capacity=1.0)
+    config = LINEAR.replace(
+        language={"tokens": "all", "gate_on": gate_on},
+        gate={"name": "sigmoid", "scale": 1.0},
+        blocks=(1,),
+        capacity=1.0,
+    )
     model, batch = mmod.route_(make_language(name), config), {"input_ids": torch.randint(3, IMAGE, (1, 8))}
     (block,) = mmod.routed_blocks(model).values()
     seen: dict[str, Tensor] = {}

@@ -14,14 +14,14 @@ from mmod.adapters.transformers.images import VIDEO as SHOWS_VIDEO
 from mmod.adapters.transformers.images import ImageTokens
 from tests.adapters.vlm_zoo import FRAME, IMAGE, JOINT, PATCHES, VIDEO, make_joint, pad, prompt, video
 
-BY_FRAME = mmod.preset("videollm-mod", capacity=0.5, blocks=(1, 3), init_std=0.2)
+BY_FRAME = mmod.preset("videollm-mod", capacity=0.5, blocks=(1, 3), router={"init_std": 0.2})
 TOGETHER = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=0.5, blocks=(0, 1, 3))
 
 BY_MAP = mmod.RoutingConfig(router="attention", capacity=0.5, blocks=(1, 3))
 SECOND_TURN = {
     "attention": BY_MAP,
     "linear": TOGETHER,
-    "distilled": mmod.preset("distilled", blocks=(1, 3), init_std=0.2),
+    "distilled": mmod.preset("distilled", blocks=(1, 3), router={"init_std": 0.2}),
 }
 EVERY_TOKEN = mmod.RoutingConfig(router="stride", capacity=1.0, blocks=(0, 1, 3))
 
@@ -40,7 +40,7 @@ def kept(model: Any, batch: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.parametrize("name", FRAME)
 def test_videos_are_chosen_frame_by_frame(name: str, frames: str) -> None:
     size = FRAME[name]
-    config = BY_FRAME.replace(frames="span" if frames == "span" else size)
+    config = BY_FRAME.replace(language={"frames": "span" if frames == "span" else size})
     batch = video(name, (1, 2))
     for keep in kept(routed(name, config), batch):
         for row, videos in zip(range(2), (1, 2)):
@@ -88,7 +88,7 @@ def places(start: int, tokens: int, qwen: bool, samples: int = 1) -> dict[str, T
 @pytest.mark.parametrize("frames", ["span", PATCHES])
 @pytest.mark.parametrize("name", ["llava", "llava-qwen2", "qwen2-vl", "qwen2.5-vl"])
 def test_a_stream_of_frames_equals_the_whole_prompt(name: str, frames: Any) -> None:
-    model, qwen = routed(name, BY_FRAME.replace(frames=frames)), name.startswith("qwen")
+    model, qwen = routed(name, BY_FRAME.replace(language={"frames": frames})), name.startswith("qwen")
     images = prompt(name, (3,))
     pieces: list[list[int]] = [[1, 5, 6], [IMAGE] * PATCHES, [IMAGE] * PATCHES, [7], [8, 9, *[IMAGE] * PATCHES, 10]]
     ids = torch.tensor([[token for piece in pieces for token in piece]])

@@ -16,36 +16,53 @@ import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
 from tests.adapters.vlm_zoo import IMAGE, JOINT, PATCHES, VIDEO, make_joint, make_language, pad, prompt
 
+SCORE = mmod.score("linear", init_std=0.2)
 IMAGES_ONLY = {
-    "linear": mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(0, 1, 3), init_std=0.2),
+    "linear": mmod.RoutingConfig(router=SCORE, capacity=0.5, blocks=(0, 1, 3)),
     "attention": mmod.RoutingConfig(router="attention", capacity=0.5, blocks=(1, 3)),
     "p-mod": mmod.RoutingConfig(
-        router="linear", capacity=(0.8, 0.3), blocks=(1, 2), bias=True, init_std=0.2, reweight_skipped=True,
-        gate_on="mlp",
+        router={"name": "linear", "bias": True, "init_std": 0.2},
+        capacity=(0.8, 0.3),
+        blocks=(1, 2),
+        gate={"name": "tanh", "reweight_skipped": True},
+        language={"gate_on": "mlp"},
     ),
-    "frames": mmod.RoutingConfig(router="linear", capacity=0.34, blocks=(1, 2), frames="span", init_std=0.2),
+    "frames": mmod.RoutingConfig(router=SCORE, capacity=0.34, blocks=(1, 2), language={"frames": "span"}),
     "modification": mmod.RoutingConfig(
-        router="linear", select="threshold", gate="sigmoid", gate_on="branches", blocks=(0, 2), init_std=0.2
+        router=SCORE, select="threshold", gate="sigmoid", language={"gate_on": "branches"}, blocks=(0, 2)
     ),
     "random": mmod.RoutingConfig(router="random", capacity=0.5, blocks=(1, 2)),
     "stride": mmod.RoutingConfig(router="stride", capacity=0.25, blocks=(1, 3)),
-}  # fmt: skip
+}
 EVERYTHING = {
     "threshold": mmod.RoutingConfig(
-        router="linear", select="threshold", gate="sigmoid", tokens="all", blocks=(0, 2), init_std=0.2
+        router=SCORE, select="threshold", gate="sigmoid", language={"tokens": "all"}, blocks=(0, 2)
     ),
     "inference": mmod.RoutingConfig(
-        router="linear", capacity=0.5, inference_threshold=0.5, tokens="all", blocks=(1, 3), init_std=0.2
+        router=SCORE, capacity=0.5, language={"inference_threshold": 0.5, "tokens": "all"}, blocks=(1, 3)
     ),
     "predictor": mmod.RoutingConfig(
-        router="linear", capacity=0.5, inference_threshold=0.5, tokens="all", blocks=(0, 1), predictor=True,
-        losses={"membership": 0.01}, init_std=0.2,
+        router=SCORE,
+        capacity=0.5,
+        language={"inference_threshold": 0.5, "tokens": "all", "predictor": True},
+        blocks=(0, 1),
+        losses={"membership": 0.01},
     ),
     "compact": mmod.RoutingConfig(
-        router="linear", capacity=0.5, inference_threshold=0.5, tokens="all", blocks=(1, 2), positions="compact",
-        normalize="block", shared=True, gate="sigmoid", gate_on="mlp", init_std=0.2,
+        router={"name": "linear", "normalize": False, "init_std": 0.2},
+        capacity=0.5,
+        language={
+            "inference_threshold": 0.5,
+            "tokens": "all",
+            "scored": "norm",
+            "positions": "compact",
+            "shared": True,
+            "gate_on": "mlp",
+        },
+        blocks=(1, 2),
+        gate="sigmoid",
     ),
-}  # fmt: skip
+}
 NO_IMAGES = {"suppress_tokens": [IMAGE, VIDEO]}
 
 
@@ -267,7 +284,7 @@ def test_unrouted_models_have_their_own_classes(name: str) -> None:
     model, batch = make_joint(name, attention="eager"), prompt(name, (1,))
     classes = [type(module) for module in model.modules()]
     for gate_on in ("mlp", "branches"):
-        mmod.route_(model, language=IMAGES_ONLY["p-mod"].replace(gate_on=gate_on))
+        mmod.route_(model, language=IMAGES_ONLY["p-mod"].replace(language={"gate_on": gate_on}))
         with torch.no_grad():
             copy.deepcopy(model)(**batch)
         assert [type(module) for module in mmod.unroute_(model).modules()] == classes
@@ -288,9 +305,9 @@ def test_continuous_batching_is_refused_before_it_starts(name: str) -> None:
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_that_would_need_the_future_is_refused(beams: int) -> None:
     for config in (
-        mmod.RoutingConfig(router="linear", tokens="all"),
-        mmod.RoutingConfig(router="attention", tokens="all"),
-        mmod.RoutingConfig(router="random", tokens="all", select="threshold"),
+        mmod.RoutingConfig(router="linear", language={"tokens": "all"}),
+        mmod.RoutingConfig(router="attention", language={"tokens": "all"}),
+        mmod.RoutingConfig(router="random", language={"tokens": "all"}, select="threshold"),
     ):
         model = mmod.route_(make_language("llama"), language=config)
         with pytest.raises(ValueError, match="text cannot be generated"):
@@ -343,7 +360,7 @@ def flash_like(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("images", [(1,), (1, 0, 2)])
 def test_attention_with_a_mask_of_keys_alone(images: tuple[int, ...], flash_like: str) -> None:
-    config = mmod.RoutingConfig(router="linear", capacity=0.5, blocks="all", init_std=0.2)
+    config = mmod.RoutingConfig(router=SCORE, capacity=0.5, blocks="all")
     model, batch = routed("llava", config), prompt("llava", images)
     with torch.no_grad():
         expected, ids = model(**batch).logits, generate(model, batch)

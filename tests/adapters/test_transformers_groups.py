@@ -91,7 +91,7 @@ def test_merged_embeddings_say_where_images_are_or_are_refused(name: str, method
 
 
 def test_an_image_mask_needs_image_tokens_that_may_be_skipped() -> None:
-    model = mmod.route_(make_joint("llava"), language=LINEAR.replace(tokens="all"))
+    model = mmod.route_(make_joint("llava"), language=LINEAR.replace(language={"tokens": "all"}))
     with pytest.raises(ValueError, match="routed with tokens='all'"):
         model(input_ids=torch.tensor([[3, 4]]), image_mask=torch.tensor([[True, False]]))
 
@@ -123,7 +123,7 @@ def test_an_empty_batch_fares_as_in_the_dense_model(name: str, router: str, trai
 
 @torch.no_grad()
 def test_protected_tokens_are_kept() -> None:
-    config = LINEAR.replace(tokens="all", capacity=0.25)
+    config = LINEAR.replace(language={"tokens": "all"}, capacity=0.25)
     model, batch = mmod.route_(make_joint("llava"), language=config), prompt("llava", (1, 2))
     real = batch["attention_mask"].bool()
     protected = torch.zeros_like(real)
@@ -142,20 +142,20 @@ def test_protected_tokens_are_kept() -> None:
 def test_frames_are_chosen_one_by_one() -> None:
     model, batch = make_joint("llava"), prompt("llava", (3, 1))
     images = batch["input_ids"] == IMAGE
-    mmod.route_(model, language=mmod.preset("videollm-mod", capacity=1 / 3, init_std=0.2))
+    mmod.route_(model, language=mmod.preset("videollm-mod", capacity=1 / 3, router={"init_std": 0.2}))
     with mmod.trace(model) as decisions:
         model(**batch)
     for routing in decisions.values():
         kept = (routing.keep_BN & images)[images].view(-1, PATCHES)
         assert kept.sum(1).tolist() == [PATCHES // 3] * 4
     mmod.unroute_(model)
-    mmod.route_(model, language=LINEAR.replace(frames=3, capacity=0.67))
+    mmod.route_(model, language=LINEAR.replace(language={"frames": 3}, capacity=0.67))
     with mmod.trace(model) as decisions:
         model(**batch)
     for routing in decisions.values():
         assert (routing.keep_BN & images)[images].view(-1, 3).sum(1).tolist() == [2] * 12
     mmod.unroute_(model)
-    mmod.route_(model, language=LINEAR.replace(frames=4))
+    mmod.route_(model, language=LINEAR.replace(language={"frames": 4}))
     with pytest.raises(ValueError, match="frames=4 does not divide"):
         model(**batch)
 
@@ -188,7 +188,7 @@ def test_selection_within_roles_equals_its_definition(data: Any, samples: int, t
 
 @torch.no_grad()
 def test_packed_samples_are_routed_apart() -> None:
-    model = mmod.route_(make_language("llama"), LINEAR.replace(tokens="all"))
+    model = mmod.route_(make_language("llama"), LINEAR.replace(language={"tokens": "all"}))
     first, second = torch.randint(3, IMAGE, (1, 9)), torch.randint(3, IMAGE, (1, 6))
     apart = [model(input_ids=ids, use_cache=False).logits for ids in (first, second)]
     place = torch.cat([torch.arange(9), torch.arange(6)]).unsqueeze(0)
@@ -210,7 +210,9 @@ def test_a_batch_without_images_trains_too() -> None:
 
 def test_predictor_sends_no_gradient_into_the_model() -> None:
     config = LINEAR.replace(
-        tokens="all", predictor=True, inference_threshold=0.5, losses={"membership": 1.0}, gate="linear"
+        language={"tokens": "all", "predictor": True, "inference_threshold": 0.5},
+        losses={"membership": 1.0},
+        gate="linear",
     )
     model = mmod.route_(make_language("llama"), config).train()
     model(**words())
@@ -228,14 +230,14 @@ def test_wrong_use_is_refused() -> None:
     model = make_joint("llava")
     with pytest.raises(ValueError, match="do not exist"):
         mmod.route_(model, language=LINEAR.replace(blocks=(1, 9)))
-    with pytest.raises(ValueError, match="no layer of a language model: remove the options shared"):
-        mmod.route_(model, vision=LINEAR.replace(shared=True))
+    with pytest.raises(ValueError, match=r"no layer of a language model: remove the options language\.shared"):
+        mmod.route_(model, vision=LINEAR.replace(language={"shared": True}))
     with pytest.raises(ValueError, match="has no part text"):
         mmod.route_(model, text=LINEAR)
     with pytest.raises(ValueError, match="says nothing of an image token"):
-        mmod.route_(make_language("llama"), LINEAR.replace(tokens="image"))
+        mmod.route_(make_language("llama"), LINEAR.replace(language={"tokens": "image"}))
     with pytest.raises(ValueError, match="compact"):
-        mmod.route_(make_joint("qwen2-vl"), language=LINEAR.replace(positions="compact"))
+        mmod.route_(make_joint("qwen2-vl"), language=LINEAR.replace(language={"positions": "compact"}))
     with pytest.raises(ValueError, match="has no part vision"):
         mmod.route_(make_joint("qwen2-vl"), vision=LINEAR)
     assert not mmod.is_routed(model)
@@ -278,5 +280,7 @@ def test_unmasked_attention_implementations_are_refused() -> None:
 )  # fmt: skip
 def test_options_that_exclude_each_other(wrong: dict[str, Any]) -> None:
     (option, *_) = wrong
-    with pytest.raises(ValueError, match=option):
-        mmod.RoutingConfig(**{"router": "linear", **wrong})
+    others = {name: wrong[name] for name in wrong if name in ("select", "router", "gate")}
+    language = {name: value for name, value in wrong.items() if name not in others}
+    with pytest.raises(ValueError, match=rf"language\.{option}"):
+        mmod.RoutingConfig(**{"router": "linear", "language": language, **others})

@@ -99,7 +99,9 @@ def test_packed_equals_padded_without_images(name: str, monkeypatch: pytest.Monk
 )
 @settings(max_examples=25, deadline=None)
 def test_packed_equals_padded_at_any_length(lengths: list[int], seed: int, threshold: float, side: str) -> None:
-    model = mmod.route_(make_language("llama"), language=EVERYTHING["threshold"].replace(threshold=threshold)).double()
+    model = mmod.route_(
+        make_language("llama"), language=EVERYTHING["threshold"].replace(select={"threshold": threshold})
+    ).double()
     generator = torch.Generator().manual_seed(seed)
     batch = pad([torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths], side)
     with pytest.MonkeyPatch.context() as monkeypatch:

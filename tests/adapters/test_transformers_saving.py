@@ -41,7 +41,7 @@ def test_copies_route_alike() -> None:
 @pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
 def test_saved_models_load_by_one_call(name: str, shard: str, tmp_path: Path) -> None:
     model = make_joint(name)
-    mmod.route_(model, language=LINEAR.replace(shared=True, capacity=(0.5, 0.25)))
+    mmod.route_(model, language=LINEAR.replace(language={"shared": True}, capacity=(0.5, 0.25)))
     if name == "llava":
         mmod.route_(model, vision=mmod.RoutingConfig(capacity=0.5))
     mmod.set_capacity(model, [0.4, *list(mmod.capacities(model).values())[1:]])
@@ -66,7 +66,7 @@ def test_dense_checkpoints_are_not_taken_for_routed_ones(tmp_path: Path) -> None
 
 def test_dense_weights_load_into_a_routed_model() -> None:
     dense = make_language("qwen3", seed=1)
-    model = mmod.route_(make_language("qwen3", seed=2), LINEAR.replace(tokens="all"))
+    model = mmod.route_(make_language("qwen3", seed=2), LINEAR.replace(language={"tokens": "all"}))
     report = model.load_state_dict(dense.state_dict(), strict=False)
     assert not report.unexpected_keys
     assert all(".router." in key for key in report.missing_keys)
@@ -112,10 +112,16 @@ def test_lora_before_or_after_routing(first: str, tmp_path: Path) -> None:
 
 
 UNDER_PEFT = {
-    "p-mod": mmod.preset("p-mod", blocks=(1, 2), capacity=0.5, init_std=0.2),
-    "gamma-mod": mmod.preset("gamma-mod", depth=5, blocks=(1, 2), positions="original", init_std=0.2),
+    "p-mod": mmod.preset("p-mod", blocks=(1, 2), capacity=0.5, router={"init_std": 0.2}),
+    "gamma-mod": mmod.preset(
+        "gamma-mod", depth=5, blocks=(1, 2), language={"positions": "original"}, router={"init_std": 0.2}
+    ),
     "predictor": mmod.preset(
-        "mod", capacity=0.5, inference_threshold=0.5, losses={"membership": 0.01}, predictor=True, init_std=0.2
+        "mod",
+        capacity=0.5,
+        language={"inference_threshold": 0.5, "predictor": True},
+        losses={"membership": 0.01},
+        router={"init_std": 0.2},
     ),
 }
 
@@ -127,7 +133,7 @@ def test_peft_trains_saves_and_merges_every_router(method: str, name: str, tmp_p
 
     config, make = UNDER_PEFT[method], make_language if name in LANGUAGE else make_joint
     if name in LANGUAGE and method == "p-mod":
-        config = config.replace(tokens="all", inference_threshold=0.5)
+        config = config.replace(language={"tokens": "all", "inference_threshold": 0.5})
     batch = words() if name in LANGUAGE else prompt(name, (1, 2))
     options = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["router"])
     model = peft.get_peft_model(mmod.route_(make(name), language=config), options).train()
@@ -156,7 +162,7 @@ def test_peft_trains_saves_and_merges_every_router(method: str, name: str, tmp_p
 
 
 def test_a_shared_score_follows_copies() -> None:
-    model, config = make_joint("llava"), LINEAR.replace(shared=True)
+    model, config = make_joint("llava"), LINEAR.replace(language={"shared": True})
     twin = copy.deepcopy(mmod.route_(model, language=config))
     (owner,) = {block.router.score.held for block in mmod.routed_blocks(twin).values()}
     assert owner is twin.model.language_model.shared_router

@@ -19,12 +19,18 @@ from tests.adapters.test_transformers_generation import EVERYTHING, IMAGES_ONLY,
 from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, PATCHES, make_joint, make_language, pad, prompt
 
 PRESETS = {
-    "p-mod": mmod.preset("p-mod", blocks=(1, 2), capacity=(0.8, 0.3), init_std=0.2),
-    "gamma-mod": mmod.preset("gamma-mod", depth=5, blocks=(1, 2), inference_threshold=0.5, init_std=0.2),
-    "videollm-mod": mmod.preset("videollm-mod", capacity=0.34, blocks=(1, 3), init_std=0.2),
+    "p-mod": mmod.preset("p-mod", blocks=(1, 2), capacity=(0.8, 0.3), router={"init_std": 0.2}),
+    "gamma-mod": mmod.preset(
+        "gamma-mod", depth=5, blocks=(1, 2), language={"inference_threshold": 0.5}, router={"init_std": 0.2}
+    ),
+    "videollm-mod": mmod.preset("videollm-mod", capacity=0.34, blocks=(1, 3), router={"init_std": 0.2}),
     "a-mod": mmod.preset("a-mod", capacity=0.5, blocks=(1, 3)),
-    "mod": mmod.preset("mod", capacity=0.5, inference_threshold=0.5, blocks=(0, 2), init_std=0.2),
-    "mod-image": mmod.preset("mod", capacity=0.25, tokens="image", blocks=(0, 1, 3), init_std=0.2),
+    "mod": mmod.preset(
+        "mod", capacity=0.5, language={"inference_threshold": 0.5}, blocks=(0, 2), router={"init_std": 0.2}
+    ),
+    "mod-image": mmod.preset(
+        "mod", capacity=0.25, language={"tokens": "image"}, blocks=(0, 1, 3), router={"init_std": 0.2}
+    ),
 }
 ROOM = 48
 
@@ -189,8 +195,10 @@ def test_decoding_compiles_to_one_graph(name: str, config: mmod.RoutingConfig) -
 # What decodes by itself: text that always runs, text that is predicted to run, text that runs above a threshold.
 BY_INDUCTOR = {
     "gamma-mod": PRESETS["gamma-mod"],
-    "mod of text": PRESETS["mod"].replace(tokens="all", inference_threshold=0.5, losses={"membership": 0.01}),
-    "modification": mmod.preset("modification", tokens="all", init_std=0.2),
+    "mod of text": PRESETS["mod"].replace(
+        language={"tokens": "all", "inference_threshold": 0.5}, losses={"membership": 0.01}
+    ),
+    "modification": mmod.preset("modification", language={"tokens": "all"}, router={"init_std": 0.2}),
 }
 
 

@@ -93,9 +93,12 @@ CONFIGS: dict[str, dict[str, object]] = {
     "mixed": {"blocks": (1, 3, 5), "operator": ("block", "mlp", "attention"), "context": ("all", "kept", "all")},
     "follow": {"skipped": "follow"},
     "merge": {"skipped": "merge"},
-    "observes": {"skipped": "merge", "enter_at": "mlp"},
-    "observes-once": {"skipped": "merge", "enter_at": "mlp", "blocks": "late"},
-    "observes-class-token": {"skipped": "merge", "enter_at": "mlp", "importance": "class_token"},
+    "observes": {"skipped": {"name": "merge", "before": "mlp"}},
+    "observes-once": {"skipped": {"name": "merge", "before": "mlp"}, "blocks": "late"},
+    "observes-class-token": {
+        "skipped": {"name": "merge", "before": "mlp"},
+        "router": {"name": "attention", "importance": "class_token"},
+    },
 }
 
 

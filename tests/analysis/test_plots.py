@@ -145,7 +145,9 @@ def test_tradeoff_names_what_is_missing() -> None:
 
 
 def test_maps_of_images_among_text() -> None:
-    model: Any = mmod.route_(make_joint("llava"), language=mmod.preset("mod", tokens="image", capacity=1 / 3))
+    model: Any = mmod.route_(
+        make_joint("llava"), language=mmod.preset("mod", language={"tokens": "image"}, capacity=1 / 3)
+    )
     batch = prompt("llava", (1, 0, 2))
     with mmod.trace(model) as decisions, torch.no_grad():
         model(**batch)

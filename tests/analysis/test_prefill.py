@@ -52,7 +52,7 @@ def test_counts_equal_those_of_torch(name: str, method: str) -> None:
 @pytest.mark.parametrize("importance", ["mean", "last_token"])
 def test_importance_is_counted_where_it_is_spent(importance: str) -> None:
     """Attention in fp64 shares no probabilities with importance; in fp32 on a CPU only the last token's are spent."""
-    config = mmod.RoutingConfig(importance=importance, blocks=(1, 3))
+    config = mmod.RoutingConfig(router={"name": "attention", "importance": importance}, blocks=(1, 3))
     model: Any = mmod.route_(make_joint("llava", attention="sdpa"), language=config)
     batch = prompt("llava", (2,))
     images, tokens = int((batch["input_ids"] == IMAGE).sum()), batch["input_ids"].shape[1]

@@ -18,7 +18,7 @@ from mmod.training.chat.recipe import fit
 from tests.training.chat.configs import vlm_config
 
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100"]
-ROUTED = {"language": {"router": "linear", "capacity": 0.5, "blocks": [1, 2], "tokens": "image"}}
+ROUTED = {"language": {"router": "linear", "capacity": 0.5, "blocks": [1, 2], "language": {"tokens": "image"}}}
 
 
 def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

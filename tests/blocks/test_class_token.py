@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 import mmod
 from tests.zoo import ZOO, make_images, make_model
 
-CONFIG = mmod.RoutingConfig(capacity=0.5, blocks=(1, 2), importance="class_token")
+CONFIG = mmod.RoutingConfig(capacity=0.5, blocks=(1, 2), router={"name": "attention", "importance": "class_token"})
 
 
 class _FirstRows(TorchFunctionMode):

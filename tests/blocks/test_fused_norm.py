@@ -17,7 +17,7 @@ MODELS = ["vit_tiny_patch16_224", "aimv2_large_patch14_224", "vit_base_patch16_x
 CONFIGS = {
     "attention": mmod.RoutingConfig(capacity=0.4),
     "linear": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.4),
-    "p-mod": mmod.preset("p-mod", capacity=0.4, blocks="every_other", init_std=0.1),
+    "p-mod": mmod.preset("p-mod", capacity=0.4, blocks="every_other", router={"init_std": 0.1}),
     "context": mmod.RoutingConfig(capacity=0.4, context="all"),
     "threshold": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), select=mmod.Threshold(max_tokens=9)),
 }

@@ -1,4 +1,4 @@
-"""Blocks in which tokens merge between attention and MLP (`enter_at="mlp"`)."""
+"""Blocks in which tokens merge between attention and MLP (`Merged("mlp")`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.zoo import ZOO, make_images, make_model
 
 FALLING = {1: 0.8, 2: 0.8, 3: 0.4}
 SIZE = make_images("vit_tiny_patch16_224", 1).shape[-1]
-FIELDS = {"skipped": "merge", "enter_at": "mlp", "blocks": tuple(FALLING), "capacity": tuple(FALLING.values())}
+FIELDS = {"skipped": mmod.Merged("mlp"), "blocks": tuple(FALLING), "capacity": tuple(FALLING.values())}
 
 
 def routed(name: str, **changes: object) -> nn.Module:
@@ -159,17 +159,17 @@ def test_compiled_it_is_the_same(router: str) -> None:
 
 
 def test_the_attention_costs_more_and_the_mlp_as_much() -> None:
-    cost = {at: mmod.flops(routed("vit_tiny_patch16_224", enter_at=at), SIZE) for at in ("block", "mlp")}
+    cost = {at: mmod.flops(routed("vit_tiny_patch16_224", skipped=mmod.Merged(at)), SIZE) for at in ("block", "mlp")}
     assert cost["block"].routed < cost["mlp"].routed < cost["mlp"].dense
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"skipped": "follow"}, "enter_at='mlp' needs skipped='merge'"),
-        ({"router": "important_diversity"}, "router 'important_diversity'"),
-        ({"router": "linear"}, "router 'linear'"),
-        ({"enter_at": "norm"}, "enter_at must be one of 'block', 'mlp', got 'norm'"),
+        ({"skipped": {"name": "follow", "before": "mlp"}}, "skipped='follow' has no options, got before"),
+        ({"router": "important_diversity"}, "shares its score between blocks, got 'important_diversity'"),
+        ({"router": "linear"}, "shares its score between blocks, got 'linear'"),
+        ({"skipped": {"before": "norm"}}, "skipped.before must be one of 'block', 'mlp', got 'norm'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, object], message: str) -> None:

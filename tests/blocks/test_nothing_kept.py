@@ -65,7 +65,7 @@ def test_a_batch_of_which_no_image_is_kept_is_not_changed(name: str, gate: str, 
 
 @pytest.mark.parametrize("gate_on", ["update", "branches"])
 def test_every_parameter_of_a_starved_language_model_has_a_gradient(gate_on: str) -> None:
-    model = mmod.route_(make_language("llama"), NONE.replace(gate_on=gate_on)).train()
+    model = mmod.route_(make_language("llama"), NONE.replace(language={"gate_on": gate_on})).train()
     check_starved(model, torch.arange(3, 15).view(2, 6), model.model.layers)
 
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mmod
-from mmod.config.plan import CONTEXTS, IMPORTANCE, OPERATORS
+from mmod.config import IMPORTANCE
+from mmod.config.plan import CONTEXTS, OPERATORS
 from mmod.planning import drop_once, falling, ratio_decay, stage_drop
 from tests.adapters.vlm_zoo import make_joint, prompt
 from tests.zoo import make_images, make_model
@@ -27,11 +28,12 @@ def plans(draw: st.DrawFn) -> mmod.Plan:
     operators = tuple(draw(st.sampled_from(OPERATORS)) for _ in blocks)
     contexts = tuple("kept" if operator == "mlp" else draw(st.sampled_from(CONTEXTS)) for operator in operators)
     capacities = tuple(draw(st.sampled_from([0.0, 0.125, 0.5, 1.0])) for _ in blocks)
-    router = draw(st.sampled_from(["stride", "attention", mmod.score("linear", bias=True)]))
-    gate = draw(st.sampled_from([None, mmod.Gate("sigmoid", 0.5)])) if not isinstance(router, str) else None
     importance = draw(st.sampled_from(IMPORTANCE))
+    scores = ["stride", mmod.score("attention", importance=importance), mmod.score("linear", bias=True)]
+    router = draw(st.sampled_from(scores))
+    gate = draw(st.sampled_from([None, mmod.Gate("sigmoid", 0.5)])) if router is scores[2] else None
     prefix = draw(st.booleans())
-    return mmod.Plan(tuple(sorted(blocks)), capacities, depth, operators, contexts, router, importance, gate, prefix)
+    return mmod.Plan(tuple(sorted(blocks)), capacities, depth, operators, contexts, router, gate, prefix)
 
 
 @given(plan=plans())
@@ -56,10 +58,13 @@ def test_files_are_strict_and_never_overwritten(tmp_path: Path) -> None:
     good = PLAN.to_dict()
     for wrong, message in (
         ({**good, "score": "linear"}, "unknown field of a plan score"),
-        ({key: good[key] for key in ("blocks", "depth")}, "needs capacities, operators, contexts, router, importance"),
+        ({key: good[key] for key in ("blocks", "depth")}, "a plan needs capacities"),
         ({**good, "router": "strid"}, "router must be one of 'attention', .*'stride', .*got 'strid'"),
-        ({**good, "importance": "first"}, "importance must be one of 'per_viewer'"),
-        ({**good, "router": None}, "pass router too"),
+        (
+            {**good, "router": {"name": "attention", "importance": "first"}},
+            "router.importance must be one of 'per_viewer'",
+        ),
+        ({**good, "router": None, "gate": "tanh"}, "pass router too"),
         ({**good, "capacities": [0, 2, 0.5]}, "capacities must be"),
         ({**good, "operators": ["block"]}, "as many operators, got 1"),
         ({**good, "contexts": ["all", "all", "all"]}, "operator='mlp' needs context='kept'"),
@@ -106,10 +111,10 @@ def test_a_plan_without_a_score_routes_only_where_nothing_is_chosen() -> None:
 
 
 def test_another_router_takes_the_place_of_the_score_of_a_plan() -> None:
-    plan = mmod.Plan((1,), (0.5,), 4, router="attention", importance="last_token")
-    assert mmod.RoutingConfig.from_plan(plan, importance="mean").importance == "mean"
+    plan = mmod.Plan((1,), (0.5,), 4, router={"name": "attention", "importance": "last_token"})
+    assert mmod.RoutingConfig.from_plan(plan, router={"importance": "mean"}).router.importance == "mean"
     config = mmod.RoutingConfig.from_plan(plan, router="linear")
-    assert (config.router.name, config.importance, config.gate.name) == ("linear", "per_viewer", "tanh")
+    assert (config.router, config.gate.name) == (mmod.score("linear"), "tanh")
     assert str(plan).endswith("1 of 4 blocks are routed by attention (last_token)")
 
 

@@ -114,14 +114,14 @@ def test_tokens_that_choose_alone_can_be_routed_by_threshold() -> None:
     lively(mmod.apply_(model, Experts(choice="tokens", capacity=None, idle=1)))
     for config in (
         mmod.RoutingConfig(router="norm", select=mmod.Threshold(8.0)),
-        mmod.RoutingConfig(router="random", skipped="merge", enter_at="mlp"),
+        mmod.RoutingConfig(router="random", skipped={"name": "merge", "before": "mlp"}),
     ):
         mmod.route_(model, config)
         assert sum(isinstance(module, ExpertMlp) for module in model.modules()) == 6
         single = torch.cat([model(image[None]) for image in images])
         torch.testing.assert_close(model(images), single)
         mmod.unroute_(model)
-    with pytest.raises(ValueError, match=r"operator='mlp' and enter_at='mlp' are not possible in blocks\.1"):
+    with pytest.raises(ValueError, match=r"operator='mlp' and skipped\.before='mlp' are not possible in blocks\.1"):
         mmod.route_(model, mmod.RoutingConfig(router="random", operator="mlp"))
 
 
@@ -218,7 +218,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     for config in (
         mmod.RoutingConfig(router="norm", select=mmod.Threshold(1.0)),
         mmod.RoutingConfig(router="random", operator="mlp"),
-        mmod.RoutingConfig(router="random", skipped="merge", enter_at="mlp"),
+        mmod.RoutingConfig(router="random", skipped={"name": "merge", "before": "mlp"}),
     ):
         with pytest.raises(ValueError, match=r"possible in blocks\.1"):
             mmod.route_(model, config)

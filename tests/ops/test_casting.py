@@ -60,7 +60,7 @@ def test_types_that_differ_are_refused(op: str, backend: str) -> None:
 @pytest.mark.parametrize("select", ["topk", "threshold"])
 def test_models_with_normed_queries_train_under_autocast(select: str) -> None:
     name = "vit_tiny_patch16_224"
-    config = mmod.RoutingConfig(select=select, threshold=1.0)
+    config = mmod.RoutingConfig(select=mmod.Threshold(1.0) if select == "threshold" else select)
     model = mmod.route_(make_model(name, qk_norm=True, depth=2), config)
     with torch.autocast("cpu", torch.bfloat16):
         out = model(make_images(name, 3))

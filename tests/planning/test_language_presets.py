@@ -52,7 +52,7 @@ def test_p_mod_weighs_image_tokens_alone(gate_on: str) -> None:
     depth = 6
     model = make_joint("llava", num_hidden_layers=depth)
     batch = prompt("llava", (2, 1))
-    config = mmod.preset("p-mod", depth=depth, gate_on=gate_on)
+    config = mmod.preset("p-mod", depth=depth, language={"gate_on": gate_on})
     plan = ratio_decay(depth)
     mmod.route_(model, language=config)
     seen = {}
@@ -80,7 +80,7 @@ def test_p_mod_weighs_image_tokens_alone(gate_on: str) -> None:
 
 @torch.no_grad()
 def test_modification_decides_every_token_alone() -> None:
-    config = mmod.preset("modification", gate_on="branches", init_std=0.3)
+    config = mmod.preset("modification", language={"gate_on": "branches"}, router={"init_std": 0.3})
     model = mmod.route_(make_language("llama"), config)
     ids = torch.randint(3, IMAGE, (1, 12))
     with mmod.trace(model) as long:
@@ -92,7 +92,13 @@ def test_modification_decides_every_token_alone() -> None:
 
 
 def test_mod_trains_by_rank_and_decides_alone_in_evaluation() -> None:
-    config = mmod.preset("mod", capacity=0.25, inference_threshold=0.5, losses={"membership": 0.01}, init_std=0.3)
+    config = mmod.preset(
+        "mod",
+        capacity=0.25,
+        language={"inference_threshold": 0.5},
+        losses={"membership": 0.01},
+        router={"init_std": 0.3},
+    )
     model = mmod.route_(make_language("llama"), config).train()
     ids = torch.randint(3, IMAGE, (2, 16))
     model(input_ids=ids)

@@ -76,5 +76,5 @@ def test_wrong_falls(options: dict[str, float], message: str) -> None:
 def test_gradual_merging_fits_every_depth(depth: int) -> None:
     config = mmod.preset("gradual", depth=depth)
     assert config.blocks == tuple(range(1, depth))
-    assert config.enter_at == "mlp"
+    assert config.skipped == mmod.Merged(before="mlp")
     assert config == mmod.RoutingConfig.from_dict(config.to_dict())

@@ -120,7 +120,11 @@ def test_tokens_that_importance_chooses(name: str, importance: str, options: Any
     language = name == "llava"
     model, batches = (make_joint(name), prompts()) if language else (make_model(name), [make_images(name, 2)])
     part = "language" if language else None
-    given: dict[str, Any] = {"part": part, "router": "attention", "importance": importance, "options": options}
+    given: dict[str, Any] = {
+        "part": part,
+        "router": {"name": "attention", "importance": importance},
+        "options": options,
+    }
     found = mmod.search_plan(model, batches, 0.8, **given)
     assert found.plan.rows
     assert found.plan.blocks[0] > 0, "nothing is read before the first block"
@@ -226,23 +230,24 @@ def test_images_and_weights_that_are_not_finite_are_refused(bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("router", "importance"),
-    [("stride", "per_viewer"), ("attention", "class_token"), (mmod.score("random", seed=3), "per_viewer")],
+    "router",
+    ["stride", {"name": "attention", "importance": "class_token"}, mmod.score("random", seed=3)],
+    ids=str,
 )
-def test_a_plan_keeps_the_score_that_it_was_searched_with(router: Any, importance: str, tmp_path: Path) -> None:
+def test_a_plan_keeps_the_score_that_it_was_searched_with(router: Any, tmp_path: Path) -> None:
     model, images = make_model(NAME), make_images(NAME, 4)
     batches = list(images.split(2))
-    found = mmod.search_plan(model, batches, 0.8, options=FEW, router=router, importance=importance, rounds=1)
+    found = mmod.search_plan(model, batches, 0.8, options=FEW, router=router, rounds=1)
     expected = mmod.plan_divergence(model, batches, found.config)
     assert found.divergence == pytest.approx(expected)
-    assert (found.config.router, found.config.importance) == (mmod.RoutingConfig(router=router).router, importance)
+    assert found.config.router == mmod.RoutingConfig(router=router).router
     found.plan.save(tmp_path / "plan.json")
     for plan in (found.plan, mmod.Plan.load(tmp_path / "plan.json")):
         assert mmod.plan_divergence(model, batches, plan) == expected
     routed = mmod.route_(model, found.plan)
     assert mmod.routing_config(routed) == found.config
     for other in (found.plan_for(0.9), found.plan_for(0.75)):
-        assert (other.router, other.importance) == (found.plan.router, found.plan.importance)
+        assert other.router == found.plan.router
     with pytest.raises(ValueError, match="this search is of router"):
         found.score(mmod.Plan(found.plan.blocks, found.plan.capacities, 12, found.plan.operators, router="norm"))
 
@@ -276,7 +281,10 @@ def test_a_picture(tmp_path: Path) -> None:
         ({"options": ["mlp"]}, "options must be several values, each a Option, got"),
         ({"options": "mlp"}, "options must be several values, each a Option, got"),
         ({"model": NAME}, "must be a torch.nn.Module"),
-        ({"importance": "first"}, "importance must be one of 'per_viewer', 'mean', 'class_token', 'last_token'"),
+        (
+            {"router": {"name": "attention", "importance": "first"}},
+            "router.importance must be one of 'per_viewer', 'mean', 'class_token', 'last_token'",
+        ),
         ({"router": "sturdy"}, "router must be one of 'attention', .*'stride'"),
     ],
 )

@@ -62,7 +62,7 @@ def clip_model() -> tuple[nn.Module, Any, dict[str, Any]]:
 
 
 def causal_model() -> tuple[nn.Module, Any, dict[str, Any]]:
-    model = mmod.route_(make_language("llama"), LINEAR.replace(tokens="all"))
+    model = mmod.route_(make_language("llama"), LINEAR.replace(language={"tokens": "all"}))
     return model, mmod.prefill_flops(model, 20), dict(words())
 
 

@@ -69,8 +69,8 @@ def test_default_is_the_default_config() -> None:
 
 
 def test_preset_knows_the_depth() -> None:
-    model = timm.create_model(NAME, preset="p-mod", gate_scale=0.1)
-    assert mmod.routing_config(model) == mmod.preset("p-mod", depth=6, gate_scale=0.1)
+    model = timm.create_model(NAME, preset="p-mod", gate={"scale": 0.1})
+    assert mmod.routing_config(model) == mmod.preset("p-mod", depth=6, gate={"scale": 0.1})
 
 
 def test_options_hide_no_argument_of_a_model() -> None:
@@ -95,14 +95,14 @@ def test_wrong_arguments_raise(arguments: dict[str, object], error: type[Excepti
 def test_dense_weights_load_and_new_routers_stay() -> None:
     dense = timm.create_model("test_vit")
     torch.manual_seed(1)
-    model = timm.create_model(NAME, router="linear", init_std=0.5, **source(state(dense)))
+    model = timm.create_model(NAME, router={"name": "linear", "init_std": 0.5}, **source(state(dense)))
     for name, value in dense.state_dict().items():
         assert torch.equal(model.state_dict()[name], value)
     assert model.blocks[1].router.score.weight.std() > 0.1
 
 
 def test_routed_weights_load_with_their_routers() -> None:
-    trained = timm.create_model(NAME, router="linear", init_std=0.5)
+    trained = timm.create_model(NAME, router={"name": "linear", "init_std": 0.5})
     model = timm.create_model(NAME, router="linear", **source(state(trained)))
     for name, value in trained.state_dict().items():
         assert torch.equal(model.state_dict()[name], value)
@@ -122,7 +122,9 @@ def test_new_head_for_other_classes() -> None:
 
 
 def test_folder_of_timm_keeps_the_options(tmp_path: Path) -> None:
-    model = timm.create_model(NAME, router="linear", capacity=(0.5, 0.25), blocks=(2, 4), num_classes=3, init_std=0.3)
+    model = timm.create_model(
+        NAME, router={"name": "linear", "init_std": 0.3}, capacity=(0.5, 0.25), blocks=(2, 4), num_classes=3
+    )
     save_for_hf(model, str(tmp_path), safe_serialization=True)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
     assert mmod.routing_config(again) == mmod.routing_config(model)
@@ -149,7 +151,7 @@ def test_launcher_says_how_to_use_it() -> None:
 
 
 def test_trained_weights_read_back_by_timm(tmp_path: Path) -> None:
-    model = timm.create_model(NAME, router="linear", init_std=0.5)
+    model = timm.create_model(NAME, router={"name": "linear", "init_std": 0.5})
     torch.save({"state_dict": model.state_dict()}, tmp_path / "checkpoint.pth.tar")
     again = timm.create_model(NAME, router="linear", checkpoint_path=str(tmp_path / "checkpoint.pth.tar"))
     weights = load_state_dict(str(tmp_path / "checkpoint.pth.tar"))

@@ -179,7 +179,7 @@ class TestPresets:
             mmod.preset("p-mod")
 
     def test_modification_decides_token_by_token(self) -> None:
-        router = make(mmod.preset("modification", init_std=1.0), prefix=0)
+        router = make(mmod.preset("modification", router={"init_std": 1.0}), prefix=0)
         x = torch.randn(1, 12, 8)
         keep = router(x).keep_BN[0]
         assert torch.equal(keep, torch.sigmoid(router(x).score_BN[0]) >= 0.5)

@@ -123,7 +123,7 @@ def test_an_evaluation_of_another_routing_is_not_taken(study: ImageStudyConfig, 
     plain = dataclasses.replace(plain, tune=False, tune_dense=False)
     kept = []
     for min_tokens in (2, 12):
-        routing = {"router": "norm", "select": "threshold", "threshold": 0.99, "min_tokens": min_tokens}
+        routing = {"router": "norm", "select": {"name": "threshold", "threshold": 0.99, "min_tokens": min_tokens}}
         result = ImageStudy(dataclasses.replace(plain, routers={"norm": routing})).run(progress=False)
         kept.append(result.points[1].row()["kept"])
     assert kept[0] < kept[1]

@@ -59,7 +59,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> SegmentationStudyConfig:
         images=str(root),
         checkpoint=str(root / "weights.safetensors"),
         routers={
-            "merged": {"router": "redundancy", "skipped": "merge", "enter_at": "mlp", "blocks": [1, 2]},
+            "merged": {"router": "redundancy", "skipped": {"name": "merge", "before": "mlp"}, "blocks": [1, 2]},
             "random": {"router": "random", "blocks": [1, 2]},
         },
         rivals={

@@ -15,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from mmod import Gate, LanguageRouting, RoutingConfig, Threshold
+from mmod import Gate, LanguageRouting, Merged, RoutingConfig, Threshold
 from mmod.config import Plan
 from mmod.data.config import AugmentConfig, DataConfig
 from mmod.data.loader import _transform
@@ -134,7 +134,7 @@ def test_a_value_of_another_type_and_a_number_that_is_not_finite_are_refused(kin
         (TrainConfig, "routing", {"capcity": 1}, "valid ones are router, capacity"),
         (TrainConfig, "routing", {"preset": "amod"}, "a-mod"),
         (TrainConfig, "routing", {"capacity": 2}, "a number in [0, 1]"),
-        (PairsConfig, "routing.image", {"threshold": NAN}, "a finite number"),
+        (PairsConfig, "routing.image", {"select": {"threshold": NAN}}, "a finite number"),
         (PairsConfig, "loss", "infonce", "one of 'clip', 'siglip', 'coca'"),
         (PairsConfig, "data.sampling", "resampled", "--dataset-resampled"),
         (PairsConfig, "zero_shot", "cifar", "'scenes' or 'imagenet:FOLDER'"),
@@ -144,7 +144,7 @@ def test_a_value_of_another_type_and_a_number_that_is_not_finite_are_refused(kin
         (ChatConfig, "trainer", {"max_grad_norm": NAN}, "a number of at least 0"),
         (ChatConfig, "trainer", {"output_dir": "x"}, "the run sets them"),
         (ChatConfig, "lora", {"r": 0}, "an integer of at least 1"),
-        (ChatConfig, "routing", {"language": {"bias": 3}}, "true or false"),
+        (ChatConfig, "routing", {"language": {"router": {"name": "linear", "bias": 3}}}, "true or false"),
         (ChatConfig, "data.max_length", 1, "an integer of at least 2 or null"),
         (ChatConfig, "max_new_tokens", 0, "an integer of at least 1"),
     ],
@@ -156,7 +156,7 @@ def test_a_value_out_of_range_is_refused_with_the_valid_ones(kind: type, key: st
 
 
 NONE_FITS = (object(), NAN, b"x", [None], {1: 2})
-PARTS = {"select": Threshold, "gate": Gate, "language": LanguageRouting}
+PARTS = {"select": Threshold, "gate": Gate, "skipped": Merged, "language": LanguageRouting}
 NAMES = [field.name for field in dataclasses.fields(RoutingConfig)]
 NAMES += [f"{part}.{field.name}" for part, kind in PARTS.items() for field in dataclasses.fields(kind)]
 

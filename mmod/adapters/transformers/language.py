@@ -136,7 +136,7 @@ class GroupHook(DescribedRouting):
         elsewhere = config.importance == "vision_tower" and config.wants_importance(training=True)
         self.tower = TowerImportance(entry) if elsewhere else None
         if elsewhere and self.tokens != "image":
-            raise ValueError("importance='vision_tower' is that of image tokens: route with tokens='image'")
+            raise ValueError("router.importance='vision_tower' is that of image tokens: route with tokens='image'")
         if isinstance(config.select, Threshold) and config.select != Threshold(config.select.threshold):
             raise ValueError("min_tokens and max_tokens are for images; a language model's threshold takes neither")
 
@@ -189,7 +189,7 @@ class GroupHook(DescribedRouting):
         segment_BN = self._segments(given, cache)
         if segment_BN is not None and self.config.importance == "last_token":
             raise ValueError(
-                "importance='last_token' reads the last token of a row, and rows hold several samples each"
+                "router.importance='last_token' reads the last token of a row, and rows hold several samples each"
             )
         groups = assign_groups(
             free_BN, gated_BN, valid_BN, None if frames is None else self.language.frames, self.tokens == "image",

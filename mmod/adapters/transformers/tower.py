@@ -64,8 +64,8 @@ class TowerImportance:
         layers = next((item for item in lists if is_encoder_layer(item[0])), None)
         if type(entry).__name__ != "LlavaModel" or layers is None:
             raise ValueError(
-                "importance='vision_tower' needs a LLaVA whose image tokens are the patches of a CLIP or SigLIP tower: "
-                f"this is a {type(entry).__name__}"
+                "router.importance='vision_tower' needs a LLaVA whose image tokens are the patches of a CLIP or SigLIP "
+                f"tower: this is a {type(entry).__name__}"
             )
         chosen = config.vision_feature_layer
         last = chosen if isinstance(chosen, int) else chosen[-1]
@@ -89,7 +89,7 @@ class TowerImportance:
         query, key = self.query.take(), self.key.take()
         if query is None or key is None:
             raise ValueError(
-                "importance='vision_tower' needs the tower to see the images in the same call: give pixel_values"
+                "router.importance='vision_tower' needs the tower to see the images in the same call: give pixel_values"
             )
         importance_IN = self._importance(query, key)[:, self.dropped :]
         tokens, values = int(image_BN.sum()), importance_IN.numel()

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mmod.config import Placement, Score, register_score
+from mmod.config import Placement, WithImportance, register_score
 
 
 @register_score("attention")
 @dataclass(frozen=True)
-class Attention(Score):
+class Attention(WithImportance):
     """Importance: the attention that tokens receive in the dense block before, without parameters.
 
     Consecutive routed blocks share it. A threshold is compared with it relative to the image's mean.
+
+    Args:
+        importance: Which queries count, see `mmod.config.WithImportance`.
 
     Source: Gadhikar et al., arXiv 2412.20875.
     """

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.config import Placement, Score, register_score
+from mmod.config import Placement, Score, WithImportance, register_score
 
 
 @register_score("diversity")
@@ -29,8 +29,12 @@ class Diversity(Score):
 
 @register_score("important_diversity")
 @dataclass(frozen=True)
-class ImportantDiversity(Score):
-    """Importance of a token times how far it is from those that are chosen before it, see `DiversityScore`."""
+class ImportantDiversity(WithImportance):
+    """Importance of a token times how far it is from those that are chosen before it, see `DiversityScore`.
+
+    Args:
+        importance: Which queries count, see `mmod.config.WithImportance`.
+    """
 
     reads_importance: ClassVar[bool] = True
 

@@ -8,22 +8,24 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from mmod.config import Placement, Score, register_score
+from mmod.config import Placement, WithImportance, register_score
 
 
 @register_score("function")
 @dataclass(frozen=True)
-class Function(Score):
+class Function(WithImportance):
     """A function of the user's, which may learn; configs that hold one cannot be saved. See `FunctionScore`.
 
     Args:
         function: Maps tokens (B, N, D) to scores (B, N).
+        importance: Which queries count where the loss "importance" teaches it, see `mmod.config.WithImportance`.
     """
 
     learns: ClassVar[bool] = True
     function: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not callable(self.function):
             raise ValueError(f"router 'function' is given as the function itself, got {self.function!r}")
 

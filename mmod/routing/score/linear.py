@@ -9,13 +9,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from mmod.config import Placement, Score, register_score
+from mmod.config import IMPORTANCE, Placement, WithImportance, register_score
 from mmod.values import check_fields
 
 
 @register_score("linear")
 @dataclass(frozen=True, kw_only=True)
-class Linear(Score):
+class Linear(WithImportance):
     """A learned linear score, see `LinearScore`. A threshold is compared with its sigmoid.
 
     Args:
@@ -27,6 +27,7 @@ class Linear(Score):
             a threshold. No token is protected then.
         initial: Value around which scores start. None means 1 for a linear gate, which is the score itself, and 0
             otherwise. A sigmoid gate that starts near 1, as with 3, leaves a pretrained model what it was.
+        importance: Which queries count where the loss "importance" teaches it, see `mmod.config.WithImportance`.
     """
 
     learns: ClassVar[bool] = True
@@ -37,7 +38,7 @@ class Linear(Score):
     initial: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "router", init_std="[0, inf)", initial="(-inf, inf)")
+        check_fields(self, "router", importance=IMPORTANCE, init_std="[0, inf)", initial="(-inf, inf)")
 
     @property
     def whole(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import jsonargparse
 from docstring_parser import parse
 
-from mmod.config import PRESETS, Gate, LanguageRouting, RoutingConfig, Threshold
+from mmod.config import PRESETS, Gate, LanguageRouting, Merged, RoutingConfig, Threshold
 from mmod.io.yaml import STRICT
 from mmod.values import describe
 
@@ -57,7 +57,7 @@ def _sections(kind: type) -> Iterator[str]:
     parts = dataclass_in(routing) is not None or dict[str, dict[str, Any]] in typing.get_args(routing)
     key = "routing.PART" if parts else "routing"
     yield _describe(RoutingConfig, key)
-    for part, options in {"select": Threshold, "gate": Gate, "language": LanguageRouting}.items():
+    for part, options in {"select": Threshold, "gate": Gate, "skipped": Merged, "language": LanguageRouting}.items():
         yield _describe(options, f"{key}.{part}")
     presets = f"Instead of all of them the fields to change of a preset: {', '.join(sorted(PRESETS))}."
     yield f"  {key}.preset\n{_fill(presets)}"

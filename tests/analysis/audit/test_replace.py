@@ -31,7 +31,7 @@ FALLING = {
     "redundancy": {"router": "redundancy", "skipped": "merge", "blocks": "all", "capacity": (0.75, 0.5, 0.5, 0.25)},
     "follow": {"router": "random", "skipped": "follow", "blocks": "all", "capacity": (0.6, 0.6, 0.4, 0.3)},
 }
-BEFORE_MLP = {**FALLING["redundancy"], "enter_at": "mlp"}
+BEFORE_MLP = {**FALLING["redundancy"], "skipped": mmod.Merged("mlp")}
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_little_patch16_reg4_gap_256"])
@@ -69,9 +69,9 @@ def unchanged(name: str, fields: dict[str, Any], images: Tensor) -> None:
     assert not any(router._forward_hooks for router in routers.values())
 
 
-@pytest.mark.parametrize(("skipped", "enter_at"), [("follow", "block"), ("merge", "block"), ("merge", "mlp")])
-def test_a_foreign_choice_merges_as_a_router_that_makes_it(skipped: str, enter_at: str) -> None:
-    name, fields = "vit_tiny_patch16_224", {**FALLING["redundancy"], "skipped": skipped, "enter_at": enter_at}
+@pytest.mark.parametrize("skipped", ["follow", "merge", mmod.Merged("mlp")], ids=str)
+def test_a_foreign_choice_merges_as_a_router_that_makes_it(skipped: Any) -> None:
+    name, fields = "vit_tiny_patch16_224", {**FALLING["redundancy"], "skipped": skipped}
     images, chosen = make_images(name, 3), {}
     other = mmod.route_(make_model(name), mmod.RoutingConfig(**{**fields, "router": "stride"}))
     model = mmod.route_(make_model(name), mmod.RoutingConfig(**fields))

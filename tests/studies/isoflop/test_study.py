@@ -68,7 +68,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "score": {"routing": SCORE},
     "predictor": {"routing": PREDICTOR},
     "random": {"routing": {"router": "random", "capacity": 0.25}},
-    "attention": {"routing": {"router": "attention", "importance": "mean", "capacity": 0.25}},
+    "attention": {"routing": {"router": {"name": "attention", "importance": "mean"}, "capacity": 0.25}},
     "all": {"routing": {"router": "linear", "capacity": 0.25, "context": "all"}},
     "mlp": {"routing": {"router": "linear", "capacity": 0.25, "operator": "mlp"}},
     "shared": {"routing": {"router": "linear", "blocks": "all", "language": {"shared": True}}},

@@ -49,9 +49,14 @@ TRAINER = {
 
 P_MOD = {"language": {"preset": "p-mod"}}
 GAMMA = {
-    "language": {"preset": "gamma-mod", "depth": 6, "blocks": [1, 2], "tokens": "image", "inference_threshold": None}
+    "language": {
+        "preset": "gamma-mod",
+        "depth": 6,
+        "blocks": [1, 2],
+        "language": {"tokens": "image", "inference_threshold": None},
+    }
 }
-MASKED = {"language": {"preset": "gamma-mod", "depth": 6, "blocks": [1, 2], "inference_threshold": 0.5}}
+MASKED = {"language": {"preset": "gamma-mod", "depth": 6, "blocks": [1, 2], "language": {"inference_threshold": 0.5}}}
 
 
 def vlm_config(folder: Path, name: str = "run", trainer: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:

@@ -18,10 +18,13 @@ from tests.training.chat.fsdp_worker import RUNS, run_config, train_split
 
 PREDICTOR = {
     "language": {
-        "preset": "mod", "blocks": [1, 2], "capacity": 0.5, "tokens": "image", "inference_threshold": 0.5,
-        "losses": {"membership": 0.01}, "predictor": True,
+        "preset": "mod",
+        "blocks": [1, 2],
+        "capacity": 0.5,
+        "language": {"tokens": "image", "inference_threshold": 0.5, "predictor": True},
+        "losses": {"membership": 0.01},
     }
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
