@@ -27,21 +27,8 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
         ValueError: The blocks do not support the config.
     """
     plan = config.plan(len(stack.blocks))
-    if not stack.language and differing(config.language):
-        raise ValueError(
-            f"{stack.names[0]} is no layer of a language model: remove the options "
-            f"{', '.join(f'language.{name}' for name in differing(config.language))}"
-        )
-    if config.router.whole and stack.language:
-        raise ValueError(
-            f"a score per sequence is for images and captions: {stack.names[0]} generates text, so its router must "
-            "decide per token"
-        )
-    if not config.protect_prefix and not config.router.whole:
-        _check_free_prefix(stack, plan)
+    _check_part(stack, config, plan)
     attends = config.reads_importance(training=True)
-    if config.wants_importance(training=True):
-        stack.check_importance(config.importance)
     training_only = attends and not config.router.reads_importance
     shares, captioned = attends or config.scored_by_first, any(state is not None for *_, state in stack.companions)
     common = {"captioned": captioned, "training_only": training_only}
@@ -88,6 +75,23 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
         )
         conversions.append((block, None, important))
     return conversions
+
+
+def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
+    if not stack.language and differing(config.language):
+        raise ValueError(
+            f"{stack.names[0]} is no layer of a language model: remove the options "
+            f"{', '.join(f'language.{name}' for name in differing(config.language))}"
+        )
+    if config.router.whole and stack.language:
+        raise ValueError(
+            f"a score per sequence is for images and captions: {stack.names[0]} generates text, so its router must "
+            "decide per token"
+        )
+    if not config.protect_prefix and not config.router.whole:
+        _check_free_prefix(stack, plan)
+    if config.wants_importance(training=True):
+        stack.check_importance(config.importance)
 
 
 def _configs_by_block(config: RoutingConfig, plan: Plan) -> dict[int, RoutingConfig]:

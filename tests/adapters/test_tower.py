@@ -70,7 +70,9 @@ def test_it_is_what_the_tower_attends_to(class_token: bool, attention: str) -> N
 @pytest.mark.parametrize("router", ["attention", "important_diversity"])
 @torch.no_grad()
 def test_prompts_generate_alone_what_they_do_in_a_batch_and_as_beams(router: str) -> None:
-    model = mmod.route_(make_joint("llava"), language=CONFIG.replace(router=router))
+    model = mmod.route_(
+        make_joint("llava"), language=CONFIG.replace(router=mmod.score(router, importance="vision_tower"))
+    )
     batch = prompt("llava", (1, 1))
     together = model.generate(**batch, **GENERATION)[:, -4:]
     for sample in range(2):

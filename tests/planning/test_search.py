@@ -130,7 +130,7 @@ def test_tokens_that_importance_chooses(name: str, importance: str, options: Any
     assert found.plan.blocks[0] > 0, "nothing is read before the first block"
     assert all(math.isinf(score) for score in found.scores[0])
     assert not any(math.isinf(score) for row in found.scores[1:] for score in row)
-    assert (found.config.router.name, found.config.importance) == ("attention", importance)
+    assert found.config.router == mmod.score("attention", importance=importance)
     assert {option.capacity for option in found.options} == ({0, 0.25} if language else {0.25, 0.5})
     # A score is what the choice does where the block before is dense and read.
     block, *choice = found.plan.rows[-1]
