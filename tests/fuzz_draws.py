@@ -291,6 +291,12 @@ def _fitting(random: Random, fields: dict[str, Any], part: str, learns: bool, wh
         gate.pop("reweight_skipped", None)
     if operator or not learns or gate.get("name", "identity") == "identity":
         language.pop("gate_on", None)
+    if not learns or fields["select"]:
+        language.pop("inference_threshold", None)
+    if learns and isinstance(fields["select"], dict):
+        fields["select"]["threshold"] = min(max(fields["select"]["threshold"], 0.0), 1.0)
+    if "linear" not in str(fields["router"]):
+        language.pop("shared", None)
     if not learns or fields["select"] or "membership" not in (fields["losses"] or ()):
         language.pop("predictor", None)
     unfit = {"select", "context", "operator"} if joins else {"skipped"}

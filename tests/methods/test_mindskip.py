@@ -236,7 +236,7 @@ def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"select": "topk"}, "needs a threshold"),
+        ({"select": "topk"}, "needs select='threshold'"),
         ({"select": "topk", "gate": "identity", "losses": {}}, "without min_tokens"),
         ({"select": mmod.Threshold(0.5, min_tokens=1)}, "without min_tokens"),
         ({"context": "all"}, "context='kept'"),
