@@ -13,7 +13,7 @@ from mmod.methods import METHODS, read_method
 from mmod.studies.config import PlanOptions, refuse_set_by_study
 from mmod.values import one_of, refuse_unknown
 
-__all__ = ["DENSE", "Anew", "Dense", "Entrant", "Reduced", "Routed", "create_rivals", "merged"]
+__all__ = ["DENSE", "Anew", "Changed", "Dense", "Entrant", "create_rivals", "merged"]
 
 DENSE = "dense"
 """Name of the entrant that all others are compared with."""
@@ -83,45 +83,26 @@ class Dense(Entrant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routed(Entrant):
-    """The dense model with routed blocks.
+class Changed(Entrant):
+    """The dense model with routed blocks, changed by another method, or both.
 
     Args:
-        routing: The training config's `routing`; None where it is searched.
+        routing: The training config's `routing`; None where it is searched, or where the method stands alone.
+        method: The training config's `method`; None for routing alone.
     """
 
-    routing: Any
-
-    @property
-    def is_routed(self) -> bool:
-        """Whether some of its blocks are routed."""
-        return True
-
-    def change(self, dense: Any, tuned: Any) -> Any:
-        """Return the config that fine-tunes the routed model."""
-        return dataclasses.replace(tuned, routing=self.routing)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reduced(Entrant):
-    """The dense model with pruned or merged tokens, with early exits, or with experts.
-
-    Args:
-        method: The training config's `method`.
-        routing: Its `routing`, where a model with experts is routed too.
-    """
-
-    method: dict[str, Any]
     routing: Any = None
+    method: dict[str, Any] | None = None
 
     @property
     def is_routed(self) -> bool:
         """Whether some of its blocks are routed."""
-        return self.routing is not None
+        return self.method is None or self.routing is not None
 
     def change(self, dense: Any, tuned: Any) -> Any:
-        """Return the config that fine-tunes the model with its method."""
-        return dataclasses.replace(tuned, method=self.method, routing=self.routing)
+        """Return the config that fine-tunes the changed model."""
+        method = {} if self.method is None else {"method": self.method}
+        return dataclasses.replace(tuned, routing=self.routing, **method)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,4 +191,4 @@ def _rival(common: dict[str, Any], fields: dict[str, Any], epochs: int, is_train
     routing = fields.pop("routing", None) if str(kind) in METHODS["routing"].follows else None
     if read_method(fields).starts_anew:
         return Anew(method=fields, epochs=epochs, **common)
-    return Reduced(method=fields, routing=routing, is_trained=is_trained, **common)
+    return Changed(method=fields, routing=routing, is_trained=is_trained, **common)

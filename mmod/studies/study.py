@@ -20,7 +20,7 @@ from mmod.io.claim import differences
 from mmod.io.files import parse_json, write_atomically
 from mmod.io.yaml import merged, read_yaml
 from mmod.studies.config import BESIDE, StudyConfig
-from mmod.studies.entrants import DENSE, Dense, Entrant, Routed
+from mmod.studies.entrants import DENSE, Changed, Dense, Entrant
 from mmod.studies.jobs import Job, Runner, Search, Tick
 from mmod.studies.paired import compare, verdict
 from mmod.studies.plan import search_for
@@ -133,7 +133,7 @@ class Study(ABC, Generic[Config, Found]):
             search = config.search_of(series, capacity)
             own = {key: value for key, value in fields.items() if key not in BESIDE}
             entrants.append(
-                Routed(
+                Changed(
                     name=name, series=series, capacity=capacity, control=against, search=search,
                     routing=None if search else self.routing(own, capacity), image_size=fields.get("image_size"),
                     changes=fields.get("changes", {}), is_trained=config.tune and fields.get("tune", True),

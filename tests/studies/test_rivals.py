@@ -122,7 +122,7 @@ def _result(folder: Path) -> float:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rivals": {"a": {0.5: {"kind": "halve"}}}}, "'experts', 'channels', 'recursions', 'resolution', 'smaller'"),
+        ({"rivals": {"a": {0.5: {"kind": "halve"}}}}, "'recursions', 'resize', 'resolution', 'smaller'"),
         ({"rivals": {"a": {0.5: {"kind": "prune", "keeps": 1}}}}, "keep, blocks, fuse, by"),
         ({"rivals": {"a": {0.5: {"kind": "smaller", "depth": 1}}}}, "depth; valid ones are kind, args"),
         ({"rivals": {"a": {0.5: {"kind": "resolution"}}}}, "rivals.a-0.5 needs image_size"),
