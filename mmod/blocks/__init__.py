@@ -16,8 +16,10 @@ from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
 from mmod.blocks.record import Deciding, Record, deciding_modules
 from mmod.blocks.routed import ImportanceBlock, RoutedBlock
+from mmod.blocks.rows import Rows
 from mmod.blocks.span import SpanHook
 from mmod.blocks.state import ImportanceState, RoutedState
+from mmod.blocks.ways import Way
 
 __all__ = [
     "BlockCall",
@@ -33,9 +35,11 @@ __all__ = [
     "RoutedBlock",
     "RoutedDecoderBlock",
     "RoutedState",
+    "Rows",
     "SharedScore",
     "SpanHook",
     "StandingModule",
+    "Way",
     "attach",
     "convert",
     "deciding_modules",

@@ -1,4 +1,4 @@
-"""Branches of a block, attention and MLP: weighed before they are added to the residual stream, or run for kept rows.
+"""Branches of a block, attention and MLP: gated before the residual sum, or run on the kept rows alone.
 
 Axes: B images or samples, N tokens, K slots per image or sample, D channels.
 """
@@ -20,11 +20,11 @@ AttendsToAll = Callable[[Callable[..., Any], Mapping[str, Any], Tensor, Tensor],
 
 
 class BranchRows(NamedTuple):
-    """How a branch runs for kept tokens alone; to all others it adds nothing.
+    """How a branch runs on the kept tokens; it returns zero for the others.
 
     Args:
         routing: The decision.
-        attend_to_all: Runs it where kept tokens attend to all tokens; None where it is given the kept ones alone.
+        attend_to_all: Runs the branch where kept tokens attend to all tokens; None where they attend to each other.
         in_tuple: The branch returns a tuple of two, its output first.
     """
 
@@ -33,24 +33,24 @@ class BranchRows(NamedTuple):
     in_tuple: bool = False
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what the branch makes of its tokens (B, N, D): its weighed output where they are kept, else zero.
+        """Return the branch's update of its tokens (B, N, D): the gated output for kept tokens, zero for the others.
 
         Args:
             forward: The host's forward of the branch.
-            args: Its arguments; all of them are the tokens.
-            kwargs: Its arguments by name, with the tokens as `hidden_states` where `args` are none.
+            args: Its positional arguments; each of them is the tokens.
+            kwargs: Its keyword arguments, with the tokens as `hidden_states` where `args` is empty.
         """
-        routing, rest = self.routing, dict(kwargs)
-        x_BND: Tensor = args[0] if args else rest.pop("hidden_states")
+        routing, others = self.routing, dict(kwargs)
+        x_BND: Tensor = args[0] if args else others.pop("hidden_states")
         z_BKD = enter_rows(x_BND, routing)
 
         def run_on(rows: Tensor, **arguments: Any) -> Any:
             return forward(*[rows] * len(args), **arguments) if args else forward(hidden_states=rows, **arguments)
 
         if self.attend_to_all is not None:
-            output = self.attend_to_all(run_on, rest, x_BND, z_BKD)
+            output = self.attend_to_all(run_on, others, x_BND, z_BKD)
         else:
-            output = run_on(z_BKD, **rest) if routing.index_BK.shape[1] else z_BKD
+            output = run_on(z_BKD, **others) if routing.index_BK.shape[1] else z_BKD
         if self.in_tuple and not isinstance(output, tuple):
             output = output, None
         y_BKD = output[0] if isinstance(output, tuple) else output
@@ -59,52 +59,53 @@ class BranchRows(NamedTuple):
         return (out_BND, *output[1:]) if isinstance(output, tuple) else out_BND
 
 
+class WeighedBranch(NamedTuple):
+    """How a branch runs whose output is weighed before it is added to the residual stream.
+
+    Args:
+        gate_BK: The weights (B, K), or None for 1.
+    """
+
+    gate_BK: Tensor | None
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the branch's output, weighed; of a tuple, the first element is weighed."""
+        output = forward(*args, **kwargs)
+        if self.gate_BK is None:
+            return output
+        first = output[0] if isinstance(output, tuple) else output
+        first = first * self.gate_BK.unsqueeze(-1).to(first.dtype)
+        return (first, *output[1:]) if isinstance(output, tuple) else first
+
+
 class Branch(nn.Module):
     """Mixin for a module whose output is added to the residual stream.
 
-    A part of the module's class rather than a hook for the time of a call, which compilers cannot trace.
+    It is a mixin because compilers cannot trace a hook that lasts for one call.
 
     Attributes:
-        mod_state: Knows how the branch of the running block runs, and the weights of its output.
+        mod_state: Knows how the branch of the running block runs.
     """
 
     mod_state: PassTracker
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns, weighed; of a tuple, the first element is."""
-        running = self.mod_state.running
-        if running.branch_rows is not None:
-            return running.branch_rows.run(super().forward, args, kwargs)
-        output, gate_BK = super().forward(*args, **kwargs), running.gate_BK
-        if gate_BK is None:
-            return output
-        first = output[0] if isinstance(output, tuple) else output
-        first = first * gate_BK.unsqueeze(-1).to(first.dtype)
-        return (first, *output[1:]) if isinstance(output, tuple) else first
+        """Return the module's output as the running block wants it."""
+        branch = self.mod_state.running.branch
+        return super().forward(*args, **kwargs) if branch is None else branch.run(super().forward, args, kwargs)
 
 
 @contextmanager
-def weighed_branches(tracker: PassTracker, gate_BK: Tensor | None) -> Iterator[None]:
-    """Weigh what the branches of the running layer return.
+def running_branch(tracker: PassTracker, branch: BranchRows | WeighedBranch) -> Iterator[None]:
+    """Let the branches of the running block run in a certain way as long as the context lasts.
 
     Args:
-        tracker: That of the layer's stack.
-        gate_BK: The weights (B, K), or None for 1.
+        tracker: The tracker of the block's stack.
+        branch: How they run.
     """
     running = tracker.running
-    running.gate_BK = gate_BK
+    running.branch = branch
     try:
         yield
     finally:
-        running.gate_BK = None
-
-
-@contextmanager
-def branch_on_rows(tracker: PassTracker, rows: BranchRows) -> Iterator[None]:
-    """Run the branch of the running block for kept tokens alone."""
-    running = tracker.running
-    running.branch_rows = rows
-    try:
-        yield
-    finally:
-        running.branch_rows = None
+        running.branch = None

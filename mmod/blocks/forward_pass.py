@@ -92,7 +92,7 @@ class ForwardPass:
             again.
         tokens: What is known of a batch of captions, None for images.
         holds_rows: Blocks of a span may hand on rows in the place of all tokens.
-        held: The rows that the block before has handed on, a `HeldRows`, or None if it did not.
+        held: The rows that the block before has handed on, a `Rows`, or None if it did not.
     """
 
     def __init__(self, holds_rows: bool = False) -> None:
@@ -125,8 +125,7 @@ class _Running:
         forward_pass: The running pass, if any.
         task: The backward pass that it was last used in, -1 for none.
         normed: Kept rows of the running block, and what its first norm makes of them.
-        gate_BK: Weights for the branches of the running block (B, K).
-        branch_rows: How its branch runs for kept rows alone, a `BranchRows`, or None.
+        branch: How the branches of the running block run, a `BranchRows` or `WeighedBranch`; None as the host's do.
         holds_rows: See `ForwardPass`; of the pass that the call of the model will begin.
     """
 
@@ -135,8 +134,7 @@ class _Running:
         self.forward_pass: ForwardPass | None = None
         self.task = -1
         self.normed: tuple[Tensor, Tensor] | None = None
-        self.gate_BK: Tensor | None = None
-        self.branch_rows: Any = None
+        self.branch: Any = None
 
 
 class PassTracker:

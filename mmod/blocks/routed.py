@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from mmod.blocks.branches import BranchRows, branch_on_rows
+from mmod.blocks.call import BlockCall
 from mmod.blocks.forward_pass import ForwardPass, SharedScore
-from mmod.blocks.packed import run_packed
 from mmod.blocks.record import Deciding
-from mmod.blocks.rows import enter_rows, leave_rows
-from mmod.blocks.span import HeldRows
 from mmod.blocks.state import ImportanceState, RoutedState
-from mmod.config import Threshold
-from mmod.ops import Packing, capture_importance
+from mmod.blocks.ways import AmongAll, KeptAlone, OneBranch, TwoHalves, Way
+from mmod.config import RoutingConfig, Threshold
+from mmod.ops import capture_importance
 from mmod.routing import Router, Routing, TokenMarks
 
 _EXPORT = "Use torch.export, torch.onnx.export(dynamo=True) or torch.compile, which replace TorchScript"
@@ -37,8 +35,8 @@ class ConvertedBlock(nn.Module):
 
     mod_state: Any
 
-    def run_host(self, z: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """Return what the host's own forward makes of tokens (B, K, D), given its arguments by name."""
+    def run_host(self, z: Tensor, **arguments: Any) -> Tensor:
+        """Return tokens (B, K, D) after the host's forward."""
         y: Tensor = super().forward(z, **arguments)
         return y
 
@@ -94,6 +92,15 @@ class RoutedBlock(Deciding, ConvertedBlock):
     router: Router
     mod_state: RoutedState
 
+    @staticmethod
+    def choose_way(call: BlockCall, config: RoutingConfig) -> Way:
+        """Return how a block runs that is routed by a config."""
+        if config.merges_inside:
+            return TwoHalves(call, config)
+        if config.operator != "block":
+            return OneBranch(call, config)
+        return KeptAlone(call, config) if config.context == "kept" else AmongAll(call, config)
+
     @property
     def cost_follows_data(self) -> bool:
         """Whether it is routed by threshold."""
@@ -121,7 +128,10 @@ class RoutedBlock(Deciding, ConvertedBlock):
         return flops[name] - flops[f"{name}.router"] if branch is None else flops[f"{name}.{branch}"]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Route tokens (B, N, D): gather the kept rows, run the host block on them, weigh the update, write it back."""
+        """Route tokens (B, N, D): decide, enter the kept rows, run the host's block on them, leave.
+
+        Source: Raposo et al., arXiv 2404.02258 (MoD), equation 1.
+        """
         if isinstance(x, fx.Proxy):
             return self.as_node(x, args, kwargs)
         if torch.jit.is_tracing():
@@ -129,111 +139,30 @@ class RoutedBlock(Deciding, ConvertedBlock):
                 "a routed model cannot be traced by torch.jit.trace or torch.onnx.export(dynamo=False), which would "
                 f"record how many tokens are kept of this one input. {_EXPORT}"
             )
-        arguments = self.mod_state.call.bind(args, kwargs)
+        state, way = self.mod_state, self.mod_state.way
+        arguments = state.call.bind(args, kwargs)
         forward_pass = self.enter(x, arguments)
-        held: HeldRows | None = None if forward_pass is None else forward_pass.held
-        if held is not None and held.slots != x.shape[1]:
-            # Rows of a pass that was interrupted.
-            forward_pass = held = None
-        if forward_pass is not None and held is not None and not held.serves(self.router):
-            x, held, forward_pass.held = held.leave(x), None, None
-        if self.router.config.merges_inside:
-            y = self._run_halves(x, arguments, forward_pass, held)
-            self.mod_state.leave(forward_pass)
-            return y
+        x, held = state.held(x, self.router, forward_pass)
+        x = way.before(self, x, arguments, forward_pass, held)
         routing = self.decide(x, arguments, forward_pass)
-        if held is None and not self._hands_on(forward_pass, routing):
-            y = self.run_routed(x, arguments, routing)
-        else:
-            assert forward_pass is not None
-            y = self._run_held(x, arguments, forward_pass, held or HeldRows(x, self.router), routing)
-        self.mod_state.leave(forward_pass)
-        return y
-
-    def _hands_on(self, forward_pass: ForwardPass | None, routing: Routing) -> bool:
-        """Return whether the next block is given rows in the place of all tokens."""
-        state = self.mod_state
-        may = forward_pass is not None and forward_pass.holds_rows and state.hands_on
-        return may and routing.valid_BK is None and routing.index_BK.shape[1] < routing.score_BN.shape[1]
-
-    def _run_held(
-        self, x: Tensor, arguments: Mapping[str, Any], forward_pass: ForwardPass, held: HeldRows, routing: Routing
-    ) -> Tensor:
-        """Run the block on rows that blocks of its span hand on; return them, or all tokens after the last block."""
-        call = self.mod_state.call
-        z = held.enter(x, routing, getattr(self, call.fused_norm) if call.fused_norm else None)
-        y = self.run_host(z, call.select_tokens(arguments, held.x_BND, routing))
-        forward_pass.held = held if self._hands_on(forward_pass, routing) else None
-        return y if forward_pass.held is held else held.leave(y)
-
-    def _run_halves(
-        self, x: Tensor, arguments: Mapping[str, Any], forward_pass: ForwardPass | None, held: HeldRows | None
-    ) -> Tensor:
-        """Run attention on the rows of the decision before, and the MLP on those of the block's own."""
-        call, halves = self.mod_state.call, self.mod_state.call.halves
-        assert halves is not None
-        earlier = self.mod_state.before(self.router, x, forward_pass) if held is None else held.routing
-        z = x if held is not None or earlier is None else enter_rows(x, earlier)
-        if earlier is not None:
-            arguments = call.select_tokens(arguments, x if held is None else held.x_BND, earlier)
-        attend = partial(halves.attend, self, z, arguments)
-        if self.mod_state.observes:
-            marks = call.marks(arguments, z, forward_pass)
-            y = self.observe(attend, marks, self.router.config.importance, forward_pass)
-        else:
-            y = attend()
-        x = y if earlier is None or held is not None else leave_rows(x, z, y, earlier)
-        routing = self.decide(x, arguments, forward_pass)
-        hands_on = self._hands_on(forward_pass, routing)
-        if held is None and hands_on:
-            held = HeldRows(x, self.router)
-        z = enter_rows(x, routing) if held is None else held.enter(x, routing)
-        y = halves.feed(self, z)
-        if forward_pass is not None:
-            forward_pass.held = held if hands_on else None
-        if held is None:
-            return leave_rows(x, z, y, routing)
-        return y if hands_on else held.leave(y)
+        rows = held or way.rows(self, x, arguments, routing)
+        y = way.run(self, rows.enter(x, routing), arguments, rows)
+        return state.leave_rows(y, rows, self.router, forward_pass)
 
     def enter(self, x: Tensor, arguments: Mapping[str, Any]) -> ForwardPass | None:
         """Return the forward pass that the block runs in, or None where it shares nothing."""
         return self.mod_state.enter(x, self.training)
 
     def decide(self, x: Tensor, arguments: Mapping[str, Any], forward_pass: ForwardPass | None) -> Routing:
-        """Return which tokens run; `x` are all of them, or the rows that the block before has handed on."""
+        """Return the decision about all tokens.
+
+        Args:
+            x: All tokens, or the rows that the block before handed on.
+            arguments: The block's arguments after the tokens, by name.
+            forward_pass: The pass that the block runs in; None where it shares nothing.
+        """
         tokens = self.mod_state.call.marks(arguments, x, forward_pass)
         return self.mod_state.decide(self.router, x, tokens, forward_pass, self.training)
-
-    def run_routed(self, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Tensor:
-        """Return all tokens after the block, given the decision."""
-        call, kept_alone = self.mod_state.call, self.router.config.context == "kept"
-        if self.router.config.operator != "block":
-            return self._run_operator(x, arguments, routing)
-        if routing.valid_BK is not None and routing.total and kept_alone and call.can_pack(self, arguments):
-            return run_packed(x, routing, partial(self.run_packed, x, arguments, routing))
-        z = enter_rows(x, routing, getattr(self, call.fused_norm) if call.fused_norm else None)
-        if not routing.index_BK.shape[1]:
-            y = z
-        elif kept_alone:
-            y = self.run_host(z, call.select_tokens(arguments, x, routing))
-        else:
-            y = call.attend_to_all(self, super().forward, arguments, x, z, routing)
-        return leave_rows(x, z, y, routing)
-
-    def _run_operator(self, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Tensor:
-        """Return all tokens after the block, of which one branch runs on the kept ones alone."""
-        call, config = self.mod_state.call, self.router.config
-        attends = partial(call.attend_to_all, self, routing=routing) if config.context == "all" else None
-        if config.operator == "attention" and attends is None:
-            arguments = call.select_tokens(arguments, x, routing)
-        with branch_on_rows(self.mod_state.tracker, BranchRows(routing, attends, config.operator in call.tuples)):
-            return self.run_host(x, arguments)
-
-    def run_packed(
-        self, x: Tensor, arguments: Mapping[str, Any], routing: Routing, z_1TD: Tensor, packing: Packing
-    ) -> Tensor:
-        """Return kept tokens of the whole batch after the block, packed as one sequence (1, T, D)."""
-        return self.run_host(z_1TD, self.mod_state.call.pack(arguments, x, routing, packing))
 
 
 class ImportanceBlock(ConvertedBlock):

@@ -11,7 +11,8 @@ from torch import Tensor
 from mmod.blocks.call import BlockCall
 from mmod.blocks.forward_pass import ForwardPass, PassTracker, PerThread, SharedScore
 from mmod.blocks.record import Record
-from mmod.blocks.rows import enter_rows
+from mmod.blocks.rows import Rows, enter_rows
+from mmod.blocks.ways import Way
 from mmod.routing import Router, Routing, TokenGroups, TokenMarks
 
 
@@ -85,13 +86,15 @@ class ImportanceState(BlockState):
 
 @dataclass(eq=False, kw_only=True)
 class RoutedState(BlockState):
-    """The state of a routed block: beside that of `BlockState` the last decision, which outlives its forward pass.
+    """The state of a routed block.
 
     Args:
+        way: How the block runs.
         hands_on: The block that follows shares the span's scores, and may be given rows in place of all tokens.
         observes: The span reads the importance in this block's own attention, after which it decides.
     """
 
+    way: Way
     hands_on: bool = False
     observes: bool = False
     records: PerThread[Record] = field(default_factory=lambda: PerThread(Record), init=False, repr=False)
@@ -100,6 +103,47 @@ class RoutedState(BlockState):
     def routing(self) -> Routing | None:
         """The last decision that this thread recorded."""
         return self.records.own.decisions.get("")
+
+    def enter(self, x_BND: Tensor, training: bool) -> ForwardPass | None:
+        """Return the forward pass that the block runs in, or None where it shares nothing."""
+        forward_pass = super().enter(x_BND, training)
+        held: Rows | None = None if forward_pass is None else forward_pass.held
+        # Rows of another length are those of a pass that was interrupted.
+        return None if held is not None and held.slots != x_BND.shape[1] else forward_pass
+
+    def held(self, x: Tensor, router: Router, forward_pass: ForwardPass | None) -> tuple[Tensor, Rows | None]:
+        """Return the block's tokens, and the rows that the block before handed on, or None.
+
+        Args:
+            x: The block's input: all tokens (B, N, D), or rows (B, K, D).
+            router: The block's router.
+            forward_pass: The pass that the block runs in; None where it shares nothing.
+        """
+        held: Rows | None = None if forward_pass is None else forward_pass.held
+        if held is None or held.serves(router):
+            return x, held
+        assert forward_pass is not None
+        forward_pass.held = None
+        return held.leave(x), None
+
+    def leave_rows(self, y: Tensor, rows: Rows, router: Router, forward_pass: ForwardPass | None) -> Tensor:
+        """Leave the block; return all tokens after it (B, N, D), or its rows where the next block takes them.
+
+        Args:
+            y: The rows after the block.
+            rows: The rows that were entered.
+            router: The block's router.
+            forward_pass: The pass that the block runs in; None where it shares nothing.
+        """
+        if forward_pass is None:
+            return rows.leave(y)
+        hands_on = self.hands_on and forward_pass.holds_rows and rows.shrinks
+        if hands_on and rows.router is None:
+            rows.router = router
+        forward_pass.held = rows if hands_on else None
+        y = y if hands_on else rows.leave(y)
+        self.leave(forward_pass)
+        return y
 
     def shared(self, forward_pass: ForwardPass | None, training: bool) -> SharedScore | None:
         """Return the scores that the block's span shares in a forward pass, where they were computed."""

@@ -59,6 +59,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
             stack.tracker,
             start if shares else None,
             writes=(config.scored_by_first or observes) and index == start,
+            way=stack.mixins[0].choose_way(call, block_config),
             hands_on=configs.get(index + 1) is block_config and block_config.hands_on,
             observes=observes and index == start,
             begins=index == first and not captioned,

@@ -134,7 +134,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
             passage.begin()
             passage.tokens = x.shape[1]
         arguments = self._narrowed(state.call.bind(args, kwargs), passage)
-        y = self.run_host(x, arguments) if state.reduction is None else self._reduce(x, arguments, passage)
+        y = self.run_host(x, **arguments) if state.reduction is None else self._reduce(x, arguments, passage)
         if state.restores:
             for restore in reversed(passage.undone):
                 y = restore(y)

@@ -5,7 +5,6 @@ Axes: B images or samples, N tokens, K kept slots per image or sample.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -142,9 +141,3 @@ class Routing(NamedTuple):
     def detach(self) -> Routing:
         """Return the same decision without its autograd graph."""
         return Routing(*(value.detach() if isinstance(value, Tensor) else value for value in self))  # type: ignore[arg-type]
-
-    @property
-    def roles(self) -> TokenGroups | None:
-        """`groups` under its former name."""
-        warnings.warn("Routing.roles is called Routing.groups", DeprecationWarning, stacklevel=2)
-        return self.groups

@@ -49,7 +49,7 @@ def test_a_report_names_every_cell(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("mmod.blocks.decoder.leave_rows", "against dense"),
+        ("mmod.blocks.rows.leave_rows", "against dense"),
         ("mmod.adapters.transformers.layers._rows", "against dense|pass"),
     ],
 )

@@ -39,7 +39,7 @@ def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.Monke
     if decided:
         shared.remember(decides, TokenMarks(), decides(torch.rand(2, 6, 8), shared.score_BN))
     tracker.begin().scores[1] = shared
-    state, seen = RoutedState(None, tracker, 1), []  # type: ignore[arg-type,var-annotated]
+    state, seen = RoutedState(None, tracker, 1, way=None), []  # type: ignore[arg-type,var-annotated]
 
     def choose(score_BN: Tensor) -> Routing:
         seen.append(score_BN.device)
@@ -58,7 +58,7 @@ def test_whom_tokens_joined_comes_to_its_reader(capacity: float) -> None:
     decided = decides(near)
     shared.remember(decides, TokenMarks(), decided)
     tracker.begin().scores[1] = shared
-    state, reads = RoutedState(None, tracker, 1), Router(decides.config, dim=8, block=2, capacity=capacity)  # type: ignore[arg-type]
+    state, reads = RoutedState(None, tracker, 1, way=None), Router(decides.config, dim=8, block=2, capacity=capacity)  # type: ignore[arg-type]
     x = torch.empty(2, 8, 8, device=FAR)
     routing = state.decide(reads, x, TokenMarks(), state.enter(x, training=False), training=False)
     assert routing.index_BK.shape == (2, int(8 * capacity))

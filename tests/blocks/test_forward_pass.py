@@ -104,7 +104,7 @@ def test_nothing_is_left_when_the_pass_has_ended(router: str) -> None:
     running = trackers.pop().running
     with torch.no_grad():
         model(make_images(NAME, 1))
-    assert running.forward_pass is running.normed is running.gate_BK is None
+    assert running.forward_pass is running.normed is running.branch is None
 
 
 @pytest.mark.parametrize("blocks", ["late", "every_other"])

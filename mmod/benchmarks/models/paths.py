@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks import BlockCall, ImportanceBlock, RoutedBlock, convert, make_dense
+from mmod.blocks import BlockCall, ImportanceBlock, RoutedBlock, Rows, Way, convert, make_dense
 from mmod.model import routed_blocks
 from mmod.ops import lerp_rows
 from mmod.routing import Routing, kept_count
@@ -125,31 +125,35 @@ def sharing_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, shared)
 
 
-class LoopedBlock(RoutedBlock):
-    """Routed block that routes a batch image by image: one call of the host block for each."""
+class Looped(Way):
+    """Image by image: one call of the host block for each."""
 
-    def run_routed(self, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Tensor:
+    def run(self, block: RoutedBlock, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Run the host block on the kept tokens of one image after the other."""
-        gates = [None] * x.shape[0] if routing.gate_BK is None else routing.gate_BK
+        routing = rows.routing
+        assert routing is not None
+        gates = [None] * z.shape[0] if routing.gate_BK is None else routing.gate_BK
         out = []
-        for tokens_ND, index_K, gate_K in zip(x, routing.index_BK, gates):
+        for tokens_ND, index_K, gate_K in zip(z, routing.index_BK, gates):
             z_KD = tokens_ND[index_K]
-            y_KD = self.run_host(z_KD[None], arguments)[0]
+            y_KD = block.run_host(z_KD[None], **arguments)[0]
             out.append(tokens_ND.index_copy(0, index_K, lerp_rows(z_KD, y_KD, gate_K)))
         return torch.stack(out)
 
 
-class MaskedBlock(RoutedBlock):
-    """Routed block that computes every token, attending to kept ones only, and throws the skipped results away."""
+class Masked(Way):
+    """Every token is computed, attending to kept ones only, and the results of skipped tokens are thrown away."""
 
-    def run_routed(self, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Tensor:
+    def run(self, block: RoutedBlock, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Run the host block on all tokens and take its result where a token is kept."""
+        routing = rows.routing
+        assert routing is not None
         keep_BN = routing.keep_BN
-        y = self.run_host(x, {**arguments, "attn_mask": keep_BN[:, None, None, :]})
+        y = block.run_host(z, **{**arguments, "attn_mask": keep_BN[:, None, None, :]})
         gate_BN = None
         if routing.gate_BK is not None:
             gate_BN = torch.zeros_like(routing.score_BN).scatter(1, routing.index_BK, routing.gate_BK)
-        return torch.where(keep_BN.unsqueeze(-1), lerp_rows(x, y, gate_BN), x)
+        return torch.where(keep_BN.unsqueeze(-1), lerp_rows(z, y, gate_BN), z)
 
 
 class RemovedBlock(nn.Module):
@@ -177,7 +181,7 @@ def control(model: nn.Module, path: str) -> nn.Module:
         >>> type(control(model, "removed").blocks[1]).__name__
         'RemovedBlock'
     """
-    mixins = {"loop": LoopedBlock, "masked": MaskedBlock, "removed": RemovedBlock}
+    ways = {"loop": Looped, "masked": Masked}
     one_of("path", path, CONTROLS)
     copied = sharing_copy(model)
     for block in routed_blocks(copied).values():
@@ -185,5 +189,5 @@ def control(model: nn.Module, path: str) -> nn.Module:
             make_dense(block)
             convert(block, RemovedBlock, None)
         else:
-            convert(block, mixins[path], block.mod_state)
+            block.mod_state.way = ways[path](block.mod_state.call, block.router.config)
     return copied
