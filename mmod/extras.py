@@ -10,6 +10,7 @@ __all__ = ["EXTRAS", "name_missing_extra"]
 EXTRAS = {
     "train": (
         "PIL",
+        "adjustText",
         "docstring_parser",
         "filelock",
         "jsonargparse",
@@ -18,7 +19,6 @@ EXTRAS = {
         "sklearn",
         "timm",
         "torchvision",
-        "vl_convert",
         "webdataset",
         "yaml",
     ),

@@ -228,9 +228,8 @@ for command in sys.argv[2:]:
             "transformers",
             ["tools/finetune_vlm.py configs/vlm/tiny-llava.yaml", "tools/tradeoff.py configs/tradeoff/vlm.yaml"],
         ),
-        ("vl_convert", ["tools/report.py runs"]),
     ],
-    ids=["open_clip", "transformers", "vl_convert"],
+    ids=["open_clip", "transformers"],
 )
 def test_tools_say_which_extra_to_install(package: str, commands: list[str]) -> None:
     command = [sys.executable, "-c", EACH_WITHOUT, package, *commands]

@@ -1,37 +1,137 @@
-"""Plots of kept patches and of accuracy against cost; functions return matplotlib figures and write nothing."""
+"""Figures of kept patches and of score against cost; functions return matplotlib figures and write nothing."""
 
 from __future__ import annotations
 
+import base64
+import io
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmod.analysis.trace import Trace
+from mmod.adapters import find_stack
+from mmod.analysis.style import FAINT, INK, PAPER, add_hint, add_legend, looks, new_figure, place_labels, tidy
+from mmod.analysis.trace import Trace, trace
 from mmod.extras import name_missing_extra
+from mmod.values import check_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, FAINT = "#222222", "#8a8f98"
+__all__ = ["RoutingMaps", "draw_routing_maps", "draw_tradeoff", "sample_maps"]
+
 # A veil that is neither black nor white, so that dark and bright patches alike show whether they were kept.
 VEIL_COLOUR, VEIL_OPACITY = (0.60, 0.68, 0.80), 0.82
-# Okabe and Ito's palette, which stays apart for all common kinds of colour vision, and a part of Tol's muted one.
-COLOURS = {"attention": "#0072B2", "linear": "#D55E00"}
-MORE_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933", "#332288")
-MARKERS = {"attention": "o", "linear": "s"}
-# One fewer than colours, so that no two of many series look alike.
-MORE_MARKERS = ("D", "v", "P", "X", "p", "h")
-# More series than these are named in a legend: beside the points, names would hide them.
-NAMED_IN_PLACE = 7
-CONTROLS = {"random": "^", "stride": "<", "norm": ">", "shallow": "d"}
-ROW_KEYS = ("name", "router", "capacity", "gflops", "latency_ms", "accuracy_mean", "accuracy_std", "seeds")
+# With more points than these, a legend names the series, and points show their names where one points at them.
+_NAMED = 16
+_PNG = "data:image/png;base64,"
 
 
-@name_missing_extra()
+class RoutingMaps(NamedTuple):
+    """Sample images, and the patches that routed blocks keep of them.
+
+    Args:
+        images: The images as they should be shown: in [0, 1], one or three channels (B, C, height, width).
+        kept: Name of each block to whether it keeps each patch (B, rows, columns).
+    """
+
+    images: Tensor
+    kept: dict[str, Tensor]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain JSON values; images are PNGs of 8 bits."""
+        blocks = {
+            name: [row.nonzero().flatten().tolist() for row in kept.flatten(1)] for name, kept in self.kept.items()
+        }
+        grid = list(next(iter(self.kept.values())).shape[1:])
+        return {"grid": grid, "blocks": blocks, "images": [_encode(image) for image in self.images]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RoutingMaps:
+        """Return the maps that `to_dict` wrote.
+
+        Args:
+            values: The plain values.
+
+        Raises:
+            ValueError: Images that are no PNGs within the values, or patches outside of the grid.
+        """
+        if not all(isinstance(url, str) and url.startswith(_PNG) for url in values["images"]):
+            raise ValueError("images must be PNGs that the file itself holds")
+        check_value("grid", values["grid"], list[int], "[1, inf)")
+        rows, columns = values["grid"]
+        kept = {}
+        for name, blocks in values["blocks"].items():
+            check_value("kept patches", blocks, list[list[int]], f"[0, {rows * columns})")
+            flat = torch.zeros(len(blocks), rows * columns, dtype=torch.bool)
+            for row, patches in zip(flat, blocks):
+                row[patches] = True
+            kept[name] = flat.unflatten(1, (rows, columns))
+        return cls(torch.stack([_decode(url) for url in values["images"]]), kept)
+
+    @name_missing_extra()
+    def draw(self, labels: Sequence[str] | None = None) -> Figure:
+        """Draw what `draw_routing_maps` draws.
+
+        Args:
+            labels: A text for each image, or None.
+        """
+        pictures = _pictures(self.images)
+        if labels is not None and len(labels) != len(pictures):
+            raise ValueError(f"{len(pictures)} images need as many labels, got {len(labels)}")
+        names, maps = list(self.kept), list(self.kept.values())
+        pairs = zip(itertools.pairwise(names), itertools.pairwise(maps))
+        firsts = [0, *(i for i, (near, both) in enumerate(pairs, 1) if not (_adjoin(*near) and torch.equal(*both)))]
+        titles = ["image"]
+        for first, end in zip(firsts, [*firsts[1:], len(maps)]):
+            titles.append(f"{_short(names[first:end])}\n{maps[first].float().mean():.0%} kept")
+        rows, columns = len(pictures), len(titles)
+        side, shape = 1.35, pictures.shape[1:3]
+        figure = new_figure(side * columns, side * rows * shape[0] / shape[1] + 0.45)
+        axes = figure.subplots(rows, columns, squeeze=False)
+        for row, picture in enumerate(pictures):
+            for column, content in enumerate([picture, *(_veiled(picture, maps[first][row]) for first in firsts)]):
+                axis = axes[row, column]
+                axis.imshow(content.numpy(), interpolation="nearest", vmin=0, vmax=1)
+                axis.set(xticks=[], yticks=[])
+                axis.spines[:].set_visible(False)
+                if row == 0:
+                    axis.set_title(titles[column], fontsize=9, color=INK)
+            if labels is not None:
+                axes[row, 0].set_ylabel(labels[row], fontsize=9, color=INK)
+        return figure
+
+
+def sample_maps(model: nn.Module, images: Tensor) -> RoutingMaps:
+    """Return what the routed blocks of an image model keep of some images.
+
+    Args:
+        model: A routed model of one stack of blocks, on any device.
+        images: What it takes (B, C, height, width); the range of their values is what is shown.
+
+    Example:
+        >>> import timm, mmod
+        >>> model = mmod.route_(timm.create_model("test_vit").eval())
+        >>> sample_maps(model, torch.rand(2, 3, 160, 160)).kept["blocks.1"].shape
+        torch.Size([2, 10, 10])
+    """
+    prefix = find_stack(model).prefix
+    with torch.inference_mode(), trace(model) as decisions:
+        model(images.to(next(model.parameters()).device))
+    patches = next(iter(decisions.values())).score_BN.shape[1] - prefix
+    side = int(patches**0.5)
+    square = (side, side) if side * side == patches else (1, patches)
+    grid = getattr(getattr(model, "patch_embed", None), "grid_size", square)
+    low, high = images.amin(), images.amax()
+    shown = ((images - low) / (high - low)).clamp(0, 1)
+    return RoutingMaps(shown, dict(zip(decisions, decisions.maps(prefix, tuple(grid)).cpu())))
+
+
 def draw_routing_maps(
     images: Tensor,
     trace: Trace,
@@ -67,40 +167,27 @@ def draw_routing_maps(
         >>> len(draw_routing_maps(images, decisions, prefix=1, grid=(10, 10)).axes)
         8
     """
-    # A figure of its own rather than pyplot's, which would keep every figure alive and choose a window system.
-    from matplotlib.figure import Figure
-
     maps = trace.maps(prefix, grid, image_BN).cpu()
-    names = list(trace)
-    pairs = zip(names, names[1:], maps, maps[1:])
-    firsts = [0, *(i for i, (*near, a, b) in enumerate(pairs, 1) if not (_adjoin(*near) and torch.equal(a, b)))]
-    kept = maps[firsts]
-    pictures = _pictures(images)
-    if kept.shape[1] != len(pictures):
-        raise ValueError(f"the trace holds decisions for {kept.shape[1]} images, got {len(pictures)} images")
-    if labels is not None and len(labels) != len(pictures):
-        raise ValueError(f"{len(pictures)} images need as many labels, got {len(labels)}")
-    rows, columns = len(pictures), 1 + len(kept)
-    height, width = pictures.shape[1:3]
-    side = 1.35
-    figure = Figure(figsize=(side * columns, side * rows * height / width + 0.45))
-    axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw={"wspace": 0.06, "hspace": 0.06})
-    shares = list(trace.kept_shares().values()) if image_BN is None else maps.float().mean(dim=(1, 2, 3)).tolist()
-    titles = ["image"]
-    for first, end in zip(firsts, [*firsts[1:], len(maps)]):
-        titles.append(f"{_short(names[first:end])}\n{shares[first]:.0%} kept")
-    for row, picture in enumerate(pictures):
-        shown = [picture, *(_veiled(picture, block[row]) for block in kept)]
-        for column, content in enumerate(shown):
-            axis = axes[row, column]
-            axis.imshow(content.numpy(), interpolation="nearest", vmin=0, vmax=1)
-            axis.set(xticks=[], yticks=[])
-            axis.spines[:].set_visible(False)
-            if row == 0:
-                axis.set_title(titles[column], fontsize=8, color=INK)
-        if labels is not None:
-            axes[row, 0].set_ylabel(labels[row], fontsize=8, color=INK)
-    return figure
+    if maps.shape[1] != len(images):
+        raise ValueError(f"the trace holds decisions for {maps.shape[1]} images, got {len(images)} images")
+    return RoutingMaps(images, dict(zip(trace, maps))).draw(labels)
+
+
+def _encode(image: Tensor) -> str:
+    """Return an image (C, height, width) in [0, 1] as the address of a PNG that holds it."""
+    from PIL import Image
+
+    pixels = (image.expand(3, -1, -1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png", optimize=True)
+    return f"{_PNG}{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _decode(url: str) -> Tensor:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(base64.b64decode(url.removeprefix(_PNG))), formats=["png"]) as image:
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 255
 
 
 def _pictures(images: Tensor) -> Tensor:
@@ -137,124 +224,107 @@ def _short(names: Sequence[str]) -> str:
 
 
 @name_missing_extra()
-def draw_tradeoff(rows: Sequence[Mapping[str, Any]], measure: str = "top-1 accuracy") -> Figure:
-    """Draw accuracy against FLOPs and, where it was measured, against latency.
+def draw_tradeoff(
+    rows: Sequence[Mapping[str, Any]],
+    score: str = "top1",
+    measure: str = "top-1 accuracy",
+    costs: Mapping[str, str] | None = None,
+) -> Figure:
+    """Draw the score of models against each cost that was measured.
 
-    Rows of one router are joined into a series over its capacities, named where it ends or, of many, in a legend.
-    Controls are grey; the dense model is a star with a dotted line, so that what is lost against it can be read off.
+    Models of one series are joined. Up to 16 models are named at their points; more are named where one points at
+    them in a browser. Controls are grey; the dense model is a star with a dotted line at its score.
 
     Args:
-        rows: One mapping for each model with "name", "router" ("dense", "shallow" for a dense model of fewer blocks,
-            or a router), "capacity", "gflops", "latency_ms" (may be None), "accuracy_mean" and "accuracy_std" in
-            percent, and "seeds", the number of runs behind them; with one seed no error bar is drawn.
-        measure: What the percentages are.
+        rows: One mapping for each model with "name", "series" ("dense", "shallow" for a dense model of fewer blocks,
+            or a name of its own), the score in percent, and costs. `SCORE_std`, where there is one, is its standard
+            deviation over "seeds" runs; "note" is added to what a browser shows of the point.
+        score: Key of the score.
+        measure: What the score is.
+        costs: Key of each cost to the title of its axis; None for FLOPs alone. One that a row lacks is not drawn.
 
     Returns:
-        A figure with one or two panels.
+        A figure with a panel for each cost.
 
     Raises:
-        ValueError: No rows, or a key is missing.
+        ValueError: No rows, a key is missing, or no row has a cost.
 
     Example:
-        >>> row = dict(name="dense", router="dense", capacity=1.0, gflops=2.5, latency_ms=None)
-        >>> len(draw_tradeoff([{**row, "accuracy_mean": 91.0, "accuracy_std": 0.2, "seeds": 3}]).axes)
-        1
+        >>> rows = [dict(name="dense", series="dense", gflops=2.5, top1=91.0)]
+        >>> draw_tradeoff(rows).axes[0].get_xlabel()
+        'GFLOPs per image'
     """
-    # A figure of its own rather than pyplot's, which would keep every figure alive and choose a window system.
-    from matplotlib.figure import Figure
-
     if not rows:
         raise ValueError("a trade-off needs at least one row")
     for row in rows:
-        missing = [key for key in ROW_KEYS if key not in row]
+        missing = [key for key in ("name", "series", score) if key not in row]
         if missing:
             raise ValueError(f"row {row.get('name', row)!r} lacks {', '.join(missing)}")
-    panels = [("gflops", "GFLOPs per image")]
-    if all(row["latency_ms"] is not None for row in rows):
-        panels.append(("latency_ms", "latency in ms"))
-    figure = Figure(figsize=(5.6 * len(panels), 4.2), layout="constrained")
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)
-    for axis, (key, title) in zip(axes[0], panels):
-        _draw_panel(axis, rows, key)
-        axis.set_xlabel(title, color=INK)
-    axes[0, 0].set_ylabel(f"{measure} in %", color=INK)
-    if len({row["router"] for row in rows}) > NAMED_IN_PLACE:
-        lines, names = axes[0, 0].get_legend_handles_labels()
-        figure.legend(lines, names, loc="outside upper center", ncols=5, fontsize=9, frameon=False, labelcolor=INK)
-    seeds = max(row["seeds"] for row in rows)
-    note = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
-    figure.supxlabel(f"numbers at points: capacity · {note}", fontsize=8, color=FAINT, x=0.99, ha="right")
+    titles = {"gflops": "GFLOPs per image"} if costs is None else costs
+    panels = {key: title for key, title in titles.items() if all(row.get(key) is not None for row in rows)}
+    if not panels:
+        raise ValueError(f"no cost that all rows have: {', '.join(titles)}")
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    styles = looks({row["series"] for row in rows})
+    figure = new_figure(5.0 * columns + 0.6, 3.7 * lines + 0.25 * -(-len(styles) // (3 * columns)))
+    axes = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
+    for axis, (key, title) in zip(axes, panels.items()):
+        _draw_panel(axis, rows, key, score, styles)
+        axis.set_xlabel(title)
+        tidy(axis)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis in axes[::columns]:
+        axis.set_ylabel(f"{measure} in %", color=INK)
+    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels())))
+    shown = {name: handles[name] for name in dict.fromkeys(row["series"] for row in rows)}
+    add_legend(figure, shown, 3 * columns)
+    seeds = max(int(row.get("seeds") or 1) for row in rows)
+    note = f"bars: standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    figure.suptitle(note, fontsize=9, color=FAINT, x=0.99, ha="right")
+    if len(rows) <= _NAMED:
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+        for axis, key in zip(axes, panels):
+            _name_points(axis, rows, key, score, styles)
     return figure
 
 
-def _draw_panel(axis: Axes, rows: Sequence[Mapping[str, Any]], key: str) -> None:
-    series: dict[str, list[Mapping[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: row[key]):
-        series.setdefault(row["router"], []).append(row)
-    # The series on top carries the capacities; they are the same for the others, right below.
-    routed = [name for name in series if name not in ("dense", "shallow")]
-    numbered = max(routed, key=lambda name: series[name][0]["accuracy_mean"], default=None)
-    styles = _styles(series)
-    labels = []
-    for name, points in series.items():
-        x, y = [row[key] for row in points], [row["accuracy_mean"] for row in points]
-        error = [row["accuracy_std"] for row in points] if max(row["seeds"] for row in points) > 1 else None
-        style = styles[name]
-        axis.errorbar(x, y, yerr=error, capsize=2.5, elinewidth=1, linewidth=1.6, label=name, **style)
+def _draw_panel(
+    axis: Axes, rows: Sequence[Mapping[str, Any]], key: str, score: str, styles: Mapping[str, dict[str, Any]]
+) -> None:
+    for name, style in styles.items():
+        points = sorted((row for row in rows if row["series"] == name), key=lambda row: row[key])
+        x, y = [row[key] for row in points], [row[score] for row in points]
+        error = [row.get(f"{score}_std") or 0.0 for row in points]
+        axis.errorbar(x, y, yerr=error, elinewidth=1, **{**style, "marker": ""})
+        for row in points:
+            (mark,) = axis.plot(row[key], row[score], **style, label=name if row is points[0] else None)
+            std = f" ± {row[f'{score}_std']:.2f}" if row.get(f"{score}_std") else ""
+            note = f"\n{row['note']}" if row.get("note") else ""
+            add_hint(mark, f"{row['name']}: {row[score]:.2f}{std} at {row[key]:.4g}{note}")
         if name == "dense":
-            axis.axhline(y[-1], color=INK, linewidth=0.8, linestyle=":", zorder=0)
-        labels.append((x[0], y[0], name, style["color"]))
-        if name == numbered:
-            for row in (point for point in points if point["capacity"] is not None):
-                axis.annotate(
-                    f"{row['capacity']:g}",
-                    (row[key], row["accuracy_mean"] + (row["accuracy_std"] if error else 0)),
-                    xytext=(0, 6),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=8,
-                    color=FAINT,
-                )
-    axis.margins(x=0.08, y=0.12)
-    if len(series) <= NAMED_IN_PLACE:
-        low, high = axis.get_xlim()
-        axis.set_xlim(low - 0.22 * (high - low), high + 0.03 * (high - low))
-        _label(axis, labels)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color(FAINT)
-    axis.tick_params(colors=INK, labelcolor=INK, length=3)
-    axis.grid(axis="y", color="#e8eaed", linewidth=0.8)
-    axis.set_axisbelow(True)
+            axis.axhline(y[-1], color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
+    axis.margins(x=0.2, y=0.15)
 
 
-def _styles(names: Sequence[str] | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    styles: dict[str, dict[str, Any]] = {}
-    more = iter(zip(MORE_COLOURS * 8, MORE_MARKERS * 8))
-    for name in sorted(names):
-        if name == "dense":
-            styles[name] = {"color": INK, "marker": "*", "markersize": 13, "linestyle": "none"}
-        elif name in CONTROLS:
-            face = "white" if name == "shallow" else FAINT
-            styles[name] = {"color": FAINT, "marker": CONTROLS[name], "linestyle": "--", "markerfacecolor": face}
-        elif name in COLOURS:
-            styles[name] = {"color": COLOURS[name], "marker": MARKERS[name], "linestyle": "-"}
-        else:
-            colour, marker = next(more)
-            styles[name] = {"color": colour, "marker": marker, "linestyle": "-"}
-        styles[name] = {"markersize": 6, **styles[name]}
-    return styles
+def _name_points(
+    axis: Axes, rows: Sequence[Mapping[str, Any]], key: str, score: str, styles: Mapping[str, dict[str, Any]]
+) -> None:
+    """Write the name of each model near its point."""
+    from matplotlib.transforms import Bbox
 
-
-def _label(axis: Axes, labels: list[tuple[float, float, str, str]]) -> None:
-    """Write each series' name left of its first point, moved apart where names would touch."""
-    low, high = axis.get_ylim()
-    gap = 0.055 * (high - low)
-    height = -float("inf")
-    for x, y, name, colour in sorted(labels, key=lambda label: label[1]):
-        if name == "dense":
-            place, align, anchor = (0, 9), "center", "bottom"
-        else:
-            place, align, anchor = (-8, 0), "right", "center"
-            y = height = max(y, height + gap)
-        look: dict[str, Any] = {"color": colour, "fontsize": 9, "fontweight": "bold", "annotation_clip": False}
-        axis.annotate(name, (x, y), xytext=place, textcoords="offset points", ha=align, va=anchor, **look)
+    texts, marks = [], []
+    for name in sorted(styles, key=lambda name: name != "dense"):
+        points = sorted((row for row in rows if row["series"] == name), key=lambda row: row[key])
+        places = axis.transData.transform([(row[key], row[score]) for row in points])
+        half = styles[name]["markersize"] / 144 * axis.figure.dpi
+        for row, (x, y) in zip(points, places):
+            look = {"color": styles[name]["color"], "fontsize": 9, "fontweight": "bold"}
+            look["bbox"] = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
+            texts.append(axis.text(row[key], row[score], row["name"], ha="center", va="center", **look))
+            bar = axis.transData.transform((row[key], row[score] + (row.get(f"{score}_std") or 0.0)))[1] - y
+            marks += [Bbox.from_extents(x - half, y - half, x + half, y + half)]
+            marks += [Bbox.from_extents(x - 1, y - bar, x + 1, y + bar)]
+    place_labels(axis, texts, marks)

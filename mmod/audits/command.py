@@ -67,7 +67,7 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
             "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
         )
     found, costs = _audited(config, subject, model, claim, folder / _PARTIAL, progress)
-    drawn = subject.maps(model, options.maps) if options.maps else None
+    maps = subject.maps(model, options.maps) if options.maps else None
     cost, generation = subject.flops(model), subject.generation(model)
     record = {
         "name": Path(config.output).name,
@@ -77,10 +77,10 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
         "flops": cost,
         "beside_flops": costs,
         "generation": None if generation is None else dataclasses.asdict(generation),
-        "maps": None if drawn is None else drawn[0],
+        "maps": None if maps is None else maps.to_dict(),
     }
-    if drawn is not None:
-        drawn[1].savefig(folder / "maps.png", dpi=150, bbox_inches="tight")
+    if maps is not None:
+        maps.draw().savefig(folder / "maps.png", dpi=150)
     draw_audit(found).savefig(folder / "audit.png", dpi=150)
     more = "" if generation is None else f"\n{generation}\n"
     write_atomically(folder / "audit.md", f"{found}\n{_costs_told(cost, costs)}{more}")

@@ -22,10 +22,9 @@ from mmod.training.kinds import recipe_of
 from mmod.values import refuse_unknown
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from mmod.analysis.audit.auditor import Shift
     from mmod.analysis.audit.generation import Generation
+    from mmod.analysis.plots import RoutingMaps
 
 __all__ = ["Again", "Sorted", "Subject"]
 
@@ -165,8 +164,8 @@ class Subject(ABC, Generic[Config]):
         """Return how the model decides while it writes long texts; None where that is not asked for."""
         return None
 
-    def maps(self, model: nn.Module, count: int) -> tuple[dict[str, Any], Figure] | None:
-        """Return what is kept of some samples, as plain values and drawn; None where it is not drawn."""
+    def maps(self, model: nn.Module, count: int) -> RoutingMaps | None:
+        """Return what is kept of some samples; None where it is not drawn."""
         return None
 
     def shifts(self, options: AuditOptions) -> dict[str, Shift]:

@@ -5,24 +5,21 @@ Axes: B samples, N tokens.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor, nn
 
-from mmod import is_routed, trace
+from mmod import is_routed
 from mmod.adapters import find_stack
 from mmod.analysis.audit.choices import REFERENCE_ENTROPY
 from mmod.analysis.audit.generation import Generation, judge_generation
-from mmod.analysis.plots import draw_routing_maps
+from mmod.analysis.plots import RoutingMaps, sample_maps
 from mmod.audits.config import AnyConfig, AuditConfig, ChatAuditConfig, PairsAuditConfig, TextAuditConfig
 from mmod.audits.subject import Again, Sorted, Subject
 from mmod.data.config import DataConfig
@@ -34,9 +31,6 @@ from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
 from mmod.model import routing_configs
 from mmod.training.image.recipe import sample_images
 from mmod.training.text.config import BYTES
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["ChatSubject", "ImageSubject", "PairsSubject", "TextSubject", "subject_of"]
 
@@ -84,20 +78,9 @@ class ImageSubject(Subject[AuditConfig]):
 
         return Again(make, stream.steps_per_epoch)
 
-    def maps(self, model: nn.Module, count: int) -> tuple[dict[str, Any], Figure]:
+    def maps(self, model: nn.Module, count: int) -> RoutingMaps:
         """Return what the blocks keep of sample images."""
-        images, prefix = sample_images(self.config, count), find_stack(model).prefix
-        device = next(model.parameters()).device
-        with torch.inference_mode(), trace(model) as decisions:
-            model(images.to(device))
-        patches = next(iter(decisions.values())).score_BN.shape[1] - prefix
-        rows, columns = getattr(getattr(model, "patch_embed", None), "grid_size", (1, patches))
-        low, high = images.amin(), images.amax()
-        shown = ((images - low) / (high - low)).clamp(0, 1)
-        figure = draw_routing_maps(shown, decisions, prefix, (rows, columns))
-        kept = decisions.maps(prefix, (rows, columns)).flatten(2)
-        blocks = {name: [row.nonzero().flatten().tolist() for row in own] for name, own in zip(decisions, kept)}
-        return {"grid": [rows, columns], "blocks": blocks, "images": [_png(image) for image in shown]}, figure
+        return sample_maps(model, sample_images(self.config, count))
 
     def _kinds(self, scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, NDArray[np.str_]]:
         """Return what each token of a batch shows; nothing where the set does not say it."""
@@ -233,14 +216,6 @@ def _regions(scene: DigitScene, grid: tuple[int, int]) -> NDArray[np.str_]:
     rows, columns = ((np.arange(count) + 0.5) * len(scene.image) / count for count in grid)
     is_object = ((rows >= top) & (rows < bottom))[:, None] & ((columns >= left) & (columns < right))
     return np.where(is_object, "object", np.where(has_ink, "clutter", "background")).flatten()
-
-
-def _png(image: Tensor) -> str:
-    """Return an image (C, height, width) in [0, 1] as the address of a PNG that holds it."""
-    pixels = (image.expand(3, -1, -1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _roles(batch: Mapping[str, Tensor], processor: Any) -> dict[str, NDArray[np.str_]]:

@@ -42,5 +42,5 @@ def report_on(folder: Path) -> None:
 
     try:
         print(f"Report: {write_report([folder])}")
-    except (FolderTakenError, ModuleNotFoundError) as error:
+    except FolderTakenError as error:
         print(f"No report: {error}")

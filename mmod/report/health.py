@@ -1,12 +1,16 @@
-"""The figure of a report that shows the routers of training runs over their steps."""
+"""The figures of a report that show the routers of a training run over its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from mmod.report.charts import COLOURS, Chart, described
+from mmod.analysis.style import PALETTE, add_hint, add_legend, new_figure, tidy
+from mmod.report.charts import Chart
 from mmod.report.sources import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["health_chart"]
 
@@ -18,61 +22,59 @@ _TITLES = {
     "spread": "spread of scores",
     "gate": "mean gate",
 }
-# Rows that a page holds, so that it stays small whatever the number of runs.
-_ROWS = 4000
+_LINES = {"train": "-", "val": "--", "ema": ":"}
+# Logged steps of a run that a page holds, so that it stays small.
+_STEPS = 400
 
 
-def health_chart(runs: Sequence[RunRecord]) -> Chart | None:
-    """Return what routers did at logged steps, with a list of runs and a list of figures.
+def health_chart(run: RunRecord) -> Chart | None:
+    """Return what the routers of a run did at logged steps; None where nothing was logged.
 
     Args:
-        runs: Training runs; None of them were routed where nothing is returned.
+        run: The training run.
     """
-    every = -(-sum(len(run.rows) for run in runs) // _ROWS)
-    rows = [{"run": run.name, **row} for run in runs for row in _thinned(run, every)]
+    steps = sorted({row["step"] for row in run.rows})
+    every = -(-len(steps) // _STEPS)
+    taken = {*steps[:: max(1, every)], *steps[-1:]}
+    rows = [row for row in run.rows if row["step"] in taken]
     if not rows:
         return None
-    blocks = list(dict.fromkeys(row["block"] for row in rows))
-    switches = [
-        {"name": name, "value": options[0], "bind": {"input": "select", "options": options, "name": f"{name} "}}
-        for name, options in (("run", list(dict.fromkeys(row["run"] for row in rows))), ("figure", [*_TITLES.values()]))
-    ]
-    values = " : ".join(f"figure == '{title}' ? datum.{name}" for name, title in _TITLES.items())
-    scale: dict[str, Any] = {"range": COLOURS} if len(blocks) <= len(COLOURS) else {"scheme": "category20"}
-    shown = [{"field": name, "format": ".3g"} for name in _TITLES]
-    spec = {
-        "height": 260,
-        "params": switches,
-        "transform": [
-            {"filter": "datum.run == run"},
-            {"calculate": f"{values} : null", "as": "value"},
-            {"filter": "isValid(datum.value)"},
-        ],
-        "mark": {"type": "line", "point": True, "strokeWidth": 1.5},
-        "encoding": {
-            "x": {"field": "step", "type": "quantitative", "title": "optimiser steps"},
-            "y": {"field": "value", "type": "quantitative", "title": None},
-            "color": {"field": "block", "sort": None, "scale": scale, "legend": {"orient": "bottom", "columns": 3}},
-            "strokeDash": {
-                "field": "data",
-                "scale": {"domain": ["train", "val", "ema"]},
-                "legend": {"orient": "bottom", "symbolType": "stroke"},
-            },
-            "tooltip": [{"field": "block"}, {"field": "data"}, {"field": "step"}, *shown],
-        },
-    }
     kept = [row["kept"] for row in rows]
     text = (
-        f"Routers of {len(runs)} training runs over their steps, {len(blocks)} blocks by name; lists choose the run "
-        f"and one of {', '.join(_TITLES.values())}. They keep {min(kept):.2f} to {max(kept):.2f} of the tokens."
+        f"The routers of {run.name} keep {min(kept):.2f} to {max(kept):.2f} of the tokens over {len(steps)} logged "
+        f"steps; shown are {', '.join(_TITLES.values())}."
     )
-    title = "Routers while training" + (f", one logged step in {every}" if every > 1 else "")
+    title = f"{run.name}: routers while training" + (f", one logged step in {every}" if every > 1 else "")
     command = "mmod train image|pairs|chat|text CONFIG  # the config.yaml of the run"
-    return Chart("routers", title, text, rows, described(spec, text, rows), command)
+    return Chart(f"{run.name.replace('/', '-')}-routers", title, text, rows, _draw(rows), command)
 
 
-def _thinned(run: RunRecord, every: int) -> list[Mapping[str, Any]]:
-    """Return every so manyth logged step of a run, and the last."""
-    steps = sorted({row["step"] for row in run.rows})
-    taken = {*steps[::every], *steps[-1:]}
-    return [row for row in run.rows if row["step"] in taken]
+def _draw(rows: list[Mapping[str, Any]]) -> Figure:
+    """Draw each figure that some row has over steps, a line for each block."""
+    panels = {name: title for name, title in _TITLES.items() if any(row.get(name) is not None for row in rows)}
+    blocks = list(dict.fromkeys(row["block"] for row in rows))
+    handles: dict[str, Any] = {}
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = new_figure(4.8 * columns, 2.4 * lines + 0.25 * -(-len(blocks) // (3 * columns)) + 0.2)
+    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis, (name, title) in zip(axes, panels.items()):
+        for number, block in enumerate(blocks):
+            for data, line in _LINES.items():
+                points = [
+                    (row["step"], row[name])
+                    for row in rows
+                    if (row["block"], row["data"]) == (block, data) and row.get(name) is not None
+                ]
+                if points:
+                    look = {"color": PALETTE[number % len(PALETTE)], "linestyle": line, "linewidth": 1.3}
+                    mark = {"marker": "o", "markersize": 3} if len(points) < 30 else {}
+                    (drawn,) = axis.plot(*zip(*points), **look, **mark)
+                    add_hint(drawn, f"{block}, {data}")
+                    handles.setdefault(block if data == "train" else f"{block}, {data}", drawn)
+        axis.set(title=title, xlabel="optimiser steps")
+        tidy(axis)
+    add_legend(figure, handles, 3 * columns)
+    return figure

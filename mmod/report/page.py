@@ -1,11 +1,10 @@
-"""The page of a report: one HTML file that holds its own scripts and asks no network for anything."""
+"""The page of a report: one HTML file without scripts that asks no network for anything."""
 
 from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
-from hashlib import sha256
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,24 +12,20 @@ from typing import Any, NamedTuple
 from mmod.analysis.audit.generation import generation_rows
 from mmod.analysis.audit.information import information_rows
 from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
-from mmod.extras import name_missing_extra
+from mmod.analysis.style import inline_svg, svg_of
 from mmod.io.claim import claim_folder
-from mmod.io.files import parse_json, write_atomically
-from mmod.report.audit_charts import conditions_chart, flops_chart, gaps_chart, kept_chart, matrix_chart
-from mmod.report.charts import Chart, tradeoff_charts
+from mmod.io.files import write_atomically
+from mmod.report.charts import Chart, audit_charts, tradeoff_chart
 from mmod.report.frame import frame
 from mmod.report.health import health_chart
-from mmod.report.maps import maps_chart
 from mmod.report.over_runs import HEADER, rows_over_runs
-from mmod.report.sources import PAGE, AuditRecord, StudyRecord, read_sources
+from mmod.report.sources import PAGE, AuditRecord, RunRecord, StudyRecord, read_sources
 from mmod.training.engine.logging import write_csv
 
 __all__ = ["write_report"]
 
-# What each picture was drawn from.
-_FIGURES = "figures.json"
-# Pixels of a figure's width where nothing says how wide it is.
-_WIDTH = 640
+# Figures of runs that are not folded away.
+_OPEN_RUNS = 3
 _STUDY_COMMAND = "mmod tradeoff study.yaml  # the config below, saved as study.yaml"
 _MAPS = "Patches that routed blocks of {} keep"
 # Those of other seeds lie beside it.
@@ -41,9 +36,8 @@ _PLAN = (
 )
 
 
-@name_missing_extra()
 def write_report(folders: Sequence[str | Path], output: str | Path | None = None) -> Path:
-    """Write what studies, audits and training runs found as one HTML file, each figure as PNG and CSV beside it.
+    """Write what studies, audits and training runs found as one HTML file, each figure as SVG and CSV beside it.
 
     Args:
         folders: Folders of studies and runs, or folders that hold several of them.
@@ -55,81 +49,77 @@ def write_report(folders: Sequence[str | Path], output: str | Path | None = None
     Raises:
         FileNotFoundError: If a folder is not there.
         FolderTakenError: If the folder of the report holds a report of other folders, or other files.
-        ModuleNotFoundError: If vl-convert-python, of the extra `train`, is not installed.
         ValueError: If a folder holds none of them.
     """
-    import vl_convert
-
     sources = [Path(folder) for folder in folders]
     studies, audits, runs = read_sources(sources)
     target = Path(output) if output is not None else sources[0] / "report"
     claim_folder(target, {"folders": [str(path.resolve()) for path in sources]}, file="report.json", kind="a report")
-    version = vl_convert.get_vegalite_versions()[-1]
-    health = health_chart(runs)
-    drawn = [] if health is None else [_Part(health.title, _figure(health), [health])]
-    parts = [*map(_study_part, studies), *_common_parts(audits), *map(_audit_part, audits), *drawn]
-    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
-    _write_figures(target, [chart for part in parts for chart in part.charts], version)
-    write_atomically(target / PAGE, frame([(part.title, part.content) for part in parts], bundle))
-    return target / PAGE
 
-
-def _write_figures(target: Path, charts: Sequence[Chart], version: str) -> None:
-    """Write each figure as PNG and CSV; a picture that lies there and would be the same is not drawn again."""
-    import vl_convert
-
-    record = target / _FIGURES
-    before, now = parse_json(record.read_bytes(), str(record)) if record.exists() else {}, {}
-    for chart in charts:
-        still = {**chart.spec, "width": _WIDTH} if chart.spec.get("width") == "container" else dict(chart.spec)
-        picture, digest = target / f"{chart.name}.png", sha256(json.dumps([version, still]).encode()).hexdigest()
-        if before.get(chart.name) != digest or not picture.exists():
-            write_atomically(picture, vl_convert.vegalite_to_png(still, vl_version=version, scale=2))
+    def figure(chart: Chart) -> str:
+        svg = svg_of(chart.figure)
+        write_atomically(target / f"{chart.name}.svg", svg)
         write_csv(target / f"{chart.name}.csv", chart.rows)
-        now[chart.name] = digest
-    write_atomically(record, json.dumps(now, indent=1) + "\n")
+        files = f'<a href="{escape(chart.name)}.svg">SVG</a> <a href="{escape(chart.name)}.csv">CSV</a>'
+        return (
+            f'<figure id="{escape(chart.name)}"><div class="chart">{inline_svg(svg, chart.name, chart.text)}</div>'
+            f"<figcaption>{escape(chart.title)}. {escape(chart.text)} {files}<code>{escape(chart.command)}</code>"
+            "</figcaption></figure>"
+        )
+
+    parts = [
+        *(_study_part(study, figure) for study in studies), *_common_part(audits),
+        *(_audit_part(record, figure) for record in audits), *_runs_part(runs, figure),
+    ]  # fmt: skip
+    write_atomically(target / PAGE, frame(parts))
+    return target / PAGE
 
 
 class _Part(NamedTuple):
     """A part of the page."""
 
     title: str
+    finding: str
     content: str
-    charts: Sequence[Chart]
 
 
-def _study_part(study: StudyRecord) -> _Part:
-    charts = tradeoff_charts(study, _STUDY_COMMAND)
-    told = "".join(f"<p>{escape(part)}</p>" for part in study.told.split("\n\n") if part)
+_Draw = Callable[[Chart], str]
+"""Writes a figure's files and returns it as HTML."""
+
+
+def _study_part(study: StudyRecord, figure: _Draw) -> _Part:
     header, *rows = study.table
     maps = {path: _MAPS.format(path.stem.removeprefix("maps-")) for path in sorted(study.folder.glob("maps-*.png"))}
     plans = {path: _PLAN.format(path.parent.stem, path.stem) for path in sorted(study.folder.glob(_PLANS))}
-    drawn = _pictures("Routing maps of single models", maps) + _pictures("Plans that were searched", plans)
     return _Part(
         f"Study {study.name}",
-        told + "".join(map(_figure, charts)) + _table(header, rows, f"Models of {study.name}") + drawn
+        study.told,
+        figure(tradeoff_chart(study, _STUDY_COMMAND)) + _table(header, rows, f"Models of {study.name}")
+        + _pictures("Routing maps of single models", maps) + _pictures("Plans that were searched", plans)
         + _details("Config", json.dumps(study.config, indent=2)) + _details("Environment", _lines(study.environment)),
-        charts,
     )  # fmt: skip
 
 
-def _audit_part(record: AuditRecord) -> _Part:
-    drawn = [
-        conditions_chart(record), gaps_chart(record, "strata"), gaps_chart(record, "beside"), matrix_chart(record),
-        kept_chart(record), flops_chart(record),
-    ]  # fmt: skip
-    charts = [chart for chart in drawn if chart is not None]
+def _audit_part(record: AuditRecord, figure: _Draw) -> _Part:
+    first, *others = map(figure, audit_charts(record))
     audit = record.audit
     header, *rows = audit.rows()
     return _Part(
         f"Audit of {record.name}",
-        f"<p><strong>{escape(audit.verdict)}</strong></p>{_figure(charts[0])}"
-        + _table(header, rows, f"Choices of tokens, {audit.images} images, {audit.draws} random draws")
+        audit.verdict,
+        first + _table(header, rows, f"Choices of tokens, {audit.images} images, {audit.draws} random draws")
         + f"<p>{escape(audit.across.verdict)} Never kept: {escape(audit.never())}.</p>"
-        + _known(record) + "".join(map(_figure, charts[1:])) + _strata_tables(record) + _generation(record)
+        + _known(record) + "".join(others) + _strata_tables(record) + _generation(record)
         + _details("Environment", _lines(record.environment)),
-        charts,
     )  # fmt: skip
+
+
+def _runs_part(runs: Sequence[RunRecord], figure: _Draw) -> list[_Part]:
+    """Return what routers did while they trained; nothing where no run has a router."""
+    drawn = [figure(chart) for run in runs if (chart := health_chart(run)) is not None]
+    further = "".join(drawn[_OPEN_RUNS:])
+    folded = further and f"<details><summary>Further runs</summary>{further}</details>"
+    return [_Part("Routers while training", "", "".join(drawn[:_OPEN_RUNS]) + folded)] if drawn else []
 
 
 def _known(record: AuditRecord) -> str:
@@ -185,7 +175,7 @@ def _agreements(audits: Sequence[AuditRecord]) -> str:
     return _table(header, rows, caption) if rows else ""
 
 
-def _common_parts(audits: Sequence[AuditRecord]) -> list[_Part]:
+def _common_part(audits: Sequence[AuditRecord]) -> list[_Part]:
     """Return what is shown of all audits together."""
     if not audits:
         return []
@@ -202,10 +192,7 @@ def _common_parts(audits: Sequence[AuditRecord]) -> list[_Part]:
         share = "" if audit.explained is None else f"{audit.explained:.2f}, {audit.position}"
         rows.append([record.name, f"{audit.gap:+.1f}", share, audit.kind, audit.across.kind])
     verdicts = _table(header, rows, "Verdicts, with 95 % intervals over images")
-    tables = verdicts + _over_runs(audits) + _agreements(audits)
-    maps = maps_chart(audits)
-    drawn = [] if maps is None else [_Part("Routing maps", _figure(maps), [maps])]
-    return [_Part("Audits", tables, []), *drawn]
+    return [_Part("Audits", "", verdicts + _over_runs(audits) + _agreements(audits))]
 
 
 def _over_runs(audits: Sequence[AuditRecord]) -> str:
@@ -213,16 +200,6 @@ def _over_runs(audits: Sequence[AuditRecord]) -> str:
     caption = "Runs of one name, with 95 % intervals over runs, not corrected for their number"
     rows = rows_over_runs(audits)
     return _table(HEADER, rows, caption) if rows else ""
-
-
-def _figure(chart: Chart) -> str:
-    spec = json.dumps(chart.spec).replace("<", "\\u003c")
-    files = f'<a href="{escape(chart.name)}.png">PNG</a> <a href="{escape(chart.name)}.csv">CSV</a>'
-    return (
-        f'<figure id="{escape(chart.name)}"><div class="chart"></div><script type="application/json">{spec}</script>'
-        f"<figcaption>{escape(chart.title)}. {files}<code>{escape(chart.command)}</code></figcaption>"
-        f"<noscript><p>{escape(chart.text)}</p></noscript></figure>"
-    )
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:

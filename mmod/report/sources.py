@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mmod.analysis.audit.generation import Generation, read_generation
 from mmod.analysis.audit.result import Audit, read_audit
+from mmod.analysis.plots import RoutingMaps
 from mmod.io.files import parse_json
 from mmod.values import check_value
 
@@ -32,6 +33,8 @@ class StudyRecord:
         rows: Its points, one mapping for each model: texts and numbers by column.
         table: The same as the study shows them, a row of cells for each, the header first.
         score: The column by which models are compared; `SCORE_std` is its standard deviation over seeds.
+        measure: What the score is.
+        costs: Columns of costs to the titles of their axes, of those that were measured.
         told: What the study says of its models.
         environment: What it ran on.
     """
@@ -42,13 +45,10 @@ class StudyRecord:
     rows: Sequence[Mapping[str, str | float | None]]
     table: Sequence[Sequence[str]]
     score: str
+    measure: str
+    costs: Mapping[str, str]
     told: str
     environment: Mapping[str, Any]
-
-    def costs(self) -> list[str]:
-        """Return the columns that say what a model costs in operations or in time."""
-        names = [name for name in self.rows[0] if name.endswith("gflops") or name.split("_b")[0].endswith("_ms")]
-        return [name for name in names if all(isinstance(row[name], float) for row in self.rows)]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class AuditRecord:
     environment: Mapping[str, Any]
     audit: Audit
     flops: Mapping[str, Any] | None
-    maps: Mapping[str, Any] | None
+    maps: RoutingMaps | None
     beside_flops: Mapping[str, float | None] | None = None
     generation: Generation | None = None
 
@@ -141,38 +141,44 @@ def _read_study(path: Path) -> StudyRecord:
     record = parse_json(path.read_bytes(), str(path))
     try:
         rows = _read_table(path.with_suffix(".csv"))
-        scores = [name.removesuffix("_std") for name in rows[0] if name.endswith("_std")]
-        score = next(name for name in ("accuracy_mean", *scores) if name in rows[0])
-        if score == "accuracy_mean":
-            # As the first version wrote it.
-            rows = [{"accuracy" if name == score else name: value for name, value in row.items()} for row in rows]
-            score = "accuracy"
-        rows = [{"series" if name == "router" else name: value for name, value in row.items()} for row in rows]
+        axes = {name: record["picture"][name] for name in ("score", "measure", "costs")}
+        axes["costs"] = {name: title for name, title in axes["costs"].items() if name in rows[0]}
+        if missing := {"name", "series", axes["score"]} - set(rows[0]):
+            raise ValueError(f"the table lacks {', '.join(sorted(missing))}")
         config = record["config"]
         table, _, told = path.with_suffix(".md").read_text().rpartition("|\n\n")
         header, _, *cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
-    except (KeyError, IndexError, StopIteration, TypeError, ValueError, OSError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, OSError) as error:
         raise ValueError(
             f"{str(path)!r} is no study with its table beside it ({type(error).__name__}: {error})"
         ) from error
     environment = {
         name: value for name, value in record.items() if name in ("torch", "threads", "cores", "cpu_seconds")
     }
-    return StudyRecord(path.parent.name, path.parent, config, rows, [header, *cells], score, told.strip(), environment)
+    return StudyRecord(
+        path.parent.name,
+        path.parent,
+        config,
+        rows,
+        [header, *cells],
+        **axes,
+        told=told.strip(),
+        environment=environment,
+    )
 
 
 def _read_audit(path: Path, root: Path) -> AuditRecord:
     record = parse_json(path.read_bytes(), str(path))
     name = _run_name(path.parent.parent, root)
     try:
-        fields = {field: record[field] for field in ("command", "environment", "flops", "maps")}
+        fields = {field: record[field] for field in ("command", "environment", "flops")}
+        maps = None if record["maps"] is None else RoutingMaps.from_dict(record["maps"])
         # The last two are not there in what earlier versions wrote.
         audit, beside, told = read_audit(record["audit"]), record.get("beside_flops"), record.get("generation")
         generation = None if told is None else read_generation(told)
-        found = AuditRecord(name, path.parent, audit=audit, beside_flops=beside, generation=generation, **fields)
-        if found.maps is not None:
-            _check_maps(found.maps)
-        return found
+        return AuditRecord(
+            name, path.parent, audit=audit, maps=maps, beside_flops=beside, generation=generation, **fields
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is no audit of `mmod audit` ({type(error).__name__}: {error})") from error
 
@@ -191,15 +197,6 @@ def _read_run(path: Path) -> list[dict[str, Any]]:
 
 def _run_name(run: Path, root: Path) -> str:
     return run.name if run == root else f"{root.name}/{run.relative_to(root).as_posix()}"
-
-
-def _check_maps(maps: Mapping[str, Any]) -> None:
-    """Raise where images are not held in the file itself, or a number is none."""
-    if not all(isinstance(url, str) and url.startswith("data:image/png;base64,") for url in maps["images"]):
-        raise ValueError("images must be PNGs that the file itself holds")
-    check_value("grid", maps["grid"], list[int], "[1, inf)")
-    for blocks in maps["blocks"].values():
-        check_value("kept patches", blocks, list[list[int]], "[0, inf)")
 
 
 def _numbered(records: Sequence[Record]) -> list[Record]:

@@ -140,9 +140,10 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
             costs[name] = {"prefill_ms": own, "prefill_speedup": ratio, "decode_per_s": rate}
         return costs
 
-    def drawn(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return prefill's FLOPs and latency, at the share of image tokens that is computed."""
-        return {"capacity": row["image_share"], "latency_ms": row.get("prefill_ms")}
+    @property
+    def costs(self) -> dict[str, str]:
+        """FLOPs and latency of reading a prompt."""
+        return {"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {self.config.timed_prompts}"}
 
     def pictures(self, rows: Sequence[dict[str, Any]]) -> dict[str, Figure]:
         """Draw right answers against the cost of prefill, and by kind of question."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mmod import trace
-from mmod.analysis.plots import FAINT, INK, draw_routing_maps
+from mmod.analysis.plots import draw_routing_maps
+from mmod.analysis.style import FAINT, INK, new_figure
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample
 from mmod.data.records import IMAGE
@@ -66,13 +67,11 @@ def draw_answers(right: Mapping[str, Mapping[str, float]], shares: Mapping[str, 
         >>> [text.get_text() for text in draw_answers(right, {"dense": 1.0, "p-mod": 0.57}).axes[0].texts]
         ['99.0 %', '51.0 %', '-0.5', '-4.0']
     """
-    from matplotlib.figure import Figure
-
     names, kinds = list(right), list(next(iter(right.values())))
     base = right[names[0]]
     changes = [[right[name][kind] - base[kind] for kind in kinds] for name in names]
     limit = max(5.0, *(abs(change) for row in changes for change in row))
-    figure = Figure(figsize=(1.0 * len(kinds) + 2.4, 0.36 * len(names) + 0.7), layout="constrained")
+    figure = new_figure(1.0 * len(kinds) + 2.4, 0.36 * len(names) + 0.7)
     axis = figure.subplots()
     axis.imshow(changes, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
     for row, differences in enumerate(changes):

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from mmod.adapters import find_stack
-from mmod.analysis import trace
 from mmod.analysis.memory import peak_bytes
-from mmod.analysis.plots import draw_routing_maps
+from mmod.analysis.plots import sample_maps
 from mmod.analysis.timing import interleave, relative_times
 from mmod.model import is_routed
 from mmod.studies.config import ImageStudyConfig
@@ -163,6 +162,12 @@ class TimmStudy(Study[TrainConfig, Found]):
         found = {size: {name: costs[name].get(ms, 0.0) for name in names} for size, ms in columns.items()}
         return {size: own for size, own in found.items() if all(own.values())}
 
+    @property
+    def costs(self) -> dict[str, str]:
+        """FLOPs and latency of an image."""
+        times = {self._time_columns(size)[0]: f"ms per image, batch {size}" for size in self._batches}
+        return {"gflops": "GFLOPs per image", **times}
+
     def to_rivals(self, scores: Scores, costs: Costs) -> dict[str, dict[str, Any]]:
         """Return each model's difference to the best model without a router that is as fast, and that one's name."""
         found: dict[str, dict[str, Any]] = {name: {} for name in scores}
@@ -216,16 +221,10 @@ class TimmStudy(Study[TrainConfig, Found]):
         return table_of(columns, rows)
 
     def _draw_maps(self, job: Job[TrainConfig], model: nn.Module) -> None:
-        images, stack = sample_images(job.config, self.config.maps), find_stack(model)
-        with torch.inference_mode(), trace(model) as decisions:
-            model(images.to(choose_device(job.config.device)))
-        patches = next(iter(decisions.values())).score_BN.shape[1] - stack.prefix
-        side = round(patches**0.5)
-        low, high = images.amin(), images.amax()
-        figure = draw_routing_maps((images - low) / (high - low), decisions, stack.prefix, (side, patches // side))
+        figure = sample_maps(model, sample_images(job.config, self.config.maps)).draw()
         folder = Path(self.config.output)
         folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / f"maps-{job.name}.png", dpi=150, bbox_inches="tight")
+        figure.savefig(folder / f"maps-{job.name}.png", dpi=150)
 
 
 _MEASURES = {"top1": "top-1 accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
@@ -236,7 +235,7 @@ class ImageStudy(TimmStudy[EvalResult]):
 
     found = EvalResult
     columns: ClassVar = {
-        "series": ("model", ""),
+        "name": ("model", ""),
         "capacity": ("capacity", "g"),
         "epochs": ("epochs", ""),
         "gflops": ("GFLOPs", ".4f"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from mmod.studies.config import PairsStudyConfig
 from mmod.studies.entrants import DENSE
@@ -13,9 +13,6 @@ from mmod.training.engine.distributed import choose_device
 from mmod.training.pairs.config import RoutingParts, TrainConfig
 from mmod.training.pairs.evaluate import EvalResult
 from mmod.training.pairs.recipe import PairsRecipe
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["PairsStudy"]
 
@@ -30,7 +27,7 @@ class PairsStudy(Study[TrainConfig, EvalResult]):
     score = "recall1"
     measure = "recall at 1, mean of both directions,"
     columns: ClassVar = {
-        "series": ("model", ""),
+        "name": ("model", ""),
         "capacity": ("capacity", "g"),
         "image_gflops": ("GFLOPs / image", ".4f"),
         "text_gflops": ("GFLOPs / caption", ".4f"),
@@ -74,14 +71,15 @@ class PairsStudy(Study[TrainConfig, EvalResult]):
                 costs[name] |= {f"{tower}_ms": ms, f"{tower}_speedup": ratio}
         return costs
 
-    def drawn(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return FLOPs and latency of a pair."""
-        ms = row["image_ms"] + row["text_ms"] if "image_ms" in row else None
-        return {"gflops": row["image_gflops"] + row["text_gflops"], "latency_ms": ms}
+    @property
+    def costs(self) -> dict[str, str]:
+        """FLOPs and latency of a pair."""
+        return {"gflops": "GFLOPs per pair", "latency_ms": f"ms per pair, batch {self.config.latency_batch}"}
 
-    def pictures(self, rows: Sequence[dict[str, Any]]) -> dict[str, Figure]:
-        """Draw recall against FLOPs and latency of a pair."""
-        pictures = super().pictures(rows)
-        for axis, title in zip(pictures["tradeoff"].axes, ("GFLOPs per pair", "latency per pair in ms")):
-            axis.set_xlabel(title)
-        return pictures
+    def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows with what a pair costs: an image and its caption."""
+        return [
+            {**row, "gflops": row["image_gflops"] + row["text_gflops"]}
+            | ({"latency_ms": row["image_ms"] + row["text_ms"]} if "image_ms" in row else {})
+            for row in rows
+        ]

@@ -151,18 +151,14 @@ class Study(ABC, Generic[Config, Found]):
         routing = self.routing(self._searched[key], None)
         return dataclasses.replace(job, config=dataclasses.replace(own, routing=routing), search=None)
 
-    def drawn(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return a point's place in the picture: `gflops`, `latency_ms` (None until it is measured), `capacity`."""
-        return {"latency_ms": row.get("latency_ms")}
+    @property
+    @abstractmethod
+    def costs(self) -> dict[str, str]:
+        """Columns of costs that the score is drawn against, to the titles of their axes; times name their batch."""
 
     def pictures(self, rows: Sequence[dict[str, Any]]) -> dict[str, Figure]:
         """Draw the points; return figures by the name of their file."""
-        shown = [
-            {**row, "router": row["series"], "accuracy_mean": row[self.score], "accuracy_std": row[f"{self.score}_std"]}
-            | self.drawn(row)
-            for row in rows
-        ]
-        return {"tradeoff": draw_tradeoff(shown, self.measure)}
+        return {"tradeoff": draw_tradeoff(rows, self.score, self.measure, self.costs)}
 
     def compare(self, scores: Scores, partners: Mapping[str, str | None]) -> dict[str, Difference | None]:
         """Return each model's difference to the model that is its partner."""
@@ -315,6 +311,7 @@ class Study(ABC, Generic[Config, Found]):
     def _write(self, points: list[Point], told: str, runner: Runner) -> StudyResult:
         folder, rows = Path(self.config.output), self.complete([point.row() for point in points])
         record = {"config": dataclasses.asdict(self.config), **runner.facts, **self.facts()}
+        record["picture"] = {"score": self.score, "measure": self.measure, "costs": self.costs}
         record["points"] = [dataclasses.asdict(point) for point in points]
         result = StudyResult(folder, points, f"{self.table(rows)}\n\n{told}", record["cpu_seconds"])
         write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], result.table, self.pictures(rows))

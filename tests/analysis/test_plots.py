@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import timm
 import torch
 
 import mmod
-from mmod.analysis.plots import CONTROLS, VEIL_OPACITY, draw_routing_maps, draw_tradeoff
+from mmod.analysis.plots import VEIL_OPACITY, RoutingMaps, draw_routing_maps, draw_tradeoff, sample_maps
 from tests.adapters.vlm_zoo import IMAGE, make_joint, prompt
 
 
@@ -73,75 +74,98 @@ def test_maps_refuse_what_they_cannot_show(traced: tuple[torch.Tensor, mmod.Trac
         draw_routing_maps(images, decisions, 1, (4, 4), labels=["one"])
 
 
-def rows(latency: bool, seeds: int) -> list[dict[str, Any]]:
-    found = []
-    for router, capacity, accuracy in [
-        ("dense", 1.0, 93.0), ("attention", 0.25, 91.0), ("attention", 0.5, 92.0), ("linear", 0.25, 90.0),
-        ("linear", 0.5, 92.0), ("random", 0.25, 80.0), ("random", 0.5, 88.0), ("shallow", 1.0, 87.0),
-    ]:  # fmt: skip
-        gflops = 0.5 + capacity / 2
-        found.append(
-            {
-                "name": f"{router} {capacity}",
-                "router": router,
-                "capacity": capacity,
-                "gflops": gflops,
-                "latency_ms": 10 * gflops if latency else None,
-                "accuracy_mean": accuracy,
-                "accuracy_std": 0.5,
-                "seeds": seeds,
-            }
-        )
-    return found
+def rows(seeds: int = 3, **times: float) -> list[dict[str, Any]]:
+    """Return eight models; times are milliseconds for each GFLOP by column."""
+    return [
+        {
+            "name": series if series == "dense" else f"{series}-{capacity}",
+            "series": series,
+            "capacity": capacity,
+            "gflops": 0.5 + capacity / 2,
+            "top1": score,
+            "top1_std": 0.5 if seeds > 1 else None,
+            "seeds": seeds,
+            **{column: (0.5 + capacity / 2) * factor for column, factor in times.items()},
+        }
+        for series, capacity, score in [
+            ("dense", 1.0, 93.0), ("a-mod", 0.25, 91.0), ("a-mod", 0.5, 92.0), ("mod", 0.25, 90.0),
+            ("mod", 0.5, 92.0), ("random", 0.25, 80.0), ("random", 0.5, 88.0), ("shallow", 0.55, 87.0),
+        ]
+    ]  # fmt: skip
 
 
-def test_tradeoff_draws_every_series_with_its_name_and_errors() -> None:
-    figure = draw_tradeoff(rows(latency=True, seeds=3))
-    assert [axis.get_xlabel() for axis in figure.axes] == ["GFLOPs per image", "latency in ms"]
-    for axis in figure.axes:
-        texts = [text.get_text() for text in axis.texts]
-        assert {"dense", "attention", "linear", "random", "shallow"} <= set(texts)
-        assert {"0.25", "0.5"} <= set(texts)
-        assert len(axis.containers) == 5
-        assert all(container.has_yerr for container in axis.containers)
-    data = {tuple(container[0].get_xdata()): container[0].get_ydata() for container in figure.axes[0].containers}
-    assert (0.625, 0.75) in data
-    colours = {container[0].get_color() for container in figure.axes[0].containers}
-    assert len(colours) == 4, "controls share one colour"
-    assert {"random", "shallow"} <= set(CONTROLS)
+TIMES = {"gflops": "GFLOPs per image", "latency_ms": "ms per image, batch 1", "latency_ms_b8": "ms per image, batch 8"}
 
 
-def test_tradeoff_without_latency_or_seeds() -> None:
-    figure = draw_tradeoff(rows(latency=False, seeds=1))
-    assert len(figure.axes) == 1
-    assert not any(container.has_yerr for container in figure.axes[0].containers)
-    assert "one seed" in figure.get_supxlabel()
+def marks_of(axis: Any) -> list[Any]:
+    return [line for line in axis.lines if (line.get_gid() or "").startswith("hint ")]
 
 
-def test_tradeoff_names_on_the_left_do_not_touch() -> None:
-    close = [{**row, "accuracy_mean": 90.0} for row in rows(latency=False, seeds=1)]
-    axis = draw_tradeoff(close).axes[0]
-    low, high = axis.get_ylim()
-    places = sorted(text.xy[1] for text in axis.texts if text.get_ha() == "right")
-    assert all(b - a >= 0.05 * (high - low) for a, b in itertools.pairwise(places))
-
-
-def test_many_series_are_named_in_a_legend_and_no_two_look_alike() -> None:
-    own = rows(latency=True, seeds=3)
-    many = own + [{**own[-1], "router": f"series {number}"} for number in range(20)]
-    figure = draw_tradeoff(many)
+def test_tradeoff_has_a_panel_for_each_cost_that_was_measured() -> None:
+    figure = draw_tradeoff(rows(latency_ms=10), costs=TIMES)
+    assert [axis.get_xlabel() for axis in figure.axes] == ["GFLOPs per image", "ms per image, batch 1"]
+    assert figure.axes[0].get_ylabel() == "top-1 accuracy in %"
     (legend,) = figure.legends
-    assert {text.get_text() for text in legend.get_texts()} == {row["router"] for row in many}
-    assert not [text for text in figure.axes[0].texts if text.get_ha() == "right"]
-    lines = [container[0] for container in figure.axes[0].containers]
-    assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(lines)
+    assert {text.get_text() for text in legend.get_texts()} == {"dense", "a-mod", "mod", "random", "shallow"}
+    assert "3 seeds" in figure.get_suptitle()
+    assert "one seed" in draw_tradeoff(rows(seeds=1)).get_suptitle()
+
+
+def test_tradeoff_names_all_models_and_no_name_lies_on_another_or_on_a_point() -> None:
+    figure = draw_tradeoff(rows(latency_ms=10, latency_ms_b8=4), costs=TIMES)
+    figure.draw_without_rendering()
+    assert len(figure.axes) == 3
+    for axis in figure.axes:
+        texts = [text for text in axis.texts if text.get_text()]
+        assert {text.get_text() for text in texts} == {row["name"] for row in rows()}
+        names = [text.get_window_extent() for text in texts]
+        points = [mark.get_window_extent() for mark in marks_of(axis)]
+        assert len(points) == 8
+        assert not any(one.overlaps(two) for one, two in itertools.combinations(names, 2))
+        assert not any(name.overlaps(point) for name in names for point in points)
+        room = axis.get_window_extent()
+        assert all(room.x0 <= name.x0 and name.x1 <= room.x1 for name in names)
+
+
+def test_series_have_one_colour_and_marker_in_all_panels_and_figures() -> None:
+    figures = [draw_tradeoff(rows(latency_ms=10), costs=TIMES), draw_tradeoff(rows()[:3])]
+    found: dict[str, set[tuple[str, str]]] = {}
+    for figure in figures:
+        for axis in figure.axes:
+            for mark in marks_of(axis):
+                name = mark.get_gid().removeprefix("hint ").partition(":")[0].rpartition("-")[0] or "dense"
+                found.setdefault(name, set()).add((mark.get_color(), mark.get_marker()))
+    assert set(found) == {"dense", "a-mod", "mod", "random", "shallow"}
+    assert all(len(styles) == 1 for styles in found.values())
+
+
+def test_many_models_are_named_where_one_points_at_them() -> None:
+    many = rows() + [{**row, "name": f"{row['name']} {number}"} for row in rows() for number in range(2)]
+    axis = draw_tradeoff(many).axes[0]
+    assert not axis.texts
+    assert len(marks_of(axis)) == 24
 
 
 def test_tradeoff_names_what_is_missing() -> None:
     with pytest.raises(ValueError, match="at least one row"):
         draw_tradeoff([])
-    with pytest.raises(ValueError, match=r"row 'dense 1\.0' lacks gflops, seeds"):
-        draw_tradeoff([{k: v for k, v in rows(True, 1)[0].items() if k not in ("gflops", "seeds")}])
+    with pytest.raises(ValueError, match="row 'dense' lacks top1"):
+        draw_tradeoff([{"name": "dense", "series": "dense", "gflops": 1.0, "right": 3.0}])
+    with pytest.raises(ValueError, match="no cost that all rows have: prefill_ms"):
+        draw_tradeoff(rows(), costs={"prefill_ms": "ms"})
+
+
+def test_maps_come_back_from_plain_values() -> None:
+    routing = mmod.RoutingConfig(router="norm", capacity=0.5)
+    model = mmod.route_(timm.create_model("test_vit", img_size=64).eval(), routing)
+    maps = sample_maps(model, torch.randn(2, 3, 64, 64))
+    again = RoutingMaps.from_dict(json.loads(json.dumps(maps.to_dict())))
+    assert (again.images - maps.images).abs().max() <= 0.5 / 255 + 1e-6
+    assert list(again.kept) == list(maps.kept)
+    assert all(torch.equal(again.kept[name], maps.kept[name]) for name in maps.kept)
+    assert all(kept.shape == (2, 4, 4) for kept in again.kept.values())
+    with pytest.raises(ValueError, match="PNGs that the file itself holds"):
+        RoutingMaps.from_dict({**maps.to_dict(), "images": ["https://example.org/image.png"]})
 
 
 def test_maps_of_images_among_text() -> None:

@@ -21,6 +21,11 @@ TABLE = """| model | top-1 % |
 
 Paired over 2 seeds, 95 % intervals do not tell apart: dense and a <b>&amp; b</b>.
 """
+AXES = {
+    "score": "top1",
+    "measure": "top-1 accuracy",
+    "costs": {"gflops": "GFLOPs per image", "latency_ms": "ms per image, batch 1", "prefill_ms": "never measured"},
+}
 COLUMNS = "name,series,capacity,seeds,top1,top1_std,gflops,latency_ms,latency_ms_b8"
 ROWS = f"""{COLUMNS},to_dense/mean,to_dense/low,to_dense/high
 dense,dense,1.0,2,90.0,0.5,0.045,2.0,3.0,,,
@@ -34,7 +39,7 @@ def write_study(folder: Path) -> Path:
     folder.mkdir(parents=True)
     rivals = {"early exit": {"0.25": {"kind": "exit", "confidence": 0.8}}}
     config = {"routers": {"a <b>& b</b>": {"router": "norm"}}, "rivals": rivals, "seeds": 2}
-    (folder / "tradeoff.json").write_text(json.dumps({"config": config, "torch": "2", "points": []}))
+    (folder / "tradeoff.json").write_text(json.dumps({"config": config, "torch": "2", "points": [], "picture": AXES}))
     (folder / "tradeoff.csv").write_text(ROWS)
     (folder / "tradeoff.md").write_text(TABLE)
     (folder / "maps-a.png").write_bytes(_png(torch.rand(8, 8)))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import re
-import sys
 from html.parser import HTMLParser
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ import pytest
 
 from mmod import cli
 from mmod.report import write_report
-from mmod.report.charts import tradeoff_charts
+from mmod.report.charts import tradeoff_chart
 from mmod.report.command import main
 from mmod.report.health import health_chart
-from mmod.report.sources import read_sources
+from mmod.report.sources import RunRecord, read_sources
 from tests.report.records import write_audit, write_run, write_study
-
-needs_charts = pytest.mark.skipif(find_spec("vl_convert") is None, reason="needs vl-convert-python, of the extra train")
 
 
 @pytest.fixture(scope="module")
@@ -40,31 +37,31 @@ def report(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 class Page(HTMLParser):
-    """The elements of a page, and the texts of its scripts."""
+    """The elements of a page, each with the figure that it stands in."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.elements: list[tuple[str, dict[str, Any]]] = []
-        self.scripts: list[str] = []
+        self.figure: str | None = None
+        self.drawn: dict[str, list[str]] = {}
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.elements.append((tag, dict(attrs)))
+        if tag == "figure":
+            self.figure = dict(attrs).get("id")
+        if self.figure is not None:
+            self.drawn.setdefault(self.figure, []).append(tag)
         if tag not in ("meta", "img", "br", "link"):
             self.open.append(tag)
-        if tag == "script":
-            self.scripts.append("")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "script":
-            self.scripts[-1] += data
+        if tag == "figure":
+            self.figure = None
 
 
-@needs_charts
 def test_the_page_is_whole_small_and_needs_no_other(report: Path) -> None:
     text = report.read_text()
     page = Page(text)
@@ -72,62 +69,61 @@ def test_the_page_is_whole_small_and_needs_no_other(report: Path) -> None:
     assert len(text) < 5_000_000
     sources = [own[name] for tag, own in page.elements for name in ("src", "href") if own.get(name)]
     # What is beside it, within it, and images that it holds.
-    assert all(re.match(r"[^:/]+\.(png|csv)$|#|data:image/png;base64,", source) for source in sources)
+    assert all(re.match(r"[^:/]+\.(svg|csv)$|#|data:image/png;base64,", source) for source in sources)
     policy = next(own["content"] for tag, own in page.elements if own.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'")
-    assert "<b>" not in text.partition("<script")[0]
+    assert "script" not in policy
+    assert not [tag for tag, own in page.elements if tag == "script" or any(name.startswith("on") for name in own)]
+    assert "<b>" not in text
     assert text.count("MFLOPs of a sample: this model ") == 2
 
 
-@needs_charts
-def test_every_figure_has_its_words_its_command_and_its_files(report: Path, folders: list[Path]) -> None:
+def test_every_figure_is_drawn_with_its_words_its_command_and_its_files(report: Path) -> None:
     page = Page(report.read_text())
-    charts = [json.loads(script) for script in page.scripts if script.startswith("{")]
     names = [own["id"] for tag, own in page.elements if tag == "figure" and "id" in own]
-    # Three costs of the study, maps, routers in training, and of each audit conditions, strata, other models, kept
-    # share, FLOPs and once the blocks.
-    assert len(charts) == len(names) == len(set(names)) == 3 + 1 + 1 + 6 + 5
-    assert all(len(chart["description"]) > 40 for chart in charts)
+    # The study's, routers of two runs in training, and of each audit conditions, strata, other models, kept share,
+    # FLOPs and maps.
+    assert len(names) == len(set(names)) == 1 + 2 + 6 + 6
     for name in names:
-        assert (report.parent / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert page.drawn[name].count("svg") == 1
+        assert {"path", "text"} <= set(page.drawn[name])
+        assert (report.parent / f"{name}.svg").read_text().count("<svg") == 1
         with (report.parent / f"{name}.csv").open() as file:
             assert list(csv.DictReader(file))
-    assert report.read_text().count("mmod audit ") >= len(names) - 4
+    words = [own["aria-label"] for tag, own in page.elements if tag == "svg"]
+    assert len(words) == len(names)
+    assert all(len(text) > 40 for text in words)
+    assert report.read_text().count("mmod audit ") >= 12
     told = [own["alt"] for tag, own in page.elements if tag == "img"]
     assert [text.partition(",")[0] for text in told] == ["Patches that routed blocks of a keep", "Plan of searched"]
     ids = [own["id"] for _, own in page.elements if "id" in own]
     assert len(ids) == len(set(ids))
     headings = [tag for tag, _ in page.elements if tag in ("h1", "h2")]
-    assert headings == ["h1", *["h2"] * 6]
+    assert headings == ["h1", *["h2"] * 5]
 
 
-@needs_charts
-def test_maps_hold_what_blocks_kept(report: Path, folders: list[Path]) -> None:
-    charts = [json.loads(script) for script in Page(report.read_text()).scripts if script.startswith("{")]
-    maps = next(chart for chart in charts if "slider" in chart["description"])
-    switch = next(param for param in maps["params"] if param["name"] == "model")
-    assert switch["bind"]["options"] == ["audits/norm", "audits/seed0/random"]
-    audits = read_sources(folders[1:]).audits
-    for record in audits:
-        veils = [row for row in maps["layer"][1]["data"]["values"] if row["model"] == record.name]
-        assert record.maps is not None
-        for number, kept in enumerate(record.maps["blocks"].values(), 1):
-            skipped = [row["skipped"] for row in veils if row["block"] == number]
-            assert [sorted({*own, *dropped}) for own, dropped in zip(kept, skipped)] == [list(range(16))] * 4
+def test_the_page_opens_with_what_was_found(report: Path, folders: list[Path]) -> None:
+    text = report.read_text()
+    opening = text[: text.index("<figure")]
+    assert "Paired over 2 seeds" in opening
+    for record in read_sources(folders[1:]).audits:
+        assert html.escape(record.audit.verdict) in opening
 
 
-@needs_charts
+def test_a_model_has_one_name_and_its_config_where_one_points_at_it(report: Path) -> None:
+    study = (report.parent / "study-tradeoff.svg").read_text()
+    hints = re.findall("<title>([^<]*)</title>", study)
+    assert len(hints) == 2 * 4
+    assert any(hint.startswith("early exit-0.25: 84.00 at 0.025") and "confidence: 0.8" in hint for hint in hints)
+    assert ">ms per image, batch 1</text>" in study
+    assert "never measured" not in study
+
+
 def test_a_report_is_renewed_and_another_one_refused(report: Path, folders: list[Path], tmp_path: Path) -> None:
-    before, picture = report.read_text(), report.parent / "maps.png"
-    written = {path: path.stat().st_mtime_ns for path in report.parent.glob("*.png")}
-    content = picture.read_bytes()
-    picture.unlink()
+    before, drawn = report.read_text(), (report.parent / "study-tradeoff.svg").read_text()
     assert write_report(folders, report.parent) == report
     assert report.read_text() == before
-    # Of the pictures none is drawn again but the one that is missing.
-    again = {path: path.stat().st_mtime_ns for path in report.parent.glob("*.png")}
-    assert {path for path in written if again[path] != written[path]} == {picture}
-    assert picture.read_bytes() == content
+    assert (report.parent / "study-tradeoff.svg").read_text() == drawn
     with pytest.raises(ValueError, match="a report with another config"):
         write_report(folders[:1], report.parent)
     (tmp_path / "notes.txt").write_text("mine")
@@ -135,11 +131,10 @@ def test_a_report_is_renewed_and_another_one_refused(report: Path, folders: list
         write_report(folders, tmp_path)
 
 
-@needs_charts
 def test_a_report_among_what_it_is_made_from_is_no_part_of_it(tmp_path: Path) -> None:
     write_run(write_study(tmp_path / "study") / "run")
     before = write_report([tmp_path / "study"]).read_text()
-    assert (tmp_path / "study/report/routers.csv").exists()
+    assert (tmp_path / "study/report/study-run-routers.csv").exists()
     assert write_report([tmp_path / "study"]).read_text() == before
 
 
@@ -147,36 +142,35 @@ def test_sources_are_read_as_they_were_written(folders: list[Path]) -> None:
     studies, audits, runs = read_sources([*folders, folders[0]])
     assert [study.name for study in studies] == ["study", "study (2)"]
     assert studies[0].score == "top1"
-    assert studies[0].costs() == ["gflops", "latency_ms", "latency_ms_b8"]
+    assert studies[0].measure == "top-1 accuracy"
+    assert list(studies[0].costs) == ["gflops", "latency_ms"]
     assert studies[0].told.startswith("Paired over 2 seeds")
     assert studies[0].table == [["model", "top-1 %"], ["dense", "90.0"], ["early exit", ""]]
-    points = {row["model"]: row.get("config") for row in tradeoff_charts(studies[0], "")[0].rows}
-    assert list(points.values()) == [
-        None, "router: norm, capacity: 0.5", "router: norm, capacity: 0.25", "kind: exit, confidence: 0.8"
-    ]  # fmt: skip
+    notes = [row["note"].splitlines() for row in tradeoff_chart(studies[0], "").rows]
+    assert notes == [
+        [],
+        ["to dense: -1.0 [-2.0, +0.1]", "router: norm, capacity: 0.5"],
+        ["to dense: -5.0", "router: norm, capacity: 0.25"],
+        ["to dense: -6.0", "kind: exit, confidence: 0.8"],
+    ]
     assert [record.name for record in audits] == ["audits/norm", "audits/seed0/random"]
     assert [run.name for run in runs] == ["audits/seed0/random", "audits/seed1/random"]
 
 
-def test_routers_of_runs_stay_few_whatever_their_number(tmp_path: Path) -> None:
-    for number in range(3):
-        write_run(tmp_path / f"run{number}", steps=1000, blocks=4)
-    runs = read_sources([tmp_path]).runs
-    chart = health_chart(runs)
+def test_routers_of_a_long_run_stay_few(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", steps=1000, blocks=4)
+    (run,) = read_sources([tmp_path]).runs
+    chart = health_chart(run)
     assert chart is not None
-    assert len(chart.rows) < 4100
-    assert "one logged step in 4" in chart.title
-    for run in runs:
-        own = [
-            {name: value for name, value in row.items() if name != "run"}
-            for row in chart.rows
-            if row["run"] == run.name
-        ]
-        assert own[0] == run.rows[0]
-        assert own[-1] == run.rows[-1]
-        assert all(row in run.rows for row in own[::97])
-    assert health_chart([]) is None
-    (tmp_path / "run0/routers.csv").write_text("step,data,block,kept\n1,train,a,nan\n")
+    assert len(chart.rows) < 1700
+    assert "one logged step in 3" in chart.title
+    assert chart.rows[0] == run.rows[0]
+    assert chart.rows[-1] == run.rows[-1]
+    assert all(row in run.rows for row in chart.rows[::97])
+    assert chart.figure.axes[0].get_title() == "share of tokens kept"
+    assert len(chart.figure.axes) == 5
+    assert health_chart(RunRecord("none", [])) is None
+    (tmp_path / "run/routers.csv").write_text("step,data,block,kept\n1,train,a,nan\n")
     with pytest.raises(ValueError, match="holds no figures of routers"):
         read_sources([tmp_path])
 
@@ -208,7 +202,6 @@ def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture
         main([])
 
 
-@needs_charts
 def test_a_study_ends_with_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,19 +212,13 @@ def test_a_study_ends_with_its_page(
     assert capsys.readouterr().out == f"Report: {study / 'report/report.html'}\n"
 
 
-@pytest.mark.parametrize(
-    ("missing", "said"),
-    [(True, "vl_convert, which is not installed"), pytest.param(False, "holds", marks=needs_charts)],
-)
 def test_a_study_whose_page_cannot_be_written_ends_well(
-    missing: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study = write_study(tmp_path / "study")
     (study / "report").mkdir()
     (study / "report/mine.txt").write_text("notes")
     monkeypatch.setattr("mmod.studies.command.main", lambda arguments: study)
-    if missing:
-        monkeypatch.setitem(sys.modules, "vl_convert", None)
     cli.run("tradeoff CONFIG", ["digits"])
-    assert re.search(f"^No report: .*({said})", capsys.readouterr().out)
+    assert re.search("^No report: .*holds", capsys.readouterr().out)
     assert [path.name for path in (study / "report").iterdir()] == ["mine.txt"]

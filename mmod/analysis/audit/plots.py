@@ -1,23 +1,25 @@
-"""The picture of an audit; functions return matplotlib figures and write nothing."""
+"""The figures of an audit; functions return matplotlib figures and write nothing."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from mmod.analysis.audit.across import Across
 from mmod.analysis.audit.result import Audit
-from mmod.analysis.plots import FAINT, INK, MORE_COLOURS
-from mmod.extras import name_missing_extra
+from mmod.analysis.audit.strata import Stratum
+from mmod.analysis.statistics import Estimate
+from mmod.analysis.style import FAINT, INK, PALETTE, PAPER, add_hint, add_legend, new_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_audit"]
+__all__ = ["draw_audit", "draw_flops", "draw_gaps", "draw_kept", "flops_by_part"]
 
-_COLOURS = {"learned": INK, "random": FAINT, "position": MORE_COLOURS[1], "other": MORE_COLOURS[0]}
+_COLOURS = {"learned": INK, "random": FAINT, "position": PALETTE[1], "other": PALETTE[0]}
 
 
-@name_missing_extra()
 def draw_audit(audit: Audit) -> Figure:
     """Draw accuracy with each choice of tokens, and how often a token kept in one block is kept in another.
 
@@ -27,41 +29,127 @@ def draw_audit(audit: Audit) -> Figure:
     Returns:
         A figure with two panels, the second only where the model decides more than once.
     """
-    # A figure of its own rather than pyplot's, which would keep every figure alive and choose a window system.
-    from matplotlib.figure import Figure
-
     panels = 1 + (len(audit.across.decisions) > 1)
-    figure = Figure(figsize=(5.6 * panels, 0.5 * len(audit.conditions) + 1.6), layout="constrained")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    _draw_conditions(axes[0], audit)
+    side = 0.5 * len(audit.across.decisions) + 1.8 if panels > 1 else 0.0
+    figure = new_figure(5.2 + side, max(0.36 * len(audit.conditions) + 1.2, side - 0.4))
+    axes = figure.subplots(1, panels, squeeze=False, width_ratios=[5.2, side][:panels])[0]
+    names = [condition.name for condition in audit.conditions]
+    colours = [_COLOURS[condition.family] for condition in audit.conditions]
+    _draw_intervals(axes[0], names, [condition.accuracy for condition in audit.conditions], colours)
+    axes[0].axvline(audit.conditions[0].accuracy.value, color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
+    axes[0].set(xlabel=f"accuracy in %, 95 % interval over {audit.images} images", ylabel="tokens kept")
+    tidy(axes[0], "x")
     if panels > 1:
-        _draw_matrix(axes[1], audit)
+        _draw_matrix(axes[1], audit.across)
     return figure
 
 
-def _draw_conditions(axis: Axes, audit: Audit) -> None:
-    for place, condition in enumerate(audit.conditions):
-        own, colour = condition.accuracy, _COLOURS[condition.family]
-        axis.plot([own.low, own.high], [place, place], color=colour, linewidth=1.6)
-        axis.plot(own.value, place, marker="o", color=colour)
-    axis.axvline(audit.conditions[0].accuracy.value, color=INK, linewidth=0.8, linestyle=":", zorder=0)
-    axis.set_yticks(range(len(audit.conditions)), [condition.name for condition in audit.conditions])
+def draw_gaps(strata: Sequence[Stratum], other: str) -> Figure:
+    """Draw how far a model is above what it is compared with in each stratum, with intervals that hold together.
+
+    Args:
+        strata: The strata, at least one.
+        other: What it is compared with.
+    """
+    groups = list(dict.fromkeys(stratum.group for stratum in strata))
+    figure = new_figure(7.6, 0.34 * len(strata) + 0.9)
+    axis = figure.subplots()
+    colours = [PALETTE[groups.index(stratum.group) % len(PALETTE)] for stratum in strata]
+    names = [f"{stratum.group}: {stratum.name}" for stratum in strata]
+    _draw_intervals(axis, names, [stratum.gap for stratum in strata], colours)
+    axis.axvline(0, color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
+    axis.set_xlabel(f"points over {other}")
+    tidy(axis, "x")
+    return figure
+
+
+def draw_kept(across: Across) -> Figure:
+    """Draw the share of tokens that each block keeps.
+
+    Args:
+        across: How the decisions of the blocks hang together.
+    """
+    names = [block for blocks in across.blocks.values() for block in blocks]
+    figure = new_figure(max(4.0, 0.6 * len(names) + 1.2), 2.6)
+    axis = figure.subplots()
+    handles, is_shared = {}, len(across.blocks) < len(names)
+    for number, (decision, blocks) in enumerate(across.blocks.items()):
+        share, colour = across.kept[decision].value, PALETTE[number % len(PALETTE) if is_shared else 0]
+        handles[f"decided in {decision}"] = axis.bar(blocks, [share] * len(blocks), color=colour)
+        for block, bar in zip(blocks, handles[f"decided in {decision}"]):
+            add_hint(bar, f"{block}: {share:.3f}, decided in {decision}")
+    axis.set(ylabel="share of tokens kept", ylim=(0, 1))
+    tidy(axis)
+    axis.tick_params(axis="x", rotation=45 if len(names) > 6 else 0)
+    if is_shared:
+        add_legend(figure, handles, 2)
+    return figure
+
+
+def flops_by_part(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return the FLOPs of a sample in each part of a model, dense and routed.
+
+    Args:
+        report: As of `mmod.analysis.FlopReport.to_dict`.
+    """
+    kinds: dict[str, list[Mapping[str, Any]]] = {"dense blocks": [], "routed blocks": []}
+    for block in report["blocks"]:
+        kinds["routed blocks" if block["kept"] < block["tokens"] else "dense blocks"].append(block)
+    parts = {"everything else": (report["rest"]["dense"], report["rest"]["routed"])}
+    for title, blocks in kinds.items():
+        computed = sum(block["routed"] - block["router"] - block["importance"] for block in blocks)
+        parts[title] = (sum(block["dense"] for block in blocks), computed)
+    for title in ("router", "importance"):
+        parts[title] = (0, sum(block[title] for block in report["blocks"]))
+    return parts
+
+
+def draw_flops(report: Mapping[str, Any]) -> Figure:
+    """Draw the FLOPs of a sample by part, dense and routed.
+
+    Args:
+        report: As of `mmod.analysis.FlopReport.to_dict`.
+    """
+    figure = new_figure(7.6, 2.3)
+    axis = figure.subplots()
+    left, handles = [0.0, 0.0], {}
+    for number, (part, both) in enumerate(flops_by_part(report).items()):
+        millions = [flops / 1e6 for flops in both]
+        handles[part] = axis.barh(["dense", "routed"], millions, left=left, color=PALETTE[number])
+        for model, own, bar in zip(("dense", "routed"), millions, handles[part]):
+            add_hint(bar, f"{model}, {part}: {own:.3f} MFLOPs")
+        left = [start + own for start, own in zip(left, millions)]
     axis.invert_yaxis()
-    axis.set_xlabel(f"accuracy in %, mean and 95 % interval over {audit.images} images", color=INK)
-    axis.set_ylabel("tokens kept", color=INK)
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlabel("MFLOPs per sample")
+    tidy(axis, "x")
+    add_legend(figure, handles, 5)
+    return figure
 
 
-def _draw_matrix(axis: Axes, audit: Audit) -> None:
-    names = audit.across.decisions
-    share = [[float("nan") if own is None else own.value for own in row] for row in audit.across.again]
-    axis.imshow(share, vmin=0, vmax=1, cmap="Blues")
-    axis.set_xticks(range(len(names)), names, rotation=45, ha="right")
+def _draw_intervals(axis: Axes, names: Sequence[str], estimates: Sequence[Estimate], colours: Sequence[str]) -> None:
+    """Draw intervals below each other."""
+    for place, (name, own, colour) in enumerate(zip(names, estimates, colours)):
+        axis.plot([own.low, own.high], [place, place], color=colour, linewidth=1.6)
+        (mark,) = axis.plot(own.value, place, marker="o", color=colour)
+        add_hint(mark, f"{name}: {own.value:.2f} [{own.low:.2f}, {own.high:.2f}]")
     axis.set_yticks(range(len(names)), names)
-    for i, row in enumerate(audit.across.again):
+    axis.set_ylim(len(names) - 0.5, -0.5)
+
+
+def _draw_matrix(axis: Axes, across: Across) -> None:
+    from matplotlib.patches import Rectangle
+
+    names = across.decisions
+    for i, row in enumerate(across.again):
         for j, own in enumerate(row):
             if own is not None:
-                light = own.value > 0.6
-                axis.text(j, i, f"{own.value:.2f}", ha="center", va="center", color="white" if light else INK)
-    chance = ", ".join(f"{own.value:.2f}" for own in audit.across.kept.values())
-    axis.set_title(f"kept again in the block of the column\n(independent: {chance})", fontsize=9, color=INK)
+                axis.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, color=PALETTE[0], alpha=own.value, linewidth=0))
+                colour = PAPER if own.value > 0.6 else INK
+                axis.text(j, i, f"{own.value:.2f}", ha="center", va="center", color=colour, fontsize=9)
+    axis.set(xlim=(-0.5, len(names) - 0.5), ylim=(len(names) - 0.5, -0.5), aspect="equal")
+    by_chance = [f"{name} ({across.kept[name].value:.2f})" for name in names]
+    axis.set_xticks(range(len(names)), by_chance, rotation=45, ha="right", rotation_mode="anchor")
+    axis.set_yticks(range(len(names)), names)
+    axis.set(ylabel="tokens kept in", xlabel="kept again in (by chance)")
+    tidy(axis)
+    axis.grid(False)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmod.analysis.plots import FAINT, INK, MORE_COLOURS, MORE_MARKERS
 from mmod.analysis.statistics import difference
-from mmod.extras import name_missing_extra
+from mmod.analysis.style import FAINT, INK, MARKERS, PALETTE, new_figure, tidy
 from mmod.studies.isoflop.fit import Curve, fit_curve
 from mmod.studies.isoflop.grid import Place
 from mmod.studies.paired import spread
@@ -129,7 +128,6 @@ def table(points: Sequence[Mapping[str, Any]], score: str) -> str:
     return f"{table_of(_POINTS, rows)}{least}"
 
 
-@name_missing_extra()
 def draw(points: Sequence[Mapping[str, Any]], score: str) -> Figure:
     """Draw loss against parameters and against FLOPs of a forward pass, a curve for each budget and series.
 
@@ -140,17 +138,12 @@ def draw(points: Sequence[Mapping[str, Any]], score: str) -> Figure:
     Returns:
         A figure with two panels; stars stand where curves are least.
     """
-    # A figure of its own rather than pyplot's, which would keep every figure alive and choose a window system.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.2, 4.4), layout="constrained")
+    figure = new_figure(11.2, 4.4)
     axes = figure.subplots(1, 2, sharey=True)
     for axis, key, title in zip(axes, ("parameters", "forward"), ("parameters", "FLOPs of a window's forward pass")):
         _draw_panel(axis, points, score, key)
-        axis.set_xlabel(title, color=INK)
-        axis.set_xscale("log")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#e8eaed", linewidth=0.8)
+        axis.set(xlabel=title, xscale="log")
+        tidy(axis)
     axes[0].set_ylabel(f"{score.replace('_', ' ')} in nats a byte", color=INK)
     axes[1].legend(fontsize=8, frameon=False, labelcolor=INK)
     seeds = max(len(point["seeds"]) for point in points)
@@ -164,7 +157,7 @@ def _draw_panel(axis: Axes, points: Sequence[Mapping[str, Any]], score: str, key
     series = list(dict.fromkeys(point["series"] for point in points))
     curves = curves_of(points, score)
     for budget in budgets:
-        colour = MORE_COLOURS[budgets.index(budget) % len(MORE_COLOURS)]
+        colour = PALETTE[budgets.index(budget) % len(PALETTE)]
         for number, name in enumerate(series):
             rows = sorted(
                 (point for point in points if (point["budget"], point["series"]) == (budget, name)),
@@ -172,7 +165,7 @@ def _draw_panel(axis: Axes, points: Sequence[Mapping[str, Any]], score: str, key
             )
             if not rows:
                 continue
-            marker, line = MORE_MARKERS[number % len(MORE_MARKERS)], "-" if not number else "--"
+            marker, line = MARKERS[number % len(MARKERS)], "-" if not number else "--"
             look: dict[str, Any] = {"color": colour, "markersize": 5, "capsize": 2, "linestyle": "none"}
             error = [row.get(f"{score}_std", 0.0) for row in rows]
             label = f"{name}, {budget:.3g} FLOPs"

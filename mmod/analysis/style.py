@@ -1,0 +1,231 @@
+"""How figures look: one colour and marker for each name, labels that lie on nothing, and SVG for pages and papers."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal
+from zlib import crc32
+
+import numpy as np
+
+from mmod.extras import name_missing_extra
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+__all__ = [
+    "FAINT",
+    "INK",
+    "MARKERS",
+    "PALETTE",
+    "PAPER",
+    "add_hint",
+    "add_legend",
+    "inline_svg",
+    "looks",
+    "new_figure",
+    "place_labels",
+    "svg_of",
+    "tidy",
+]
+
+INK, FAINT, LINE, PAPER = "#1c1e21", "#6b727b", "#d5d9de", "#ffffff"
+PALETTE = ("#2080c4", "#d55e00", "#00876a", "#b8559b", "#a87400", "#7a68c8", "#2a8ca8", "#a5603f", "#6f8a1f")
+"""Colours with a contrast of 3 and more on white and on the dark page, that differ in lightness and hue."""
+MARKERS = ("o", "s", "D", "v", "P", "X", "p", "h", "8", "H")
+# Names that most studies have; all others get the colour that a checksum of the name says.
+_FIXED = {
+    "a-mod": 0, "attention": 0, "mod": 1, "linear": 1, "distilled": 2, "p-mod": 3, "merge": 3, "gamma-mod": 4,
+    "exit": 4, "prune": 5, "experts": 6, "resolution": 7, "narrow": 8,
+}  # fmt: skip
+_CONTROLS = {"random": "^", "stride": "<", "norm": ">", "shallow": "d"}
+# What is put in front of the id of an artist that has a text of its own.
+_HINT = "hint "
+# What inline figures take from the page, which has a light and a dark form.
+_THEME = {INK: "var(--ink)", FAINT: "var(--faint)", LINE: "var(--line)", PAPER: "var(--paper)"}
+
+
+def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return what lines of each series look like, as keywords of matplotlib.
+
+    Colours follow from names alone, so a series has one colour in all figures. Markers do too, unless two series of
+    one figure would look alike. The dense model is a star in ink; controls, such as "random", are grey and dashed.
+
+    Args:
+        names: The series of a figure.
+
+    Example:
+        >>> looks(["mod", "random"])["mod"] == looks(["mod", "p-mod", "dense"])["mod"]
+        True
+    """
+    found: dict[str, dict[str, Any]] = {}
+    taken: set[tuple[str, str]] = set()
+    for name in sorted(names):
+        control = _CONTROLS.get(name.partition(",")[0].partition("-")[0])
+        number = _FIXED.get(name, crc32(name.encode()))
+        colour, marker = PALETTE[number % len(PALETTE)], MARKERS[number % len(MARKERS)]
+        if control:
+            colour, marker = FAINT, control
+        if name == "dense":
+            colour, marker = INK, "*"
+        if (colour, marker) in taken:
+            marker = next((other for other in MARKERS if (colour, other) not in taken), marker)
+        taken.add((colour, marker))
+        found[name] = {"color": colour, "marker": marker, "markersize": 12 if name == "dense" else 7}
+        found[name] |= {"linestyle": "" if name == "dense" else "--" if control else "-", "linewidth": 1.5}
+    return found
+
+
+@name_missing_extra()
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure whose parts find their own room.
+
+    Args:
+        width: Width in inches.
+        height: Height in inches.
+    """
+    # A figure of its own rather than pyplot's, which would keep every figure alive and choose a window system.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def tidy(axis: Axes, grid: Literal["x", "y", "both"] = "y") -> None:
+    """Give axes the colours of all figures, with thin lines at ticks.
+
+    Args:
+        axis: The axes.
+        grid: Which axis has lines: "x", "y" or "both".
+    """
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color(FAINT)
+    axis.tick_params(colors=FAINT, labelcolor=INK, length=3, labelsize=9)
+    axis.grid(axis=grid, color=LINE, linewidth=0.7)
+    axis.set_axisbelow(True)
+    for label in (axis.xaxis.label, axis.yaxis.label, axis.title):
+        label.set(color=INK, fontsize=10)
+
+
+def add_legend(figure: Figure, handles: Mapping[str, Any], columns: int) -> None:
+    """Name colours and markers below the panels of a figure.
+
+    Args:
+        figure: The figure.
+        handles: Names to what they look like.
+        columns: Names beside each other.
+    """
+    figure.legend(
+        [*handles.values()], [*handles], loc="outside lower center", ncols=min(columns, len(handles)), fontsize=9,
+        frameon=False, labelcolor=INK,
+    )  # fmt: skip
+
+
+def add_hint(artist: Artist, text: str) -> None:
+    """Give an artist a text that a browser shows where one points at it.
+
+    Args:
+        artist: Part of a figure.
+        text: The text.
+    """
+    artist.set_gid(f"{_HINT}{text}")
+
+
+@name_missing_extra()
+def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> None:
+    """Move texts apart so that none lies on another, on a mark or outside; a text without any room is removed.
+
+    Args:
+        axis: Axes whose layout is final.
+        texts: Texts at the points that they name, the most important first.
+        marks: What they must not lie on, in pixels.
+    """
+    from adjustText import adjust_text
+
+    if not texts:
+        return
+    points = np.array([text.get_position() for text in texts])
+    # Beside their points: on them, marks would push to both sides alike.
+    for text, (x, y) in zip(texts, axis.transData.transform(points)):
+        aside = text.get_window_extent().width / 2 + 9
+        side = 1 if x + 2 * aside < axis.get_window_extent().x1 else -1
+        text.set_position(tuple(axis.transData.inverted().transform((x + side * aside, y))))
+    boxes = [mark.padded(2).transformed(axis.transData.inverted()) for mark in marks]
+    adjust_text(
+        list(texts), objects=boxes, target_x=points[:, 0], target_y=points[:, 1], avoid_self=False, ax=axis,
+        iter_lim=100, expand=(1.05, 1.2),
+    )  # fmt: skip
+    taken = list(marks)
+    for text, point in zip(texts, points):
+        x, y = axis.transData.transform(point)
+        box = _free_box(axis, text, (x, y), taken)
+        if box is None:
+            text.remove()
+            continue
+        taken.append(box)
+        if not box.padded(16).contains(x, y):
+            lead = {"arrowstyle": "-", "color": FAINT, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
+            axis.annotate("", point, text.get_position(), arrowprops=lead, zorder=1)
+
+
+def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequence[Bbox]) -> Bbox | None:
+    """Return the box of a text that lies on nothing, moved near its point if need be; None where there is no room."""
+    room, box = axis.get_window_extent(), text.get_window_extent()
+    places = [((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)]
+    for far, (x, y) in itertools.product((9, 18, 30, 44, 64, 90), itertools.product((0, 1, -1), (1, -1, 0))):
+        places.append((point[0] + x * (box.width / 2 + far), point[1] + y * (box.height / 2 + far)))
+    for place in places:
+        text.set_position(tuple(axis.transData.inverted().transform(place)))
+        box = text.get_window_extent()
+        inside = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1
+        if inside and not any(box.overlaps(other) for other in taken):
+            return box
+    return None
+
+
+@name_missing_extra()
+def svg_of(figure: Figure) -> str:
+    """Return a figure as SVG: texts stay texts, and hints are titles that browsers show.
+
+    Args:
+        figure: The figure.
+
+    Example:
+        >>> figure = new_figure(2, 2)
+        >>> add_hint(figure.subplots().plot([1, 2])[0], "rising")
+        >>> "<title>rising</title>" in svg_of(figure)
+        True
+    """
+    import matplotlib
+
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mmod"}):
+        figure.savefig(file, format="svg", dpi=120, transparent=True, metadata={"Date": None})
+    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", file.getvalue(), flags=re.DOTALL)
+    # A hint may have several lines.
+    return re.sub(rf"""<g id=(["']){_HINT}(.*?)\1>""", r"<g><title>\2</title>", svg, flags=re.DOTALL)
+
+
+def inline_svg(svg: str, name: str, text: str) -> str:
+    """Return SVG as a part of a page, in the page's colours and with ids that no other figure has.
+
+    Args:
+        svg: As of `svg_of`.
+        name: Name of the figure.
+        text: What it shows, for those who do not see it.
+    """
+    slug = re.sub(r"[^\w-]+", "-", name)
+    svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(text)}"', 1)
+    for colour, variable in _THEME.items():
+        svg = svg.replace(f": {colour}", f": {variable}")
+    return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{slug}-", svg)
