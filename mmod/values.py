@@ -1,4 +1,4 @@
-"""Strict values: the type and the range of each field of a config, with errors that name what is valid."""
+"""Strict values: checks of type and range, with errors that name the valid values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "refuse_unknown",
 ]
 
-Made = TypeVar("Made")
+Config = TypeVar("Config")
 
 _NAMES: dict[Any, str] = {
     Mapping: "a mapping of names to values",
@@ -42,26 +42,26 @@ _NAMES: dict[Any, str] = {
 
 
 Limit = str | tuple[str, ...]
-"""What narrows a type: the interval of its numbers, as "[0, 1)", or the texts that it takes."""
+"""Valid values within a type: an interval such as "[0, 1)" for numbers, or the valid strings."""
 
 _FINITE = "(-inf, inf)"
 
 
 def one_of(name: str, value: object, valid: Sequence[str]) -> None:
-    """Raise a ValueError that names the value and the valid ones unless `value` is one of `valid`."""
+    """Raise a ValueError unless `value` is one of `valid`."""
     if value not in valid:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, got {brief(value)}")
 
 
-def refuse_unknown(kind: str, names: Iterable[str], valid: Sequence[str]) -> None:
-    """Raise a ValueError that names the unknown ones and the valid ones unless all of `names` are among `valid`."""
+def refuse_unknown(noun: str, names: Iterable[str], valid: Sequence[str]) -> None:
+    """Raise a ValueError unless all `names` are among `valid`."""
     unknown = sorted(map(str, set(names) - set(valid)))
     if unknown:
-        raise ValueError(f"unknown {kind} {', '.join(unknown)}; valid ones are {', '.join(valid)}")
+        raise ValueError(f"unknown {noun} {', '.join(unknown)}; valid ones are {', '.join(valid)}")
 
 
 def check_distinct(config: Any, *names: str) -> None:
-    """Raise a ValueError unless each of some fields, which are lists, names at least one value, and none twice."""
+    """Raise a ValueError if one of these list fields is empty or has duplicates."""
     for name in names:
         values = getattr(config, name)
         if not values or len(set(values)) != len(values):
@@ -69,18 +69,18 @@ def check_distinct(config: Any, *names: str) -> None:
 
 
 def check_fields(config: Any, group: str = "", **limits: Limit) -> None:
-    """Raise unless each field of a dataclass holds a value of its annotated type and within its limit.
+    """Raise unless every field of a dataclass has its annotated type and is within its limit; numbers must be finite.
+
+    Numbers of numpy are replaced by Python's, which files can hold.
 
     Args:
         config: An instance of the dataclass.
-        group: What the fields stand under in a config file, for messages.
-        limits: Names of fields to what narrows their types. All numbers are finite.
+        group: Key of the fields' section in a config file, for messages.
+        limits: Limits by field name.
 
     Raises:
-        TypeError: A value of another type. True and false are no numbers, and a text is no number.
-        ValueError: A number outside its interval, or a text that is none of those its field takes.
-
-    Numbers of numpy become Python's, which files can hold.
+        TypeError: A value of another type. Booleans and strings are no numbers.
+        ValueError: A number outside its interval, or a string that is not among the valid ones.
 
     Example:
         >>> @dataclasses.dataclass
@@ -90,9 +90,9 @@ def check_fields(config: Any, group: str = "", **limits: Limit) -> None:
         Traceback (most recent call last):
         ValueError: ema.decay must be a number in [0, 1), got 2
     """
-    kind: Any = type(config)
-    hints = _hints(kind)
-    assert limits.keys() <= hints.keys(), f"no fields of {kind.__name__}: {limits.keys() - hints.keys()}"
+    cls: Any = type(config)
+    hints = _hints(cls)
+    assert limits.keys() <= hints.keys(), f"no fields of {cls.__name__}: {limits.keys() - hints.keys()}"
     for name, hint in hints.items():
         value = getattr(config, name)
         check_value(f"{group}.{name}" if group else name, value, hint, limits.get(name, _FINITE))
@@ -105,14 +105,14 @@ def check_value(name: str, value: object, hint: Any, limit: Limit = _FINITE) -> 
     """Raise unless a value is of a type and within a limit; see `check_fields`.
 
     Args:
-        name: What the value is called.
+        name: Name of the value, for messages.
         value: The value.
-        hint: Its type, as an annotation says it.
-        limit: What narrows the type.
+        hint: Its type annotation.
+        limit: The interval of numbers, or the valid strings.
 
     Raises:
         TypeError: A value of another type.
-        ValueError: A number outside the interval, or a text that is none of those it may be.
+        ValueError: A number outside the interval, or a string that is not valid.
     """
     fault = _fault(value, hint, limit)
     if fault is not None:
@@ -120,7 +120,7 @@ def check_value(name: str, value: object, hint: Any, limit: Limit = _FINITE) -> 
 
 
 def _builtin(value: Any) -> Any:
-    """Return numbers of other libraries as int and float, in lists and tuples too."""
+    """Return numbers of other libraries as int or float, also inside lists and tuples."""
     if type(value) in (list, tuple):
         items = [_builtin(item) for item in value]
         return value if all(map(operator.is_, items, value)) else type(value)(items)
@@ -130,15 +130,15 @@ def _builtin(value: Any) -> Any:
 
 
 def check_finite(name: str, values: Tensor) -> None:
-    """Raise unless a tensor holds finite floating-point numbers.
+    """Raise unless all values of a tensor are finite floating-point numbers.
 
     Args:
-        name: What the tensor is called.
-        values: Numbers of any shape.
+        name: Name of the tensor, for messages.
+        values: The tensor, of any shape.
 
     Raises:
-        TypeError: Numbers of another type: integers, booleans or complex numbers.
-        ValueError: NaN or infinity among them.
+        TypeError: Integers, booleans or complex numbers.
+        ValueError: NaN or infinity.
 
     Example:
         >>> import torch
@@ -154,29 +154,25 @@ def check_finite(name: str, values: Tensor) -> None:
 
 
 def check_module(model: object) -> None:
-    """Raise a TypeError unless a model is a `torch.nn.Module`, and no name of one.
-
-    Args:
-        model: What stands where a model is expected.
-    """
+    """Raise a TypeError unless a model is a `torch.nn.Module`, for example if it is a model's name."""
     from torch import nn
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {brief(model)}")
 
 
-def from_plain(kind: type[Made], values: object, name: str, **limits: Limit) -> Made:
-    """Return the dataclass that plain values of a file describe.
+def from_plain(cls: type[Config], values: object, name: str, **limits: Limit) -> Config:
+    """Build a dataclass from the plain values of a file.
 
     Args:
-        kind: The dataclass. Fields that are dataclasses, or tuples, are made from mappings and lists.
-        values: Its fields by name; those with a default may be missing.
-        name: What is described, for messages.
-        limits: Names of fields to what narrows their types, see `check_fields`.
+        cls: The dataclass. Its fields that are dataclasses or tuples are built from mappings and lists.
+        values: Values by field name; fields with a default may be missing.
+        name: Name of the object, for messages.
+        limits: Limits by field name, see `check_fields`.
 
     Raises:
-        TypeError: No mapping, or a value of another type than its field's.
-        ValueError: A field that is unknown or missing, or a value outside its limit.
+        TypeError: `values` is no mapping, or a value has the wrong type.
+        ValueError: An unknown or missing field, or a value outside its limit.
 
     Example:
         >>> @dataclasses.dataclass
@@ -187,30 +183,31 @@ def from_plain(kind: type[Made], values: object, name: str, **limits: Limit) -> 
     """
     if not isinstance(values, Mapping):
         raise TypeError(f"{name} must be a mapping of names to values, got {brief(values)}")
-    own: Any = kind
-    hints = _hints(own)
+    # Typed as Any, because mypy takes a type variable for no dataclass.
+    config_class: Any = cls
+    hints = _hints(config_class)
     refuse_unknown(f"field of {name}", values, list(hints))
-    defaults = {item.name for item in dataclasses.fields(own) if _has_default(item)}
+    defaults = {item.name for item in dataclasses.fields(config_class) if _has_default(item)}
     missing = [field for field in hints if field not in values and field not in defaults]
     if missing:
         raise ValueError(f"{name} needs {', '.join(missing)}")
-    made = {field: _from_plain(hints[field], value, f"{name}.{field}") for field, value in values.items()}
-    for field, value in made.items():
+    fields = {field: _from_plain(hints[field], value, f"{name}.{field}") for field, value in values.items()}
+    for field, value in fields.items():
         check_value(f"{field} of {name}", value, hints[field], limits.get(field, _FINITE))
-    return kind(**made)
+    return cls(**fields)
 
 
 def _from_plain(hint: Any, value: Any, name: str) -> Any:
-    """Return a value with dataclasses for mappings, and tuples for lists, where the type has them."""
+    """Return a value with mappings and lists replaced by the dataclasses and tuples of its type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        # Only one of a union's types is a dataclass or has several values.
-        return functools.reduce(lambda found, one: _from_plain(one, found, name), arguments, value)
+        # At most one type of a union is a dataclass or a container, so the others leave the value unchanged.
+        return functools.reduce(lambda plain, option: _from_plain(option, plain, name), arguments, value)
     if origin in (list, tuple) and isinstance(value, list):
-        each = arguments if origin is tuple and arguments[-1] is not Ellipsis else (arguments[0],) * len(value)
-        # A list of another length stays one, which `check_value` refuses.
-        made = [_from_plain(one, item, name) for one, item in zip(each, value)]
-        return origin(made) if len(each) == len(value) else value
+        types_of_items = arguments if origin is tuple and arguments[-1] is not Ellipsis else arguments[:1] * len(value)
+        items = [_from_plain(item_type, item, name) for item_type, item in zip(types_of_items, value)]
+        # A list of the wrong length stays a list, which `check_value` refuses.
+        return origin(items) if len(types_of_items) == len(value) else value
     if origin in (dict, collections.abc.Mapping) and isinstance(value, Mapping):
         return {key: _from_plain(arguments[1], item, name) for key, item in value.items()}
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
@@ -223,24 +220,24 @@ def _has_default(field: dataclasses.Field[Any]) -> bool:
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+def _hints(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def _fault(value: object, hint: Any, limit: Limit) -> type[Exception] | None:
-    """Return the kind of error that a value is; None when it is valid."""
+    """Return the type of the error for a value; None for a valid one."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return None
     if origin in (Union, types.UnionType):
-        faults = {_fault(value, one, limit) for one in arguments}
+        faults = {_fault(value, option, limit) for option in arguments}
         return None if None in faults else ValueError if ValueError in faults else TypeError
     if origin is Literal:
         return _fault(value, str, arguments)
     if hint in (int, float):
-        kind = numbers.Integral if hint is int else numbers.Real
-        if isinstance(value, bool) or not isinstance(value, kind):
+        abstract = numbers.Integral if hint is int else numbers.Real
+        if isinstance(value, bool) or not isinstance(value, abstract):
             return TypeError
         return None if _within(value, limit) else ValueError
     if hint is str and isinstance(limit, tuple) and isinstance(value, str):
@@ -253,7 +250,7 @@ def _fault(value: object, hint: Any, limit: Limit) -> type[Exception] | None:
 
 
 def _fault_within(value: object, hint: Any, limit: Limit) -> type[Exception] | None:
-    """Return the kind of error that a sequence or mapping, or the first bad value in it, is."""
+    """Return the type of the error for a sequence or mapping or its first invalid item; None for a valid one."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin not in (list, tuple):
         if not isinstance(value, Mapping):
@@ -267,7 +264,7 @@ def _fault_within(value: object, hint: Any, limit: Limit) -> type[Exception] | N
         pairs = list(zip(value, arguments))
     else:
         pairs = [(item, arguments[0]) for item in value]
-    return next(filter(None, (_fault(item, one, limit) for item, one in pairs)), None)
+    return next(filter(None, (_fault(item, item_type, limit) for item, item_type in pairs)), None)
 
 
 def _within(value: Any, limit: Limit) -> bool:
@@ -285,11 +282,7 @@ def _bounds(interval: str) -> tuple[float, float]:
 
 
 def describe(hint: Any, limit: Limit = _FINITE) -> str:
-    """Say which values a type and a limit allow, as messages do; see `check_fields`.
-
-    Args:
-        hint: The type, as an annotation says it.
-        limit: What narrows it.
+    """Return the description of a type and a limit for messages; see `check_fields`.
 
     Example:
         >>> describe(float | None, "[0, 1)")
@@ -297,7 +290,7 @@ def describe(hint: Any, limit: Limit = _FINITE) -> str:
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(describe(one, limit) for one in arguments)
+        return " or ".join(describe(option, limit) for option in arguments)
     if origin is Literal:
         return describe(str, arguments)
     if hint is str and isinstance(limit, tuple):
@@ -326,10 +319,7 @@ def _describe_number(name: str, limit: Limit) -> str:
 
 
 def brief(value: object) -> str:
-    """Return a value as messages show it, of which a long one is cut.
-
-    Args:
-        value: The value.
+    """Return the representation of a value for messages, truncated if long.
 
     Example:
         >>> len(brief("a" * 10**6))
@@ -338,6 +328,6 @@ def brief(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:
-        # Python writes no integer of more than 4300 digits.
+        # Python refuses to format integers of more than 4300 digits.
         return f"a {type(value).__name__} too long to be written"
     return text if len(text) <= 200 else f"{text[:200]}..."

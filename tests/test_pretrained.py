@@ -235,7 +235,7 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     save_pretrained(routed(), tmp_path)
     weights = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(ValueError, match="no whole safetensors"):
+    with pytest.raises(ValueError, match="no complete safetensors"):
         load_pretrained(tmp_path)
     (tmp_path / "mmod.json").write_text("{")
     with pytest.raises(ValueError, match="no JSON"):

@@ -1,1 +1,1 @@
-"""Files: strict YAML and JSON in, whole files out, locked folders."""
+"""File formats and folders: strict YAML and JSON, atomic writes, locks."""

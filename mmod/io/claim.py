@@ -1,4 +1,4 @@
-"""Folders that belong to one config: a record in the folder says which, and another one is refused."""
+"""Folders that belong to one config, which is recorded inside; another config is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["FolderTakenError", "check_same", "claim_folder", "differences", "fla
 
 
 class FolderTakenError(FileExistsError, ValueError):
-    """A folder holds results of another config, or files of other origin."""
+    """A folder holds results of another config, or unrelated files."""
 
 
 def claim_folder(
@@ -27,22 +27,23 @@ def claim_folder(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     write: bool = True,
 ) -> bool:
-    """Mark a folder as that of a config, or find that it is already.
+    """Record a config in a free folder, or check it against the folder's record.
 
     Args:
-        folder: The folder; made if it is not there.
+        folder: The folder, created if missing.
         record: The config as plain values, nested or not.
-        file: Name of the file in the folder that keeps the record, JSON or YAML by its ending.
-        kind: What the folder holds, with its article, as in "a run".
-        free_keys: Dotted keys in which the records may differ.
-        defaults: Values of keys that a record written by an earlier version lacks.
-        write: Keep the record in a folder that is free; otherwise only check.
+        file: Name of the record's file in the folder, `.json` or `.yaml`.
+        kind: Content of the folder for messages, with its article: "a run".
+        free_keys: Dotted keys that may differ.
+        defaults: Values for keys that an older record lacks.
+        write: False only checks.
 
     Returns:
-        Whether the folder held the record before.
+        Whether the folder had the record before.
 
     Raises:
-        FolderTakenError: If the folder holds another record (the keys that differ are named), or files without one.
+        FolderTakenError: The folder holds another record (the message names the keys that differ), or files without
+            one.
 
     Example:
         >>> import tempfile
@@ -57,9 +58,9 @@ def claim_folder(
         ...     print(str(error).split("; ")[1])
         choose another folder. Differing keys: optim.lr: 0.1 there, 0.2 now
     """
-    found = read_claim(folder, file)
-    if found is not None:
-        check_same(folder, {**defaults, **found}, record, kind=kind, free_keys=free_keys)
+    existing = read_claim(folder, file)
+    if existing is not None:
+        check_same(folder, {**defaults, **existing}, record, kind=kind, free_keys=free_keys)
         return True
     if write:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -68,15 +69,15 @@ def claim_folder(
 
 
 def read_claim(folder: str | Path, file: str) -> dict[str, Any] | None:
-    """Read the record of a folder; None when the folder is free.
+    """Read the record of a folder; None if the folder is free.
 
     Args:
-        folder: The folder. Hidden files and empty folders, which a start that failed may leave, do not occupy it.
+        folder: The folder. It is free if it holds only hidden files and empty folders, which a failed start may leave.
         file: See `claim_folder`.
 
     Raises:
-        FolderTakenError: If the folder holds files and no record.
-        ValueError: If the record cannot be read.
+        FolderTakenError: The folder holds files but no record.
+        ValueError: The record cannot be read.
     """
     folder = Path(folder)
     if (folder / file).is_file():
@@ -88,8 +89,8 @@ def read_claim(folder: str | Path, file: str) -> dict[str, Any] | None:
 
 
 def check_same(
-    place: str | Path,
-    found: Mapping[str, Any],
+    path: str | Path,
+    existing: Mapping[str, Any],
     record: Mapping[str, Any],
     *,
     kind: str,
@@ -98,48 +99,48 @@ def check_same(
     """Raise unless two records agree.
 
     Args:
-        place: The file or folder of the first.
-        found: The record that is there.
-        record: The record asked for.
-        kind: What is there, see `claim_folder`.
-        free_keys: Dotted keys in which they may differ.
+        path: File or folder of the existing record.
+        existing: The existing record.
+        record: The requested record.
+        kind: Content of the folder, see `claim_folder`.
+        free_keys: Dotted keys that may differ.
 
     Raises:
-        FolderTakenError: If they differ. The message names the keys and both values.
+        FolderTakenError: They differ; the message names the keys and both values.
     """
-    differing = differences(found, record, free_keys)
+    differing = differences(existing, record, free_keys)
     if differing:
         changes = "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in differing.items())
         raise FolderTakenError(
-            f"{str(place)!r} holds {kind} with another config; choose another folder. Differing keys: {changes}"
+            f"{str(path)!r} holds {kind} with another config; choose another folder. Differing keys: {changes}"
         )
 
 
 def differences(
-    found: Mapping[str, Any], record: Mapping[str, Any], free_keys: Collection[str] = ()
+    existing: Mapping[str, Any], record: Mapping[str, Any], free_keys: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the dotted keys in which two records differ, with both values; a key that one lacks is null there.
+    """Return the dotted keys with different values in two records, with both values; a missing key counts as None.
 
     Args:
-        found: The record that is there.
-        record: The record asked for.
-        free_keys: Dotted keys in which they may differ.
+        existing: The first record.
+        record: The second record.
+        free_keys: Dotted keys to ignore.
 
     Example:
         >>> differences({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2}, "limit": None})
         {'optim.lr': (0.1, 0.2)}
     """
-    old, new = flatten(_plain(found)), flatten(_plain(record))
+    old, new = flatten(_plain(existing)), flatten(_plain(record))
     keys = sorted({*old, *new} - set(free_keys))
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
-    """Return the leaves of nested mappings under the keys that lead to them.
+    """Return the leaves of nested mappings by their joined keys.
 
     Args:
         tree: The mappings.
-        separator: What stands between the keys.
+        separator: Separator of the keys.
 
     Example:
         >>> flatten({"optim": {"lr": 0.1, "betas": [0.9, 0.99]}, "args": {}})
@@ -148,14 +149,14 @@ def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            leaves |= {f"{key}{separator}{below}": leaf for below, leaf in flatten(value, separator).items()}
+            leaves |= {f"{key}{separator}{subkey}": leaf for subkey, leaf in flatten(value, separator).items()}
         else:
             leaves[str(key)] = value
     return leaves
 
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
-    # Through JSON, so that tuples compare equal to the lists that a file holds.
+    # A round trip through JSON: tuples must equal the lists of a file.
     plain: dict[str, Any] = json.loads(json.dumps(dict(record), default=str))
     return plain
 
@@ -177,5 +178,5 @@ def _dump(file: str, record: Mapping[str, Any]) -> str:
 
 
 def _holds_file(path: Path) -> bool:
-    """Return whether a path is a file or has one below it."""
-    return not path.is_dir() or any(not below.is_dir() for below in path.rglob("*"))
+    """Return whether a path is a file or a folder that contains one."""
+    return not path.is_dir() or any(not child.is_dir() for child in path.rglob("*"))

@@ -1,4 +1,4 @@
-"""The config files that come with mmod, by path or by name."""
+"""The config files shipped with mmod, by path or by name."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def config_names() -> list[str]:
-    """Return the names of mmod's own configs, as `tradeoff/digits`."""
+    """Return the names of the shipped configs, such as `tradeoff/digits`."""
     folder = _folder()
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 
 
 def find_config(path: str | Path) -> Path:
-    """Return the file that a path or a name stands for; a path that stands for none is returned as it is.
+    """Return the config file for a path or a name; an unknown path is returned unchanged.
 
     Args:
-        path: A file; or one of mmod's own, as `configs/tradeoff/digits.yaml`, `tradeoff/digits`, or `digits` where no
-            other has that name.
+        path: A file, or a shipped config: `configs/tradeoff/digits.yaml`, `tradeoff/digits`, or `digits` if that name
+            is unique.
 
     Raises:
-        ValueError: Several of mmod's own configs have that name.
+        ValueError: Several shipped configs have that name.
 
     Example:
         >>> find_config("digits-smallest").name
@@ -37,13 +37,13 @@ def find_config(path: str | Path) -> Path:
 
 
 def shipped_config(path: str | Path) -> Path | None:
-    """Return the file of one of mmod's own configs by path or name, see `find_config`; None where there is none.
+    """Return a shipped config by path or name, see `find_config`; None if there is none.
 
     Args:
         path: A path or a name.
 
     Raises:
-        ValueError: Several of mmod's own configs have that name.
+        ValueError: Several shipped configs have that name.
     """
     path, folder = Path(path), _folder()
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
@@ -51,33 +51,33 @@ def shipped_config(path: str | Path) -> Path | None:
         return None
     if folder.joinpath(*parts).is_file():
         return folder.joinpath(*parts)
-    found = [name for name in config_names() if tuple(name.split("/"))[-len(parts) :] == parts]
-    if len(found) > 1:
-        raise ValueError(f"{str(path)!r} is the name of several configs: {', '.join(found)}")
-    return folder / f"{found[0]}.yaml" if found else None
+    matches = [name for name in config_names() if tuple(name.split("/"))[-len(parts) :] == parts]
+    if len(matches) > 1:
+        raise ValueError(f"{str(path)!r} is the name of several configs: {', '.join(matches)}")
+    return folder / f"{matches[0]}.yaml" if matches else None
 
 
 def existing_config(path: str | Path) -> Path:
-    """Return the file that a path or a name stands for, see `find_config`.
+    """Return the config file for a path or a name, see `find_config`.
 
     Args:
         path: A path or a name.
 
     Raises:
-        FileNotFoundError: It stands for none; names that are near are named.
+        FileNotFoundError: There is no such file; the message suggests similar names.
     """
-    found = find_config(path)
-    if not found.is_file():
-        own = found.parts[:1] == ("configs",)
-        name = Path(*found.parts[own:]).as_posix().removesuffix(".yaml")
+    file = find_config(path)
+    if not file.is_file():
+        is_shipped = file.parts[:1] == ("configs",)
+        name = Path(*file.parts[is_shipped:]).as_posix().removesuffix(".yaml")
         known = [full if "/" in name else full.rpartition("/")[2] for full in config_names()]
-        hint = "" if found.suffix == ".yaml" and not own else f"; {near_names(name, known, '`mmod configs`')}"
-        raise FileNotFoundError(f"no config file at {str(found)!r}{hint}")
-    return found
+        hint = "" if file.suffix == ".yaml" and not is_shipped else f"; {near_names(name, known, '`mmod configs`')}"
+        raise FileNotFoundError(f"no config file at {str(file)!r}{hint}")
+    return file
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the names of mmod's own configs, or the config that the command line names."""
+    """Print the names of the shipped configs, or the config named on the command line."""
     if not arguments:
         print("\n".join(config_names()))
         return
@@ -85,6 +85,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _folder() -> Path:
-    """Return where the configs lie: inside an installed package, beside it in a repository."""
+    """Return the folder of the configs: inside an installed package, or beside it in a repository."""
     inside = _PACKAGE / "configs"
     return inside if inside.is_dir() else _PACKAGE.parent / "configs"

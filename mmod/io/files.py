@@ -1,4 +1,4 @@
-"""Files: checked before they are read, and written so that they are either whole or not there."""
+"""Files: checks before reading, and atomic writes."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DamagedFileError(ValueError):
-    """A file that is not whole, or holds something else than it should."""
+    """A file that is truncated or has the wrong content."""
 
 
 class DuplicateKeyError(ValueError):
-    """A JSON object that names a key twice, of which other readers take the last."""
+    """A JSON object with a duplicate key, of which other readers silently take the last value."""
 
 
 class UnwrittenError(OSError):
-    """A file or folder that the disk could not take."""
+    """A file or folder could not be written because the disk is full."""
 
 
 def check_regular(path: str | Path) -> None:
-    """Refuse what is no regular file: a pipe would be waited for, and a device such as `/dev/zero` never ends.
+    """Refuse paths other than regular files: reading a pipe blocks, and a device such as `/dev/zero` never ends.
 
     Args:
         path: The file; links are followed.
 
     Raises:
-        OSError: If nothing is there.
-        ValueError: If something else is.
+        OSError: The path does not exist.
+        ValueError: It is no regular file.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError(f"{path} is no regular file")
 
 
 def parse_json(data: str | bytes, name: str, *, unique_keys: bool = True) -> Any:
-    """Parse JSON in any encoding of Unicode, each key once.
+    """Parse JSON in any Unicode encoding, and refuse duplicate keys.
 
     Args:
         data: The text.
-        name: What it is called in the message.
-        unique_keys: Refuse a key that an object names twice, instead of taking its last value.
+        name: Name of the source, for messages.
+        unique_keys: Refuse duplicate keys; otherwise the last value wins.
 
     Raises:
-        DuplicateKeyError: If an object names a key twice.
-        ValueError: If it is no JSON, or nested too deeply.
+        DuplicateKeyError: An object has a duplicate key.
+        ValueError: The text is no JSON, or nested too deeply.
 
     Example:
         >>> parse_json(b"[1,", "line 3")
@@ -68,19 +68,19 @@ def parse_json(data: str | bytes, name: str, *, unique_keys: bool = True) -> Any
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise DuplicateKeyError(f"the key {twice!r} is given twice")
-    return found
+        raise DuplicateKeyError(f"the key {twice!r} occurs twice")
+    return values
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object.
+    """Read a file with a JSON object.
 
     Raises:
-        ValueError: If it holds something else.
+        ValueError: The file holds something else.
     """
     content = parse_json(path.read_bytes(), str(path))
     if not isinstance(content, dict):
@@ -90,16 +90,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None]:
-    """Name a file or folder that the disk could not take, and what is kept.
+    """Turn the errors of a full disk into one that names the file.
 
-    Libraries report a full disk by errors of their own, most of which do not say which file it was.
+    Libraries raise different errors for a full disk, and most do not name the file.
 
     Args:
-        target: What the block writes.
-        kept: An earlier version of it; by default `target` where it is there.
+        target: The file or folder that the block writes.
+        kept: Its previous version, for the message; by default `target` if it exists.
 
     Raises:
-        UnwrittenError: If the disk was full, or a file too long for it.
+        UnwrittenError: The disk is full, or the file exceeds a size limit.
     """
     try:
         yield
@@ -121,24 +121,24 @@ def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None
 def replacing(
     target: str | Path, *, shared: bool = False, durable: bool = True, kept: str | Path | None = None
 ) -> Iterator[Path]:
-    """Write a file or folder under a temporary name; it takes its own name when the block ends.
+    """Write a file or folder under a temporary name, and rename it to `target` when the block succeeds.
 
-    A reader finds the old content or the new, never a part. When the block fails, nothing is left; what a killed
-    process left is removed by the next one that writes the same target.
+    Readers see the old or the new content, never a mix. A failed block leaves nothing. The next writer of the same
+    target removes what a killed process left.
 
     Args:
-        target: The file, replaced if it is there, or the folder, which must not be there or be empty.
-        shared: Whether several processes may write the target at once. Otherwise the caller holds a lock.
-        durable: Push all content to disk first, so that this holds for a crash of the machine, too. It takes
-            milliseconds a file.
+        target: The file, which may exist, or the folder, which must be missing or empty.
+        shared: Several processes may write the target at once; otherwise the caller holds a lock.
+        durable: Flush to disk before renaming, so that a crash of the machine is safe, too. Takes milliseconds per
+            file.
         kept: See `writing`.
 
     Yields:
-        A path beside `target` at which the block makes the file or folder.
+        Temporary path beside `target`, where the block creates the file or folder.
 
     Raises:
-        FileExistsError: If `target` is a folder with files in it.
-        UnwrittenError: If the disk is full.
+        FileExistsError: `target` is a folder with files in it.
+        UnwrittenError: The disk is full.
 
     Example:
         >>> import tempfile
@@ -168,11 +168,11 @@ def replacing(
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write a file so that a reader finds the old content or the new, never a part.
+    """Write a file atomically: readers see the old or the new content.
 
     Args:
-        path: The file, replaced if it is there.
-        content: Bytes, or a text for UTF-8. What has no form in UTF-8 is written as an escape.
+        path: The file, which may exist.
+        content: Bytes, or text to encode as UTF-8; characters without an encoding become escapes.
     """
     with replacing(path) as partial:
         partial.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
@@ -180,13 +180,13 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[Any]:
-    """Open a webdataset shard to be written, which takes its name when it is whole.
+    """Open a webdataset shard for writing; it is renamed to `path` when complete.
 
     Args:
-        path: The shard, a TAR file. The same samples give the same bytes.
+        path: The shard, a tar file. Equal samples give equal bytes.
 
     Yields:
-        webdataset's writer of samples whose members are bytes.
+        A `webdataset.TarWriter` for samples with bytes as members.
     """
     from webdataset import TarWriter
 
@@ -198,17 +198,17 @@ def open_shard(path: Path) -> Iterator[Any]:
 
 
 def _disk_fault(error: BaseException | None) -> str | None:
-    """Return why a disk could not take a file; None where an error says something else."""
+    """Return the reason if an error comes from a full disk; None for other errors."""
     if error is None or isinstance(error, UnwrittenError):
         return None
     if isinstance(error, OSError) and error.errno in _FULL:
         return os.strerror(error.errno)
-    # What safetensors and torch say of it: the one names the system's error, the other does not.
+    # safetensors reports the system's error number in its text; torch reports only that its writer failed.
     number = re.search(r"\(os error (\d+)\)", str(error))
     if type(error).__name__ == "SafetensorError" and number is not None:
         return os.strerror(int(number[1]))
     if isinstance(error, RuntimeError) and re.search("PytorchStreamWriter|inline_container", str(error)):
-        return "the disk took a part of it only"
+        return "the file was written only partially"
     return _disk_fault(error.__cause__ or error.__context__)
 
 
@@ -220,7 +220,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Push a file or folder to disk, so that the rename after it cannot overtake its content."""
+    """Flush a file or folder to disk, so that a later rename cannot precede its content."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

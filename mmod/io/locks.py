@@ -1,4 +1,4 @@
-"""Locks on folders: one process at a time builds a data set or trains into a run folder."""
+"""Locks on folders, so that one process at a time builds a data set or writes a run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class LockedError(RuntimeError):
 
 @contextmanager
 def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock of a folder, a file beside it that the system frees when this process ends, however it ends.
+    """Hold the lock of a folder: a file beside it, which the system releases when the process ends or crashes.
 
     Args:
-        folder: The folder; it need not be there, and the one it lies in is made.
-        wait: Wait for another process that holds the lock.
+        folder: The folder, which may be missing; its parent is created.
+        wait: Wait for another process to release the lock.
 
     Raises:
-        LockedError: If another process holds the lock and `wait` is not set.
+        LockedError: Another process holds the lock and `wait` is False.
 
     Example:
         >>> import tempfile

@@ -1,4 +1,4 @@
-"""Hints for names that nothing has."""
+"""Suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["near_names"]
 
 
 def near_names(name: str, known: Iterable[str], listing: str) -> str:
-    """Return the hint of an error message about a name that is not known.
+    """Return similar names, as a hint for the error message of an unknown name.
 
     Args:
-        name: The name.
-        known: The names that are.
-        listing: What lists them all, for a name that is near to none.
+        name: The unknown name.
+        known: The known names.
+        listing: Command that lists all known names, named if none is similar.
 
     Example:
         >>> near_names("vit_tinny", ["resnet18", "vit_tiny"], "timm.list_models()")

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, and elsewhere a plain line now and then."""
+"""Progress bars on a terminal, and plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tqdm import tqdm
 __all__ = ["SECONDS", "progress_bar", "say"]
 
 SECONDS = 30
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines without a terminal."""
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed} elapsed, {remaining} left{postfix}"
 
 say = tqdm.write
@@ -20,13 +20,13 @@ say = tqdm.write
 
 
 def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> tqdm:
-    """Return a tqdm bar; off a terminal it writes lines in its place, without carriage returns.
+    """Return a tqdm bar; without a terminal it prints lines without carriage returns.
 
-    Lines come every 30 seconds, and one at the end unless the bar is told not to stay (`leave=False`).
+    A line is printed every 30 seconds, and at the end unless `leave=False`.
 
     Args:
-        items: What is iterated; None for a bar that is updated by hand.
-        shown: Show anything at all.
+        items: The iterable; None for a bar that is updated by hand.
+        shown: False prints nothing.
         options: Arguments of tqdm, such as `desc`, `total` and `unit`.
 
     Example:
@@ -37,7 +37,7 @@ def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **op
 
 
 class _Lines(tqdm):
-    """A bar that writes lines; tqdm counts and measures."""
+    """A tqdm bar that prints lines."""
 
     disable: bool
     monitor_interval = 0
@@ -47,15 +47,15 @@ class _Lines(tqdm):
         super().__init__(items, bar_format=bar_format.replace("|{bar}| ", ""), **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Write a line if it is time for one."""
+        """Print a line if one is due."""
         if time.monotonic() >= self._due:
             self._write()
 
     def clear(self, nolock: bool = False) -> None:
-        """Leave the lines that are written."""
+        """Do nothing: printed lines stay."""
 
     def close(self) -> None:
-        """Write the last line."""
+        """Print the last line."""
         if self.leave and not self.disable:
             self._write()
         self.disable = True

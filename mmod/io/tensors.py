@@ -16,37 +16,34 @@ __all__ = ["check_whole", "read_tensors", "write_tensors"]
 
 
 def write_tensors(path: str | Path, state: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> None:
-    """Write tensors into a safetensors file.
+    """Write tensors to a safetensors file.
 
     Args:
-        path: The file. To have it whole or not at all, write it inside `mmod.io.files.replacing`.
-        state: Names to tensors on any device. Those that share memory are each written in full, because the format
-            knows no sharing.
-        header: Texts that go into the file's header.
+        path: The file. Use `mmod.io.files.replacing` around this call to write it atomically.
+        state: Tensors by name, on any device. Tensors that share memory are all written in full, because the format
+            has no sharing.
+        header: Strings for the file's header.
     """
     from safetensors.torch import save_file
 
     stored: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    stored_addresses: set[int] = set()
     for name, value in state.items():
         value = value.detach().cpu().contiguous()
         address = value.untyped_storage().data_ptr()
-        stored[name] = value.clone() if address in seen else value
-        seen.add(address)
+        stored[name] = value.clone() if address in stored_addresses else value
+        stored_addresses.add(address)
     save_file(stored, path, metadata=None if header is None else dict(header))
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a safetensors file onto the CPU.
 
-    Args:
-        path: The file.
-
     Returns:
-        Names to tensors, and the texts of the header.
+        Tensors by name, and the header.
 
     Raises:
-        DamagedFileError: If it is not there, or no whole safetensors file.
+        DamagedFileError: The file is missing, truncated or no safetensors file.
 
     Example:
         >>> import tempfile, torch
@@ -62,17 +59,17 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             header = file.metadata() or {}
             return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118  # no mapping
     except (SafetensorError, OSError) as error:
-        raise DamagedFileError(f"{str(path)!r} is no whole safetensors file: {error}") from error
+        raise DamagedFileError(f"{str(path)!r} is no complete safetensors file: {error}") from error
 
 
 def check_whole(folder: str | Path) -> None:
-    """Refuse a folder with a file of weights or of a training state that is cut short; no tensor is read.
+    """Refuse a folder with a truncated checkpoint file, without reading tensors.
 
     Args:
-        folder: The folder; what lies in folders below it is looked at, too.
+        folder: The folder, searched with its subfolders.
 
     Raises:
-        DamagedFileError: If a `.safetensors` file, or a file that torch wrote, is not whole.
+        DamagedFileError: A `.safetensors`, `.pt` or `.pth` file is truncated.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -82,7 +79,7 @@ def check_whole(folder: str | Path) -> None:
                 with safe_open(path, framework="pt"):
                     pass
             except (SafetensorError, OSError) as error:
-                raise DamagedFileError(f"{str(path)!r} is no whole safetensors file: {error}") from error
-        # What torch writes is a ZIP file, whose directory stands at its end.
+                raise DamagedFileError(f"{str(path)!r} is no complete safetensors file: {error}") from error
+        # torch writes ZIP files, whose directory is at the end, so a truncated file has none.
         elif path.suffix in (".pt", ".pth") and not zipfile.is_zipfile(path):
-            raise DamagedFileError(f"{str(path)!r} is cut short or was not written by torch")
+            raise DamagedFileError(f"{str(path)!r} is truncated or was not written by torch")

@@ -1,4 +1,4 @@
-"""YAML, read strictly: each key once, no aliases, errors of one line with file and line. Files may stand on others."""
+"""Strict YAML: no duplicate keys, no aliases, one-line errors with file and line; files may extend base files."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from mmod.io.configs import existing_config, shipped_config
 __all__ = ["STRICT", "merged", "parse_yaml", "read_yaml", "stack_configs"]
 
 STRICT = "strict"
-"""Mode of a `jsonargparse.ArgumentParser` that reads files and values as this module does."""
+"""`parser_mode` of a `jsonargparse.ArgumentParser` that reads files and values as this module does."""
 _DEPTH = 100
 
 
 class _DuplicateKeyError(yaml.MarkedYAMLError):
-    """A mapping names a key twice."""
+    """A mapping has a duplicate key."""
 
 
 class _Composer(yaml.SafeLoader):
-    """Builds the tree of a document and refuses what would surprise: keys named twice, aliases, bottomless nesting."""
+    """Composes a document, and refuses duplicate keys, aliases and deep nesting."""
 
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose a value, unless it is an alias or lies too deep."""
+        """Compose a value; refuse aliases and deep nesting."""
         start = self.peek_event().start_mark
         if self.check_event(yaml.AliasEvent):
-            raise ComposerError(None, None, "aliases (*name) are not read: write the value out", start)
+            raise ComposerError(None, None, "aliases (*name) are not supported: write the value out", start)
         if self.depth == _DEPTH:
             raise ComposerError(None, None, f"values are nested more than {_DEPTH} deep", start)
         self.depth += 1
@@ -47,14 +47,14 @@ class _Composer(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """Compose a mapping whose keys differ."""
+        """Compose a mapping; refuse duplicate keys."""
         node = super().compose_mapping_node(anchor)
-        seen: set[tuple[str, str]] = set()
+        keys: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in seen:
-                    raise _DuplicateKeyError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
-                seen.add((key.tag, key.value))
+                if (key.tag, key.value) in keys:
+                    raise _DuplicateKeyError(None, None, f"the key {key.value!r} occurs twice", key.start_mark)
+                keys.add((key.tag, key.value))
         return node
 
 
@@ -63,15 +63,15 @@ def parse_yaml(text: str, source: str = "the value") -> Any:
 
     Args:
         text: The document.
-        source: What it is called in messages.
+        source: Name of the document, for messages.
 
     Raises:
-        ValueError: If it is no YAML, names a key twice, or uses aliases or tags of its own.
+        ValueError: The text is no YAML, or has duplicate keys, aliases or custom tags.
 
     Example:
         >>> parse_yaml("{lr: 1e-4, lr: 1e-3}", "run.yaml")
         Traceback (most recent call last):
-        ValueError: run.yaml, line 1: the key 'lr' is given twice
+        ValueError: run.yaml, line 1: the key 'lr' occurs twice
     """
     try:
         return _load(text)
@@ -84,34 +84,33 @@ def parse_yaml(text: str, source: str = "the value") -> Any:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping, on top of the files that its key `base` names.
+    """Read a YAML file with a mapping, merged over the files named by its key `base`.
 
     Args:
-        path: The file, in UTF-8, or what else `find_config` takes. Its `base` is a file relative to its own folder or
-            the name of a shipped config, or a list of them, later ones on top; see `merged` for how they meet.
+        path: The file, in UTF-8, or the name of a shipped config, see `find_config`. Its `base` is a path relative to
+            the file's folder, the name of a shipped config, or a list of them; later ones win, see `merged`.
 
     Returns:
         The mapping, without `base`.
 
     Raises:
-        FileNotFoundError: If it or a base is not there.
-        ValueError: If it holds something else, or what `parse_yaml` refuses, or is a base of itself.
+        FileNotFoundError: The file or a base does not exist.
+        ValueError: The file holds no mapping, `parse_yaml` refuses it, or it is a base of itself.
     """
     return _stack(existing_config(path), ())
 
 
 def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Read the configs that a command line names, and return their keys and the other arguments.
+    """Read and merge the configs of a command line.
 
     Args:
-        arguments: `[CONFIG] [--config CONFIG ...] [--key value ...]`; later configs change earlier ones, as `merged`
-            says.
+        arguments: `[CONFIG] [--config CONFIG ...] [--key value ...]`; later configs win, see `merged`.
 
     Returns:
-        The mapping, None where no config is named; and what else the command line says.
+        The mapping, or None without a config; and the other arguments.
 
     Raises:
-        FileNotFoundError: If a file is not there.
+        FileNotFoundError: A file does not exist.
         ValueError: See `read_yaml`.
     """
     words = list(arguments)
@@ -127,13 +126,11 @@ def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested fields with some of them changed.
-
-    Mappings are merged key by key, anything else is replaced. Null removes a key, so that its default holds again.
+    """Merge nested mappings: mappings key by key, other values are replaced, and null removes a key.
 
     Args:
-        fields: The fields.
-        changes: What is different.
+        fields: The base.
+        changes: The overrides.
 
     Example:
         >>> merged({"a": 1, "b": {"c": 2, "d": 3}, "e": [5]}, {"b": {"d": 4}, "e": None})
@@ -152,7 +149,7 @@ def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """Read a file on top of its bases; `above` are the files that name it as one."""
+    """Read a file merged over its bases; `above` are the files that extend it."""
     place = path.resolve()
     if place in above:
         chain = " -> ".join(str(file) for file in (*above[above.index(place) :], place))
@@ -163,29 +160,29 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         if not isinstance(base, str):
             raise ValueError(f"{str(path)!r}: base must be a file or a name, or a list of them, got {base!r}")
         beside = path.parent / base
-        found = beside if beside.is_file() else shipped_config(base)
-        if found is None:
+        file = beside if beside.is_file() else shipped_config(base)
+        if file is None:
             raise FileNotFoundError(f"{str(path)!r}: no base {base!r}, at {str(beside)!r} or in `mmod configs`")
-        stacked = merged(stacked, _stack(found, (*above, place)))
+        stacked = merged(stacked, _stack(file, (*above, place)))
     return merged(stacked, fields)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a file that holds a mapping."""
+    """Read the mapping of a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is no text in UTF-8: {error.reason} at byte {error.start}") from error
     fields = parse_yaml(text, str(path))
     if not isinstance(fields, dict):
-        found = "nothing" if fields is None else type(fields).__name__
-        raise ValueError(f"{str(path)!r} must hold a mapping of keys to values, got {found}")
+        content = "nothing" if fields is None else type(fields).__name__
+        raise ValueError(f"{str(path)!r} must hold a mapping of keys to values, got {content}")
     return fields
 
 
 def _load(text: str) -> Any:
     yaml.compose(text, _Composer)
-    # Made by the parser of command lines, so that a number means the same in a file and as an option: 1e-4 is one.
+    # jsonargparse's loader, so that numbers such as 1e-4 mean the same in a file and on a command line.
     return get_loader("yaml")(text)
 
 
@@ -196,5 +193,5 @@ def _load_option(text: str) -> Any:
         raise ValueError(error.problem) from error
 
 
-# What is no YAML at all is a plain text on a command line; a key given twice is a mistake there, too.
+# A command-line value that is no YAML is a plain string; a duplicate key stays an error.
 set_loader(STRICT, _load_option, exceptions=(ComposerError, ConstructorError, ParserError, ReaderError, ScannerError))

@@ -1,4 +1,4 @@
-"""Which blocks, what capacity? Presets by method name, and capacity by depth."""
+"""Which blocks to route at which capacity: presets, schedules, plan search and learned capacities."""
 
 from typing import TYPE_CHECKING
 
@@ -9,11 +9,10 @@ from mmod.lazy import lazy_names
 if TYPE_CHECKING:
     from mmod.planning.arank import LayerRanks, attention_ranks
     from mmod.planning.costs import Option
-    from mmod.planning.found import PlanSearch
-    from mmod.planning.learned import learn_capacity_, settle_capacity_
+    from mmod.planning.learned import LearnedPlan, learn_capacity_, settle_capacity_
+    from mmod.planning.plan_search import PlanSearch
     from mmod.planning.presets import preset
     from mmod.planning.schedules import drop_once, falling, ratio_decay, stage_drop
     from mmod.planning.search import plan_divergence, search_plan
-    from mmod.planning.settled import LearnedPlan
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

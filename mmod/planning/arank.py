@@ -25,14 +25,14 @@ from mmod.values import check_value
 
 @dataclass(frozen=True)
 class LayerRanks:
-    """The rank of each layer's attention maps; `print(ranks)` shows a table, lowest first.
+    """Rank of each layer's attention maps; `print` shows a table, lowest first.
 
     Args:
         names: Module names of the layers, in order.
         ranks: Mean rank of a layer's maps, over heads and samples.
-        tokens: Mean number of tokens of a map, which is the highest rank possible.
-        samples: Number of samples that were measured.
-        tolerance: Singular values below this share of the largest do not count; None means fp32 rounding times tokens.
+        tokens: Mean number of tokens per map, the maximum rank.
+        samples: Number of measured samples.
+        tolerance: Singular values below this share of the largest do not count; None means fp32 epsilon times tokens.
     """
 
     names: tuple[str, ...]
@@ -46,11 +46,11 @@ class LayerRanks:
 
         Args:
             capacity: Share of tokens that a routed layer keeps, in (0, 1].
-            below: Route the layers whose rank is below this.
-            budget: Route as many layers, lowest rank first, as bring the mean capacity of all layers down to this.
+            below: Route the layers with a rank below this.
+            budget: Route layers, lowest rank first, until the mean capacity of all layers is at most this.
 
         Raises:
-            ValueError: Not exactly one of `below` and `budget`, or one that routes nothing or cannot be reached.
+            ValueError: Not exactly one of `below` and `budget`, no layer to route, or a budget out of reach.
 
         Example:
             >>> ranks = LayerRanks(("0", "1", "2", "3"), (9.0, 3.0, 5.0, 8.0), 10.0, 4, None)
@@ -58,7 +58,7 @@ class LayerRanks:
             ((1, 2), (1, 2))
         """
         if (below is None) == (budget is None):
-            raise ValueError("give either below, a rank, or budget, a mean capacity")
+            raise ValueError("give either below (a rank) or budget (a mean capacity)")
         check_value("capacity", capacity, float, "(0, 1]")
         check_value("below", below, float | None)
         check_value("budget", budget, float | None, "(0, 1)")
@@ -73,8 +73,8 @@ class LayerRanks:
             number = math.ceil(round(depth * (1 - budget) / (1 - capacity), 9)) if capacity < 1 else depth + 1
             if not 0 < number <= depth:
                 raise ValueError(
-                    f"a mean capacity of {budget} cannot be reached with layers that keep {capacity}: it lies between "
-                    f"{capacity} and {1 - (1 - capacity) / depth:.4f}"
+                    f"a mean capacity of {budget} is out of reach with layers that keep {capacity}: it must lie "
+                    f"between {capacity} and {1 - (1 - capacity) / depth:.4f}"
                 )
             chosen = order[:number]
         return Plan(blocks=tuple(sorted(chosen)), capacities=(capacity,) * len(chosen), depth=depth)
@@ -87,7 +87,7 @@ class LayerRanks:
         lines += [
             f"{self.names[i]:<{width}}  {self.ranks[i]:>8.1f}  {self.ranks[i] / self.tokens:>6.3f}" for i in order
         ]
-        tolerance = "fp32 rounding times tokens" if self.tolerance is None else f"{self.tolerance:g}"
+        tolerance = "fp32 epsilon times tokens" if self.tolerance is None else f"{self.tolerance:g}"
         lines.append(
             f"mean over heads and {self.samples} samples of {self.tokens:.1f} tokens on average; singular values below "
             f"{tolerance} of the largest do not count"
@@ -99,10 +99,10 @@ class LayerRanks:
         """Draw the rank over depth.
 
         Args:
-            path: Where the picture goes; its suffix says of which kind.
+            path: Image file; the suffix selects the format.
 
         Raises:
-            FileExistsError: Something is there.
+            FileExistsError: The path exists.
         """
         from matplotlib.figure import Figure
 
@@ -127,21 +127,21 @@ def attention_ranks(
 ) -> LayerRanks:
     """Measure the rank of every layer's attention maps on calibration samples.
 
-    One map of one head of one sample is held at a time, in fp32. The cost of its singular values grows with the cube
-    of its tokens: with a thousand tokens use a GPU, or few samples.
+    Memory holds one map (one head of one sample) at a time, in fp32. The time for its singular values grows with the
+    cube of the tokens: for a thousand tokens use a GPU or few samples.
 
     Args:
         model: A dense model of a supported library, with sdpa or eager attention.
-        batches: What the model is called with: keywords, or one tensor. Padding is left out by `attention_mask`.
-        part: The part to measure, where the model has several: "language", "vision", "image", "text".
-        tolerance: Singular values below this share of the largest do not count; None means fp32 rounding times tokens.
-        diagonal: Keep the attention of tokens to themselves, with which every causal map has full rank.
+        batches: The model's keyword arguments, or its only argument. `attention_mask` excludes padding.
+        part: The part to measure, for models with several: "language", "vision", "image", "text".
+        tolerance: Singular values below this share of the largest do not count; None means fp32 epsilon times tokens.
+        diagonal: Keep the diagonal, with which every causal map has full rank.
 
     Returns:
         The mean rank of each layer.
 
     Raises:
-        ValueError: No batch, several parts and none named, or a layer in which no attention was seen.
+        ValueError: No batch, several parts and none named, or a layer without attention over all tokens.
 
     Source: gamma-MoD, arXiv 2410.13859, section 3 (mean over heads and samples). The released code takes the first
     sample only, drops the diagonal, and leaves the tolerance to torch, as `tolerance=None` does.
@@ -162,7 +162,7 @@ def attention_ranks(
         _run_inside(model, stack, modes, batch)
         for place, mode in enumerate(modes):
             if not mode.ranks:
-                raise ValueError(f"no attention over all tokens was seen in {stack.names[place]}: use sdpa or eager")
+                raise ValueError(f"{stack.names[place]} ran no attention over all tokens: use sdpa or eager attention")
             totals[place] += sum(mode.ranks) / len(mode.ranks) * mode.samples
         samples += modes[0].samples
         tokens += sum(modes[0].tokens)
@@ -175,13 +175,13 @@ def attention_ranks(
 
 @torch.no_grad()
 def _run_inside(model: nn.Module, stack: BlockStack, modes: list[_Ranks], batch: Any) -> None:
-    """Run a batch, each block inside its own mode."""
+    """Run a batch, with a separate intercept for every block."""
     with inside(list(zip(stack.blocks, modes))):
         model(**batch) if isinstance(batch, Mapping) else model(batch)
 
 
 class _Ranks(AttentionIntercept):
-    """Takes the rank of every attention map inside it, one head of one sample at a time."""
+    """Measures the rank of every attention map computed inside it."""
 
     def __init__(self, mask: Tensor | None, tolerance: float | None, diagonal: bool) -> None:
         super().__init__()
@@ -193,12 +193,12 @@ class _Ranks(AttentionIntercept):
         self.samples = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend, and take ranks on the way."""
+        """Attend, and measure ranks."""
         query, key, mask = call.query, call.key, call.attn_mask
         group = query.shape[1] // key.shape[1]
         scale = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
 
-        def one(sample: int, head: int) -> Tensor:
+        def attention_map(sample: int, head: int) -> Tensor:
             score = (query[sample, head].float() * scale) @ key[sample, head // group].float().T
             if call.is_causal:
                 score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -torch.inf)
@@ -208,19 +208,19 @@ class _Ranks(AttentionIntercept):
                 score = score.masked_fill(~pairs, -torch.inf) if pairs.dtype == torch.bool else score + pairs
             return torch.softmax(score, dim=-1)
 
-        self._take(query.shape[0], query.shape[1], one)
+        self._take(query.shape[0], query.shape[1], attention_map)
         return call.run()
 
     def observe(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        """Take ranks of a map that a host writes out."""
+        """Measure ranks of maps that a host computes with softmax (eager attention)."""
         if func in (torch.softmax, torch.Tensor.softmax, F.softmax) and result.ndim == 4:
             self._take(result.shape[0], result.shape[1], lambda sample, head: result[sample, head].float())
 
-    def _take(self, samples: int, heads: int, one: Callable[[int, int], Tensor]) -> None:
+    def _take(self, samples: int, heads: int, attention_map: Callable[[int, int], Tensor]) -> None:
         self.samples = samples
         for sample in range(samples):
             for head in range(heads):
-                attention = one(sample, head)
+                attention = attention_map(sample, head)
                 if self.mask_BN is not None and self.mask_BN.shape[-1] == attention.shape[-1]:
                     real = self.mask_BN[sample].to(attention.device).bool()
                     attention = attention[real][:, real]

@@ -1,4 +1,4 @@
-"""What each choice for each block costs: FLOPs, or tokens in the cache of a language model, and what time follows."""
+"""Cost of each option in each block: FLOPs, tokens in the KV cache of a language model, or milliseconds."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from mmod.values import check_value
 COSTS = ("flops", "image_flops", "cache", "milliseconds")
 
 
-class Chooser(NamedTuple):
-    """Which tokens a capacity above 0 keeps.
+class SelectionRule(NamedTuple):
+    """How a capacity above 0 selects tokens.
 
     Args:
-        router: Scores tokens.
+        router: The score.
     """
 
     router: str | Score | Mapping[str, Any] = "stride"
 
     @property
     def first(self) -> int:
-        """The first block that can be routed: importance may be read in a dense block before."""
+        """Index of the first block that can be routed: importance is read in the dense block before it."""
         return int(self.config.reads_importance(training=False))
 
     @property
     def config(self) -> RoutingConfig:
-        """The config with other settings at their defaults."""
+        """A config with this rule and default settings."""
         return RoutingConfig(router=self.router)
 
 
 class Option(NamedTuple):
-    """What may be done to a block.
+    """One way to route a block.
 
     Args:
         capacity: Share of tokens kept.
-        operator: What the others miss, see `RoutingConfig.operator`.
+        operator: What skipped tokens miss, see `RoutingConfig.operator`.
         context: What kept tokens attend to, see `RoutingConfig.context`.
     """
 
@@ -56,25 +56,24 @@ class Option(NamedTuple):
         """Return a short name."""
         return f"{self.operator}@{self.capacity:g}" + (" all" if self.context == "all" else "")
 
-    def config(self, blocks: Iterable[int], chooser: Chooser) -> RoutingConfig:
-        """Return the config that does it to some blocks.
+    def config(self, blocks: Iterable[int], rule: SelectionRule) -> RoutingConfig:
+        """Return the config that routes some blocks this way.
 
         Args:
-            blocks: Their indices.
-            chooser: Chooses tokens.
+            blocks: Indices of the blocks.
+            rule: Selects the tokens.
         """
-        own = {"capacity": self.capacity, "operator": self.operator, "context": self.context}
-        return RoutingConfig(blocks=tuple(blocks), **chooser._asdict(), **own)  # type: ignore[arg-type]
+        return RoutingConfig(blocks=tuple(blocks), **rule._asdict(), **self._asdict())
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What blocks cost.
+class BlockCosts:
+    """Cost of each block.
 
     Args:
-        options: Cost of each option for each block.
-        dense: Cost of each block as it is.
-        total: Cost of the model as it is, what is outside the blocks included.
+        options: Cost of each option, by block.
+        dense: Cost of each dense block.
+        total: Cost of the dense model, including everything outside the blocks.
     """
 
     options: tuple[tuple[float, ...], ...]
@@ -83,43 +82,40 @@ class Costs:
 
     @property
     def least_share(self) -> float:
-        """The least share of the dense model's cost that choices can have."""
-        return 1 - sum(own - min(own, *row) for own, row in zip(self.dense, self.options)) / self.total
+        """Minimum share of the dense model's cost: the cheapest option in every block."""
+        return 1 - sum(dense - min(dense, *row) for dense, row in zip(self.dense, self.options)) / self.total
 
     def check(self, budget: float) -> None:
-        """Raise a ValueError unless choices can have a share of the dense model's cost.
-
-        Args:
-            budget: The share.
-        """
+        """Raise a ValueError unless some plan has this share of the dense model's cost, or less."""
         check_value("budget", budget, float)
         if not self.least_share <= budget < 1:
             raise ValueError(
-                f"budget must lie in [{self.least_share:.4f}, 1) of the dense model's {self.total:.4g}, what these "
-                f"options reach, got {budget!r}"
+                f"budget must lie in [{self.least_share:.4f}, 1) of the dense model's {self.total:.4g}, the range of "
+                f"these options, got {budget!r}"
             )
 
-    def timed(self, dense: float, routed: Sequence[float]) -> Costs:
-        """Return these FLOPs as milliseconds: what an option saves is dealt out to blocks by the FLOPs that it saves.
+    def timed(self, dense: float, routed: Sequence[float]) -> BlockCosts:
+        """Return FLOPs as milliseconds: the time that an option saves is split over blocks by the FLOPs that it saves.
 
         Args:
             dense: Milliseconds of the dense model.
-            routed: Those with each option in every block.
+            routed: Milliseconds with each option in every block.
         """
-        own = [dense * flops / sum(self.dense) for flops in self.dense]
+        block_times = [dense * flops / sum(self.dense) for flops in self.dense]
         columns = []
         for item, time in enumerate(routed):
             saved = [flops - row[item] for flops, row in zip(self.dense, self.options)]
-            shares = [each / sum(saved) for each in saved] if sum(saved) else [1 / len(saved)] * len(saved)
-            columns.append([each - (dense - time) * share for each, share in zip(own, shares)])
-        return Costs(tuple(zip(*columns)), tuple(own), dense)
+            # An option that saves no FLOPs may still save time, which is then split evenly.
+            shares = [flops / sum(saved) for flops in saved] if sum(saved) else [1 / len(saved)] * len(saved)
+            columns.append([block - (dense - time) * share for block, share in zip(block_times, shares)])
+        return BlockCosts(tuple(zip(*columns)), tuple(block_times), dense)
 
 
 class PromptLengths:
-    """Mean text and image tokens of a prompt, over the batches that are added.
+    """Mean number of text and image tokens per prompt, over the batches added so far.
 
     Args:
-        image_token: The id of image tokens, or None where there are none.
+        image_token: Id of image tokens; None for text models.
     """
 
     def __init__(self, image_token: int | None) -> None:
@@ -127,7 +123,7 @@ class PromptLengths:
         self.samples = self.tokens = self.images = 0
 
     def add(self, batch: Mapping[str, Any]) -> None:
-        """Count the prompts of a batch, without padding."""
+        """Count the tokens of a batch, except padding."""
         ids_BN: Tensor = batch["input_ids"]
         mask_BN = batch.get("attention_mask")
         self.samples += len(ids_BN)
@@ -136,26 +132,26 @@ class PromptLengths:
 
     @property
     def means(self) -> tuple[int, int]:
-        """Text and image tokens of a prompt, rounded."""
+        """Mean text and image tokens, rounded."""
         images = round(self.images / self.samples)
         return round(self.tokens / self.samples) - images, images
 
 
 def block_costs(
-    model: nn.Module, stack: BlockStack, part: str, options: Sequence[Option], chooser: Chooser, cost: str,
+    model: nn.Module, stack: BlockStack, part: str, options: Sequence[Option], rule: SelectionRule, cost: str,
     lengths: PromptLengths, batch: Any,
-) -> Costs:  # fmt: skip
-    """Count what every option costs in every block: a count of the whole model for each option.
+) -> BlockCosts:  # fmt: skip
+    """Return the cost of every option in every block, from one count of the model per option.
 
-    What reading importance costs is not counted: a plan has some blocks that read it, as many as it has spans.
+    The cost of reading importance is left out: how many blocks read it depends on the plan.
 
     Args:
-        model: The dense model; dense again at the end.
+        model: The dense model; unchanged afterwards.
         stack: The blocks of the part.
         part: Name of the part.
-        options: What may be done to a block.
-        chooser: Chooses tokens.
-        cost: "cache", "image_flops", or what other FLOPs are counted for.
+        options: Ways to route a block.
+        rule: Selects the tokens.
+        cost: One of `COSTS`; "milliseconds" counts FLOPs, for `BlockCosts.timed`.
         lengths: Lengths of prompts, for a language model.
         batch: A batch, for other models.
     """
@@ -164,25 +160,26 @@ def block_costs(
     dense: tuple[float, ...] = ()
     total = 0.0
     for option in options:
-        route_(model, **{part: option.config(range(chooser.first, len(stack.blocks)), chooser)})
+        route_(model, **{part: option.config(range(rule.first, len(stack.blocks)), rule)})
         try:
-            rows, rest = read(model, lengths, batch)
+            rows, outside = read(model, lengths, batch)
         finally:
             unroute_(model)
-        own = [row for row in rows if row.name in stack.names]
-        columns.append([float(row.cached if cost == "cache" else row.routed - row.importance) for row in own])
-        dense = tuple(float(row.tokens if cost == "cache" else row.dense) for row in own)
-        total = sum(dense) if cost == "cache" else float(rest.dense + sum(row.dense for row in rows))
-    costs = Costs(tuple(zip(*columns)), dense, total)
+        blocks = [row for row in rows if row.name in stack.names]
+        columns.append([float(row.cached if cost == "cache" else row.routed - row.importance) for row in blocks])
+        dense = tuple(float(row.tokens if cost == "cache" else row.dense) for row in blocks)
+        total = sum(dense) if cost == "cache" else float(outside.dense + sum(row.dense for row in rows))
+    costs = BlockCosts(tuple(zip(*columns)), dense, total)
     return _less_text(costs, model, lengths) if cost == "image_flops" else costs
 
 
-def _less_text(costs: Costs, model: nn.Module, lengths: PromptLengths) -> Costs:
-    """Return costs without those of the same prompt's text alone."""
+def _less_text(costs: BlockCosts, model: nn.Module, lengths: PromptLengths) -> BlockCosts:
+    """Return costs minus the costs of the prompt's text alone."""
     text = prefill_flops(model, lengths.means[0])
-    own = [row.dense for row in text.blocks]
-    options = tuple(tuple(cost - less for cost in row) for row, less in zip(costs.options, own))
-    return Costs(options, tuple(cost - less for cost, less in zip(costs.dense, own)), costs.total - text.dense)
+    text_costs = [row.dense for row in text.blocks]
+    options = tuple(tuple(cost - less for cost in row) for row, less in zip(costs.options, text_costs))
+    dense = tuple(cost - less for cost, less in zip(costs.dense, text_costs))
+    return BlockCosts(options, dense, costs.total - text.dense)
 
 
 def _read_prefill(model: nn.Module, lengths: PromptLengths, batch: Any) -> tuple[Sequence[BlockFlops], BlockFlops]:

@@ -1,4 +1,4 @@
-"""The best choice for every block under a budget: the knapsack problem with one item of each class."""
+"""Multiple-choice knapsack: one item per class, minimal loss under a cost budget."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Costs are rounded up to such a part of the budget, so that what is chosen never exceeds it.
+# The dynamic programme divides the budget into this many steps. Costs are rounded up, so a solution never exceeds it.
 STEPS = 20_000
 
 
 def best_choices(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float) -> list[int]:
-    """Return which item of every class to take, so that the sum of losses is least and that of costs within a budget.
+    """Return the index of the chosen item in each class: the lowest sum of losses with costs within the budget.
 
     Args:
         losses: Loss of each item of each class.
         costs: Cost of each item of each class, not negative.
-        budget: The most that all items may cost together.
+        budget: Maximum sum of costs.
 
     Raises:
         ValueError: The cheapest items cost more than the budget.
@@ -27,22 +27,23 @@ def best_choices(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[flo
         [1, 0]
     """
     least = sum(min(row) for row in costs)
-    # Budgets are shares of sums: what rounding takes away is given back.
+    # The tolerance covers rounding: budgets are shares of sums.
     if least > budget * (1 + 1e-9):
         raise ValueError(f"a budget of {budget:g} is out of reach: the cheapest choices cost {least:g}")
-    # The cheapest items, which always fit, are free; what the others cost beyond them is rounded up.
+    # Sizes are relative to the cheapest item of each class, which always fits.
     room = max(budget - least, 0)
     sizes = [[_steps(cost - min(row), room) for cost in row] for row in costs]
-    best, taken = np.zeros(STEPS + 1), []
+    best, choices = np.zeros(STEPS + 1), []
     for row, size in zip(losses, sizes):
-        found = np.full((len(row), STEPS + 1), np.inf)
+        totals = np.full((len(row), STEPS + 1), np.inf)
         for item, (loss, steps) in enumerate(zip(row, size)):
             if steps <= STEPS:
-                found[item, steps:] = best[: STEPS + 1 - steps] + loss
-        taken.append(found.argmin(0))
-        best = found.min(0)
+                totals[item, steps:] = best[: STEPS + 1 - steps] + loss
+        choices.append(totals.argmin(0))
+        best = totals.min(0)
+    # Walk back from the full budget to read off the chosen items.
     place, chosen = STEPS, []
-    for size, items in zip(reversed(sizes), reversed(taken)):
+    for size, items in zip(reversed(sizes), reversed(choices)):
         chosen.append(int(items[place]))
         place -= size[chosen[-1]]
     return chosen[::-1]

@@ -1,13 +1,12 @@
-"""Capacities that are learned with the weights, one for each routed block, under a budget for all of them.
-
-Letters: L routed blocks, G quarters.
-"""
+"""Capacities learned with the weights, one per routed block, under one budget. L: routed blocks, G: quarters."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,12 +16,12 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis.flops import flops
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
-from mmod.config import RoutingConfig, spelled
+from mmod.config import Plan, RoutingConfig, spelled
+from mmod.extras import name_missing_extra
 from mmod.model import capacities, routed_blocks, routing_configs, set_capacity, unroute_
 from mmod.ops.select import kept_count
-from mmod.planning.costs import Costs
+from mmod.planning.costs import BlockCosts
 from mmod.planning.knapsack import best_choices
-from mmod.planning.settled import LearnedPlan
 from mmod.planning.stopwatch import stopwatch
 from mmod.routing import Router
 from mmod.routing.partial import PartialSlots
@@ -32,65 +31,65 @@ Model = TypeVar("Model", bound=nn.Module)
 
 NAME = "learned_capacity"
 COSTS = ("flops", "milliseconds")
-# Tokens between two eighths run at a part of their weight.
+# A capacity between two eighths weighs the tokens between them by a fraction.
 STEPS = 8
-# What costs are counted or measured at; in between they are close to linear.
-QUARTERS = tuple(Fraction(each, 4) for each in range(5))
-# Plans are made of capacities in hundredths.
-HUNDREDTHS = tuple(Fraction(each, 100) for each in range(101))
+# Costs are counted or measured at quarters, and interpolated: they are close to linear.
+QUARTERS = tuple(Fraction(number, 4) for number in range(5))
+# Capacities of plans.
+HUNDREDTHS = tuple(Fraction(number, 100) for number in range(101))
 
 
 class LearnedCapacity(nn.Module):
-    """The capacities of a model's routed blocks as functions of one parameter for each; see `learn_capacity_`.
+    """Capacities of a model's routed blocks, one parameter each; see `learn_capacity_`.
 
     Args:
-        costs: Cost of each quarter in each block, as a share of the dense model's, rising (L, G). The first of four is
-            that of the capacity 1/4, which then is the least there is; of five, that of 0.
-        rest: That of everything else.
-        budget: The share that all of it may have.
+        costs: Cost of each block at each quarter, ascending, as a share of the dense model's cost (L, G). Five quarters
+            start at capacity 0; four start at 1/4, the minimum then.
+        fixed: Share of everything outside these blocks.
+        budget: Share of the complete model.
         rate: Factor of the parameters.
 
     Raises:
-        ValueError: A budget out of reach.
+        ValueError: The budget is out of reach.
     """
-
-    def __init__(self, costs: Sequence[Sequence[float]], rest: float, budget: float, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-        self.offsets = nn.Parameter(torch.zeros(len(costs)))
-        # Measured costs go on in a run that is resumed.
-        self.register_buffer("costs_LG", torch.tensor(costs))
-        self.register_buffer("room", torch.tensor(budget - rest))
-        # In hundredths, once they are settled.
-        self.register_buffer("chosen_L", torch.full((len(costs),), -1))
-        least, most = (sum(row[at] for row in costs) + rest for at in (0, -1))
-        if not least < budget < most:
-            raise ValueError(
-                f"budget must be in ({least:.4f}, {most:.4f}) of the dense model's cost, what these blocks reach, got "
-                f"{budget:.4g}"
-            )
 
     costs_LG: Tensor
     room: Tensor
     chosen_L: Tensor
 
+    def __init__(self, costs: Sequence[Sequence[float]], fixed: float, budget: float, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.offsets = nn.Parameter(torch.zeros(len(costs)))
+        # A buffer, so that a resumed run keeps its measured costs.
+        self.register_buffer("costs_LG", torch.tensor(costs))
+        self.register_buffer("room", torch.tensor(budget - fixed))
+        # Final capacities in hundredths; -1 while they are learned.
+        self.register_buffer("chosen_L", torch.full((len(costs),), -1))
+        least, most = (sum(row[at] for row in costs) + fixed for at in (0, -1))
+        if not least < budget < most:
+            raise ValueError(
+                f"budget must be in ({least:.4f}, {most:.4f}) of the dense model's cost, the range of these "
+                f"blocks, got {budget:.4g}"
+            )
+
     @property
     def grid(self) -> list[Fraction]:
-        """The capacities that costs are known of (G)."""
+        """Capacities with known costs (G)."""
         return list(QUARTERS[-self.costs_LG.shape[1] :])
 
     @property
     def settled(self) -> bool:
-        """Whether capacities are learned no more."""
+        """Whether learning has ended."""
         return int(self.chosen_L[0]) >= 0
 
     def forward(self) -> Tensor:
-        """Return the capacities (L), which carry a gradient to the offsets."""
+        """Return the capacities (L), differentiable by the offsets."""
         offset_L = self.rate * self.offsets
         level = self._level(offset_L.detach().double().cpu().numpy())
         share_L = torch.sigmoid(offset_L + level)
         slope_L = self._slopes(share_L.detach())
-        # What the level gives back when an offset rises, so that the sum of costs stays.
+        # The level falls as an offset rises, so the total cost is constant: `shift` is 0 and carries that gradient.
         rise_L = (slope_L * share_L * (1 - share_L)).detach()
         excess = (slope_L * share_L).sum()
         shift = (excess - excess.detach()) / rise_L.sum().clamp(min=1e-12)
@@ -98,13 +97,13 @@ class LearnedCapacity(nn.Module):
         return first + (1 - first) * torch.sigmoid(offset_L + level - shift)
 
     def _slopes(self, share_L: Tensor) -> Tensor:
-        """Return how fast costs rise with capacity, up to a factor (L)."""
+        """Return the slope of cost over capacity, up to a factor (L)."""
         steps = self.costs_LG.shape[1] - 1
         place_L1 = (share_L * steps).long().clamp(max=steps - 1)[:, None]
         return self.costs_LG.diff(dim=1).gather(1, place_L1)[:, 0]
 
     def _level(self, offset_L: np.ndarray[Any, Any]) -> float:
-        """Return the level at which costs add up to the budget."""
+        """Return the level at which the costs equal the budget, by bisection."""
         table, room = self.costs_LG.double().cpu().numpy(), float(self.room)
         grid = np.linspace(0, 1, table.shape[1])
         low, high = -40 - offset_L.max(), 40 - offset_L.min()
@@ -117,23 +116,19 @@ class LearnedCapacity(nn.Module):
 
 
 class CapacityHook(ModelHook):
-    """Tells routed blocks before every pass the capacities that are learned for them.
+    """Sets the learned capacities of routed blocks before every forward pass.
 
     Args:
-        model: The model.
-        module: Their capacities.
-        names: Module names of the blocks.
-        tokens: Tokens that enter each of them, of the image that costs were counted for.
-        budget: See `learn_capacity_`.
-        cost: See there.
+        names: Module names of the routed blocks.
+        tokens: Number of tokens that enter each block, for the image size of the costs.
     """
 
     def __init__(
         self, model: nn.Module, module: LearnedCapacity, names: Sequence[str], tokens: Sequence[int], budget: float,
         cost: str,
     ) -> None:  # fmt: skip
-        self.model, self.module, self.names, self.tokens = model, module, tuple(names), tuple(tokens)
-        self.budget, self.cost = budget, cost
+        self.model, self.module, self.budget, self.cost = model, module, budget, cost
+        self.names, self.tokens = tuple(names), tuple(tokens)
         self._rounded: tuple[list[float], list[int]] | None = None
 
     @property
@@ -142,15 +137,15 @@ class CapacityHook(ModelHook):
         return [self.model.get_submodule(f"{name}.router") for name in self.names]  # type: ignore[misc]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Set the capacities of a pass."""
+        """Set the capacities of a forward pass."""
         if self.module.offsets.is_meta:
-            # A copy whose FLOPs are counted has no values, and runs at the capacities that it was given.
+            # A copy on the meta device, made to count FLOPs, has no values and keeps its capacities.
             return
         learned_L = self.module() if module.training and torch.is_grad_enabled() else None
         if learned_L is None or self.module.settled:
             lower = upper = self.chosen()
         else:
-            places = [min(int(each * STEPS), STEPS - 1) for each in learned_L.tolist()]
+            places = [min(int(capacity * STEPS), STEPS - 1) for capacity in learned_L.tolist()]
             lower, upper = ([Fraction(place + step, STEPS) for place in places] for step in (0, 1))
         for at, router in enumerate(self.routers):
             router.capacity = upper[at]
@@ -158,7 +153,7 @@ class CapacityHook(ModelHook):
                 router.partial = PartialSlots(lower[at], (learned_L[at] - float(lower[at])) * STEPS)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Leave nothing of the pass in the routers."""
+        """Clear the routers' state of the forward pass."""
         for router in self.routers:
             router.partial = None
 
@@ -167,86 +162,148 @@ class CapacityHook(ModelHook):
         delattr(self.model, NAME)
 
     def hold(self, chosen: Sequence[Fraction]) -> None:
-        """Train at some capacities from here on; what was learned stays as it is.
+        """Fix the capacities and stop learning them.
 
         Args:
-            chosen: A capacity in hundredths for each block.
+            chosen: Capacity of each block, in hundredths.
         """
-        self.module.chosen_L.copy_(torch.tensor([int(100 * each) for each in chosen]))
+        self.module.chosen_L.copy_(torch.tensor([int(100 * capacity) for capacity in chosen]))
 
     def chosen(self) -> list[Fraction]:
-        """Return the capacities that are held, or else those of the plan that is nearest within the budget."""
+        """Return the fixed capacities, or those of the nearest plan within the budget."""
         module = self.module
         if module.settled:
-            return [HUNDREDTHS[each] for each in module.chosen_L.tolist()]
+            return [HUNDREDTHS[index] for index in module.chosen_L.tolist()]
         offsets = module.offsets.tolist()
         if self._rounded is None or self._rounded[0] != offsets:
-            # What is below the grid costs more than there is.
-            room, first = float(module.room) + 1e-9, module.grid[0]
+            # Capacities below the grid are made too expensive to be chosen.
+            room, minimum = float(module.room) + 1e-9, module.grid[0]
             costs = [
-                [cost if each >= first else 2 * room for each, cost in zip(HUNDREDTHS, row)] for row in self.costs()
+                [cost if capacity >= minimum else 2 * room for capacity, cost in zip(HUNDREDTHS, row)]
+                for row in self.costs()
             ]
-            losses = [[(float(each) - own) ** 2 for each in HUNDREDTHS] for own in self.learned()]
+            losses = [[(float(capacity) - target) ** 2 for capacity in HUNDREDTHS] for target in self.learned()]
             self._rounded = offsets, best_choices(losses, costs, room)
-        return [HUNDREDTHS[each] for each in self._rounded[1]]
+        return [HUNDREDTHS[index] for index in self._rounded[1]]
 
     def learned(self) -> list[float]:
-        """Return the capacities as learned."""
+        """Return the learned capacities, not rounded."""
         with torch.no_grad():
-            found: list[float] = self.module().tolist()
-        return found
+            capacities: list[float] = self.module().tolist()
+        return capacities
 
     def costs(self) -> list[list[float]]:
-        """Return what each hundredth costs in each block, by how many tokens it keeps."""
-        found = []
+        """Return the cost of each hundredth in each block, interpolated over the number of kept tokens."""
+        table = []
         for router, tokens, row in zip(self.routers, self.tokens, self.module.costs_LG.tolist()):
-            counts = [
-                [kept_count(tokens, each, router.prefix) for each in every] for every in (HUNDREDTHS, self.module.grid)
-            ]
-            found.append(np.interp(counts[0], counts[1], row).tolist())
-        return found
+            counts, known = (
+                [kept_count(tokens, capacity, router.prefix) for capacity in capacities]
+                for capacities in (HUNDREDTHS, self.module.grid)
+            )
+            table.append(np.interp(counts, known, row).tolist())
+        return table
+
+
+@dataclass(frozen=True)
+class LearnedPlan:
+    """Learned capacities and the nearest plan within the budget; `print` shows both.
+
+    Args:
+        names: Module names of the routed blocks, in order.
+        learned: Their learned capacities, whose total cost equals the budget.
+        plan: The plan, with the score and gate of the training.
+        config: The config that routes by the plan.
+        shares: Cost of each routed block with the plan, as a share of the dense model's cost.
+        fixed: Share of everything outside these blocks.
+        budget: Requested share.
+        cost: Unit of the costs: "flops" or "milliseconds".
+    """
+
+    names: tuple[str, ...]
+    learned: tuple[float, ...]
+    plan: Plan
+    config: RoutingConfig
+    shares: tuple[float, ...]
+    fixed: float
+    budget: float
+    cost: str
+
+    @property
+    def share(self) -> float:
+        """The plan's cost as a share of the dense model's; for milliseconds, an estimate from equal capacities."""
+        return self.fixed + sum(self.shares)
+
+    def __str__(self) -> str:
+        """Return the capacities as a table, and the share of the cost."""
+        width = max(map(len, self.names))
+        lines = [f"{'block':<{width}}  {'learned':>8}  {'capacity':>8}  {'share of the cost':>17}"]
+        rows = zip(self.names, self.learned, self.plan.capacities, self.shares)
+        lines += [
+            f"{name:<{width}}  {capacity:>8.4f}  {kept:>8g}  {share:>17.4f}" for name, capacity, kept, share in rows
+        ]
+        return "\n".join([
+            *lines,
+            f"{len(self.names)} of {self.plan.depth} blocks are routed",
+            f"{self.share:.4f} of the dense model's {self.cost}, for a budget of {self.budget:.4g}",
+        ])  # fmt: skip
+
+    @name_missing_extra()
+    def plot(self, path: str | Path) -> None:
+        """Draw capacity over depth, learned and planned.
+
+        Args:
+            path: Image file; the suffix selects the format.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 3), layout="constrained")
+        axes = figure.subplots()
+        axes.bar(self.plan.blocks, self.plan.capacities, label="plan")
+        axes.plot(self.plan.blocks, self.learned, "k_", markersize=14, label="learned")
+        axes.set(xlabel="block", ylabel="capacity", xlim=(-0.6, self.plan.depth - 0.4), ylim=(0, 1))
+        axes.legend(fontsize="small")
+        figure.savefig(path)
 
 
 def learn_capacity_(
     model: Model, budget: float, example: Tensor, *, cost: str = "flops", rate: float = 100.0
 ) -> Model:  # fmt: skip
-    """Let the capacity of every routed block be learned with the weights, so that their total cost is the budget.
+    """Make the capacity of every routed block a parameter, trained with the weights under a fixed total cost.
 
-    Block l has the capacity `low + (1 - low) * sigmoid(rate * offset_l + level)`. Its offset is a parameter; the level
-    is one number for all, found anew in every pass, at which their costs add up to the budget. A block gains what
-    others lose, and the budget holds in every step without a penalty to be tuned. In training a block runs at the
-    next eighth, and tokens that the eighth below leaves out run at a part of their weight: by how far the block's own
-    capacity lies between the two. So the loss has an exact gradient by it. In
-    evaluation mode, and without gradients, blocks run at the plan of hundredths that is nearest within the budget.
+    Block l has the capacity `low + (1 - low) * sigmoid(rate * offset_l + level)`. Its offset is a parameter. The level
+    is one number for all blocks: every forward pass solves for the level at which the total cost equals the budget. So
+    the budget holds in every step, without a penalty term. In training a block runs at the next higher eighth. Tokens
+    beyond the next lower eighth are weighted by how far the capacity lies between the two, which gives the loss an
+    exact gradient by the capacity. In evaluation mode, and without gradients, blocks run at the nearest plan in
+    hundredths within the budget.
 
-    All offsets begin at 0: at one capacity for all blocks that meets the budget. `settle_capacity_` ends it;
-    `mmod.unroute_` ends it with the routing.
+    All offsets start at 0, that is, at equal capacities that meet the budget. `settle_capacity_` or `mmod.unroute_`
+    ends the learning.
 
     Args:
-        model: A routed model that takes images, with blocks that keep the top-k, called as a whole; without gradient
-            checkpointing. It gets a parameter, so this comes before the optimiser is made.
-        budget: Share of the dense model's FLOPs, in (0, 1), or milliseconds, see `cost`.
+        model: A routed image model with top-k selection and without gradient checkpointing. Create the optimizer after
+            this call, which adds a parameter. The hook runs only when the model itself is called, not its blocks.
+        budget: Share of the dense model's FLOPs in (0, 1), or milliseconds, see `cost`.
         example: A batch of images (B, C, H, W), on the model's device.
-        cost: What the budget is of: "flops"; or "milliseconds", measured here, of one pass over the example.
-        rate: How much faster than weights the offsets learn, under optimisers that divide by the gradient's size.
+        cost: Unit of the budget: "flops", or "milliseconds" of one forward pass over the example, measured here.
+        rate: Learning rate of the offsets relative to the weights', for optimizers that normalise gradients (Adam).
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: A model that is not routed, or so that capacities cannot be learned, or a budget out of reach.
+        ValueError: The model is not routed, its capacities cannot be learned, or the budget is out of reach.
 
-    Source: rates of compression that get a gradient of the loss in each block, DiffRate, arXiv 2305.17997; shares of
-        layers under one budget that are learned by gradient, DSA, arXiv 2004.02164. Weights of partial slots and the
-        level that holds the budget are this library's.
+    Source: DiffRate, arXiv 2305.17997 (compression rates per block by the gradient of the loss); DSA, arXiv 2004.02164
+        (shares per layer under one budget by gradient). Partial weights and the budget level are this library's.
 
     Example:
         >>> import timm, mmod
         >>> model = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig(blocks="all", router="linear"))
         >>> model = learn_capacity_(model, 0.6, torch.randn(2, 3, 160, 160))
         >>> model(torch.randn(2, 3, 160, 160)).sum().backward()
-        >>> found = settle_capacity_(model.eval())
-        >>> 0.58 < found.share <= 0.6, found.plan.blocks == (0, 1, 2, 3, 4, 5)
+        >>> result = settle_capacity_(model.eval())
+        >>> 0.58 < result.share <= 0.6, result.plan.blocks == (0, 1, 2, 3, 4, 5)
         (True, True)
     """
     one_of("cost", cost, COSTS)
@@ -254,54 +311,50 @@ def learn_capacity_(
     check_value("rate", rate, float, "(0, inf)")
     part, config, _ = _routed_part(model)
     _check(model, config)
-    # Where nothing is always kept, a capacity of 0 would keep nothing.
+    # Capacity 0 needs tokens that are always kept, such as a class token.
     grid = QUARTERS[not all(block.router.always_keeps for block in routed_blocks(model).values()) :]
-    costs, rest, tokens = _counted(model, example, grid)
+    costs, fixed, tokens = _counted(model, example, grid)
     if cost == "milliseconds":
         measure = stopwatch(unroute_(copy.deepcopy(model)).eval(), part, example)
         with torch.no_grad():
-            dense, shares = measure([config.replace(capacity=float(each)) for each in grid])
-        costs, rest = costs.timed(dense, [share * dense for share in shares]), 0.0
-    # Measured time may fall where there are more tokens.
+            dense, shares = measure([config.replace(capacity=float(capacity)) for capacity in grid])
+        costs, fixed = costs.timed(dense, [share * dense for share in shares]), 0.0
+    # Measured times are noisy: more tokens must not cost less.
     rising = (np.maximum.accumulate(costs.options, axis=1) / costs.total).tolist()
     share = budget / costs.total if cost == "milliseconds" else budget
-    module = LearnedCapacity(rising, rest / costs.total, share, rate).to(example.device)
+    module = LearnedCapacity(rising, fixed / costs.total, share, rate).to(example.device)
     setattr(model, NAME, module)
     attach(model, CapacityHook(model, module, tuple(routed_blocks(model)), tokens, share, cost))
     return model
 
 
 def settle_capacity_(model: nn.Module) -> LearnedPlan:
-    """End the learning of capacities: a model keeps the plan that is nearest to them within the budget.
+    """End the learning of capacities and route by the nearest plan within the budget.
 
     Args:
-        model: A model that `learn_capacity_` changed. It stays routed, at the plan's capacities.
+        model: A model that `learn_capacity_` changed; it stays routed.
 
     Returns:
-        What was learned, with the plan.
+        The learned capacities and the plan.
 
     Raises:
-        ValueError: Its capacities are not being learned.
+        ValueError: The model learns no capacities.
     """
     hook = capacity_hook(model)
     if hook is None:
         raise ValueError(f"this {type(model).__name__} learns no capacities: call mmod.learn_capacity_ first")
     _, config, stack = _routed_part(model)
     chosen, learned, room = hook.chosen(), tuple(hook.learned()), float(hook.module.room)
-    shares = tuple(row[HUNDREDTHS.index(each)] for row, each in zip(hook.costs(), chosen))
-    whole = config.replace(capacity=tuple(map(float, chosen)))
+    shares = tuple(row[HUNDREDTHS.index(capacity)] for row, capacity in zip(hook.costs(), chosen))
+    config = config.replace(capacity=tuple(map(float, chosen)))
     detach_hooks(model, hook)
     set_capacity(model, list(map(float, chosen)))
-    plan = whole.plan(len(stack.blocks))
-    return LearnedPlan(hook.names, learned, plan, whole, shares, hook.budget - room, hook.budget, hook.cost)
+    plan = config.plan(len(stack.blocks))
+    return LearnedPlan(hook.names, learned, plan, config, shares, hook.budget - room, hook.budget, hook.cost)
 
 
 def capacity_hook(model: nn.Module) -> CapacityHook | None:
-    """Return what lets a model's capacities be learned, or None.
-
-    Args:
-        model: Any model.
-    """
+    """Return the hook by which a model learns its capacities, or None."""
     return next((hook for hook in model_hooks(model) if isinstance(hook, CapacityHook)), None)
 
 
@@ -327,18 +380,18 @@ def _check(model: nn.Module, config: RoutingConfig) -> None:
             raise ValueError(f"capacities are learned in models of images, and {name} has a {type(router).__name__}")
 
 
-def _counted(model: nn.Module, example: Tensor, grid: Sequence[Fraction]) -> tuple[Costs, float, list[int]]:
-    """Return the FLOPs of each capacity in each block, of everything else, and the tokens that enter each block."""
-    own, columns, rest = capacities(model), [], 0.0
+def _counted(model: nn.Module, example: Tensor, grid: Sequence[Fraction]) -> tuple[BlockCosts, float, list[int]]:
+    """Return FLOPs by block and capacity, FLOPs outside the blocks, and the number of tokens that enter each block."""
+    original, columns, fixed = capacities(model), [], 0.0
     channels, height, width = example.shape[1:]
     try:
-        for each in grid:
-            set_capacity(model, float(each))
+        for capacity in grid:
+            set_capacity(model, float(capacity))
             report = flops(model, (channels, height, width))
-            rows = [row for row in report.blocks if row.name in own]
+            rows = [row for row in report.blocks if row.name in original]
             columns.append([float(row.routed) for row in rows])
-            rest = float(report.routed - sum(row.routed for row in rows))
+            fixed = float(report.routed - sum(row.routed for row in rows))
     finally:
-        set_capacity(model, own)
+        set_capacity(model, original)
     dense = tuple(float(row.dense) for row in rows)
-    return Costs(tuple(zip(*columns)), dense, float(report.dense)), rest, [row.tokens for row in rows]
+    return BlockCosts(tuple(zip(*columns)), dense, float(report.dense)), fixed, [row.tokens for row in rows]

@@ -1,4 +1,4 @@
-"""Capacity as a function of depth, and plans that methods without training use."""
+"""Plans with capacity as a function of depth, and plans of training-free methods."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ SHAPES = ("cosine", "linear")
 def ratio_decay(
     depth: int, *, shift: float = 0.5, ceiling: float = 0.85, floor: float = 0.15, shape: str = "cosine"
 ) -> Plan:
-    """Return the progressive ratio decay of p-MoD: full capacity early, little late.
+    """Return the progressive ratio decay of p-MoD: full capacity in early blocks, low capacity in late ones.
 
-    Block l of L keeps `0.5 cos(pi l / (L - 1)) + shift`; above `ceiling` it stays dense, below `floor` it keeps
+    Block l of L keeps `0.5 cos(pi l / (L - 1)) + shift`. Above `ceiling` it stays dense; below `floor` it keeps
     `floor`. The "linear" shape is `0.5 - l / (L - 1) + shift`.
 
     Args:
         depth: Number of blocks L, at least 2.
         shift: Mean capacity before clipping.
         ceiling: Blocks above this capacity stay dense.
-        floor: Least capacity.
+        floor: Minimum capacity.
         shape: "cosine" or "linear".
 
     Raises:
-        ValueError: A depth below 2, bounds that are no capacities, or no routed block left.
+        ValueError: Depth below 2, bounds outside (0, 1], or no block left to route.
 
     Source: p-MoD, arXiv 2412.04449, and its released code (`shiftedcos_decay_0.85_0.15`).
 
@@ -55,22 +55,21 @@ def ratio_decay(
 
 
 def stage_drop(depth: int, *, stages: int = 4, keep: float = 0.5) -> Plan:
-    """Return the plan of PyramidDrop: at the end of each of several equal stages a share of the tokens goes.
+    """Return the plan of PyramidDrop: tokens are dropped at the end of every stage.
 
     Blocks of stage s of S, counted from 0, keep `keep ** s`; the first stage is dense. With a router that blocks share,
-    such as "attention" or "diversity", a token that is skipped once is skipped in every later block. There, tokens
-    that go are gone and ranked anew at each stage; here they are still among the model's rows at the end, and the ranks
-    are those at the end of the first stage.
+    such as "attention" or "diversity", a token that is skipped once is skipped in every later block. Two differences to
+    the source: dropped tokens remain in the model's output, and tokens are ranked once, at the end of the first stage.
 
     Args:
         depth: Number of blocks, at least as many as stages.
         stages: Number of stages S, at least 2.
-        keep: Share of tokens that goes on from each stage, in (0, 1).
+        keep: Share of tokens kept from one stage to the next, in (0, 1).
 
     Raises:
         ValueError: Fewer blocks than stages, fewer than 2 stages, or a share outside (0, 1).
 
-    Source: PyramidDrop, Xing et al., arXiv 2410.17247, section 3.2 (four stages, of which each keeps half).
+    Source: PyramidDrop, Xing et al., arXiv 2410.17247, section 3.2 (four stages, keep=0.5).
 
     Example:
         >>> plan = stage_drop(8)
@@ -86,16 +85,16 @@ def stage_drop(depth: int, *, stages: int = 4, keep: float = 0.5) -> Plan:
 
 
 def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> Plan:
-    """Return the plan of FastV: from one block on, all keep the same share of the tokens.
+    """Return the plan of FastV: all blocks after the first few keep the same share of the tokens.
 
-    With the router "attention" all of them keep the tokens that the last dense block attends to, since they share its
-    importance; `mmod.score("attention", importance="last_token")` counts the query of the last token alone, as the
-    source does.
+    With the router "attention" the routed blocks share the importance of the last dense block, so they keep the same
+    tokens. `mmod.score("attention", importance="last_token")` reads the query of the last token alone, as the source
+    does.
 
     Args:
         depth: Number of blocks.
-        after: Number of dense blocks at the start; 0 where no block of the model gives the score.
-        keep: Share of tokens that goes on, in (0, 1).
+        after: Number of dense blocks at the start; 0 works only with a score that reads no attention.
+        keep: Share of tokens kept, in (0, 1).
 
     Raises:
         ValueError: No block left to route, or a share outside (0, 1).
@@ -113,18 +112,18 @@ def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> Plan:
 
 
 def falling(depth: int, mean: float = 0.6, *, steps: int = 5) -> Plan:
-    """Return a plan whose capacity falls by equal amounts in a few steps, from the second block on.
+    """Return a plan whose capacity falls in a few equal steps, from the second block on.
 
-    Blocks of step s of S, counted from 1, keep `1 - 2 s (1 - mean) / (S + 1)`. A decision costs time, so that a few
-    steps are faster than one in each block.
+    Blocks of step s of S, counted from 1, keep `1 - 2 s (1 - mean) / (S + 1)`. Every step takes a routing decision,
+    which costs time, so a few steps are faster than one per block.
 
     Args:
         depth: Number of blocks.
-        mean: Mean capacity of the routed blocks, over steps of equal length.
-        steps: Number of steps S, at most as many as there are blocks after the first.
+        mean: Mean capacity of the routed blocks, if all steps have the same length.
+        steps: Number of steps S, less than depth.
 
     Raises:
-        ValueError: Fewer blocks than that, no step, or a mean at which the last step keeps nothing.
+        ValueError: Steps outside [1, depth), or a mean at which the last step keeps nothing.
 
     Example:
         >>> plan = falling(11, 0.6)

@@ -1,4 +1,4 @@
-"""Milliseconds of plans, measured on the machine that searches, and the plan that keeps to a budget of them."""
+"""Measured milliseconds of plans, and the plan that meets a time budget."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch import nn
 
 from mmod.analysis.timing import interleave, relative_times
 from mmod.config import Plan, RoutingConfig
-from mmod.planning.found import PlanSearch
+from mmod.planning.plan_search import PlanSearch
 from mmod.planning.scoring import routed
 
 ROUNDS = 7
 CORRECTIONS = 6
-# What a plan's time may differ from the budget before another plan is looked for.
+# Relative error of a plan's time at which the search for a better fit stops.
 TOLERANCE = 0.05
 
 Measure = Callable[[Sequence[RoutingConfig]], tuple[float, list[float]]]
-"""Returns milliseconds of the dense model, and of each routing as a share of them."""
+"""Returns the dense model's milliseconds, and each routing's time as a share of them."""
 
 
 def stopwatch(model: nn.Module, part: str, batch: Any) -> Measure:
-    """Return what measures one pass over a batch; of a language model, the prefill with what comes before it.
+    """Return a function that times one forward pass; for a language model the prefill, vision tower included.
 
-    Routings and the dense model take turns, so that the load of the machine affects all of them alike.
+    Routed models and the dense model are timed in turns, so that the machine's load affects all of them equally.
 
     Args:
         model: The dense model, in evaluation mode.
-        part: The part that is routed.
-        batch: Its arguments by name, or its only argument.
+        part: The part to route.
+        batch: The model's keyword arguments, or its only argument.
     """
 
     def run() -> None:
         if not isinstance(batch, Mapping):
             model(batch)
             return
-        given = {name: value for name, value in batch.items() if name != "labels"}
+        arguments = {name: value for name, value in batch.items() if name != "labels"}
         generates: Any = getattr(model, "can_generate", bool)
-        model(**given, **({"use_cache": True, "logits_to_keep": 1} if generates() else {}))
+        model(**arguments, **({"use_cache": True, "logits_to_keep": 1} if generates() else {}))
 
     def measure(configs: Sequence[RoutingConfig]) -> tuple[float, list[float]]:
         device = next(model.parameters()).device
@@ -51,44 +51,44 @@ def stopwatch(model: nn.Module, part: str, batch: Any) -> Measure:
                     continue
                 with routed(model, part, config):
                     times[place] += interleave({0: run}, seconds=0, rounds=1, warmup=1, device=device)[0]
-        found = relative_times(times, -1)
-        return found[-1][0], [1 / found[place][1] for place in range(len(configs))]
+        speedups = relative_times(times, -1)
+        return speedups[-1][0], [1 / speedups[place][1] for place in range(len(configs))]
 
     return measure
 
 
-def in_time(found: PlanSearch, measure: Measure) -> PlanSearch:
-    """Return a search with the plan that keeps to its budget of milliseconds as measured.
+def in_time(search: PlanSearch, measure: Measure) -> PlanSearch:
+    """Return a search whose plan meets the time budget as measured.
 
-    Times of blocks do not quite add up: the plan for the budget is measured, and the estimate asked for less or more
-    until a plan's time is the budget's or no other plan lies between. Of all plans that were measured and keep to the
-    budget, or exceed it by less than a twentieth, the one with the least sum of scores is taken.
+    Block times do not add up exactly. So the plan for the estimated budget is measured, and the estimate is corrected
+    until the measured time fits or no other plan lies between. Among the measured plans within 5 % above the budget,
+    the one with the lowest sum of scores wins.
 
     Args:
-        found: The search, with a plan for the estimate.
-        measure: Measures.
+        search: The search, with a plan for the estimate.
+        measure: Times configs, see `stopwatch`.
 
     Raises:
-        ValueError: All plans that were tried exceed the budget.
+        ValueError: All measured plans exceed the budget.
     """
-    budget, low, high = found.budget, found.costs.least_share, 1.0
-    asked, shares = budget, dict[Plan, float]()
+    budget, low, high = search.budget, search.costs.least_share, 1.0
+    target, shares = budget, dict[Plan, float]()
     for _ in range(CORRECTIONS):
-        plan = found.plan_for(asked)
+        plan = search.plan_for(target)
         if plan not in shares:
             shares[plan] = measure([RoutingConfig.from_plan(plan)])[1][0]
         share = shares[plan]
         if abs(share / budget - 1) <= TOLERANCE:
             break
-        low, high = (low, asked) if share > budget else (asked, high)
-        # As if what is saved were off by one factor, unless that leads out of what is left.
-        asked = 1 - (1 - asked) * (1 - budget) / (1 - share) if share < 1 else low
-        asked = asked if low < asked < high else (low + high) / 2
+        low, high = (low, target) if share > budget else (target, high)
+        # Scale the saving by the observed error; bisect if that leaves the bracket.
+        target = 1 - (1 - target) * (1 - budget) / (1 - share) if share < 1 else low
+        target = target if low < target < high else (low + high) / 2
     fitting = [plan for plan, share in shares.items() if share <= budget * (1 + TOLERANCE)]
     if not fitting:
-        total, least = found.costs.total, min(shares.values())
+        total, least = search.costs.total, min(shares.values())
         raise ValueError(
-            f"a budget of {budget * total:.4g} ms is out of reach: plans took at least {least * total:.4g}"
+            f"a budget of {budget * total:.4g} ms is out of reach: the fastest plan took {least * total:.4g} ms"
         )
-    best = min(fitting, key=found.score)
-    return dataclasses.replace(found, plan=best, divergence=None, time=shares[best] * found.costs.total)
+    best = min(fitting, key=search.score)
+    return dataclasses.replace(search, plan=best, divergence=None, time=shares[best] * search.costs.total)

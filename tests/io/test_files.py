@@ -64,16 +64,16 @@ def test_tied_and_strided_tensors_are_written_in_full(tmp_path: Path) -> None:
     assert all(torch.equal(value, state[name]) for name, value in read_tensors(tmp_path / "x")[0].items())
     for content in (b"", (tmp_path / "x").read_bytes()[:-1]):
         (tmp_path / "y").write_bytes(content)
-        with pytest.raises(DamagedFileError, match="y' is no whole safetensors file"):
+        with pytest.raises(DamagedFileError, match="y' is no complete safetensors file"):
             read_tensors(tmp_path / "y")
 
 
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', '[{"b": {"a": 1, "c": 2, "a": 3}}]'])
 def test_a_key_twice_is_refused_at_any_depth(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ValueError, match="plan: the key 'a' is given twice"):
+    with pytest.raises(ValueError, match="plan: the key 'a' occurs twice"):
         parse_json(text, "plan")
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=r"x\.json: the key 'a' is given twice"):
+    with pytest.raises(ValueError, match=r"x\.json: the key 'a' occurs twice"):
         read_json_object(tmp_path / "x.json")
     assert parse_json('{"a": {"a": 1}, "b": [{"a": 2}, {"a": 3}]}', "plan")["b"][1] == {"a": 3}
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.planning import search
-from mmod.planning.costs import Chooser, Costs
-from mmod.planning.found import PlanSearch, best_plan
+from mmod.planning.costs import BlockCosts, SelectionRule
+from mmod.planning.plan_search import PlanSearch, best_plan
 from mmod.planning.scoring import plan_of
 from mmod.planning.stopwatch import in_time, stopwatch
 from tests.adapters.vlm_zoo import make_joint, prompt
@@ -47,15 +47,17 @@ def test_the_time_is_that_of_the_budget(
     overhead: float, exponent: float, budget: float, scores: list[tuple[float, float]]
 ) -> None:
     clock = pretend(overhead, exponent)
-    flops = Costs(((0.5, 0.55),) * DEPTH, (1.0,) * DEPTH, DEPTH * 1.1)
-    every = [option.config(range(DEPTH), Chooser()) for option in FEW]
+    flops = BlockCosts(((0.5, 0.55),) * DEPTH, (1.0,) * DEPTH, DEPTH * 1.1)
+    every = [option.config(range(DEPTH), SelectionRule()) for option in FEW]
     total, shares = clock(every)
     costs = flops.timed(total, [total * share for share in shares])
     # What every option takes in all blocks is what was measured.
     assert [sum(column) for column in zip(*costs.options)] == pytest.approx([total * share for share in shares])
-    plan = best_plan(scores, costs, FEW, budget, Chooser())
+    plan = best_plan(scores, costs, FEW, budget, SelectionRule())
     names = tuple(map(str, range(DEPTH)))
-    found = in_time(PlanSearch(names, FEW, tuple(scores), costs, budget, "milliseconds", 1, Chooser(), plan), clock)
+    found = in_time(
+        PlanSearch(names, FEW, tuple(scores), costs, budget, "milliseconds", 1, SelectionRule(), plan), clock
+    )
     assert found.time == pytest.approx(total * clock([found.config])[1][0])
     assert found.time == pytest.approx(budget * total, rel=0.1)
     assert f"{found.time:.4g} of the dense model's 20 milliseconds" in str(found)
@@ -68,8 +70,8 @@ def test_budgets_of_time_that_cannot_be_kept_are_refused(monkeypatch: pytest.Mon
         return 20.0, [0.5, 0.5] if len(configs) > 1 else [1.2]
 
     monkeypatch.setattr(search, "stopwatch", lambda *_: slow_when_measured)
-    for budget, message in ((14.0, "a budget of 14 ms is out of reach: plans took at least 24"),
-                            (9.0, "what these options reach"), (21.0, "what these options reach")):  # fmt: skip
+    for budget, message in ((14.0, "a budget of 14 ms is out of reach: the fastest plan took 24 ms"),
+                            (9.0, "the range of these options"), (21.0, "the range of these options")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             mmod.search_plan(model, images, budget, options=FEW, cost="milliseconds")
     assert not mmod.is_routed(model)
@@ -102,15 +104,15 @@ def test_rounds_score_choices_beside_those_of_the_plan() -> None:
     # What one round scores: the whole divergence with a choice, less that with the block dense.
     base = {block: mmod.Option(*own) for block, *own in first.plan.rows}
     scoring = search.Scoring(
-        model, "language", first.names, options, Chooser(), search.divergence_of(None, model), progress_file=None
+        model, "language", first.names, options, SelectionRule(), search.divergence_of(None, model), progress_file=None
     )
     with torch.no_grad():
         scores, of_base = scoring.run(batches, base)
     assert of_base == pytest.approx(whole(first.plan))
     for block, item in ((0, 0), (3, 1), (first.plan.blocks[0], 1)):
         without = {at: option for at, option in base.items() if at != block}
-        dense = whole(plan_of(without, 4, Chooser())) if without else 0.0
-        changed = whole(plan_of({**base, block: options[item]}, 4, Chooser()))
+        dense = whole(plan_of(without, 4, SelectionRule())) if without else 0.0
+        changed = whole(plan_of({**base, block: options[item]}, 4, SelectionRule()))
         assert scores[block][item] == pytest.approx(changed - dense, abs=1e-6)
 
 
@@ -139,7 +141,7 @@ def test_an_interrupted_round_goes_on(tmp_path: Path) -> None:
 
 def test_rounds_that_cannot_be_are_refused() -> None:
     model, images = make_model(NAME), make_images(NAME, 2)
-    for rounds, batches, message in ((-1, [images], "rounds must be"), (1, iter([images]), "read batches again")):
+    for rounds, batches, message in ((-1, [images], "rounds must be"), (1, iter([images]), "read the batches again")):
         with pytest.raises(ValueError, match=message):
             mmod.search_plan(model, batches, 0.8, options=FEW, rounds=rounds)
     with pytest.raises(ValueError, match="budget must be a number above 0"):

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mmod
-from mmod.planning.costs import Chooser, Costs
+from mmod.planning.costs import BlockCosts, SelectionRule
 from mmod.planning.divergence import outputs
-from mmod.planning.found import PlanSearch, best_plan
 from mmod.planning.knapsack import best_choices
+from mmod.planning.plan_search import PlanSearch, best_plan
 from tests.adapters import clip_zoo
 from tests.adapters.vlm_zoo import IMAGE, make_joint, make_language, prompt
 from tests.zoo import make_images, make_model
@@ -64,7 +64,7 @@ def test_language_models_cost_and_say_what_the_search_says(name: str) -> None:
     assert len(found.scores) == 4
     model.eval()
     for block, option in ((0, 1), (2, 3)):
-        alone = found.options[option].config([block], found.chooser)
+        alone = found.options[option].config([block], found.rule)
         score = mmod.plan_divergence(model, batches, alone, part="language")
         assert found.scores[block][option] == pytest.approx(score)
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
@@ -83,12 +83,14 @@ def test_language_models_cost_and_say_what_the_search_says(name: str) -> None:
 @given(st.lists(st.tuples(st.floats(1, 9), st.floats(1e-3, 1)), min_size=2, max_size=4), st.floats(0, 3))
 def test_the_frontier_reaches_to_the_least(blocks: list[tuple[float, float]], rest: float) -> None:
     dense = tuple(size for size, _ in blocks)
-    costs = Costs(tuple((size * share,) for size, share in blocks), dense, sum(dense) + rest)
+    costs = BlockCosts(tuple((size * share,) for size, share in blocks), dense, sum(dense) + rest)
     plan, names = (
-        best_plan([[0.1]] * len(dense), costs, FEW[:1], costs.least_share, Chooser()),
+        best_plan([[0.1]] * len(dense), costs, FEW[:1], costs.least_share, SelectionRule()),
         tuple("abcd"[: len(dense)]),
     )
-    found = PlanSearch(names, FEW[:1], ((0.1,),) * len(dense), costs, costs.least_share, "flops", 1, Chooser(), plan)
+    found = PlanSearch(
+        names, FEW[:1], ((0.1,),) * len(dense), costs, costs.least_share, "flops", 1, SelectionRule(), plan
+    )
     shares = [share for share, _ in found.frontier()]
     assert shares[-1] == pytest.approx(costs.least_share)
     assert shares == sorted(shares, reverse=True)
@@ -135,7 +137,7 @@ def test_tokens_that_importance_chooses(name: str, importance: str, options: Any
     # A score is what the choice does where the block before is dense and read.
     block, *choice = found.plan.rows[-1]
     option = mmod.Option(*choice)
-    alone = option.config([block], found.chooser)
+    alone = option.config([block], found.rule)
     expected = mmod.plan_divergence(model, batches, alone, part=part)
     assert found.scores[block][found.options.index(option)] == pytest.approx(expected)
 
@@ -248,7 +250,7 @@ def test_a_plan_keeps_the_score_that_it_was_searched_with(router: Any, tmp_path:
     assert mmod.routing_config(routed) == found.config
     for other in (found.plan_for(0.9), found.plan_for(0.75)):
         assert other.router == found.plan.router
-    with pytest.raises(ValueError, match="this search is of router"):
+    with pytest.raises(ValueError, match="this search uses the router"):
         found.score(mmod.Plan(found.plan.blocks, found.plan.capacities, 12, found.plan.operators, router="norm"))
 
 
@@ -257,7 +259,7 @@ def test_a_picture(tmp_path: Path) -> None:
     found.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 1000
     for other in (mmod.Plan((1,), (0.125,), 4), mmod.Plan((1,), (0.5,), 9)):
-        with pytest.raises(ValueError, match="this search knows no"):
+        with pytest.raises(ValueError, match="this search has no"):
             found.score(other)
 
 
@@ -265,13 +267,13 @@ def test_a_picture(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"budget": 1.0}, r"budget must be a number in \(0, 1\)"),
-        ({"budget": 0.01}, "what these options reach"),
+        ({"budget": 0.01}, "the range of these options"),
         ({"batches": []}, "no calibration samples"),
         ({"cost": "bytes"}, "cost must be one of"),
         ({"cost": "cache"}, "for language models"),
         ({"cost": "image_flops"}, "for language models"),
         ({"divergence": "l2"}, "divergence must be one of"),
-        ({"router": "linear"}, "router 'linear' learns"),
+        ({"router": "linear"}, "router 'linear' is learned"),
         ({"options": []}, "no options"),
         ({"options": [mmod.Option(0.5, "head")]}, "operator must be"),
         ({"part": "text"}, "no part 'text'"),

@@ -93,7 +93,7 @@ def test_a_record_that_names_a_key_twice_is_a_fault(folder: Path, outer: bool) -
     twice = sound.replace(key, f"{key}, {key}")
     for name, text in (("all.json", f" [{sound},\n{twice}, {sound} ] "), ("all.jsonl", f"{sound}\n{twice}\n{sound}")):
         (folder / name).write_text(text)
-        with pytest.raises(CorruptDataError, match=f"the key '{'id' if outer else 'from'}' is given twice"):
+        with pytest.raises(CorruptDataError, match=f"the key '{'id' if outer else 'from'}' occurs twice"):
             open_conversations(str(folder / name))
         found = open_conversations(str(folder / name), ConversationsConfig(on_corrupt="skip"))
         assert (len(found), len(found.report.faults)) == (2, 1)

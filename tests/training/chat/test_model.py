@@ -45,7 +45,7 @@ def test_a_damaged_checkpoint_is_named(folder: Path) -> None:
         part.save_pretrained(folder / "cut")
     path = folder / "cut" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(DamagedFileError, match=rf"^'{path}' is no whole safetensors file"):
+    with pytest.raises(DamagedFileError, match=rf"^'{path}' is no complete safetensors file"):
         create_model(vlm_config(folder, model=ModelConfig(checkpoint=str(path.parent))))
 
 

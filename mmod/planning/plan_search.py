@@ -1,0 +1,164 @@
+"""Result of a plan search: scores and costs of all options, the best plan under any budget, and the Pareto front."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmod.config import Plan, RoutingConfig
+from mmod.extras import name_missing_extra
+from mmod.planning.costs import BlockCosts, Option, SelectionRule
+from mmod.planning.knapsack import best_choices
+from mmod.planning.scoring import plan_of
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """Scores and costs of all options, and the best plan; `print(search)` shows a table.
+
+    Args:
+        names: Module names of the blocks, in order.
+        options: Ways to route a block.
+        scores: Divergence that each option in each block adds to the dense model's, or to that of the previous round's
+            plan.
+        costs: Their costs.
+        budget: Requested share of the dense model's cost.
+        cost: Unit of the costs: "flops", "image_flops", "cache" or "milliseconds".
+        rows: Number of output rows (images, or text tokens) that scores are means of.
+        rule: How a capacity above 0 selects tokens.
+        plan: The best plan under the budget.
+        divergence: Divergence of the complete plan, if a scoring round measured it.
+        time: Milliseconds of one forward pass with the plan, for a time budget.
+    """
+
+    names: tuple[str, ...]
+    options: tuple[Option, ...]
+    scores: tuple[tuple[float, ...], ...]
+    costs: BlockCosts
+    budget: float
+    cost: str
+    rows: int
+    rule: SelectionRule
+    plan: Plan
+    divergence: float | None = None
+    time: float | None = None
+
+    @property
+    def config(self) -> RoutingConfig:
+        """The config that routes by the plan."""
+        return RoutingConfig.from_plan(self.plan)
+
+    def plan_for(self, budget: float) -> Plan:
+        """Return the plan with the lowest sum of scores under another budget, from the existing scores and times.
+
+        Args:
+            budget: Share of the dense model's cost, in (0, 1); for milliseconds it is an estimate.
+
+        Raises:
+            ValueError: The budget is out of reach.
+        """
+        return best_plan(self.scores, self.costs, self.options, budget, self.rule)
+
+    def share(self, plan: Plan) -> float:
+        """Return a plan's cost as a share of the dense model's.
+
+        Raises:
+            ValueError: The plan has other options or belongs to another model.
+        """
+        option_of = self._option_of(plan).items()
+        saved = sum(self.costs.dense[block] - self.costs.options[block][item] for block, item in option_of)
+        return 1 - saved / self.costs.total
+
+    def score(self, plan: Plan) -> float:
+        """Return the sum of the scores of a plan's options."""
+        return sum(self.scores[block][item] for block, item in self._option_of(plan).items())
+
+    def _option_of(self, plan: Plan) -> dict[int, int]:
+        """Return the option's index for each routed block of a plan."""
+        options = {block: Option(capacity, operator, context) for block, capacity, operator, context in plan.rows}
+        unknown = [f"{option} in block {block}" for block, option in options.items() if option not in self.options]
+        router = self.rule.config.router
+        if plan.router not in (None, router):
+            raise ValueError(f"this search uses the router {router.name!r}, and the plan {plan.router.name!r}")
+        if unknown or plan.depth != len(self.names):
+            raise ValueError(f"this search has no {', '.join(unknown) or f'plan of {plan.depth} blocks'}")
+        return {block: self.options.index(option) for block, option in options.items()}
+
+    def frontier(self, steps: int = 20) -> list[tuple[float, float]]:
+        """Return the Pareto front: share of the cost and sum of scores at evenly spaced budgets, most expensive first.
+
+        Args:
+            steps: Number of budgets.
+        """
+        least = self.costs.least_share
+        # max: a budget rounded below the minimum would be refused.
+        plans = [self.plan_for(max(least, 1 - (1 - least) * step / steps)) for step in range(1, steps + 1)]
+        return [(self.share(plan), self.score(plan)) for plan in plans]
+
+    def __str__(self) -> str:
+        """Return the scores as a table, and the plan."""
+        width, columns = max(map(len, self.names)), [max(10, len(str(option))) for option in self.options]
+        lines = ["  ".join([f"{'block':<{width}}", *(f"{option!s:>{w}}" for option, w in zip(self.options, columns))])]
+        for name, row in zip(self.names, self.scores):
+            lines.append("  ".join([f"{name:<{width}}", *(f"{score:>{w}.3e}" for score, w in zip(row, columns))]))
+        plan = self.plan
+        share = f"{self.share(plan):.4f} of the dense model's {self.cost}"
+        if self.time is not None:
+            share = f"{self.time:.4g} of the dense model's {self.costs.total:.4g} milliseconds"
+        measured = "" if self.divergence is None else f", of the complete plan {self.divergence:.4g}"
+        return "\n".join([
+            *lines,
+            f"divergence added by each option, mean over {self.rows} rows",
+            "",
+            str(plan),
+            f"{share}, sum of divergences {self.score(plan):.4g}{measured}",
+        ])  # fmt: skip
+
+    @name_missing_extra()
+    def plot(self, path: str | Path) -> None:
+        """Draw the scores of all options, with the plan's marked, and the Pareto front.
+
+        Args:
+            path: Image file; the suffix selects the format.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        option_of = self._option_of(self.plan)
+        negative = min(map(min, self.scores)) < 0
+        for item, option in enumerate(self.options):
+            (line,) = left.plot([row[item] for row in self.scores], label=str(option), linewidth=1)
+            marked = [block for block, index in option_of.items() if index == item]
+            left.plot(marked, [self.scores[block][item] for block in marked], "o", color=line.get_color())
+        left.set(xlabel="block", ylabel="divergence added by one option", yscale="symlog" if negative else "log")
+        left.legend(title="dots: the plan", fontsize="small")
+        shares, scores = zip(*self.frontier())
+        right.plot(shares, scores, ".-")
+        right.axvline(self.budget, color="grey", linewidth=1)
+        right.set(xlabel=f"share of the dense model's {self.cost}", ylabel="sum of divergences")
+        figure.savefig(path)
+
+
+def best_plan(
+    scores: Sequence[Sequence[float]], costs: BlockCosts, options: Sequence[Option], budget: float, rule: SelectionRule
+) -> Plan:
+    """Return the plan with the lowest sum of scores under a budget.
+
+    Args:
+        scores: Score of each option in each block; a dense block scores 0.
+        costs: Their costs.
+        options: Ways to route a block.
+        budget: Share of the dense model's cost, in (0, 1).
+        rule: Selects the tokens.
+
+    Raises:
+        ValueError: The budget is out of reach.
+    """
+    costs.check(budget)
+    outside = costs.total - sum(costs.dense)
+    losses = [(0.0, *row) for row in scores]
+    sizes = [(dense, *row) for dense, row in zip(costs.dense, costs.options)]
+    chosen = best_choices(losses, sizes, budget * costs.total - outside)
+    return plan_of({block: options[item - 1] for block, item in enumerate(chosen) if item}, len(scores), rule)
