@@ -131,7 +131,7 @@ class ChatSubject(Subject[ChatAuditConfig]):
         def make() -> Iterator[Sorted]:
             for start in range(0, len(order), size):
                 asked = [talks[int(index)] for index in order[start : start + size]]
-                batch, kinds = collate(asked), [talk.kind for talk in asked]
+                batch, kinds = collate(asked), [talk.question_type for talk in asked]
                 roles = _roles(batch, collate.processor) if is_language_routed else {}
                 yield Sorted(batch, {_KIND: kinds}, roles and {**roles, _KIND: _for_each_token(kinds, batch)})
 

@@ -22,18 +22,18 @@ _BUILD = """Build the embedded set "{0.title}" as webdataset shards, or draw a p
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one of `COMMANDS` and print what was made.
+    """Run one of `COMMANDS` and print the files that it wrote.
 
     Args:
-        arguments: Name of the command, and its own arguments.
+        arguments: Name of the command, and its arguments.
 
     Raises:
-        SystemExit: With code 2 if the command line is wrong, with one line if the command fails.
+        SystemExit: With code 2 if the command line is wrong, with a one-line message if the command fails.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=COMMANDS)
     name = parser.parse_args(arguments[:1]).command
-    # A script of `scripts/` is named after its command, `mmod data` is not.
+    # A script's name already says which set it builds.
     prog = parser.prog if parser.prog.endswith(".py") else f"{parser.prog} {name}"
     try:
         COMMANDS[name](arguments[1:], prog)
@@ -65,21 +65,21 @@ def _questions(arguments: Sequence[str], prog: str) -> None:
 
     config = _build(QUESTIONS, arguments, prog, export_questions)
     if config is not None:
-        for kind, share in measure_prior(config).items():
-            print(f"right without looking: {kind} {100 * share:.1f} %")
+        for question_type, share in measure_prior(config).items():
+            print(f"accuracy without the image: {question_type} {100 * share:.1f} %")
 
 
 def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[..., Any] | None = None) -> Any:
-    """Build or draw a set as a command line says: a difficulty gives the defaults, options change them.
+    """Build or draw a set; the difficulty selects the defaults of the other options.
 
     Args:
         dataset: A `SyntheticSet`.
         arguments: The command line.
-        prog: What the program is called in its help.
-        export: Writes JSON with images instead of shards, as `SyntheticSet.build` does shards.
+        prog: Name of the program in its help.
+        export: Writes JSON and image files instead of shards.
 
     Returns:
-        The parameters of what was built; None for a picture.
+        The parameters of the build; None for a picture.
     """
     names: dict[str, Any] = {"choices": list(dataset.difficulties), "default": "default"}
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -90,8 +90,8 @@ def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[.
         allow_abbrev=False,
         parser_mode=STRICT,
     )
-    for each in (first, parser):
-        each.add_argument("--difficulty", "--level", **names, help="named parameters to start from")
+    for target in (first, parser):
+        target.add_argument("--difficulty", "--level", **names, help="named parameters to start from")
     parser.add_argument("root", nargs="?", help="folder of the build")
     parser.add_argument("--montage", help="PNG file to draw test images into, instead of building")
     if export is not None:
@@ -107,7 +107,7 @@ def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[.
         parser.error("give either the folder of a build or --montage FILE")
     config = type(defaults)(**{field.name: options[field.name] for field in dataclasses.fields(defaults)})
     if options.montage is not None:
-        from mmod.data.synthetic.montage import save_montage
+        from mmod.data.synthetic.build import save_montage
 
         save_montage(options.montage, dataset, config)
         print(f"drew {options.montage}")
@@ -128,4 +128,4 @@ COMMANDS: dict[str, Callable[[Sequence[str], str], None]] = {
     "scenes": _scenes,
     "questions": _questions,
 }
-"""Name of each command to what takes its arguments and the program's name."""
+"""Functions of arguments and program name, by command."""

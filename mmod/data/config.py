@@ -1,6 +1,6 @@
 """Configs of images, image-text pairs and text: `DataConfig`, `PairsConfig` and `TextConfig`.
 
-They stand apart from what reads the data, so that a command line knows its options without importing torch.
+They are separate from the readers, so that a command line shows its options without importing torch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from mmod.data.corrupt import OnCorrupt
 from mmod.values import check_fields, one_of
 
 EMBEDDED = ("digits", "crowds")
-"""Embedded sets of images, built where they are not there."""
+"""Embedded image sets, built on demand."""
 FOLDERS = ("folder", "", "torch/folder", "torch/image_folder")
-"""Names of folders of images with one folder per class."""
+"""Names of image folders with one folder per class."""
 _TORCHVISION = (
     *("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "inaturalist", "inat", "places365"),
     *("imagenet", "image_folder", "folder"),
@@ -22,26 +22,26 @@ _TORCHVISION = (
 _STREAMS = ("hfids", "tfds", "wds")
 
 
-# As timm knows them; a policy is the first word of `auto_augment`.
+# timm's names. The policy is the first word of `auto_augment`.
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _POLICIES = ("rand", "augmix", "original", "originalr", "v0", "v0r", "3a")
 
 
 @dataclass
 class AugmentConfig:
-    """Training augmentation: the arguments of `timm.data.create_transform` that matter for images.
+    """Training augmentation: arguments of `timm.data.create_transform`.
 
     Args:
         train_crop_mode: "rrc" (random resized crop), "rkrc" or "rkrr".
-        scale: Area of the crop, as a share of the image; timm's default when None.
-        ratio: Aspect ratio of the crop; timm's default when None.
+        scale: Area of the crop, as a share of the image; None for timm's default.
+        ratio: Aspect ratio of the crop; None for timm's default.
         hflip: Probability of a horizontal flip.
         vflip: Probability of a vertical flip.
         color_jitter: Strength of the colour jitter; unused when `auto_augment` replaces it.
-        color_jitter_prob: Probability of the colour jitter; always when None.
+        color_jitter_prob: Probability of the colour jitter; None for always.
         grayscale_prob: Probability of a greyscale image.
         gaussian_blur_prob: Probability of a blur.
-        auto_augment: A policy as "rand-m9-mstd0.5-inc1" or "3a"; none when None.
+        auto_augment: A policy such as "rand-m9-mstd0.5-inc1" or "3a"; None for no policy.
         interpolation: Interpolation of the crop: "bilinear", "bicubic", "random", ...
         re_prob: Probability of random erasing.
         re_mode: Fill of the erased area: "const", "rand" or "pixel".
@@ -86,39 +86,38 @@ class DataConfig:
     """Config of a data set of images.
 
     Args:
-        source: "digits" or "digits:DIFFICULTY" (the embedded set, built into `root` when it is not there), "crowds"
-            alike, whose labels are those of patches; "shards:PATTERN" (webdataset shards; `{split}` in the pattern
-            stands for the split); "maps:SIDE" (images and label maps, scaled to squares of SIDE pixels, see
-            `mmod.data.readers.maps.MapSource`); or a name for `timm.data.create_dataset`: "folder", "torch/...",
+        source: "digits" or "digits:DIFFICULTY", the embedded set, built into `root` on demand; "crowds" or
+            "crowds:DIFFICULTY", with a label per patch; "shards:PATTERN", webdataset shards, with `{split}` in the
+            pattern; "maps:SIDE", images and label maps scaled to squares of SIDE pixels, see
+            `mmod.data.readers.maps.MapSource`; or a name for `timm.data.create_dataset`: "folder", "torch/...",
             "hfds/...".
-        root: Folder of the data. For an embedded set it defaults to `runs/data/TITLE-DIFFICULTY`, as in
-            `runs/data/cluttered-digits-tiny`; for remote shards it is where copies of them are kept.
+        root: Folder of the data. Embedded sets default to `runs/data/TITLE-DIFFICULTY`, such as
+            `runs/data/cluttered-digits-tiny`. For remote shards, the folder of the local copies.
         train_split: Split to train on.
         val_split: Split to evaluate on.
-        train_limit: Images of the training split that are used, drawn once and spread evenly over the classes; None
-            uses all.
-        val_limit: The same of the split to evaluate on.
+        train_limit: Number of training images, drawn once and spread evenly over the classes; None uses all.
+        val_limit: Number of evaluation images, drawn likewise.
         image_size: Side of an image, in pixels.
         channels: 1 (grey) or 3 (RGB).
-        mean: Mean of each channel; by default the digits' own, ImageNet's for 3 channels, 0.5 for 1.
-        std: Standard deviation of each channel, as `mean`.
-        batch_size: Images in a batch of one process.
+        mean: Mean per channel. Defaults: the digits' for embedded sets, ImageNet's for 3 channels, 0.5 for 1.
+        std: Standard deviation per channel; defaults as for `mean`.
+        batch_size: Images per batch and process.
         workers: Worker processes; 0 reads in the training process.
         augment: Augmentation of training images; None resizes and crops them as for evaluation.
-        crop_pct: Share of the resized image that the evaluation crop keeps. Digits are never cropped; other images that
-            have `image_size` already need 1 to be taken whole.
+        crop_pct: Share of the resized image that the evaluation crop keeps. Set 1 for images that already have
+            `image_size`. Embedded sets are never cropped.
         interpolation: Interpolation of the evaluation resize.
-        on_corrupt: "raise" stops at an image or shard that cannot be read. "skip" counts it in the stream's
-            report: a training batch gets the next readable sample in its place, evaluation goes on without it.
-        in_memory: Decode everything once and keep it as uint8; None does so for digits without augmentation.
+        on_corrupt: "raise" stops at an image or shard that cannot be read. "skip" counts it in the stream's report:
+            training replaces it by the next readable sample, evaluation leaves it out.
+        in_memory: Decode all images once and keep them as uint8; None does so for embedded sets without augmentation.
         pin_memory: Return batches in pinned memory (for a GPU).
-        options: Further arguments of `timm.data.create_dataset`, as `class_map`.
-        label_patch: Side of the patches, in pixels of the sample's label map (the member `.seg.png` of shards, the
-            square of "maps:SIDE"), each of which has a class: that of most of its pixels. Images are square, and maps
-            equally large. None gives each image one class.
+        options: Further arguments of `timm.data.create_dataset`, such as `class_map`.
+        label_patch: Side of a patch in pixels, for one class per patch: the most frequent class of its pixels in the
+            label map (the member `.seg.png` of shards, or the map of "maps:SIDE"). Images are square, and maps have
+            the same size. None for one class per image.
 
     Raises:
-        ValueError: If a value is out of range.
+        ValueError: A value is out of range.
     """
 
     source: str = "digits"
@@ -156,12 +155,12 @@ class DataConfig:
             std="(0, inf)",
             interpolation=_INTERPOLATIONS,
         )
-        kind = self.source.partition(":")[0]
-        if kind == "maps":
+        reader = self.source.partition(":")[0]
+        if reader == "maps":
             self._check_maps()
-        elif kind not in (*EMBEDDED, "shards"):
+        elif reader not in (*EMBEDDED, "shards"):
             check_name(self.source)
-        self._check_labels(kind)
+        self._check_labels(reader)
         if self.channels not in (1, 3):
             raise ValueError(f"channels={self.channels} is unknown; valid: 1 (grey), 3 (RGB)")
         for name in ("mean", "std"):
@@ -172,50 +171,50 @@ class DataConfig:
             raise ValueError("in_memory=True keeps images as evaluated; it cannot be combined with augment")
 
     def _check_maps(self) -> None:
-        """Raise a ValueError where squares of the source are not made of whole patches."""
+        """Raise a ValueError unless the squares of "maps:SIDE" divide into patches."""
         side = self.source.partition(":")[2]
         if self.root is None or self.label_patch is None:
             raise ValueError(f"source {self.source!r} needs root, the folder, and label_patch, the side of a patch")
         if not side.isdecimal() or not int(side) or int(side) % self.label_patch:
             raise ValueError(
-                f"source {self.source!r} must be maps:SIDE with the side of a square of whole patches of "
-                f"label_patch={self.label_patch} pixels, as maps:{24 * self.label_patch}"
+                f"source {self.source!r} must be maps:SIDE with a multiple of label_patch={self.label_patch}, such as "
+                f"maps:{24 * self.label_patch}"
             )
 
-    def _check_labels(self, kind: str) -> None:
-        """Raise a ValueError where the source has no labels of the kind that is asked for."""
+    def _check_labels(self, reader: str) -> None:
+        """Raise a ValueError if the source lacks labels per image or per patch, whichever the config needs."""
         side = self.label_patch
         if side is None:
-            if kind == "crowds":
-                raise ValueError("source 'crowds' has labels for patches: set label_patch to the side of the model's")
+            if reader == "crowds":
+                raise ValueError("source 'crowds' has labels for patches: set label_patch to the model's patch size")
             return
-        if kind not in ("crowds", "maps", "shards"):
-            raise ValueError(f"label_patch={side} needs label maps, which source {self.source!r} has none of")
+        if reader not in ("crowds", "maps", "shards"):
+            raise ValueError(f"label_patch={side} needs label maps, which source {self.source!r} lacks")
         if self.augment is not None:
             raise ValueError(f"label_patch={side} cannot be combined with augment, which moves images only")
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that timm knows no data set by; it would read the folder of images in `root` for it.
+    """Refuse data set names that timm does not know: timm would read `root` as an image folder instead.
 
     Args:
         name: Name for `timm.data.create_dataset`.
 
     Raises:
-        ValueError: If the name is unknown, or of a stream without numbered samples.
+        ValueError: The name is unknown, or belongs to a stream without random access.
 
     Example:
         >>> check_name("hfds/user/flowers")
     """
-    kind, _, rest = name.partition("/")
-    kind = kind.lower()
-    if kind in _STREAMS and rest:
+    reader, _, dataset = name.partition("/")
+    reader = reader.lower()
+    if reader in _STREAMS and dataset:
         raise ValueError(
-            f"source {name!r} is a stream: its samples have no numbers, so that it cannot be resumed exactly; "
+            f"source {name!r} is a stream without random access, so a run could not be resumed exactly; "
             "for webdataset shards use 'shards:PATTERN'"
         )
-    is_torchvision = kind == "torch" and rest.lower() in _TORCHVISION
-    if name not in FOLDERS and not is_torchvision and not (kind == "hfds" and rest):
+    is_torchvision = reader == "torch" and dataset.lower() in _TORCHVISION
+    if name not in FOLDERS and not is_torchvision and not (reader == "hfds" and dataset):
         raise ValueError(
             f"source {name!r} is unknown; valid: digits, digits:DIFFICULTY, crowds, crowds:DIFFICULTY, shards:PATTERN, "
             f"maps:SIDE, folder, hfds/NAME, and torch/NAME with one of {', '.join(_TORCHVISION)}"
@@ -227,23 +226,22 @@ class PairsConfig:
     """Config of a data set of image-text pairs.
 
     Args:
-        train: Shards to train on: paths or URLs with brace ranges (`{00000..00127}.tar`), globs (local paths only) or
-            `pipe:` commands, one or a list; or `scenes:DIFFICULTY/SPLIT`, the embedded set, built where it is not
-            there.
-        val: Pairs to evaluate on, given alike; read by number, so remote shards are copied to `root`.
-        root: Folder for copies of remote shards, or of the embedded set (`runs/data/captioned-scenes-DIFFICULTY` by
-            default).
-        batch_size: Pairs in a batch of one process.
+        train: Training shards: one or several paths or URLs with brace ranges (`{00000..00127}.tar`), globs (local
+            paths only) or `pipe:` commands; or `scenes:DIFFICULTY/SPLIT`, the embedded set, built on demand.
+        val: Evaluation shards, in the same form. Remote shards are copied to `root`.
+        root: Folder for copies of remote shards, or of the embedded set (default
+            `runs/data/captioned-scenes-DIFFICULTY`).
+        batch_size: Pairs per batch and process.
         workers: Worker processes; 0 reads in the training process.
-        on_corrupt: "raise" stops at a shard, image or caption that cannot be read. "skip" counts it for its shard: a
-            training batch gets another sample in its place, evaluation goes on without it.
+        on_corrupt: "raise" stops at a shard, image or caption that cannot be read. "skip" counts it in the report:
+            training replaces it by the next readable sample, evaluation leaves it out.
         pin_memory: Return batches in pinned memory (for a GPU).
-        sampling: "exact": every training sample once an epoch, in an order of its own.
-        samples: None. It, `sampling` and `shuffle` are kept for configs written by earlier versions.
+        sampling: "exact": every training sample once per epoch.
+        samples: Must be None.
         shuffle: Without effect.
 
     Raises:
-        ValueError: If a value is out of range, or `sampling` asks for shards drawn with replacement.
+        ValueError: A value is out of range, or `sampling` asks for shards drawn with replacement.
     """
 
     train: str | list[str] = "scenes:default/train"
@@ -269,24 +267,23 @@ class PairsConfig:
 
 @dataclass
 class TextConfig:
-    """Config of a text that is read byte by byte, in windows of one length that do not overlap.
+    """Config of a byte-level text data set, read in windows of one length that do not overlap.
 
-    Files are dealt to the splits by a checksum of what they hold, nine in ten to "train", so that no file and no copy
-    of one is in two splits.
+    A checksum of a file's content assigns it to a split, 90 % to "train", so that copies of a file share a split.
 
     Args:
-        source: "python", the modules of the standard library and the licence of the Python that runs, which differ
-            from one version of Python to the next; or a pattern of files, such as "books/**/*.txt".
+        source: "python", the standard library of the running Python, which differs between versions; or a glob pattern
+            such as "books/**/*.txt".
         train_split: Split to train on: "train", "val" or "test".
         val_split: Split to evaluate on.
-        val_limit: Windows of that split that are used, spread evenly over it; None uses all.
-        length: Bytes of a window.
-        batch_size: Windows in a batch of one process.
+        val_limit: Number of evaluation windows, spread evenly over the split; None uses all.
+        length: Window length in bytes.
+        batch_size: Windows per batch and process.
         workers: Worker processes; 0 reads in the training process.
         pin_memory: Return batches in pinned memory (for a GPU).
 
     Raises:
-        ValueError: If a value is out of range.
+        ValueError: A value is out of range.
     """
 
     source: str = "python"

@@ -1,4 +1,4 @@
-"""Faults of files that cannot be read: they raise, or are counted where the user chose to skip them."""
+"""Corrupt data: an error, or a count if the user chose to skip it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_DETAILS = 5000
 
 
 class CorruptDataError(ValueError):
-    """A sample or a shard that cannot be read."""
+    """A sample or shard cannot be read."""
 
 
 class UnusableError(ValueError):
@@ -41,12 +41,12 @@ class UnusableError(ValueError):
 
 
 class Fault(NamedTuple):
-    """One thing that could not be read.
+    """One corrupt file or sample.
 
     Attributes:
-        file: The shard, or the image file itself.
-        sample: The sample within the shard; empty when the fault concerns the whole file.
-        reason: What is wrong with it.
+        file: The shard or image file.
+        sample: The sample within the shard; empty if the fault concerns the file.
+        reason: The error.
     """
 
     file: str
@@ -59,14 +59,14 @@ class Fault(NamedTuple):
 
 @dataclass
 class CorruptReport:
-    """The faults met so far, each counted once however often it was met.
+    """The distinct faults so far.
 
     Args:
-        on_corrupt: Whether a fault raises or is only counted.
-        faults: The faults, in the order in which they were met.
+        on_corrupt: "raise" raises the first fault; "skip" counts faults.
+        faults: The faults, in order of occurrence.
 
     Raises:
-        ValueError: If `on_corrupt` is neither "raise" nor "skip".
+        ValueError: `on_corrupt` has another value.
 
     Example:
         >>> report = CorruptReport("skip")
@@ -82,17 +82,14 @@ class CorruptReport:
         one_of("on_corrupt", self.on_corrupt, ("raise", "skip"))
 
     def add(self, faults: Iterable[Fault]) -> None:
-        """Count faults, or raise the first of them.
-
-        Args:
-            faults: What could not be read.
+        """Count faults, or raise the first.
 
         Raises:
-            CorruptDataError: If `on_corrupt` is "raise" and there is a fault.
+            CorruptDataError: There is a fault and `on_corrupt` is "raise".
         """
         for fault in faults:
             if self.on_corrupt == "raise":
-                raise CorruptDataError(f"{fault} (on_corrupt='skip' counts such samples and goes on without them)")
+                raise CorruptDataError(f"{fault} (on_corrupt='skip' counts such samples and leaves them out)")
             self.faults[fault] = None
 
     @property
@@ -102,7 +99,7 @@ class CorruptReport:
 
     def __str__(self) -> str:
         if not self.faults:
-            return "no corrupt data met"
+            return "no corrupt data"
         return "\n".join([f"{len(self.faults)} corrupt, skipped:", *map(str, self.faults)])
 
 
@@ -112,14 +109,12 @@ _RAISED = re.compile(r"^(?:(?P<module>[\w.]+)\.)?(?P<name>\w+)(?:: (?P<message>.
 
 @contextmanager
 def original_errors() -> Iterator[None]:
-    """Raise errors of a loader's worker processes as they were raised there.
+    """Raise errors of a loader's worker processes with their original class and message.
 
-    torch puts the worker's traceback in place of the message, and a RuntimeError in place of errors that take more than
-    a message.
+    torch replaces the message by the worker's traceback, and replaces errors with several arguments by a RuntimeError.
 
     Raises:
-        Exception: The error of the worker; of one that takes more than a message, the nearest class that it derives
-            from.
+        Exception: The worker's error; for a class with several arguments, the nearest base class with one.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -132,20 +127,20 @@ def original_errors() -> Iterator[None]:
         yield
     except Exception as error:
         text = str(error.args[0]) if error.args else ""
-        # The last frame of the traceback and its line are indented; the error follows.
+        # The error follows the last frame of the traceback.
         raised = _RAISED.search(text, text.rfind('\n  File "')) if _WORKER.match(text) else None
         if raised is None:
             raise
         raise _rebuilt(type(error), **raised.groupdict(default="")) from error
 
 
-def _rebuilt(kind: type[Exception], module: str, name: str, message: str) -> Exception:
-    """Return an error that another process raised."""
-    found: Any = getattr(sys.modules.get(module, builtins), name, kind)
-    for base in found.__mro__:
+def _rebuilt(default: type[Exception], module: str, name: str, message: str) -> Exception:
+    """Rebuild an error of another process."""
+    original: Any = getattr(sys.modules.get(module, builtins), name, default)
+    for base in original.__mro__:
         try:
             error: Exception = base(message)
         except TypeError:
             continue
         return error
-    return kind(message)
+    return default(message)

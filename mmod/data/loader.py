@@ -1,8 +1,8 @@
 """Batches as a pure function of (seed, epoch, step).
 
-timm's transforms are used as they are, its loaders are not: they shuffle in stream order and draw augmentation from
-the workers' random state, so that a run cannot be resumed in the middle of an epoch with the same batches. Here the
-order of an epoch is one permutation, and every sample's augmentation has its own seed.
+The transforms are timm's, the loaders are not: timm's draw order and augmentation from the workers' random state, so a
+run resumed in the middle of an epoch would see other batches. Here the order of an epoch is one permutation, and every
+sample has its own augmentation seed.
 """
 
 from __future__ import annotations
@@ -26,25 +26,22 @@ from mmod.data.synthetic.digits import DIGITS
 __all__ = ["BatchStream", "create_eval_stream", "create_train_stream", "normalisation"]
 
 _SETS: dict[str, SyntheticSet[Any]] = {"digits": DIGITS, "crowds": CROWDS}
-# Mean and standard deviation of the grey values of the embedded sets, near enough for every difficulty.
+# Mean and standard deviation of the embedded sets' grey values; approximate, for all difficulties.
 _DIGITS_MEAN, _DIGITS_STD = 0.094, 0.22
 
 
 def create_train_stream(config: DataConfig, seed: int, rank: int = 0, world: int = 1) -> BatchStream:
-    """Make the stream of shuffled and augmented training batches of one process.
+    """Create the stream of shuffled and augmented training batches of one process.
 
     Args:
-        config: What to read.
+        config: The data set.
         seed: Seed of order and augmentation, the same in all processes.
-        rank: Number of this process.
+        rank: Index of this process.
         world: Number of processes.
 
-    Returns:
-        The stream.
-
     Raises:
-        ValueError: If the source does not exist, is too small for one batch, or does not fit the config.
-        CorruptDataError: If a shard is damaged, unless `config.on_corrupt` is "skip".
+        ValueError: The source is missing, too small for one batch, or does not match the config.
+        CorruptDataError: A shard is damaged, unless `config.on_corrupt` is "skip".
 
     Example:
         >>> import tempfile
@@ -58,19 +55,16 @@ def create_train_stream(config: DataConfig, seed: int, rank: int = 0, world: int
 
 
 def create_eval_stream(config: DataConfig, rank: int = 0, world: int = 1) -> BatchStream:
-    """Make the stream of evaluation batches of one process: every sample once, in order.
+    """Create the stream of evaluation batches of one process: every sample once, in order.
 
     Args:
-        config: What to read.
-        rank: Number of this process.
+        config: The data set.
+        rank: Index of this process.
         world: Number of processes.
 
-    Returns:
-        The stream.
-
     Raises:
-        ValueError: If the source does not exist, has fewer samples than processes, or does not fit the config.
-        CorruptDataError: If a shard is damaged, unless `config.on_corrupt` is "skip".
+        ValueError: The source is missing, has fewer samples than processes, or does not match the config.
+        CorruptDataError: A shard is damaged, unless `config.on_corrupt` is "skip".
 
     Example:
         >>> import tempfile
@@ -88,9 +82,9 @@ def _create_stream(config: DataConfig, split: str, place: tuple[int, int], seed:
 
 
 def _create_reader(config: DataConfig, split: str, report: CorruptReport, training: bool) -> ImageReader | MemoryReader:
-    whole = _create_source(config, split, report)
+    complete = _create_source(config, split, report)
     limit = config.train_limit if training else config.val_limit
-    source: ImageSource = whole if limit is None else Subset(whole, limit)
+    source: ImageSource = complete if limit is None else Subset(complete, limit)
     if not training or config.augment is None:
         _warn_of_cropping(config, source)
     mean, std = normalisation(config)
@@ -98,12 +92,12 @@ def _create_reader(config: DataConfig, split: str, report: CorruptReport, traini
     if config.in_memory or (config.in_memory is None and _is_embedded(config) and config.augment is None):
         transform = _transform(config, training, mean, std, normalise=False)
         return MemoryReader(source, mode, transform, mean, std, report)
-    # A corrupt training sample is replaced, so that every process keeps its number of full batches.
+    # Training replaces corrupt samples, so that all processes keep the same number of full batches.
     return ImageReader(source, mode, _transform(config, training, mean, std), replace=training)
 
 
 def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
-    """Warn where images of the wanted size would be enlarged and lose their margins, judged by the first one."""
+    """Warn if the first image already has the target size, because the evaluation crop would then cut its margins."""
     if _crop_pct(config) == 1:
         return
     try:
@@ -113,7 +107,7 @@ def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
     if size == (config.image_size, config.image_size):
         warnings.warn(
             f"images of {config.source!r} have data.image_size={config.image_size} already: "
-            f"data.crop_pct={config.crop_pct:g} enlarges them and crops their margins; set it to 1 to take them whole",
+            f"data.crop_pct={config.crop_pct:g} enlarges them and crops their margins; set it to 1 to avoid that",
             stacklevel=2,
         )
 
@@ -123,25 +117,25 @@ def _create_source(config: DataConfig, split: str, report: CorruptReport) -> Lab
     from mmod.data.readers.shards import CLASS, ShardSource, label_map
     from mmod.data.readers.timm import TimmSource
 
-    kind, _, rest = config.source.partition(":")
+    source, _, argument = config.source.partition(":")
     target = CLASS if config.label_patch is None else label_map(config.label_patch)
     if _is_embedded(config):
-        difficulty = rest or "default"
-        side = _SETS[kind].config(difficulty).canvas
+        difficulty = argument or "default"
+        side = _SETS[source].config(difficulty).canvas
         if config.image_size > side:
-            raise ValueError(f"image_size={config.image_size}: images of {difficulty!r} {kind} have {side} pixels")
-        return ShardSource(_SETS[kind].locate(f"{kind}:{difficulty}/{split}", config.root), report, target=target)
-    if kind == "shards":
-        if "{split}" not in rest:
+            raise ValueError(f"image_size={config.image_size} exceeds the {side} pixels of {difficulty!r} {source}")
+        return ShardSource(_SETS[source].locate(f"{source}:{difficulty}/{split}", config.root), report, target=target)
+    if source == "shards":
+        if "{split}" not in argument:
             raise ValueError(
-                f"source={config.source!r} must contain '{{split}}', which stands for train_split or val_split"
+                f"source={config.source!r} must contain '{{split}}', which is replaced by train_split or val_split"
             )
-        shards = rest.replace("{split}", split)
+        shards = argument.replace("{split}", split)
         return ShardSource(shards, report, cache=config.root, progress=True, target=target)
-    if kind == "maps":
+    if source == "maps":
         assert config.root is not None
         assert config.label_patch is not None
-        return MapSource(config.root, split, int(rest), config.label_patch)
+        return MapSource(config.root, split, int(argument), config.label_patch)
     return TimmSource(config.source, config.root, split, config.options, config.train_split)
 
 
@@ -150,7 +144,7 @@ def _is_embedded(config: DataConfig) -> bool:
 
 
 def normalisation(config: DataConfig) -> tuple[Tensor, Tensor]:
-    """Return the mean and standard deviation that images are normalised with, one number a channel."""
+    """Return the mean and standard deviation of the normalisation, per channel (C)."""
     from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
     if _is_embedded(config):
@@ -179,9 +173,9 @@ def _transform(config: DataConfig, training: bool, mean: Tensor, std: Tensor, no
         return create_transform(is_training=augment is not None, **common, **chosen)
     except (KeyError, AssertionError, ValueError) as error:
         texts = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if isinstance(value, str))
-        raise ValueError(f"timm makes no transform with {texts}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"timm creates no transform with {texts}: {type(error).__name__}: {error}") from error
 
 
 def _crop_pct(config: DataConfig) -> float:
-    # Label maps stay as they are, and so must what they belong to.
+    # Label maps are not cropped, so their images must not be cropped either.
     return 1.0 if _is_embedded(config) or config.label_patch is not None else config.crop_pct

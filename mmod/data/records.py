@@ -1,7 +1,7 @@
-"""Conversations in LLaVA's format: what a record may be, and files of them.
+"""Conversations in LLaVA's JSON format: validation of records, and reading of files.
 
-A record has an `id`, an `image` (a path, a list of several, or none), and `conversations`: what "human" and "gpt" say
-in turn, with `<image>` where each image stands.
+A record has an `id`, an `image` (a path, a list of paths, or none) and `conversations`: alternating messages of "human"
+and "gpt", with `<image>` as the placeholder of an image.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mmod.io.files import DuplicateKeyError, check_regular, parse_json
 from mmod.values import brief
 
 IMAGE = "<image>"
-"""What stands in a text where an image does."""
+"""Placeholder of an image in a text."""
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -26,7 +26,7 @@ class Message(NamedTuple):
 
     Attributes:
         role: "system", "user" or "assistant".
-        text: Its words, with `<image>` where an image stands.
+        text: The text, with `<image>` placeholders.
     """
 
     role: str
@@ -35,32 +35,29 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class BrokenLine:
-    """A line of a `.jsonl` file that is no JSON, or a record that names a key twice.
+    """A line of a `.jsonl` file that is no JSON, or a record with a duplicate key.
 
     Args:
-        reason: What is wrong with it, and in which line.
+        reason: The error and the line.
     """
 
     reason: str
 
 
 def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
-    """Check a record in LLaVA's format.
+    """Check a record in LLaVA's format and return its messages, with the role names of chat templates.
 
     Args:
         record: The JSON value, or a `BrokenLine`.
-        images: How many images it has, where the record itself does not say.
-
-    Returns:
-        What is said, by chat templates' names of the roles.
+        images: Number of images; None reads it from the record.
 
     Raises:
-        ValueError: If it is a broken line, or has no conversation, an unknown role, roles out of turn, an empty
-            message or one without a form in UTF-8, or another number of `<image>` than of images.
+        ValueError: The record is a broken line or has no conversation, an unknown role, roles out of turn, an empty
+            message, text that UTF-8 cannot encode, or a different number of `<image>` and images.
 
     Example:
-        >>> said = [{"from": "human", "value": "<image>\\nWhat?"}, {"from": "gpt", "value": "A cat."}]
-        >>> check_record({"id": "1", "image": "1.jpg", "conversations": said})[0].role
+        >>> turns = [{"from": "human", "value": "<image>\\nWhat?"}, {"from": "gpt", "value": "A cat."}]
+        >>> check_record({"id": "1", "image": "1.jpg", "conversations": turns})[0].role
         'user'
     """
     if isinstance(record, BrokenLine):
@@ -77,9 +74,9 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
         raise ValueError(f"{IMAGE} outside a question")
     kinds = record.get("kinds") or []
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise ValueError(f"`kinds` must be a list of words, got {brief(kinds)}")
+        raise ValueError(f"`kinds` must be a list of strings, got {brief(kinds)}")
     if kinds and len(kinds) != sum(message.role == "user" for message in messages):
-        raise ValueError(f"{len(kinds)} kinds for another number of questions")
+        raise ValueError(f"`kinds` has {len(kinds)} entries, which must be one per question")
     return tuple(messages)
 
 
@@ -111,13 +108,10 @@ def _check_turns(messages: list[Message]) -> None:
 
 
 def image_names(record: Mapping[str, Any]) -> list[str]:
-    """Return the image paths that a record names.
-
-    Args:
-        record: A record in LLaVA's format.
+    """Return the image paths of a record.
 
     Raises:
-        ValueError: If `image` is neither a path nor a list of paths.
+        ValueError: `image` is neither a path nor a list of paths.
     """
     names = record.get("image")
     if names is None or isinstance(names, str):
@@ -128,17 +122,14 @@ def image_names(record: Mapping[str, Any]) -> list[str]:
 
 
 def read_records(path: Path) -> list[Any]:
-    """Read the records of a `.json` file, which holds a list, or of a `.jsonl` file, which holds one a line.
-
-    Args:
-        path: The file.
+    """Read the records of a `.json` file (a list) or a `.jsonl` file (one record per line).
 
     Returns:
-        A JSON value for each record, or a `BrokenLine`.
+        A JSON value or a `BrokenLine` for each record.
 
     Raises:
-        FileNotFoundError: If it is not there.
-        ValueError: If it is no regular file, no JSON, or no list.
+        FileNotFoundError: The file does not exist.
+        ValueError: It is no regular file, no JSON, or no list.
     """
     check_regular(path)
     if path.suffix == ".jsonl":

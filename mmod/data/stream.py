@@ -1,4 +1,4 @@
-"""The stream behind every source: which samples make up a batch, and how a batch is read."""
+"""Streams of batches: the order of samples, and the readers of batches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mmod.data.readers.source import ImageSource, UnreadableSampleError
 
 
 class Batch(NamedTuple):
-    """One batch and the faults met while it was read.
+    """One batch, and the faults of its samples.
 
     Attributes:
-        images: Normalised images, float32, (B, C, H, W), or the tokens of a text, int64, (B, L).
-        labels: Classes, int64, (B,) or (B, N) of N patches each, or the captions' tokens or those that follow each
-            token of a text, int64, (B, L).
+        images: Normalised images, float32, (B, C, H, W); for text, tokens, int64, (B, L).
+        labels: Classes, int64, (B,), or (B, N) for N patches; caption tokens, int64, (B, L); for text, next tokens,
+            int64, (B, L).
         faults: The samples that could not be read.
     """
 
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
 
 class BatchReader(Protocol):
-    """Reads a batch, given its samples' numbers and seeds."""
+    """Reads batches by sample indices."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -44,30 +44,27 @@ class BatchReader(Protocol):
         """Read one batch.
 
         Args:
-            indices: Numbers of the samples, (B,).
-            seeds: Seed of the stream and number of the epoch.
-
-        Returns:
-            The batch.
+            indices: Indices of the samples, (B,).
+            seeds: Seed of the stream, and the epoch.
         """
         ...
 
 
 def _class_numbers(labels: list[Any]) -> Tensor:
-    """Return class numbers, one for each image or for each patch of each, as a tensor."""
+    """Return classes, per image or per patch, as a tensor."""
     return torch.tensor(labels, dtype=torch.int64)
 
 
 @dataclass(eq=False)
 class ImageReader:
-    """Decodes and transforms the samples of a source, each with its own random state.
+    """Decodes and transforms the samples of a source, with one augmentation seed per sample.
 
     Args:
-        source: Where samples come from.
+        source: The samples.
         mode: PIL mode, "L" or "RGB".
-        transform: From a PIL image to a tensor (C, H, W), drawing from the global random states if at all.
-        replace: Put the next readable sample in the place of an unreadable one, instead of leaving it out.
-        collate: From the classes or captions of a batch to a tensor whose first axis is the batch.
+        transform: From a PIL image to a tensor (C, H, W); may draw from the global random states.
+        replace: Replace an unreadable sample by the next readable one, instead of leaving it out.
+        collate: From the classes or captions of a batch to a tensor (B, ...).
     """
 
     source: ImageSource
@@ -85,11 +82,11 @@ class ImageReader:
         images, labels = [], []
         with _kept_random_state():
             for index in indices.tolist():
-                found = self._read_one(index, faults)
-                if found is None:
+                sample = self._read_one(index, faults)
+                if sample is None:
                     continue
-                image, label = found
-                # By the place in the order, not by the sample that filled it: a replaced one differs from its twin.
+                image, label = sample
+                # Seeded by the requested index, so a replacement differs from the same sample at its regular index.
                 _seed_all(*seeds, index)
                 images.append(self.transform(image))
                 labels.append(label)
@@ -107,18 +104,18 @@ class ImageReader:
 
 
 class MemoryReader:
-    """Holds the decoded images of a source and normalises whole batches at once.
+    """Holds the decoded images of a source in memory, and normalises per batch.
 
     Args:
-        source: Where samples come from; all are read here, and unreadable ones left out.
+        source: The samples; all are read here, and unreadable ones left out.
         mode: PIL mode, "L" or "RGB".
         transform: From a PIL image to a uint8 tensor (C, H, W).
-        mean: Mean of each channel on the scale of 0 to 1, (C,).
-        std: Standard deviation of each channel on that scale, (C,).
-        report: Where unreadable samples are counted.
+        mean: Mean per channel, in [0, 1], (C,).
+        std: Standard deviation per channel on that scale, (C,).
+        report: Counts unreadable samples.
 
     Raises:
-        CorruptDataError: If a sample cannot be read, unless the report says "skip", or if none can.
+        CorruptDataError: A sample cannot be read, unless the report says "skip"; or no sample can be read.
     """
 
     def __init__(
@@ -158,26 +155,26 @@ class MemoryReader:
 class BatchStream:
     """The batches of one process.
 
-    In training every epoch has its own order, of full batches only: the fewer than `batch_size * world` samples at its
-    end wait for another epoch. The processes' batches of one step are neighbours in the order. In evaluation process
-    `rank` reads samples `rank, rank + world, ...` in order; the last batch may be smaller, and the processes may differ
-    by one in their number of batches.
+    In training every epoch is a new permutation, cut into full batches; the remaining samples, fewer than
+    `batch_size * world`, are dropped in this epoch. The processes' batches of one step are adjacent in the permutation.
+    In evaluation process `rank` reads samples `rank, rank + world, ...` in order. The last batch may be smaller, and
+    the processes may differ by one batch.
 
     Args:
         reader: Reads batches.
-        report: Where unreadable samples are counted.
-        config: `batch_size` of one process, `workers` and `pin_memory`.
-        place: Number of this process and number of processes.
-        seed: Seed of the order of training; None reads every sample once, in order.
-        name: What is read, for messages.
+        report: Counts unreadable samples.
+        config: `batch_size` per process, `workers` and `pin_memory`.
+        place: Rank and world size.
+        seed: Seed of the training order; None reads every sample once, in order.
+        name: Name of the source, for messages.
 
     Attributes:
-        steps_per_epoch: Batches in an epoch.
-        num_samples: Samples of the whole source, over all processes.
-        report: What could not be read so far.
+        steps_per_epoch: Batches per epoch.
+        num_samples: Samples of the source, over all processes.
+        report: Counts unreadable samples.
 
     Raises:
-        ValueError: If the process has no place, or there are too few samples for one batch of each process.
+        ValueError: The rank is out of range, or there are too few samples for one batch per process.
     """
 
     def __init__(
@@ -207,38 +204,37 @@ class BatchStream:
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over the batches of an epoch.
 
-        `batches(e, s)` equals `batches(e)` without its first `s` batches, whatever the number of workers; the
-        batches left out are not read, and the caller's random state is neither used nor changed.
+        `batches(e, s)` equals `batches(e)` without its first `s` batches, for any number of workers. The first batches
+        are not read, and the caller's random state is neither used nor changed.
 
         Args:
-            epoch: Number of the epoch, from 0.
+            epoch: The epoch, from 0.
             start: First batch.
 
         Yields:
-            Normalised images, float32, (B, C, H, W), and classes, int64, (B,) or (B, N), or tokens, int64, (B, L); of
-            a text, tokens and what follows each of them.
+            Images and labels, see `Batch`.
 
         Raises:
-            ValueError: If the epoch is negative or has no batch `start`.
-            CorruptDataError: If a sample cannot be read, unless the report says "skip", or if no sample of a
-                batch can.
+            ValueError: The epoch is negative or has no batch `start`.
+            CorruptDataError: A sample cannot be read, unless the report says "skip"; or no sample of a batch can be
+                read.
         """
         if epoch < 0 or not 0 <= start <= self.steps_per_epoch:
             raise ValueError(f"epoch={epoch} must be >= 0 and start={start} in [0, {self.steps_per_epoch}]")
         yield from _checked(self._load(self._order(epoch)[start:], (self.seed or 0, epoch)), self.report)
 
     def _order(self, epoch: int) -> list[np.ndarray]:
-        """Numbers of the samples of each of this process's batches."""
+        """Return the sample indices of this process's batches."""
         if self.seed is None:
             mine = np.arange(self.rank, self.num_samples, self.world)
             return [mine[first : first + self.batch_size] for first in range(0, len(mine), self.batch_size)]
         order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
         steps = self.num_samples // (self.batch_size * self.world)
-        whole = order[: steps * self.world * self.batch_size]
-        return list(whole.reshape(steps, self.world, self.batch_size)[:, self.rank])
+        full = order[: steps * self.world * self.batch_size]
+        return list(full.reshape(steps, self.world, self.batch_size)[:, self.rank])
 
     def _load(self, order: list[np.ndarray], seeds: tuple[int, int]) -> Iterator[Batch]:
-        # A generator of its own, because the loader would draw from the global one.
+        # An explicit generator, because the loader would otherwise draw from the global one.
         return iter(
             DataLoader(
                 _Batches(self.reader, seeds),
@@ -253,7 +249,7 @@ class BatchStream:
 
 
 class _Batches(Dataset):
-    """A reader as a data set whose items are whole batches."""
+    """A reader as a data set whose items are batches."""
 
     def __init__(self, reader: BatchReader, seeds: tuple[int, int]):
         self.reader = reader
@@ -264,7 +260,7 @@ class _Batches(Dataset):
 
 
 def _checked(batches: Iterator[Batch], report: CorruptReport) -> Iterator[tuple[Tensor, Tensor]]:
-    """Count the faults of each batch, and pass on its tensors."""
+    """Count the faults of the batches, and yield their tensors."""
     while True:
         with original_errors():
             batch = next(batches, None)
@@ -277,7 +273,7 @@ def _checked(batches: Iterator[Batch], report: CorruptReport) -> Iterator[tuple[
 
 
 def _unchanged(batch: Any) -> Any:
-    """Return a batch that its reader has collated already."""
+    """Return a batch unchanged: the reader has collated it."""
     return batch
 
 
@@ -292,7 +288,7 @@ def _seed_all(*seeds: int) -> None:
 
 @contextlib.contextmanager
 def _kept_random_state() -> Iterator[None]:
-    """Leave the random states of Python, NumPy and torch's CPU generator as they were."""
+    """Restore the random states of Python, NumPy and torch's CPU generator on exit."""
     state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
     try:
         yield

@@ -1,4 +1,4 @@
-"""Parts of a source whose samples are spread over its classes."""
+"""Class-balanced subsets of a source."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["LabelledSource", "Subset", "spread"]
 
 
 class LabelledSource(ImageSource, Protocol):
-    """A source that knows the classes of its samples without decoding their images."""
+    """A source that returns the classes of its samples without decoding images."""
 
     def labels(self) -> Sequence[int]:
-        """Return the class of each sample; -1 where it has several or none that can be read."""
+        """Return the class of each sample; -1 for several classes or an unreadable one."""
         ...
 
 
 class Subset:
-    """Some samples of a source, spread evenly over its classes.
+    """A class-balanced subset of a source.
 
     Args:
         source: The source.
-        count: Samples to take; all where it has no more.
+        count: Size of the subset, at most that of the source.
     """
 
     def __init__(self, source: LabelledSource, count: int) -> None:
@@ -42,15 +42,15 @@ class Subset:
 
 
 def spread(labels: Sequence[int], count: int, seed: int = 0) -> np.ndarray:
-    """Choose samples at random, of every class as many as of any other while it has them.
+    """Draw a class-balanced random subset: equally many samples per class, as long as a class has more.
 
     Args:
         labels: Class of each sample.
-        count: Samples to choose; all where there are no more.
+        count: Size of the subset.
         seed: Seed of the draw.
 
     Returns:
-        Numbers of the chosen samples, in rising order.
+        Indices of the drawn samples, ascending.
 
     Example:
         >>> labels = [0] * 8 + [1, 2]
@@ -60,7 +60,7 @@ def spread(labels: Sequence[int], count: int, seed: int = 0) -> np.ndarray:
     classes = np.asarray(labels)
     order = np.random.default_rng(seed).permutation(len(classes))
     order = order[np.argsort(classes[order], kind="stable")]
-    # The place of each sample within its class: the first of every class come before the second of any.
+    # Rank of each sample within its class. Sorted by rank, the first samples of all classes precede all second ones.
     first = np.searchsorted(classes[order], classes[order])
     rank = np.empty(len(classes), np.int64)
     rank[order] = np.arange(len(classes)) - first

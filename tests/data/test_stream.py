@@ -252,7 +252,7 @@ def test_shards_with_any_number_of_workers(digits):
     ("change", "message"),
     [
         ({"source": "digits:huge"}, "'huge' of cluttered digits is unknown; valid: default, tiny, aligned"),
-        ({"source": "digits:tiny", "image_size": 64}, "image_size=64: images of 'tiny' digits have 32 pixels"),
+        ({"source": "digits:tiny", "image_size": 64}, "image_size=64 exceeds the 32 pixels of 'tiny' digits"),
         ({"source": "digits:tiny", "train_split": "training"}, "must be digits:DIFFICULTY/SPLIT with a split of train"),
         ({"source": "shards:/nowhere/a.tar"}, r"must contain '\{split\}'"),
         ({"source": "shards:/nowhere/{split}-{00..03}.tar"}, "no shard matches '/nowhere/train-00.tar'"),

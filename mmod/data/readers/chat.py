@@ -1,4 +1,4 @@
-"""Conversations become batches: a chat template, a processor, and labels on the answers alone.
+"""Batches of conversations: chat template, processor, and labels on the answers.
 
 Axes: B samples, N tokens.
 """
@@ -15,24 +15,24 @@ from mmod.data.readers.conversations import ChatSample, Protected
 from mmod.data.records import IMAGE, Message
 
 IGNORED = -100
-"""Label of a token that no loss is taken of."""
+"""Label of tokens without a loss."""
 
 
 class ChatCollator:
-    """Makes training batches of conversations: inputs of the model, padded on the right, and `labels`.
+    """Collates conversations into training batches: model inputs, padded on the right, and `labels`.
 
-    A label stands where the assistant speaks, its end-of-turn mark included; that is what the template adds when the
-    answer is appended to a prompt that asks for it.
+    Labels cover the assistant's answers and their end-of-turn tokens: the text that the template adds when the answer
+    is appended to a prompt.
 
     Args:
         processor: A transformers processor with a fast tokenizer and a chat template.
-        max_length: Longest sequence in tokens; longer ones are cut on the right. None for no limit.
-        packed: Put the samples of a batch into one row without padding; positions start anew with each, by which models
-            of transformers keep them apart.
-        protected: Tokens that no routed layer may skip in training, see `ConversationsConfig`.
+        max_length: Maximum sequence length in tokens; longer ones are truncated on the right. None for no limit.
+        packed: Pack the samples of a batch into one row without padding. Positions restart at each sample, by which
+            transformers models separate them.
+        protected: Tokens that no routed layer skips in training, see `ConversationsConfig`.
 
     Raises:
-        ValueError: If the processor has no chat template, no fast tokenizer or no image token.
+        ValueError: The processor has no chat template, fast tokenizer or image token.
     """
 
     def __init__(
@@ -40,13 +40,11 @@ class ChatCollator:
     ) -> None:
         tokenizer = getattr(processor, "tokenizer", None)
         if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(
-                f"{type(processor).__name__} has no fast tokenizer, which says where each token comes from"
-            )
+            raise ValueError(f"{type(processor).__name__} has no fast tokenizer, which is needed to locate the answers")
         if not getattr(processor, "chat_template", None):
             raise ValueError(f"{type(processor).__name__} has no chat template")
         if getattr(processor, "image_token_id", None) is None:
-            raise ValueError(f"{type(processor).__name__} names no image_token_id")
+            raise ValueError(f"{type(processor).__name__} has no image_token_id")
         self.processor = processor
         self.max_length = max_length
         self.packed = packed
@@ -55,16 +53,13 @@ class ChatCollator:
     def __call__(self, chats: Sequence[ChatSample]) -> dict[str, Any]:
         """Encode a batch.
 
-        Args:
-            chats: The conversations.
-
         Returns:
-            What the processor returns, `labels` (B, N) and, where tokens are protected, `protected_mask` (B, N).
-            Packed, these, `input_ids` and `position_ids` are of one row, and there is no `attention_mask`.
+            The processor's output, `labels` (B, N), and `protected_mask` (B, N) if tokens are protected. Packed batches
+            have one row, `position_ids`, and no `attention_mask`.
 
         Raises:
-            ValueError: If a template rewrites what was said before, a processor writes an image in other tokens than
-                the image's, or `max_length` leaves an image or all answers out.
+            ValueError: The template changes earlier turns, the processor expands an image to other tokens than its
+                image token, or `max_length` cuts off an image or all answers.
         """
         texts = [self._render(chat.messages) for chat in chats]
         spans = [self._answers(text, chat) for text, chat in zip(texts, chats)]
@@ -73,8 +68,8 @@ class ChatCollator:
         for row, (text, chat, answers) in enumerate(zip(texts, chats, spans)):
             mask_N = batch["attention_mask"][row].bool()
             ids = batch["input_ids"][row][mask_N]
-            said = self._is_answer(text, chat, answers, ids)
-            labels_BN[row, mask_N] = torch.where(said, ids, IGNORED)
+            is_answer = self._is_answer(text, chat, answers, ids)
+            labels_BN[row, mask_N] = torch.where(is_answer, ids, IGNORED)
         batch["labels"] = labels_BN
         if self.protected is not None:
             text_BN = batch["attention_mask"].bool() & (batch["input_ids"] != self.processor.image_token_id)
@@ -84,17 +79,17 @@ class ChatCollator:
         return _pack(batch) if self.packed else batch
 
     def prompts(self, chats: Sequence[ChatSample]) -> dict[str, Tensor]:
-        """Encode conversations up to the last answer, padded on the left, as `generate` wants them."""
+        """Encode conversations up to the last answer, padded on the left for `generate`."""
         texts = [self._render(chat.messages[:-1], ask=True) for chat in chats]
         return self._process(texts, chats, "left")
 
     def _render(self, messages: Sequence[Message], ask: bool = False) -> str:
-        said = [{"role": message.role, "content": _content(message)} for message in messages]
-        text: str = self.processor.apply_chat_template(said, tokenize=False, add_generation_prompt=ask)
+        turns = [{"role": message.role, "content": _content(message)} for message in messages]
+        text: str = self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask)
         return text
 
     def _answers(self, text: str, chat: ChatSample) -> list[tuple[int, int]]:
-        """Return where in the rendered text each answer starts and ends."""
+        """Return start and end of each answer in the rendered text."""
         spans = []
         for place, message in enumerate(chat.messages):
             if message.role != "assistant":
@@ -119,28 +114,28 @@ class ChatCollator:
         return dict(batch)
 
     def _adds_special(self, text: str) -> bool:
-        """Whether the tokenizer must add its first token, because the template has not."""
+        """Return whether the tokenizer must add its first token, because the template does not."""
         first = self.processor.tokenizer.bos_token
         return first is None or not text.startswith(first)
 
     def _is_answer(self, text: str, chat: ChatSample, answers: list[tuple[int, int]], ids_N: Tensor) -> Tensor:
-        """Return True where a token of the processed text belongs to an answer (N)."""
+        """Return the mask of tokens of the processed text that belong to an answer (N)."""
         image = self.processor.image_token_id
         plain = self.processor.tokenizer(
             text, return_offsets_mapping=True, add_special_tokens=self._adds_special(text), return_attention_mask=False
         )
         tokens = torch.tensor(plain["input_ids"])
-        said = torch.tensor(
+        in_answer = torch.tensor(
             [any(start <= first and last <= end and first < last for start, end in answers)
              for first, last in plain["offset_mapping"]]
         )  # fmt: skip
         if not torch.equal(tokens[tokens != image], ids_N[ids_N != image]):
             raise ValueError(
-                f"{type(self.processor).__name__} writes more than image tokens in the place of an image, as in "
-                f"{chat.key!r}: labels cannot be placed"
+                f"{type(self.processor).__name__} expands an image to other tokens than its image token in "
+                f"{chat.key!r}: labels cannot be located"
             )
         is_answer_N = torch.zeros_like(ids_N, dtype=torch.bool)
-        is_answer_N[ids_N != image] = said[tokens != image]
+        is_answer_N[ids_N != image] = in_answer[tokens != image]
         return is_answer_N
 
     def _cut(self, batch: dict[str, Tensor], chats: Sequence[ChatSample]) -> dict[str, Tensor]:
@@ -149,7 +144,7 @@ class ChatCollator:
             over = batch["input_ids"][:, self.max_length :] == self.processor.image_token_id
             if over.any():
                 key = chats[int(over.any(1).nonzero()[0])].key
-                raise ValueError(f"max_length={self.max_length} cuts an image off in {key!r}; give more")
+                raise ValueError(f"max_length={self.max_length} cuts off an image in {key!r}: increase it")
             batch = {
                 name: value[:, : self.max_length] if value.ndim == 2 and value.shape[1] == length else value
                 for name, value in batch.items()
@@ -161,20 +156,20 @@ class ChatCollator:
 
 
 def _pack(batch: dict[str, Any]) -> dict[str, Any]:
-    """Join the rows of a padded batch without their padding."""
+    """Join the rows of a padded batch into one, without padding."""
     if "image_grid_thw" in batch:
-        raise ValueError("samples of Qwen-VL models cannot be packed: their positions are worked out row by row")
+        raise ValueError("samples of Qwen-VL models cannot be packed: the model computes their positions per row")
     mask_BN = batch.pop("attention_mask").bool()
     position_BN = torch.arange(mask_BN.shape[1]).expand_as(mask_BN)
     for name, value in {**batch, "position_ids": position_BN}.items():
         if value.shape == mask_BN.shape:
             batch[name] = value[mask_BN].unsqueeze(0)
-    # With a cache, positions that start anew would be overlooked, and samples would see each other.
+    # With a cache, transformers ignores that positions restart, and samples would attend to each other.
     return {**batch, "use_cache": False}
 
 
 def _content(message: Message) -> list[dict[str, str]]:
-    """Split a message at its images, as chat templates want it."""
+    """Split a message at its images, in the format of chat templates."""
     content: list[dict[str, str]] = []
     for place, words in enumerate(message.text.split(IMAGE)):
         if place:

@@ -1,6 +1,6 @@
-"""Image conversations in LLaVA's format: read from JSON files or webdataset shards, checked before the first step.
+"""Image conversations in LLaVA's format, from JSON files or webdataset shards.
 
-When a source is opened, every record is checked and every image file found; images are decoded when a conversation is
+Opening a source checks every record and the existence of every image file. Images are decoded when a conversation is
 read.
 """
 
@@ -27,7 +27,7 @@ from mmod.io.progress import progress_bar
 from mmod.values import check_fields
 
 Protected = Literal["question", "conversation"]
-"""Which text is protected in training: all but the answers, or all."""
+"""Text that is protected in training: all but the answers, or all."""
 
 
 class ChatSample(NamedTuple):
@@ -35,9 +35,9 @@ class ChatSample(NamedTuple):
 
     Attributes:
         key: Its `id`.
-        messages: What is said, from the first question to the last answer.
-        images: The decoded images, in the order in which they are spoken of.
-        kinds: Kind of each question; empty where the data names none.
+        messages: The messages, from the first question to the last answer.
+        images: The decoded images, in order of their placeholders.
+        kinds: Type of each question; empty if the data names none.
     """
 
     key: str
@@ -46,8 +46,8 @@ class ChatSample(NamedTuple):
     kinds: tuple[str, ...] = ()
 
     @property
-    def kind(self) -> str:
-        """Kind of the last question, or "all" where the data names none."""
+    def question_type(self) -> str:
+        """Type of the last question; "all" if the data names none."""
         return self.kinds[-1] if self.kinds else "all"
 
     @property
@@ -61,23 +61,23 @@ class ConversationsConfig:
     """Config of a data set of conversations.
 
     Args:
-        train: Conversations to train on: a `.json` or `.jsonl` file in LLaVA's format, webdataset shards by brace range
-            or glob (`.tar`), or `questions:DIFFICULTY/SPLIT`, the embedded set, built where it is not there.
-        val: Conversations to evaluate on, given alike; their last questions are asked. None for no evaluation.
-        images: Folder that the image paths of a JSON file are relative to; by default the one the file lies in.
-        follow_links: Also read image files outside of that folder to which symbolic links in it lead.
-        root: Folder of the embedded set (`runs/data/cluttered-questions-DIFFICULTY` by default).
-        max_length: Longest sequence in tokens, image tokens included; what a conversation says beyond is cut off. None
+        train: Training conversations: a `.json` or `.jsonl` file in LLaVA's format, webdataset shards (`.tar`) by brace
+            range or glob, or `questions:DIFFICULTY/SPLIT`, the embedded set, built on demand.
+        val: Evaluation conversations, in the same form; the model answers the last question. None for no evaluation.
+        images: Folder that image paths of a JSON file are relative to; by default the folder of the file.
+        follow_links: Also read images outside that folder that symbolic links in it point to.
+        root: Folder of the embedded set (default `runs/data/cluttered-questions-DIFFICULTY`).
+        max_length: Maximum sequence length in tokens, image tokens included; longer conversations are truncated. None
             for no limit.
-        packed: Put the conversations of a training batch into one row instead of padding them to the longest.
-        protected: Masked routing learning: text that no routed layer may skip in training. "question" is all text but
-            the answers, what the template writes around it included; "conversation" is all text; None lets the router
-            choose among the whole sequence. It needs a language model routed with `tokens: all`.
-        on_corrupt: "raise" stops at a record or shard with a fault, or a missing image file, when the source is opened;
-            "skip" counts it and goes on without. An image that cannot be decoded later always stops.
+        packed: Pack the conversations of a training batch into one row, instead of padding them.
+        protected: Masked routing learning: text that no routed layer skips in training. "question" is all text but the
+            answers, including the template's; "conversation" is all text; None protects nothing. Needs a language model
+            routed with `tokens: all`.
+        on_corrupt: When the source is opened, "raise" stops at an invalid record or shard or a missing image file;
+            "skip" counts it and leaves it out. An image that cannot be decoded later always stops.
 
     Raises:
-        ValueError: If a value is out of range.
+        ValueError: A value is out of range.
     """
 
     train: str = "questions:default/train"
@@ -95,14 +95,14 @@ class ConversationsConfig:
 
 
 class ChatDataset:
-    """Checked conversations by number, in any order and from any process.
+    """Checked conversations, with random access from any process.
 
     Args:
-        rows: For each conversation: `key`, `messages`, `kinds`, and `images` as a path or as shard, offset and size.
-        report: What was left out.
+        rows: `key`, `messages`, `kinds` and `images` per conversation; an image is a path, or [shard, offset, size].
+        report: The records left out.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: There is no conversation.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], report: CorruptReport) -> None:
@@ -114,7 +114,7 @@ class ChatDataset:
             raise ValueError("no conversation is left")
         self.report = report
         self.images, self.letters = np.array(counts, np.int64).T
-        # One block of bytes, because worker processes share its memory; a list would be copied by reference counts.
+        # One array: worker processes share its memory, while reference counting would copy a list to each.
         self._ends = np.cumsum([0, *map(len, lines)])
         self._lines = np.frombuffer(b"".join(lines), np.uint8)
 
@@ -126,49 +126,48 @@ class ChatDataset:
         """Read one conversation and decode its images.
 
         Raises:
-            CorruptDataError: If an image cannot be decoded; `scripts/convert_conversations.py` finds all such.
+            CorruptDataError: An image cannot be decoded; `scripts/convert_conversations.py` lists all such images.
         """
         row = self.record(index)
         images = tuple(_open_image(place, row["key"]) for place in row["images"])
-        return ChatSample(row["key"], tuple(Message(*said) for said in row["messages"]), images, tuple(row["kinds"]))
+        return ChatSample(
+            row["key"], tuple(Message(*message) for message in row["messages"]), images, tuple(row["kinds"])
+        )
 
     def record(self, index: int) -> dict[str, Any]:
-        """Return one conversation as JSON values, its images not decoded."""
+        """Return one conversation as JSON values, without decoding images."""
         if not 0 <= index < len(self):
             raise IndexError(f"conversation {index} of {len(self)}")
         record: dict[str, Any] = json.loads(self._lines[self._ends[index] : self._ends[index + 1]].tobytes())
         return record
 
     def turns(self) -> Iterator[tuple[str, str, str]]:
-        """Yield kind, question without its images, and answer of every turn."""
+        """Yield type, question without image placeholders, and answer of every turn."""
         for index in range(len(self)):
             row = self.record(index)
-            said = [" ".join(text.replace(IMAGE, " ").split()) for role, text in row["messages"] if role != "system"]
-            kinds = row["kinds"] or ["all"] * (len(said) // 2)
-            yield from zip(kinds, said[::2], said[1::2])
+            texts = [" ".join(text.replace(IMAGE, " ").split()) for role, text in row["messages"] if role != "system"]
+            kinds = row["kinds"] or ["all"] * (len(texts) // 2)
+            yield from zip(kinds, texts[::2], texts[1::2])
 
 
 def open_conversations(source: str, config: ConversationsConfig | None = None, progress: bool = False) -> ChatDataset:
-    """Open a source, check every record of it and find every image file.
+    """Open a source, and check every record and the existence of every image file.
 
     Args:
-        source: What `ConversationsConfig.train` may be.
-        config: Where images are and what is done with faults.
+        source: See `ConversationsConfig.train`.
+        config: Folder of the images, and `on_corrupt`.
         progress: Show a progress bar.
 
-    Returns:
-        The conversations.
-
     Raises:
-        FileNotFoundError: If a file is not there.
-        ValueError: If the source is of no known kind or holds no conversation.
-        CorruptDataError: If a record or shard has a fault, or an image file is missing, unless `config.on_corrupt` is
+        FileNotFoundError: A file does not exist.
+        ValueError: The source has an unknown format or holds no conversation.
+        CorruptDataError: A record or shard is invalid or an image file is missing, unless `config.on_corrupt` is
             "skip".
 
     Example:
         >>> import tempfile
-        >>> found = open_conversations("questions:tiny/test", ConversationsConfig(root=tempfile.mkdtemp()))
-        >>> found[0].kind, found[0].messages[1].role, found[0].images[0].size
+        >>> chats = open_conversations("questions:tiny/test", ConversationsConfig(root=tempfile.mkdtemp()))
+        >>> chats[0].question_type, chats[0].messages[1].role, chats[0].images[0].size
         ('count', 'assistant', (32, 32))
     """
     config = config or ConversationsConfig()
@@ -207,15 +206,15 @@ def _read_shards(pattern: str, report: CorruptReport, progress: bool) -> Iterato
 
 
 def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, Any]:
-    """Make the row of a sample: its `.json`, and its images by name in order of their extensions' numbers."""
+    """Return the row of a sample: its `.json` member, and its images in order of the numbers in their extensions."""
     texts = members.get("json", [])
     if len(texts) != 1:
         raise ValueError(f"needs one .json member, has {len(texts)}")
     text = read_at(file, texts[0].offset_data, texts[0].size)
     record = parse_json(text, "the .json member")
-    images = {name: found for name, found in members.items() if name.rsplit(".", 1)[-1] in IMAGE_EXTENSIONS}
-    if any(len(found) != 1 for found in images.values()):
-        raise ValueError("two images of one name")
+    images = {name: entries for name, entries in members.items() if name.rsplit(".", 1)[-1] in IMAGE_EXTENSIONS}
+    if any(len(entries) != 1 for entries in images.values()):
+        raise ValueError("two images have the same name")
     ordered = sorted(images, key=lambda name: int(name.split(".")[0]) if name.split(".")[0].isdecimal() else 0)
     messages = check_record(record, len(images))
     places = [[file.name, images[name][0].offset_data, images[name][0].size] for name in ordered]

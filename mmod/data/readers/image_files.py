@@ -1,4 +1,4 @@
-"""Image files that a data set names by path: regular ones, and none outside the folder they are said to lie in."""
+"""Image files named by a data set: regular files inside one folder only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mmod.io.files import check_regular
 
 
 class ImageFiles:
-    """The image files of a folder, by the paths that a data set gives for them.
+    """Image files of a folder, by the paths of a data set.
 
-    Folders are listed once, so that many files are found in the time of few requests to the disk.
+    Folders are listed once, which is much faster than one disk request per file.
 
     Args:
         folder: The folder.
-        follow_links: Also take files outside of the folder to which symbolic links in it lead.
+        follow_links: Also accept files outside the folder that symbolic links in it point to.
 
     Example:
         >>> import tempfile
@@ -36,20 +36,20 @@ class ImageFiles:
         self._listed: dict[str, frozenset[str]] = {}
 
     def locate(self, name: str) -> str:
-        """Return the path of an image that is a regular file in the folder.
+        """Return the path of an image, after checking that it is a regular file in the folder.
 
         Args:
-            name: Path relative to the folder, or an absolute one.
+            name: Path relative to the folder, or absolute.
 
         Raises:
-            UnusableError: If there is no such file.
+            UnusableError: There is no such file.
         """
         path = os.path.join(self.folder, name)
         parent, base = os.path.split(path)
         if parent not in self._listed:
             self._listed[parent] = self._list(parent)
         if base not in self._listed[parent]:
-            # A link, or something that is no sound file.
+            # A symbolic link, or no regular file.
             with _faults_of(path):
                 if not self._is_inside(path):
                     raise UnusableError("image outside the folder", f"{path} is not in {self.folder}")
@@ -60,12 +60,12 @@ class ImageFiles:
         """Read the bytes of an image.
 
         Raises:
-            UnusableError: If there is no such file, or it cannot be read.
+            UnusableError: There is no such file, or it cannot be read.
         """
         return read_image(self.locate(name))
 
     def _list(self, folder: str) -> frozenset[str]:
-        """Return the names of a folder's own files, which need no second look."""
+        """Return the names of the regular files of a folder inside the root; links are left out."""
         try:
             if not self._is_inside(folder):
                 return frozenset()
@@ -85,7 +85,7 @@ def read_image(path: str) -> bytes:
         path: The file; links are followed.
 
     Raises:
-        UnusableError: If there is no such file, it is longer than `MAX_BYTES`, or it cannot be read.
+        UnusableError: There is no such file, it exceeds `MAX_BYTES`, or it cannot be read.
     """
     with _faults_of(path):
         check_regular(path)
@@ -97,7 +97,7 @@ def read_image(path: str) -> bytes:
 
 @contextmanager
 def _faults_of(path: str) -> Iterator[None]:
-    """Turn what goes wrong with a file into one of a few reasons."""
+    """Turn errors of a file into `UnusableError`s with one of a few reasons."""
     try:
         yield
     except UnusableError:
@@ -105,6 +105,6 @@ def _faults_of(path: str) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UnusableError("image not found", path) from error
     except (OSError, ValueError) as error:
-        # The latter for names that no file can have, which errors leave out, and for what is no regular file.
+        # ValueError: a name that no file can have (such messages lack the path), or no regular file.
         details = str(error) if path in str(error) else f"{path!a}: {error}"
         raise UnusableError("image cannot be read", details) from error

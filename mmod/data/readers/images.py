@@ -1,6 +1,6 @@
-"""Encoded images: which are read, and how they become the 8-bit images that transforms take.
+"""Image formats, and decoding to 8 bits per channel.
 
-Every reader and every converter decodes here, so that an image which one of them calls sound is read by all.
+All readers and converters decode here, so they accept the same images.
 """
 
 from __future__ import annotations
@@ -21,39 +21,34 @@ EXTENSIONS = {
     "JPEG2000": ("jp2",),
     "AVIF": ("avif",),
 }
-"""Pillow's names of the formats that are read, and their extensions in shards, first the one that is written."""
+"""Supported formats by Pillow's name, with their extensions in shards; the first one is written."""
 IMAGE_EXTENSIONS = tuple(extension for extensions in EXTENSIONS.values() for extension in extensions)
 MAX_BYTES = 1 << 28
-"""Longest file or member of a shard that is read: Pillow's limit of pixels, 3 bytes each."""
+"""Maximum size of a file or shard member in bytes: Pillow's pixel limit at 3 bytes per pixel."""
 
-# Several photographs in one file, of which the first is a JPEG like any other.
+# MPO files hold several photographs; the first is a regular JPEG.
 _ALIASES = {"MPO": "JPEG"}
 _WHITE_IS_ZERO, _BITS_PER_SAMPLE, _PHOTOMETRIC = 0, 258, 262
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Decode an image completely, as it is stored.
+    """Decode an image completely, in its stored mode.
 
-    Formats beyond `EXTENSIONS` are not tried: for some of them Pillow starts other programs. Of an animation or of
-    several pages the first is taken. Pixels stay as they are stored: as in timm, torchvision and open_clip, an EXIF
-    orientation does not turn them.
+    Only the formats in `EXTENSIONS` are tried, because Pillow starts other programs for some formats. Of an animation
+    or a multi-page file the first image is read. As in timm, torchvision and open_clip, EXIF orientation is ignored.
 
     Args:
         data: The encoded file.
 
-    Returns:
-        The image, of any mode.
-
     Raises:
-        ValueError: If the bytes are no image that can be read to its end, or it has more pixels than twice Pillow's
-            `MAX_IMAGE_PIXELS`.
+        ValueError: The bytes cannot be decoded to the end, or have more than twice Pillow's `MAX_IMAGE_PIXELS`.
     """
     Image.init()
     try:
         image = Image.open(io.BytesIO(data), formats=[name for name in EXTENSIONS if name in Image.OPEN])
         image.load()
     except UnidentifiedImageError as error:
-        # Its own message names an address in memory, by which one fault met twice would count as two.
+        # Pillow's message contains a memory address, which would make equal faults count as different.
         reason = f"it is damaged or of none of the formats {', '.join(EXTENSIONS)}"
         raise ValueError(f"image of {len(data)} bytes cannot be decoded: {reason}") from error
     except Exception as error:
@@ -63,19 +58,16 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def convert_image(image: Image.Image, mode: str) -> Image.Image:
-    """Convert an image to 8 bits a channel.
+    """Convert an image to 8 bits per channel.
 
-    Of 16 bits the upper 8 are kept, as Pillow does in colour; in grey its own conversion makes all above 255 white.
+    Of 16 bits the upper 8 are kept, as Pillow does for colour. For grey, Pillow would turn all values above 255 white.
 
     Args:
         image: An image of any mode.
-        mode: PIL mode to convert to, "L" or "RGB".
-
-    Returns:
-        The image.
+        mode: PIL mode, "L" or "RGB".
 
     Raises:
-        ValueError: If the file does not state the range of the pixels (32-bit integers and floating-point numbers).
+        ValueError: The file does not state the range of the pixels (32-bit integers and floating-point numbers).
     """
     bits = _grey_bits(image)
     if bits is not None:
@@ -85,17 +77,14 @@ def convert_image(image: Image.Image, mode: str) -> Image.Image:
 
 
 def decode_image(data: bytes, mode: str) -> Image.Image:
-    """Decode an image completely, to 8 bits a channel.
+    """Decode an image completely, to 8 bits per channel.
 
     Args:
         data: The encoded file.
-        mode: PIL mode to convert to, "L" or "RGB".
-
-    Returns:
-        The image.
+        mode: PIL mode, "L" or "RGB".
 
     Raises:
-        ValueError: If the bytes are no image that can be read to its end and converted.
+        ValueError: The bytes cannot be decoded to the end or converted.
 
     Example:
         >>> file = io.BytesIO()
@@ -111,29 +100,29 @@ def decode_image(data: bytes, mode: str) -> Image.Image:
 
 
 def file_extension(image: Image.Image) -> str:
-    """Return the extension under which shards hold files of an opened image's format."""
+    """Return the extension in shards for the format of an opened image."""
     name = image.format or ""
     return EXTENSIONS[_ALIASES.get(name, name)][0]
 
 
 def is_deep(image: Image.Image) -> bool:
-    """Whether an image has more than 8 bits of grey, which few other readers scale."""
+    """Return whether an image has more than 8 bits of grey, which few other readers scale correctly."""
     return image.mode.startswith("I") or image.mode == "F"
 
 
 def _grey_bits(image: Image.Image) -> int | None:
-    """Return the bits of a pixel where Pillow's own conversion does not scale them."""
+    """Return the bits per pixel if Pillow's conversion does not scale them; None otherwise."""
     if not is_deep(image):
         return None
     # Pillow holds 16-bit PPM, and before version 11 PNG, as integers of 32 bits.
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         return _tag(image, _BITS_PER_SAMPLE, 16)
-    kind = "floating-point" if image.mode == "F" else "32-bit or signed"
-    raise ValueError(f"{kind} pixels, whose range the file does not state; save it with 8 or 16 bits")
+    pixel_type = "floating-point" if image.mode == "F" else "32-bit or signed"
+    raise ValueError(f"{pixel_type} pixels, whose range the file does not state; save it with 8 or 16 bits")
 
 
 def _is_inverted(image: Image.Image) -> bool:
-    # Pillow inverts such images itself where a pixel has up to 8 bits.
+    # TIFF photometric 0 means white is zero. Pillow inverts such images itself up to 8 bits.
     return _tag(image, _PHOTOMETRIC, 1) == _WHITE_IS_ZERO
 
 

@@ -1,4 +1,4 @@
-"""Photographs with label maps: images whose every pixel has a class."""
+"""Images with label maps, for dense prediction."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from mmod.data.readers.source import UnreadableSampleError
 class MapSource:
     """The images of `ROOT/images/SPLIT`, each with a map of the same name and size in `ROOT/labels/SPLIT`.
 
-    The middle square of both is taken and scaled to a common size. A map is a PNG file whose values, or whose numbers
-    in the palette, are classes.
+    Both are cropped to the central square and scaled. A map is a PNG file whose values or palette indices are classes.
 
     Args:
         root: The folder.
-        split: Its split.
-        side: Side of a square, in pixels.
-        patch: Side of the patches that have a class each, in pixels of the square; see `patch_classes`.
+        split: Name of the split.
+        side: Side of the square after scaling, in pixels.
+        patch: Side of a patch in the square, in pixels; see `patch_classes`.
 
     Raises:
-        ValueError: If a folder is missing, holds no image, or an image has no map.
+        ValueError: A folder is missing or holds no image, or an image has no map.
 
     Example:
         >>> import tempfile
@@ -45,7 +44,7 @@ class MapSource:
         images, labels = (Path(root) / folder / split for folder in ("images", "labels"))
         for folder in (images, labels):
             if not folder.is_dir():
-                raise ValueError(f"label maps need the folder {folder}, which there is not")
+                raise ValueError(f"label maps need the folder {folder}, which does not exist")
         known = {f".{extension}" for extension in IMAGE_EXTENSIONS}
         paths = sorted(path for path in images.iterdir() if path.suffix.lower() in known)
         if not paths:
@@ -69,8 +68,8 @@ class MapSource:
             image, labels = decode_image(read_image(str(path)), mode), open_image(read_image(str(map_path)))
             if labels.size != image.size or labels.mode not in ("L", "P"):
                 raise ValueError(
-                    f"the label map {map_path.name} is of {labels.width}x{labels.height} and mode {labels.mode}; it "
-                    f"must be of {image.width}x{image.height}, as its image, and of mode L or P"
+                    f"the label map {map_path.name} has {labels.width}x{labels.height} pixels and mode {labels.mode}; "
+                    f"it must have {image.width}x{image.height} pixels, as its image, and mode L or P"
                 )
         except ValueError as error:
             raise UnreadableSampleError(Fault(str(path.parent), path.name, str(error))) from error

@@ -1,7 +1,7 @@
 """Image-text pairs in batches, from webdataset shards as open_clip and LAION-style tools write them.
 
-Every sample has one image, one `.txt` caption and whatever else; images go through open_clip's transforms and captions
-through its tokenisers. A stream is a pure function of (seed, epoch, step) over samples read by number.
+Every sample has one image and one `.txt` caption; other members are ignored. Batches are a pure function of
+(seed, epoch, step).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ Tokenizer = Callable[[list[str]], Tensor]
 def create_train_pairs(
     config: PairsConfig, transform: Transform, tokenizer: Tokenizer, seed: int, rank: int = 0, world: int = 1
 ) -> BatchStream:
-    """Make the stream of shuffled training batches of one process.
+    """Create the stream of shuffled training batches of one process.
 
     Args:
-        config: What to read.
+        config: The data set.
         transform: From a PIL image to a tensor (C, H, W), as `open_clip.image_transform` makes it.
         tokenizer: From captions to tokens (B, L), as `open_clip.get_tokenizer` makes it.
         seed: Seed of order and augmentation, the same in all processes.
-        rank: Number of this process.
+        rank: Index of this process.
         world: Number of processes.
 
     Returns:
         The stream, of images (B, C, H, W) and tokens (B, L).
 
     Raises:
-        ValueError: If a pattern matches no shard, or an epoch has no batch.
-        CorruptDataError: If a shard is damaged, unless `config.on_corrupt` is "skip".
+        ValueError: A pattern matches no shard, or an epoch has no batch.
+        CorruptDataError: A shard is damaged, unless `config.on_corrupt` is "skip".
 
     Example:
         >>> import tempfile, torch
@@ -55,21 +55,21 @@ def create_train_pairs(
 def create_eval_pairs(
     config: PairsConfig, transform: Transform, tokenizer: Tokenizer, rank: int = 0, world: int = 1
 ) -> BatchStream:
-    """Make the stream of evaluation batches of one process: every sample once, in order.
+    """Create the stream of evaluation batches of one process: every sample once, in order.
 
     Args:
-        config: What to read.
+        config: The data set.
         transform: From a PIL image to a tensor (C, H, W).
         tokenizer: From captions to tokens (B, L).
-        rank: Number of this process.
+        rank: Index of this process.
         world: Number of processes.
 
     Returns:
         The stream, of images (B, C, H, W) and tokens (B, L).
 
     Raises:
-        ValueError: If a pattern matches no shard, or there are fewer samples than processes.
-        CorruptDataError: If a shard is damaged, unless `config.on_corrupt` is "skip".
+        ValueError: A pattern matches no shard, or there are fewer samples than processes.
+        CorruptDataError: A shard is damaged, unless `config.on_corrupt` is "skip".
     """
     return _create_stream(config, config.val, transform, tokenizer, (rank, world))
 
@@ -86,6 +86,6 @@ def _create_stream(
     if isinstance(pattern, str) and pattern.startswith("scenes:"):
         pattern, cache = SCENES.locate(pattern, config.root), None
     source = ShardSource(pattern, report, cache=cache, progress=True, target=CAPTION)
-    # A corrupt training sample is replaced, so that every process keeps its number of full batches.
+    # Training replaces corrupt samples, so that all processes keep the same number of full batches.
     reader = ImageReader(source, "RGB", transform, replace=seed is not None, collate=tokenizer)
     return BatchStream(reader, report, config, place, seed, name=repr(shards))

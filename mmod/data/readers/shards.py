@@ -1,9 +1,8 @@
-"""Images and what is said of them, from webdataset shards by number instead of in stream order.
+"""Webdataset shards with random access instead of in stream order.
 
-A shard is a plain tar file of samples, each a run of members that share the name up to the first dot, as
-`000017.jpg`, `000017.cls`. Tar files are seekable, so one pass over their headers gives every sample's
-place; after that shuffling is global, an epoch is exact, any number of workers can read any number of shards, and a
-stream resumes anywhere without decoding what it skips. Remote shards are copied to a local folder first.
+A shard is an uncompressed tar file. A sample is a run of members that share the name up to the first dot, such as
+`000017.jpg`, `000017.cls`. One pass over the headers indexes the offsets of all samples. So shuffling is global, an
+epoch is exact for any number of workers and shards, and a stream resumes anywhere. Remote shards are copied first.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from mmod.data.readers.source import UnreadableSampleError
 from mmod.io.files import check_regular, replacing
 from mmod.io.progress import progress_bar
 
-# What `tarfile` raises at damaged archives, whose headers may claim anything.
+# Errors of `tarfile` on damaged archives, whose headers may hold any value.
 _DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, MemoryError, RecursionError)
 
 Members = dict[str, list[tarfile.TarInfo]]
 """Members of a sample by extension."""
 Sample = TypeVar("Sample")
 _BLOCK = tarfile.BLOCKSIZE
-# More do not fit into a tensor of classes.
+# Maximum number of decimal digits of a class that fits into int64.
 _DIGITS = 18
 _URL = re.compile(r"^(pipe:|[a-z][a-z0-9+.-]*://)", re.IGNORECASE)
 
 
 class Target(NamedTuple):
-    """The member that stands beside the image in a sample.
+    """The label member of a sample.
 
     Attributes:
-        extension: Its extension, in small letters.
-        parse: From its bytes to what it says; raises a ValueError where that is nothing.
+        extension: Its extension, in lower case.
+        parse: From its bytes to the label; raises a ValueError for invalid content.
     """
 
     extension: str
@@ -56,7 +55,7 @@ class Target(NamedTuple):
 
 
 def parse_class(data: bytes) -> int:
-    """Read a class number."""
+    """Parse a class number."""
     text = data.decode("ascii", "replace").strip()
     if not text.isdecimal() or len(text) > _DIGITS:
         raise ValueError(f"the .cls member holds {text[:40]!r}, not a class number")
@@ -64,7 +63,7 @@ def parse_class(data: bytes) -> int:
 
 
 def parse_caption(data: bytes) -> str:
-    """Read a caption: UTF-8 with at least one character that is no space."""
+    """Parse a caption: UTF-8 text that is not blank."""
     try:
         text = data.decode("utf-8").strip()
     except UnicodeDecodeError as error:
@@ -75,23 +74,20 @@ def parse_caption(data: bytes) -> str:
 
 
 def parse_patches(data: bytes, side: int) -> list[int]:
-    """Read a label map, an image whose values are classes, as the class of each patch; see `patch_classes`.
+    """Parse a label map into the class of each patch, row by row; see `patch_classes`.
 
     Args:
-        data: The encoded file, of Pillow's mode L (values are classes) or P (numbers in the palette are).
+        data: The encoded image; classes are the values of mode L, or the palette indices of mode P.
         side: Side of a patch, in pixels.
 
-    Returns:
-        Classes of the patches, row by row.
-
     Raises:
-        ValueError: If it is no square label map of whole patches.
+        ValueError: The image is no label map, not square, or does not divide into patches.
     """
     image = open_image(data)
     if image.mode not in ("L", "P") or image.width != image.height or image.width % side:
         raise ValueError(
-            f"the .seg.png member is an image of {image.width}x{image.height} of mode {image.mode}, not a square label "
-            f"map of whole patches of {side} pixels, of mode L or P"
+            f"the .seg.png member has {image.width}x{image.height} pixels and mode {image.mode}; it must be square "
+            f"with a multiple of {side} pixels, and of mode L or P"
         )
     return patch_classes(np.asarray(image), side)
 
@@ -99,11 +95,10 @@ def parse_patches(data: bytes, side: int) -> list[int]:
 def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:
     """Return the class of each patch of a label map.
 
-    A patch has the class of most of its pixels, the smallest of several; where 0 is the background, half a patch of
-    background is a patch of background.
+    It is the most frequent class of the patch's pixels, the lowest in a tie.
 
     Args:
-        labels_HH: Class of each pixel of a square of whole patches.
+        labels_HH: Class of each pixel; H is a multiple of `side`.
         side: Side of a patch, in pixels.
 
     Returns:
@@ -116,11 +111,7 @@ def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:
 
 
 def label_map(side: int) -> Target:
-    """Return the target that gives each patch a class; see `parse_patches`.
-
-    Args:
-        side: Side of a patch, in pixels.
-    """
+    """Return the target for one class per patch with this side in pixels; see `parse_patches`."""
     return Target("seg.png", partial(parse_patches, side=side))
 
 
@@ -129,7 +120,7 @@ CAPTION = Target("txt", parse_caption)
 
 
 def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
-    """List the shards that a pattern names.
+    """List the shards of a pattern.
 
     Args:
         pattern: A path or URL with brace ranges (`{000..127}`), glob characters (`*`, `?`, `[...]`; local paths
@@ -139,7 +130,7 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
         Paths and URLs, sorted within each glob, in the order of the braces.
 
     Raises:
-        ValueError: If some part of the pattern matches no file or something that is none, or a shard is named twice.
+        ValueError: A pattern matches nothing or no regular file, or a shard occurs twice.
 
     Example:
         >>> expand_pattern("https://example.org/train-{08..10}.tar")[-1]
@@ -148,7 +139,8 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
     from webdataset.shardlists import expand_urls
 
     shards: list[str] = []
-    for url in (url for part in ([pattern] if isinstance(pattern, str) else pattern) for url in expand_urls(part)):
+    patterns = [pattern] if isinstance(pattern, str) else pattern
+    for url in (url for entry in patterns for url in expand_urls(entry)):
         if _URL.match(url) and not url.startswith("file://"):
             shards.append(url)
             continue
@@ -166,17 +158,14 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
 
 
 def fetch_shard(url: str, folder: str | Path) -> str:
-    """Copy a remote shard to a folder, unless it is there.
+    """Copy a remote shard to a folder, unless the copy exists, and return its path.
 
     Args:
-        url: What `webdataset.gopen` can open: `pipe:`, `https://`, `s3://`, `gs://` and others.
-        folder: Where the copy is kept.
-
-    Returns:
-        Path of the local copy.
+        url: A URL for `webdataset.gopen`: `pipe:`, `https://`, `s3://`, `gs://` and others.
+        folder: Folder of the copies.
 
     Raises:
-        OSError: If the shard cannot be read to its end.
+        OSError: The shard cannot be read to its end.
     """
     from webdataset.gopen import gopen
 
@@ -195,15 +184,15 @@ class ShardSource:
 
     Args:
         pattern: See `expand_pattern`.
-        report: Where damaged shards and incomplete samples are counted.
+        report: Counts damaged shards and incomplete samples.
         cache: Folder for copies of remote shards.
         progress: Show a progress bar while the shards are indexed.
-        target: What stands beside each image: `CLASS`, `CAPTION` or a `label_map`.
+        target: The label member: `CLASS`, `CAPTION` or a `label_map`.
 
     Raises:
-        ValueError: If the pattern matches nothing, a shard is compressed, a remote shard has no cache folder, or
-            no sample is left.
-        CorruptDataError: If a shard is damaged or a sample incomplete, unless the report says "skip".
+        ValueError: The pattern matches nothing, a shard is compressed, a remote shard has no cache folder, or no sample
+            is left.
+        CorruptDataError: A shard is damaged or a sample incomplete, unless the report says "skip".
 
     Example:
         >>> import tempfile
@@ -235,7 +224,7 @@ class ShardSource:
             raise ValueError(
                 f"the shards of {pattern!r} hold no complete sample (an image and a .{target.extension} member)"
             )
-        # An array, because worker processes share its memory; a list would be copied to each by reference counts.
+        # An array: worker processes share its memory, while reference counting would copy a list to each.
         self._rows = np.array(rows, np.int64)
 
     def __len__(self) -> int:
@@ -253,28 +242,28 @@ class ShardSource:
             raise UnreadableSampleError(Fault(path, _member_name(path, image_at), str(error))) from error
 
     def labels(self) -> list[int]:
-        """Return the class of each sample without decoding images; -1 where it has several or none that can be read."""
-        found = []
+        """Return the class of each sample without decoding images; -1 for several classes or an unreadable one."""
+        classes = []
         for shard, rows in groupby(self._rows.tolist(), key=itemgetter(0)):
             with open(self.shards[shard], "rb") as file:
-                found += [self._label(file, offset, size) for *_, offset, size in rows]
-        return found
+                classes += [self._label(file, offset, size) for *_, offset, size in rows]
+        return classes
 
     def _label(self, file: BinaryIO, offset: int, size: int) -> int:
         try:
-            found = self.target.parse(read_at(file, offset, size))
+            label = self.target.parse(read_at(file, offset, size))
         except (OSError, ValueError):
-            # Counted where the sample is read.
+            # The fault is counted when the sample is read.
             return -1
-        return found if isinstance(found, int) else -1
+        return label if isinstance(label, int) else -1
 
     def _choose(self, key: str, members: Members) -> tuple[int, int, int, int]:
-        """Return where the image and the target lie: offset and size of each."""
+        """Return offset and size of the image, and of the target."""
         images = [member for extension in IMAGE_EXTENSIONS for member in members.get(extension, [])]
         targets = members.get(self.target.extension, [])
         if len(images) != 1 or len(targets) != 1:
-            found = ", ".join(f".{extension} x {len(same)}" for extension, same in members.items())
-            raise ValueError(f"needs one image and one .{self.target.extension} member, has {found}")
+            counts = ", ".join(f".{extension} x {len(same)}" for extension, same in members.items())
+            raise ValueError(f"needs one image and one .{self.target.extension} member, has {counts}")
         return images[0].offset_data, images[0].size, targets[0].offset_data, targets[0].size
 
 
@@ -282,36 +271,35 @@ def _local(url: str, cache: str | Path | None) -> str:
     if not _URL.match(url):
         return url
     if cache is None:
-        raise ValueError(f"the remote shard {url!r} needs a folder to be copied to (root)")
+        raise ValueError(f"the remote shard {url!r} needs a folder for its copy: set root")
     return fetch_shard(url, cache)
 
 
 def read_samples(path: str, choose: Callable[[str, Members], Sample]) -> Iterator[Sample | Fault]:
-    """Walk over a shard, sample by sample: neighbours whose names agree up to the first dot.
+    """Iterate over the samples of a shard.
 
     Args:
         path: The shard, not compressed.
-        choose: From a sample's key and its members, by extension in small letters, to what is wanted of it; raises a
-            ValueError where they do not give it.
+        choose: From a sample's key and its members by lower-case extension to an entry for it; raises a ValueError for
+            an incomplete sample.
 
     Yields:
-        What was chosen, and a fault for each sample with none, for a damaged shard, of which the rest is lost, and for
-        one without samples.
+        The entries. Faults take the place of incomplete samples, and end damaged or empty shards.
 
     Raises:
-        ValueError: If the shard is compressed.
+        ValueError: The shard is compressed.
     """
     ends: list[Fault] = []
     keys: set[str] = set()
     for key, members in _group(path, ends):
         if key in keys:
-            yield Fault(path, key, "the key stands for another sample of the shard already")
+            yield Fault(path, key, "an earlier sample of the shard has the same key")
             continue
         keys.add(key)
         try:
             chosen = choose(key, members)
         except ValueError as error:
-            # A last sample cut short by the shard's end is no second fault.
+            # A truncated shard is one fault; its incomplete last sample is not counted again.
             if not ends:
                 yield Fault(path, key, str(error))
         else:
@@ -320,11 +308,11 @@ def read_samples(path: str, choose: Callable[[str, Members], Sample]) -> Iterato
 
 
 def _group(path: str, ends: list[Fault]) -> Iterator[tuple[str, Members]]:
-    """Yield the key and the members of each sample, and append to `ends` what ended the shard early, if anything."""
+    """Yield key and members of each sample; append the fault that ended the shard early, if any, to `ends`."""
     from webdataset.tariterators import base_plus_ext
 
     key = ""
-    found: Members = {}
+    members: Members = {}
     for member in _read_members(path):
         if isinstance(member, Fault):
             ends.append(member)
@@ -332,33 +320,33 @@ def _group(path: str, ends: list[Fault]) -> Iterator[tuple[str, Members]]:
         prefix, extension = base_plus_ext(member.name)
         if prefix is None:
             continue
-        if prefix != key and found:
-            yield key, found
-            found = {}
+        if prefix != key and members:
+            yield key, members
+            members = {}
         key = prefix
-        found.setdefault(extension.lower(), []).append(member)
-    if found:
-        yield key, found
+        members.setdefault(extension.lower(), []).append(member)
+    if members:
+        yield key, members
 
 
 def _read_members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
-    """Yield the complete members of a tar file that are files stored as they are, then what ended it early.
+    """Yield the complete regular members of a tar file, then the fault that ended it early, if any.
 
-    `tarfile` ends quietly at a header that it cannot parse, so the end-of-archive mark is looked for here.
+    `tarfile` stops silently at an invalid header, so the end-of-archive mark is checked here.
     """
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         if file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
-            raise ValueError(f"{path} is compressed; decompress it (images are), so that it can be read by number")
+            raise ValueError(f"{path} is compressed and cannot be read in random order: decompress it")
         file.seek(0)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for member in tar:
                     if member.size < 0:
-                        # It would lead back to where the archive has been read already.
+                        # A negative size would send the reader back, in an endless loop.
                         raise tarfile.ReadError(f"the size of {member.name!r} is {member.size}")
-                    # A few bytes of a sparse member can stand for any number of zeros.
+                    # A sparse member of a few bytes can expand to any number of zeros.
                     if not member.isreg() or member.issparse() or member.size > MAX_BYTES:
                         continue
                     if member.offset_data + member.size > size:
@@ -367,15 +355,15 @@ def _read_members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
                     yield member
                 end = tar.offset
         except _DAMAGE as error:
-            yield Fault(path, "", f"damaged tar file: {error}; what follows is lost")
+            yield Fault(path, "", f"damaged tar file: {error}; later samples are lost")
             return
         file.seek(end)
         if file.read(_BLOCK) != bytes(_BLOCK):
-            yield Fault(path, "", f"damaged tar file: no valid header at byte {end} of {size}; what follows is lost")
+            yield Fault(path, "", f"damaged tar file: no valid header at byte {end} of {size}; later samples are lost")
 
 
 def read_at(file: BinaryIO, offset: int, size: int) -> bytes:
-    """Read bytes of a file from an offset, in bytes; a ValueError says when there are fewer."""
+    """Read `size` bytes of a file from an offset; raise a ValueError if there are fewer."""
     file.seek(offset)
     data = file.read(size)
     if len(data) != size:
@@ -384,7 +372,7 @@ def read_at(file: BinaryIO, offset: int, size: int) -> bytes:
 
 
 def _member_name(path: str, offset: int) -> str:
-    """Name of the member whose data starts at an offset; its header is the block before."""
+    """Return the name of the member whose data starts at an offset; the header is the block before."""
     try:
         with open(path, "rb") as file:
             header = read_at(file, offset - _BLOCK, _BLOCK)

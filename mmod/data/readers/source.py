@@ -1,4 +1,4 @@
-"""Sources of streams: images by number."""
+"""The protocol of image sources: samples with random access."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmod.data.corrupt import Fault
 
 
 class UnreadableSampleError(Exception):
-    """Raised by a source for one sample that cannot be read; carries the fault."""
+    """A source cannot read a sample; holds the fault."""
 
     def __init__(self, fault: Fault):
         super().__init__(str(fault))
@@ -18,10 +18,10 @@ class UnreadableSampleError(Exception):
 
 
 class ImageSource(Protocol):
-    """Images and what belongs to each (a class, a caption) by number, in any order and from any process.
+    """Images with a class or caption each, with random access from any process.
 
-    Random access is what makes a stream exact: it can be shuffled globally, split between processes and
-    resumed at any batch without reading what comes before.
+    With random access a stream can be shuffled globally, split between processes, and resumed at any batch without
+    reading earlier ones.
     """
 
     def __len__(self) -> int:
@@ -32,13 +32,13 @@ class ImageSource(Protocol):
         """Read one sample.
 
         Args:
-            index: Its number.
-            mode: PIL mode to convert to, "L" or "RGB".
+            index: Index of the sample.
+            mode: PIL mode, "L" or "RGB".
 
         Returns:
             The decoded image and its class or caption.
 
         Raises:
-            UnreadableSampleError: If the image or what belongs to it cannot be read.
+            UnreadableSampleError: The image, class or caption cannot be read.
         """
         ...

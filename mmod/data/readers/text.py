@@ -1,4 +1,4 @@
-"""Text, byte by byte: the embedded corpus, files of one's own, and windows of them as a stream."""
+"""Byte-level text: the embedded corpus or text files, as streams of windows."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ __all__ = ["END", "TextReader", "create_eval_text", "create_train_text", "read_t
 
 END = 0
 """The byte that ends a file."""
-# Of 20 files, how many go where.
+# Shares of the splits, in twentieths of the files.
 _SHARES = {"val": 1, "test": 1, "train": 18}
-# Folders of the standard library that hold data, tests, or packages of others.
+# Folders of the standard library with data, tests or third-party packages.
 _NOT_READ = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages"}
 
 
 def create_train_text(config: TextConfig, seed: int, rank: int = 0, world: int = 1) -> BatchStream:
-    """Make the stream of shuffled training batches of one process.
+    """Create the stream of shuffled training batches of one process.
 
     Args:
-        config: What to read.
+        config: The data set.
         seed: Seed of the order, the same in all processes.
-        rank: Number of this process.
+        rank: Index of this process.
         world: Number of processes.
 
     Returns:
-        The stream, of bytes (B, L) and of those that follow each of them (B, L), int64.
+        The stream of bytes and next bytes, both (B, L), int64.
 
     Raises:
-        ValueError: If the pattern matches no file, or there are too few windows for one batch.
+        ValueError: The pattern matches no file, or there are too few windows for one batch.
 
     Example:
         >>> stream = create_train_text(TextConfig(length=16, batch_size=4), seed=0)
@@ -52,18 +52,18 @@ def create_train_text(config: TextConfig, seed: int, rank: int = 0, world: int =
 
 
 def create_eval_text(config: TextConfig, rank: int = 0, world: int = 1) -> BatchStream:
-    """Make the stream of evaluation batches of one process: every window once, in order.
+    """Create the stream of evaluation batches of one process: every window once, in order.
 
     Args:
-        config: What to read.
-        rank: Number of this process.
+        config: The data set.
+        rank: Index of this process.
         world: Number of processes.
 
     Returns:
-        The stream, as that of training.
+        The stream, as for training.
 
     Raises:
-        ValueError: If the pattern matches no file, or there are fewer windows than processes.
+        ValueError: The pattern matches no file, or there are fewer windows than processes.
     """
     reader = TextReader(read_text(config.source, config.val_split), config.length, config.val_limit)
     return _stream(reader, config, (rank, world), None)
@@ -71,39 +71,39 @@ def create_eval_text(config: TextConfig, rank: int = 0, world: int = 1) -> Batch
 
 @functools.lru_cache(maxsize=4)
 def read_text(source: str, split: str) -> np.ndarray:
-    """Return the bytes of a split, one file after another, each with `END` behind it.
+    """Return the bytes of a split: all its files, each followed by `END`.
 
     Args:
         source: "python" or a pattern of files; see `TextConfig`.
         split: "train", "val" or "test".
 
     Raises:
-        ValueError: If there is no file, or none in the split.
+        ValueError: There is no file, or none in the split.
     """
     files = [path.read_bytes() for path in _paths(source)]
     if not files:
         raise ValueError(f"data.source={source!r} matches no file")
-    own = [content for content in files if _split_of(content) == split]
-    if not own:
+    in_split = [content for content in files if _split_of(content) == split]
+    if not in_split:
         raise ValueError(f"of {len(files)} files of data.source={source!r} none is in the split {split!r}")
-    text = np.frombuffer(b"".join(content + bytes([END]) for content in own), dtype=np.uint8)
+    text = np.frombuffer(b"".join(content + bytes([END]) for content in in_split), dtype=np.uint8)
     text.setflags(write=False)
     return text
 
 
 class TextReader:
-    """Windows of a text by number.
+    """Windows of a text, with random access.
 
     Args:
         text: Bytes, uint8, (T,).
-        length: Bytes of a window.
-        limit: Windows that are used, spread evenly over the text; None uses all.
+        length: Window length in bytes.
+        limit: Number of windows, spread evenly over the text; None uses all.
     """
 
     def __init__(self, text: np.ndarray, length: int, limit: int | None = None) -> None:
         self.text = text
         self.length = length
-        # The byte that follows the last one of a window is needed, too.
+        # Minus one: the last window needs a next byte, too.
         windows = (len(text) - 1) // length
         used = windows if limit is None else min(limit, windows)
         self.starts = np.arange(used, dtype=np.int64) * windows // max(used, 1) * length

@@ -1,4 +1,4 @@
-"""Image folders and every other data set by number that `timm.data.create_dataset` knows."""
+"""Image folders and the other random-access data sets of `timm.data.create_dataset`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ _SYNONYMS = (("train", "training"), ("val", "valid", "validation", "eval", "eval
 class TimmSource:
     """The samples of a timm data set.
 
-    timm's own data set replaces an unreadable image by the next one with a log line; this class reads through
-    timm's reader instead, so that such images are counted.
+    timm replaces an unreadable image by the next one and only logs it. This class uses timm's readers directly, so that
+    unreadable images are counted.
 
     Args:
-        name: Name for `timm.data.create_dataset`: "" or "folder" for a folder with one folder per class, "torch/...",
-            "hfds/...".
+        name: Name for `timm.data.create_dataset`: "" or "folder" for an image folder, "torch/...", "hfds/...".
         root: Folder of the data set.
-        split: Its split; for a folder, a folder within `root` ("" is `root` itself).
-        options: Further arguments of `create_dataset`, as `class_map`.
-        train_split: Split that the classes of another one must agree with, where there is a folder for it.
+        split: The split; for an image folder, a folder in `root` ("" for `root`).
+        options: Further arguments of `create_dataset`, such as `class_map`.
+        train_split: The training split, whose class numbers all splits of an image folder must share.
 
     Raises:
-        ValueError: If the name is unknown, the split's folder does not exist, it or the folder of a class holds no
-            image, or its classes have other numbers than those of the training split.
+        ValueError: The name is unknown, the split's folder is missing, a folder holds no image, or the class numbers
+            differ from those of the training split.
 
     Example:
         >>> import tempfile
@@ -59,7 +58,7 @@ class TimmSource:
         self._dataset = _open(name, folder or root, split, options)
         self._reader = getattr(self._dataset, "reader", None)
         self._name = f"{name or 'folder'}:{folder or root}"
-        # timm passes a class map on to its own reader alone.
+        # timm applies a class map only in its own reader.
         if folder is not None and ("class_map" not in options or self._reader is None):
             train = _find_folder(str(root), train_split)
             if train not in (None, folder):
@@ -84,7 +83,7 @@ class TimmSource:
             raise UnreadableSampleError(Fault(*self._place(index), str(error))) from error
 
     def labels(self) -> list[int]:
-        """Return the class of each sample, without decoding images where the data set keeps classes apart."""
+        """Return the class of each sample, without decoding images if the data set allows it."""
         owner = self._reader or self._dataset
         if hasattr(owner, "samples"):
             return [int(label) for _, label in owner.samples]
@@ -107,12 +106,12 @@ def _open(name: str, root: str | None, split: str, options: dict[str, Any]) -> A
     try:
         dataset = create_dataset("" if name == "folder" else name, root, split, input_img_mode="", **options)
     except (RuntimeError, FileNotFoundError, AssertionError) as error:
-        # No image in a folder, in torchvision's case in that of any class; a class map that is not there.
+        # An empty folder (for torchvision, of any class), or a missing class map.
         raise ValueError(f"source {name!r} cannot be read: {error}") from error
     if name.lower() in FOLDERS and "class_map" not in options:
         _check_filled(str(root), getattr(dataset, "reader", dataset).samples)
     if hasattr(dataset, "loader"):
-        # torchvision's own would take 16-bit images for white.
+        # torchvision's loader turns 16-bit images white.
         dataset.loader = _load
     return dataset
 
@@ -122,17 +121,17 @@ def _load(path: str) -> Image.Image:
 
 
 def _split_folder(root: str | None, split: str) -> str:
-    """timm reads all of `root` when the split has no folder; here that is an error."""
+    """Return the split's folder. timm would read all of `root` if it is missing; here that is an error."""
     if root is None or not os.path.isdir(root):
         raise ValueError(f"root={root!r} is no folder")
-    found = _find_folder(root, split)
-    if found is None:
+    folder = _find_folder(root, split)
+    if folder is None:
         raise ValueError(f"{root} has no folder for the split {split!r}; it has: {', '.join(_folders(root)) or 'none'}")
-    return found
+    return folder
 
 
 def _find_folder(root: str, split: str) -> str | None:
-    """Return the folder of a split, under any of the names it usually has; `root` itself for no split."""
+    """Return the folder of a split, by its name or a common synonym; `root` for an empty name."""
     if not split:
         return root
     names = next((synonyms for synonyms in _SYNONYMS if split in synonyms), ())
@@ -141,25 +140,25 @@ def _find_folder(root: str, split: str) -> str | None:
 
 
 def _check_filled(folder: str, samples: list[tuple[str, int]]) -> None:
-    """Refuse folders of classes that hold no image: timm leaves them out and numbers the others without them."""
+    """Refuse class folders without images: timm skips them, which changes the numbers of the other classes."""
     filled = {os.path.relpath(path, folder).split(os.sep)[0] for path, _ in samples}
     empty = [os.path.join(folder, name) for name in _folders(folder) if name not in filled and name[0] != "."]
     if empty:
         more = " and others" if len(empty) > 3 else ""
         raise ValueError(
-            f"folders of classes hold no image that is read: {', '.join(empty[:3])}{more}. Remove them, or name the "
+            f"class folders without readable images: {', '.join(empty[:3])}{more}. Remove them, or name the "
             "classes by options={'class_map': ...}"
         )
 
 
 def _check_classes(dataset: Any, folder: str, train: Any, train_folder: str) -> None:
-    """A class's number is its rank among those with files, so that a class without any would shift the others."""
-    here, there = _class_numbers(dataset), _class_numbers(train)
-    if here != there:
-        alone = sorted({*here} ^ {*there})
+    """Refuse splits with different classes: a class number is a rank, so a missing class shifts the others."""
+    numbers, train_numbers = _class_numbers(dataset), _class_numbers(train)
+    if numbers != train_numbers:
+        differing = sorted({*numbers} ^ {*train_numbers})
         raise ValueError(
             f"{folder} and {train_folder} have images of different classes, so labels would not agree: "
-            f"{', '.join(alone[:5])} {'and more ' if len(alone) > 5 else ''}only in one of them; "
+            f"{', '.join(differing[:5])} {'and more ' if len(differing) > 5 else ''}only in one of them; "
             "give options={'class_map': ...}"
         )
 

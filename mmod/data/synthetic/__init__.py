@@ -1,1 +1,1 @@
-"""Data sets that are drawn: digits among clutter, crowds of them, captions of them, questions about them."""
+"""Synthetic data sets of handwritten digits: classification, dense labels, captions, questions."""

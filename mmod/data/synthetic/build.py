@@ -1,14 +1,18 @@
-"""Embedded data sets as folders of shards: either whole and as asked for, or not there."""
+"""Embedded data sets as folders of shards, built atomically and checked on reuse."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+from PIL import Image
 
 from mmod.data.synthetic.handwriting import SPLITS
 from mmod.io.claim import check_same, read_claim
@@ -21,25 +25,27 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 SIZES = "sizes.json"
+# Images per row of a picture, and rows.
+_COLUMNS, _ROWS = 8, 4
 
 Config = TypeVar("Config", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
 class SyntheticSet(Generic[Config]):
-    """A data set that is made from parameters, and found again where it was made before.
+    """A data set generated from parameters, and reused if it was built before.
 
     Args:
-        name: What it is called in configs.
-        title: What it is called in messages and, with dashes, in the name of its folder.
-        format: Number that changes whenever the same parameters would give other bytes: an older build is then
-            refused, not mixed.
-        difficulties: Named parameters, "default" among them.
-        compose: From parameters and a split to its samples: `__key__` and the bytes of each member by its extension.
-        counts: The field of the parameters that gives the number of samples of each split; what they are called.
-        digits: Digits in the number of a shard.
-        added: Fields that builds of this format once lacked: at their defaults they stay out of the manifest.
-        sizes: Also write `sizes.json`, in which open_clip's training program looks for the number of samples.
+        name: Name in configs.
+        title: Name in messages and, with dashes, of the folder.
+        format: Version of the generator. It changes when equal parameters give different bytes; older builds are then
+            refused.
+        difficulties: Named parameters, including "default".
+        compose: From parameters and a split to its samples: `__key__`, and bytes by extension.
+        counts: Name of the parameter with the number of samples per split.
+        digits: Digits of a shard's number.
+        added: Fields that were added within this format: at their defaults they are left out of the manifest.
+        sizes: Also write `sizes.json`, from which open_clip's training program reads the number of samples.
     """
 
     name: str
@@ -53,10 +59,10 @@ class SyntheticSet(Generic[Config]):
     sizes: bool = False
 
     def config(self, difficulty: str) -> Config:
-        """Return named parameters.
+        """Return the parameters of a difficulty.
 
         Raises:
-            ValueError: If there are none of that name.
+            ValueError: The difficulty is unknown.
         """
         if difficulty not in self.difficulties:
             valid = ", ".join(self.difficulties)
@@ -64,16 +70,16 @@ class SyntheticSet(Generic[Config]):
         return self.difficulties[difficulty]
 
     def locate(self, source: str, root: str | Path | None = None, progress: bool = True) -> str:
-        """Return the pattern of a split's shards, built where they are not there.
+        """Return the glob pattern of a split's shards, and build them if they are missing.
 
         Args:
             source: `NAME:DIFFICULTY/SPLIT`.
-            root: Folder of the build; by default one in `runs/data`, named after title and difficulty.
+            root: Folder of the build; default `runs/data/TITLE-DIFFICULTY`.
             progress: Show a progress bar.
 
         Raises:
-            ValueError: If the difficulty or the split is unknown.
-            FileExistsError: As `build` does.
+            ValueError: The difficulty or split is unknown.
+            FileExistsError: See `build`.
         """
         difficulty, _, split = source.removeprefix(f"{self.name}:").partition("/")
         config = self.config(difficulty)
@@ -84,31 +90,31 @@ class SyntheticSet(Generic[Config]):
         return f"{folder}/{split}-*.tar"
 
     def build(self, root: str | Path, config: Config | str = "default", progress: bool = False) -> dict[str, Any]:
-        """Write the shards of a build, or find them already written.
+        """Write the shards of a build, or check an existing build.
 
-        The folder appears once it is complete, so an interrupted build leaves nothing that could be taken for one.
-        Processes that ask for the same build at once wait for the first.
+        The folder appears only when complete, so an interrupted build leaves nothing. Concurrent processes wait for the
+        first one.
 
         Args:
-            root: Folder of the build. It must not exist, be empty, or hold a build with the same parameters.
+            root: Folder of the build; missing, empty, or with a build of the same parameters.
             config: Parameters, or the name of a difficulty.
             progress: Show a progress bar.
 
         Returns:
-            The manifest: `format`, `parameters` and, for each shard, its `samples` and `sha256`.
+            The manifest: `format`, `parameters`, and `samples` and `sha256` of each shard.
 
         Raises:
-            FileExistsError: If `root` holds another build or files that are no build.
-            ValueError: If `root` holds the right build but a shard of it is damaged.
+            FileExistsError: `root` holds another build or other files.
+            ValueError: A shard of the existing build is damaged.
         """
         config = self.config(config) if isinstance(config, str) else config
         root = Path(root)
         defaults = asdict(type(config)())
         late = {name: defaults[name] for name in self.added}
         with locked(root, wait=True):
-            found = read_claim(root, MANIFEST)
-            if found is not None:
-                return self._check(root, found, config, late)
+            existing = read_claim(root, MANIFEST)
+            if existing is not None:
+                return self._check(root, existing, config, late)
             parameters = {name: value for name, value in asdict(config).items() if late.get(name, ...) != value}
             manifest: dict[str, Any] = {"format": self.format, "parameters": parameters}
             with replacing(root) as partial:
@@ -137,19 +143,43 @@ class SyntheticSet(Generic[Config]):
                     bar.update(count)
         return dict(sorted(shards.items()))
 
-    def _check(self, root: Path, found: dict[str, Any], config: Config, late: dict[str, Any]) -> dict[str, Any]:
-        """Return a manifest if it is that of the build asked for and its shards are as it says."""
-        if not all(isinstance(found.get(key), dict) for key in ("parameters", "shards")):
+    def _check(self, root: Path, manifest: dict[str, Any], config: Config, late: dict[str, Any]) -> dict[str, Any]:
+        """Return the manifest of an existing build, after checking its parameters and checksums."""
+        if not all(isinstance(manifest.get(key), dict) for key in ("parameters", "shards")):
             raise ValueError(f"{root / MANIFEST} is no manifest; delete {root} to build it again")
-        there = {**late, **found["parameters"], "format": found.get("format")}
-        check_same(root, there, {**asdict(config), "format": self.format}, kind=f"a build of {self.title}")
-        for name, shard in found["shards"].items():
+        recorded = {**late, **manifest["parameters"], "format": manifest.get("format")}
+        check_same(root, recorded, {**asdict(config), "format": self.format}, kind=f"a build of {self.title}")
+        for name, shard in manifest["shards"].items():
             if not (root / name).is_file() or _sha256(root / name) != shard["sha256"]:
                 raise ValueError(
                     f"{root / name} is missing or differs from its checksum; delete {root} to build it again"
                 )
-        return found
+        return manifest
 
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def save_montage(path: str | Path, dataset: SyntheticSet[Any], config: Any) -> None:
+    """Save a picture of the first test images of a set, followed by their label maps if there are any.
+
+    Args:
+        path: PNG file to write.
+        dataset: The set.
+        config: Parameters of the set.
+
+    Raises:
+        FileExistsError: The file exists.
+    """
+    scale, gap = max(1, 96 // config.canvas), 4
+    cell = config.canvas * scale + gap
+    sheet = np.full((_ROWS * cell + gap, _COLUMNS * cell + gap), 255, np.uint8)
+    samples = dataset.compose(config, "test")
+    images = (sample[name] for sample in samples for name in sample if name.endswith("png"))
+    for index, image in zip(range(_ROWS * _COLUMNS), images):
+        top, left = gap + index // _COLUMNS * cell, gap + index % _COLUMNS * cell
+        large = np.asarray(Image.open(io.BytesIO(image)).convert("L")).repeat(scale, axis=0).repeat(scale, axis=1)
+        sheet[top : top + len(large), left : left + len(large)] = large
+    with open(path, "xb") as file:
+        Image.fromarray(sheet).save(file, format="PNG", optimize=True)

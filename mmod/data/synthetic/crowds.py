@@ -1,8 +1,7 @@
-"""Crowded digits: scenes of several handwritten digits, with the class of every pixel.
+"""Crowded digits: images of several handwritten digits, with the class of every pixel.
 
-A few digits whose boxes do not overlap lie on a canvas among fragments of others. What is asked is not one class but
-which digit, if any, each place shows: a small and fast test of dense prediction, in which most places show none. As in
-cluttered digits, no handwriting crosses from one split to another, not even as clutter.
+A few digits that do not overlap lie among fragments of others. The labels are dense: a small and fast test of dense
+prediction, in which most pixels are background. As in cluttered digits, splits share no handwriting.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,25 +28,25 @@ from mmod.data.synthetic.handwriting import (
 )
 
 CLASSES = 11
-"""Classes of a pixel: 0 where there is no digit, and one more than the digit where there is one."""
-# Grey values by which viewers show the classes.
+"""Number of classes of a pixel: 0 is background, and digit d has class d + 1."""
+# Grey values of the classes in image viewers.
 _PALETTE = [grey for label in range(CLASSES) for grey in [25 * label] * 3]
 Box = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class CrowdsConfig(DrawnConfig):
-    """The parameters of one build; further ones are those of `DrawnConfig`.
+    """Parameters of a build, in addition to those of `DrawnConfig`.
 
     Args:
         digit_size: Smallest and largest side of a digit's box, in pixels.
         digits: Smallest and largest number of digits in a scene.
-        ink: Least share of full ink with which a pixel of a digit's box shows the digit.
-        scenes: Number of scenes of each split.
-        grid: Digits and fragments lie at multiples of so many pixels.
+        ink: Minimum share of full ink for a pixel to have the digit's class.
+        scenes: Number of scenes per split.
+        grid: Positions of digits and fragments are multiples of this, in pixels.
 
     Raises:
-        ValueError: If a parameter is out of range.
+        ValueError: A parameter is out of range.
     """
 
     canvas: int = 40
@@ -61,7 +61,7 @@ class CrowdsConfig(DrawnConfig):
     def __post_init__(self) -> None:
         self.check("scenes", grid="[1, inf)", ink="(0, 1]")
         (smallest, largest), (fewest, most) = self.digit_size, self.digits
-        # Half of the canvas is what boxes at random places can be relied on to fit into.
+        # Random boxes that fill more than half of the canvas may never fit without overlap.
         if not 4 <= smallest <= largest or most * largest**2 > self.canvas**2 / 2:
             raise ValueError(
                 f"digit_size={self.digit_size} must ascend from 4, and digits={self.digits} of that size fill at most "
@@ -94,14 +94,14 @@ one patch of seventeen shows a digit, where patches are those of `grid`."""
 
 
 class Crowd(NamedTuple):
-    """One scene and how it was made.
+    """A scene and its provenance.
 
     Attributes:
         image: Grey values, uint8, (canvas, canvas).
         labels: Class of each pixel, of `CLASSES`, uint8, (canvas, canvas).
         sources: Index of each digit among the source images.
         boxes: Left, top, right, bottom of each digit, in pixels, right and bottom exclusive; no two overlap.
-        clutter: Indices of the source images that the fragments were cut from.
+        clutter: Indices of the fragments' source images.
     """
 
     image: np.ndarray
@@ -112,7 +112,7 @@ class Crowd(NamedTuple):
 
 
 def compose_crowds(config: CrowdsConfig, split: str) -> Iterator[Crowd]:
-    """Compose the scenes of one split, each from its own seed.
+    """Compose the scenes of a split, with one seed per scene.
 
     Args:
         config: Parameters of the build.
@@ -122,7 +122,7 @@ def compose_crowds(config: CrowdsConfig, split: str) -> Iterator[Crowd]:
         `config.scenes[split]` scenes.
 
     Raises:
-        ValueError: If the split is unknown.
+        ValueError: The split is unknown.
 
     Example:
         >>> scene = next(compose_crowds(DIFFICULTIES["tiny"], "test"))
@@ -149,7 +149,7 @@ def _compose(config: CrowdsConfig, sources: SourceDigits, pool: np.ndarray, rng:
 
 
 def _place(sides: list[int], config: CrowdsConfig, rng: np.random.Generator) -> tuple[Box, ...]:
-    """Draw boxes of given sides of which no two overlap, all again until it is so."""
+    """Draw boxes of these sides at random, until none overlap."""
     while True:
         boxes: list[Box] = []
         for side in sides:
@@ -157,12 +157,12 @@ def _place(sides: list[int], config: CrowdsConfig, rng: np.random.Generator) -> 
                 config.grid * int(step) for step in rng.integers(0, (config.canvas - side) // config.grid + 1, 2)
             )
             boxes.append((left, top, left + side, top + side))
-        if all(_apart(box, other) for place, box in enumerate(boxes) for other in boxes[:place]):
+        if all(_apart(first, second) for first, second in combinations(boxes, 2)):
             return tuple(boxes)
 
 
-def _apart(one: Box, other: Box) -> bool:
-    return one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+def _apart(first: Box, second: Box) -> bool:
+    return first[2] <= second[0] or second[2] <= first[0] or first[3] <= second[1] or second[3] <= first[1]
 
 
 def _samples(config: CrowdsConfig, split: str) -> Iterator[dict[str, Any]]:
@@ -177,7 +177,7 @@ def _samples(config: CrowdsConfig, split: str) -> Iterator[dict[str, Any]]:
 
 
 def _encode_labels(labels: np.ndarray) -> bytes:
-    """Encode class numbers as a PNG file with a palette, as label maps of segmentation sets are stored."""
+    """Encode classes as a PNG file with a palette, the usual format of label maps."""
     image, file = Image.fromarray(labels, "P"), io.BytesIO()
     image.putpalette(_PALETTE)
     image.save(file, format="PNG")
@@ -185,4 +185,4 @@ def _encode_labels(labels: np.ndarray) -> bytes:
 
 
 CROWDS = SyntheticSet("crowds", "crowded digits", 1, DIFFICULTIES, _samples, "scenes")
-"""The set: shards of `KEY.png`, `KEY.seg.png` (the class of each pixel) and `KEY.json` (how the scene was made)."""
+"""The set: shards of `KEY.png`, `KEY.seg.png` (the class of each pixel) and `KEY.json` (provenance)."""

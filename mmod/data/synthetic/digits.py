@@ -1,9 +1,8 @@
-"""Cluttered digits: a data set made from scikit-learn's handwritten digits, most of which is background.
+"""Cluttered digits: images of one handwritten digit (from scikit-learn) on a background of clutter.
 
-One target digit lies at a random position and scale on a larger canvas, among fragments of other digits.
-A model must find the digit before it can read it, and most tokens never matter: a small and fast test for
-models that choose where to compute. The source images are split before scenes are composed, so that no
-handwriting, not even as clutter, crosses from one split to another.
+The target digit has a random position and scale on a larger canvas, among fragments of other digits. Most tokens are
+background, so the set is a small and fast test for models that choose where to compute. The source images are split
+before scenes are composed, so splits share no handwriting, not even as clutter.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from mmod.data.synthetic.handwriting import (
 
 @dataclass(frozen=True)
 class DigitsConfig(DrawnConfig):
-    """The parameters of one build; further ones are those of `DrawnConfig`.
+    """Parameters of a build, in addition to those of `DrawnConfig`.
 
     Args:
         digit_size: Smallest and largest side of the target digit's box, in pixels.
-        scenes: Number of scenes of each split.
-        grid: Digits and fragments lie at multiples of so many pixels.
+        scenes: Number of scenes per split.
+        grid: Positions of digits and fragments are multiples of this, in pixels.
 
     Raises:
-        ValueError: If a parameter is out of range.
+        ValueError: A parameter is out of range.
     """
 
     shard_size: int = 2000
@@ -76,14 +75,14 @@ DIFFICULTIES: dict[str, DigitsConfig] = {
 
 
 class DigitScene(NamedTuple):
-    """One composed image and how it was made.
+    """An image and its provenance.
 
     Attributes:
         image: Grey values, uint8, (canvas, canvas).
         label: Class of the target digit, 0 to 9.
         target: Index of the target among the source images.
         box: Left, top, right, bottom of the target, in pixels, right and bottom exclusive.
-        clutter: Indices of the source images that the fragments were cut from.
+        clutter: Indices of the fragments' source images.
     """
 
     image: np.ndarray
@@ -94,7 +93,7 @@ class DigitScene(NamedTuple):
 
 
 def compose_scenes(config: DigitsConfig, split: str) -> Iterator[DigitScene]:
-    """Compose the scenes of one split, each from its own seed.
+    """Compose the scenes of a split, with one seed per scene.
 
     Args:
         config: Parameters of the build.
@@ -104,7 +103,7 @@ def compose_scenes(config: DigitsConfig, split: str) -> Iterator[DigitScene]:
         `config.scenes[split]` scenes. Every source image of the split is a target equally often.
 
     Raises:
-        ValueError: If the split is unknown.
+        ValueError: The split is unknown.
 
     Example:
         >>> scene = next(compose_scenes(DIFFICULTIES["tiny"], "test"))
@@ -140,4 +139,4 @@ def _samples(config: DigitsConfig, split: str) -> Iterator[dict[str, Any]]:
 
 
 DIGITS = SyntheticSet("digits", "cluttered digits", 1, DIFFICULTIES, _samples, "scenes", added=("grid",))
-"""The set: shards of `KEY.png`, `KEY.cls` and `KEY.json` (how the scene was made)."""
+"""The set: shards of `KEY.png`, `KEY.cls` and `KEY.json` (provenance)."""

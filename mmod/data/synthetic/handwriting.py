@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits, split without overlap, and how the embedded sets draw with them."""
+"""scikit-learn's handwritten digits, in disjoint splits, and the drawing functions of the embedded sets."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SOURCE_SHARES = {"train": 0.7, "val": 0.1, "test": 0.2}
 
 
 class SourceDigits(NamedTuple):
-    """scikit-learn's digits and their split, read-only.
+    """scikit-learn's digits and their splits, read-only.
 
     Attributes:
         images: Grey values, uint8, (1797, 8, 8).
         labels: Classes, (1797,).
-        splits: Split name -> indices of its images; disjoint, together all of them.
+        splits: Indices of the images by split; a partition.
     """
 
     images: np.ndarray
@@ -34,13 +34,7 @@ class SourceDigits(NamedTuple):
 
 @lru_cache(maxsize=2)
 def load_sources(seed: int = 0) -> SourceDigits:
-    """Load the source images and split them 70/10/20, stratified by class; a process does so once for a seed.
-
-    Args:
-        seed: Seed of the split.
-
-    Returns:
-        Images, labels and the indices of each split.
+    """Load the source images, split 70/10/20 and stratified by class; cached per seed.
 
     Example:
         >>> sources = load_sources()
@@ -52,13 +46,13 @@ def load_sources(seed: int = 0) -> SourceDigits:
     digits = load_digits()
     images = np.round(digits.images * (255 / 16)).astype(np.uint8)
     rng = np.random.default_rng([seed, len(SPLITS)])
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
+    chunks: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
     cuts = np.cumsum([_SOURCE_SHARES[name] for name in SPLITS])[:-1]
     for label in range(10):
         indices = rng.permutation(np.flatnonzero(digits.target == label))
-        for name, part in zip(SPLITS, np.split(indices, np.round(cuts * len(indices)).astype(int))):
-            parts[name].append(part)
-    splits = {name: np.sort(np.concatenate(part)) for name, part in parts.items()}
+        for name, chunk in zip(SPLITS, np.split(indices, np.round(cuts * len(indices)).astype(int))):
+            chunks[name].append(chunk)
+    splits = {name: np.sort(np.concatenate(arrays)) for name, arrays in chunks.items()}
     labels = digits.target.astype(np.int64)
     # Read-only, because all callers share the cached arrays.
     for array in (images, labels, *splits.values()):
@@ -68,14 +62,14 @@ def load_sources(seed: int = 0) -> SourceDigits:
 
 @dataclass(frozen=True)
 class DrawnConfig:
-    """Parameters that the builds of all embedded sets have; equal parameters give equal bytes.
+    """Parameters of all embedded sets; equal parameters give equal bytes.
 
     Args:
         canvas: Side of an image, in pixels.
         clutter: Number of digit fragments in an image.
         fragment: Smallest and largest side of a fragment, as a share of its digit's box.
-        contrast: Faintest and strongest ink of a fragment, as a share of the digits'.
-        shard_size: Samples in one shard.
+        contrast: Lowest and highest ink of a fragment, as a share of the digits' ink.
+        shard_size: Samples per shard.
         seed: Seed of the split of the source images and of every sample.
     """
 
@@ -90,32 +84,32 @@ class DrawnConfig:
         """Check the parameters.
 
         Args:
-            counts: The one that gives the number of samples of each split.
-            least: The least of these numbers.
-            limits: What narrows the types of others; see `mmod.values.check_fields`.
+            counts: Name of the parameter with the number of samples per split.
+            least: Minimum of these numbers.
+            limits: Limits of further parameters, see `mmod.values.check_fields`.
 
         Raises:
-            ValueError: If one is out of range.
+            ValueError: A parameter is out of range.
         """
         check_fields(self, "", clutter="[0, inf)", shard_size="[1, inf)", seed="[0, inf)", **limits)
         for name in ("fragment", "contrast"):
             low, high = getattr(self, name)
             if not 0 < low <= high <= 1:
                 raise ValueError(f"{name}={(low, high)} must lie in (0, 1], ascending")
-        given = getattr(self, counts)
-        if set(given) != set(SPLITS) or min(given.values()) < least:
-            raise ValueError(f"{counts}={given} must give each of {SPLITS} a number of at least {least}")
+        samples = getattr(self, counts)
+        if set(samples) != set(SPLITS) or min(samples.values()) < least:
+            raise ValueError(f"{counts}={samples} must give each of {SPLITS} a number of at least {least}")
 
 
 def load_split(config: DrawnConfig, split: str) -> tuple[SourceDigits, np.ndarray]:
-    """Load the source images and the indices of those that a split may show.
+    """Load the source images, and the indices of a split.
 
     Args:
-        config: The parameters of a set, whose seed decides the split.
+        config: Parameters of a set; its seed determines the splits.
         split: One of `SPLITS`.
 
     Raises:
-        ValueError: If the split is unknown.
+        ValueError: The split is unknown.
     """
     one_of("split", split, SPLITS)
     sources = load_sources(config.seed)
@@ -131,19 +125,19 @@ def draw_clutter(
     rng: np.random.Generator,
     grid: int = 1,
 ) -> tuple[int, ...]:
-    """Draw fragments of digits at random places of a canvas, in place.
+    """Draw fragments of digits at random positions of a canvas, in place.
 
     Args:
         canvas: Grey values, uint8, (rows, columns).
         sources: The source images.
-        pool: Indices of those that fragments may be cut from.
-        config: How many there are, and their sides and ink.
+        pool: Indices of the source images to use.
+        config: Number, size and ink of the fragments.
         sides: Smallest and largest side of a digit's box, in pixels.
-        rng: Draws everything.
+        rng: Random generator.
         grid: See `paste`.
 
     Returns:
-        Index of each fragment's source image.
+        Indices of the fragments' source images.
     """
     chosen = rng.choice(pool, config.clutter)
     for source in chosen:
@@ -153,7 +147,7 @@ def draw_clutter(
 
 
 def scale_digit(digit: np.ndarray, sides: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
-    """Resize a square image to a side drawn between two, both included."""
+    """Resize a square image to a random side within two limits, both inclusive."""
     side = int(rng.integers(sides[0], sides[1] + 1))
     return np.asarray(Image.fromarray(digit).resize((side, side), Image.Resampling.BILINEAR))
 
@@ -161,7 +155,7 @@ def scale_digit(digit: np.ndarray, sides: tuple[int, int], rng: np.random.Genera
 def _cut_fragment(
     digit: np.ndarray, shares: tuple[float, float], contrast: tuple[float, float], rng: np.random.Generator
 ) -> np.ndarray:
-    """Cut a rectangle from a digit, with sides that are drawn shares of the digit's and ink of a drawn strength."""
+    """Cut a random rectangle from a digit and scale its ink; sizes are shares of the digit's side."""
     side = len(digit)
     low, high = (max(1, round(side * share)) for share in shares)
     height, width = rng.integers(low, high + 1, 2)
@@ -171,13 +165,13 @@ def _cut_fragment(
 
 
 def paste(canvas: np.ndarray, patch: np.ndarray, rng: np.random.Generator, grid: int = 1) -> tuple[int, int, int, int]:
-    """Draw a patch at a random place of a canvas, in place; return its left, top, right and bottom.
+    """Draw a patch at a random position of a canvas, in place; return its left, top, right and bottom.
 
     Args:
         canvas: Grey values (rows, columns).
-        patch: Grey values of the patch, no larger.
-        rng: Draws the place.
-        grid: Its upper left corner lies at multiples of so many pixels.
+        patch: Grey values of the patch, not larger than the canvas.
+        rng: Random generator.
+        grid: The upper left corner is at multiples of this, in pixels.
     """
     height, width = patch.shape
     top = grid * int(rng.integers(0, (canvas.shape[0] - height) // grid + 1))

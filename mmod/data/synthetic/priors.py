@@ -1,4 +1,4 @@
-"""Answer priors: the share of questions that is answered right without looking at an image."""
+"""Answer priors: the accuracy that is possible without the image."""
 
 from __future__ import annotations
 
@@ -9,42 +9,36 @@ from mmod.data.synthetic.questions import QuestionsConfig, SyntheticChat, compos
 
 
 def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, str, str]]) -> dict[str, float]:
-    """Return how often a question's most frequent answer in training is right, by kind.
+    """Return the accuracy of the most frequent training answer to a question, by question type.
 
-    A question that training does not hold is answered by the most frequent answer of its kind.
+    For a question without a training example, the most frequent answer of its type is used.
 
     Args:
-        train: Kind, question and answer of each training turn.
-        test: The same of each test turn.
+        train: Type, question and answer of each training turn.
+        test: Type, question and answer of each test turn.
 
     Returns:
-        Share of right answers of each kind, in [0, 1].
+        Accuracy by type, in [0, 1].
 
     Example:
         >>> prior_of([("a", "q", "yes"), ("a", "q", "no"), ("a", "q", "yes")], [("a", "q", "no"), ("a", "q", "yes")])
         {'a': 0.5}
     """
     by_question: dict[str, Counter[str]] = defaultdict(Counter)
-    by_kind: dict[str, Counter[str]] = defaultdict(Counter)
-    for kind, question, answer in train:
+    by_type: dict[str, Counter[str]] = defaultdict(Counter)
+    for question_type, question, answer in train:
         by_question[question][answer] += 1
-        by_kind[kind][answer] += 1
+        by_type[question_type][answer] += 1
     right, asked = Counter[str](), Counter[str]()
-    for kind, question, answer in test:
-        known = by_question.get(question) or by_kind[kind]
-        right[kind] += bool(known) and known.most_common(1)[0][0] == answer
-        asked[kind] += 1
-    return {kind: right[kind] / count for kind, count in asked.items()}
+    for question_type, question, answer in test:
+        known = by_question.get(question) or by_type[question_type]
+        right[question_type] += bool(known) and known.most_common(1)[0][0] == answer
+        asked[question_type] += 1
+    return {question_type: right[question_type] / count for question_type, count in asked.items()}
 
 
 def measure_prior(config: QuestionsConfig) -> dict[str, float]:
-    """Return the answer priors of the embedded questions.
-
-    Args:
-        config: Parameters of a build.
-
-    Returns:
-        Share of the test questions of each kind that the most frequent answer in training gets right, in [0, 1].
+    """Return the answer priors of the embedded questions: accuracy on the test split by question type, in [0, 1].
 
     Example:
         >>> from mmod.data.synthetic.questions import DIFFICULTIES
@@ -56,4 +50,4 @@ def measure_prior(config: QuestionsConfig) -> dict[str, float]:
 
 
 def _turns(chats: Iterable[SyntheticChat]) -> Iterable[tuple[str, str, str]]:
-    return ((turn.kind, turn.question, turn.answer) for chat in chats for turn in chat.turns)
+    return ((turn.question_type, turn.question, turn.answer) for chat in chats for turn in chat.turns)

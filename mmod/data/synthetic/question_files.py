@@ -1,4 +1,4 @@
-"""The embedded questions as files: webdataset shards, or JSON in LLaVA's format beside its images."""
+"""The embedded questions as files: webdataset shards, or LLaVA's JSON format with image files."""
 
 from __future__ import annotations
 
@@ -17,29 +17,26 @@ from mmod.io.progress import progress_bar
 
 
 def to_record(key: str, chat: SyntheticChat, images: list[str]) -> dict[str, Any]:
-    """Write a conversation in LLaVA's format.
+    """Return a conversation as a record in LLaVA's format, with the question types as `kinds`.
 
     Args:
-        key: Its `id`.
+        key: The record's `id`.
         chat: The conversation.
-        images: File name of each of its images.
-
-    Returns:
-        JSON values: `id`, `image` (a name, or a list of several; absent without images), `conversations`, and `kinds`.
+        images: File names of its images.
 
     Example:
         >>> chat = next(compose_chats(DIFFICULTIES["tiny"], "test"))
         >>> to_record("7", chat, ["7.png"])["conversations"][1]["from"]
         'gpt'
     """
-    record: dict[str, Any] = {"id": key, "kinds": [turn.kind for turn in chat.turns]}
+    record: dict[str, Any] = {"id": key, "kinds": [turn.question_type for turn in chat.turns]}
     if images:
         record["image"] = images[0] if len(images) == 1 else images
-    said: list[dict[str, str]] = []
+    messages: list[dict[str, str]] = []
     for number, turn in enumerate(chat.turns):
         prefix = f"{IMAGE}\n" * len(images) if number == 0 else ""
-        said += [{"from": "human", "value": prefix + turn.question}, {"from": "gpt", "value": turn.answer}]
-    record["conversations"] = said
+        messages += [{"from": "human", "value": prefix + turn.question}, {"from": "gpt", "value": turn.answer}]
+    record["conversations"] = messages
     return record
 
 
@@ -52,29 +49,29 @@ def _samples(config: QuestionsConfig, split: str) -> Iterator[dict[str, Any]]:
 
 
 QUESTIONS = SyntheticSet("questions", "cluttered questions", 2, DIFFICULTIES, _samples, "conversations")
-"""The set: shards of `KEY.json`, a conversation in LLaVA's format with the kind of each question under `kinds`, and its
+"""The set: shards of `KEY.json`, a conversation in LLaVA's format with the question types under `kinds`, and its
 images as `KEY.0.png`, `KEY.1.png`."""
 
 
 def export_questions(
     root: str | Path, config: QuestionsConfig | str = "default", progress: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Write a build as LLaVA's own files: `SPLIT.json` and a folder `images`.
+    """Write a build as LLaVA's files: `SPLIT.json` and a folder `images`.
 
     Args:
-        root: Folder to make; it must not exist or be empty.
+        root: Output folder; missing or empty.
         config: Parameters, or the name of a difficulty.
         progress: Show a progress bar.
 
     Returns:
-        Name of each JSON file to its `samples` and `sha256`.
+        `samples` and `sha256` by name of the JSON file.
 
     Raises:
-        FileExistsError: If `root` holds anything.
+        FileExistsError: `root` is not empty.
     """
     config = QUESTIONS.config(config) if isinstance(config, str) else config
     files = {}
-    # Not durable: there are too many small files to wait for each.
+    # Not durable: flushing many small files one by one would take minutes.
     with replacing(root, shared=True, durable=False) as partial:
         (partial / "images").mkdir(parents=True)
         for split in SPLITS:

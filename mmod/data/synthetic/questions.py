@@ -1,9 +1,8 @@
 """Cluttered questions: a visual question-answering set made from scikit-learn's handwritten digits.
 
-Up to three digits of different classes lie on a canvas among fragments of others, and conversations ask of several
-kinds what is to be seen. Digits are drawn without regard to their class, so a question alone says nothing about its
-answer beyond what kind of answer it wants; `priors` measures how much that is. As in cluttered digits, no
-handwriting crosses from one split to another, not even as clutter.
+Images show up to three digits of different classes among fragments of other digits. Conversations ask questions of
+several types about them. The classes are drawn independently of the questions, so a question reveals only the type of
+its answer; `priors` measures the accuracy that this allows. As in cluttered digits, splits share no handwriting.
 """
 
 from __future__ import annotations
@@ -18,31 +17,31 @@ from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig, SourceDigits, d
 
 ONE_IMAGE = ("count", "largest", "beside", "read")
 KINDS = (*ONE_IMAGE, "two", "text")
-"""Kinds of questions: four about one image, "two" about one of two, "text" about none."""
+"""Types of questions: four about one image, "two" about one of two images, "text" without an image."""
 WORDS = (
     *("is", "there", "?", "how", "many", "digits", "are", "which", "digit", "the", "largest", "left", "right", "of"),
     *(",", "from", "to", "in", "image", "first", "or", "second", "larger"),
 )
-"""Every word of questions and answers beside the ten digits."""
-# Least distance of two centres from left to right, in pixels: less would not show which digit comes first.
+"""All words of questions and answers except the ten digits."""
+# Minimum horizontal distance of two centres in pixels, so that the order from left to right is visible.
 _GAP = 4
 
 
 @dataclass(frozen=True)
 class QuestionsConfig(DrawnConfig):
-    """The parameters of one build; further ones are those of `DrawnConfig`.
+    """Parameters of a build, in addition to those of `DrawnConfig`.
 
     Args:
         large: Smallest and largest side of the largest digit's box, in pixels.
-        small: The same of the other digits.
-        step: Digits lie at multiples of this, in pixels. The side of a patch makes the set much faster to learn.
+        small: Smallest and largest side of the other digits' boxes.
+        step: Positions of digits are multiples of this, in pixels. With the patch size the set is much faster to learn.
         digits: Smallest and largest number of digits in an image, at most 4.
-        turns: Questions about the same image in a training conversation. Those of "val" and "test" have one.
-        shares: Share of training conversations about two images and about none.
-        conversations: Number of conversations of each split; in "val" and "test" all kinds are as frequent.
+        turns: Questions per image in a training conversation; one in "val" and "test".
+        shares: Shares of training conversations with two images and with none.
+        conversations: Number of conversations per split; in "val" and "test" all types are equally frequent.
 
     Raises:
-        ValueError: If a parameter is out of range.
+        ValueError: A parameter is out of range.
     """
 
     clutter: int = 3
@@ -78,13 +77,13 @@ DIFFICULTIES: dict[str, QuestionsConfig] = {
 
 
 class QuestionScene(NamedTuple):
-    """An image and the digits in it, from left to right.
+    """An image and its digits, from left to right.
 
     Attributes:
         image: Grey values, uint8, (canvas, canvas).
         classes: Class of each digit.
-        largest: Place of the largest among them.
-        sources: Index of each among the source images.
+        largest: Index of the largest among them.
+        sources: Indices of their source images.
     """
 
     image: np.ndarray
@@ -94,33 +93,26 @@ class QuestionScene(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One question and its answer, in words separated by spaces.
+    """A question and its answer, in words separated by spaces.
 
     Attributes:
-        kind: One of `KINDS`.
-        question: The question.
-        answer: The answer.
+        question_type: One of `KINDS`.
     """
 
-    kind: str
+    question_type: str
     question: str
     answer: str
 
 
 class SyntheticChat(NamedTuple):
-    """Some turns about some images.
-
-    Attributes:
-        scenes: The images.
-        turns: The turns.
-    """
+    """A conversation about zero to two images."""
 
     scenes: tuple[QuestionScene, ...]
     turns: tuple[Turn, ...]
 
 
 def compose_chats(config: QuestionsConfig, split: str) -> Iterator[SyntheticChat]:
-    """Compose the conversations of one split, each from its own seed.
+    """Compose the conversations of a split, with one seed per conversation.
 
     Args:
         config: Parameters of the build.
@@ -130,10 +122,10 @@ def compose_chats(config: QuestionsConfig, split: str) -> Iterator[SyntheticChat
         `config.conversations[split]` conversations.
 
     Raises:
-        ValueError: If the split is unknown.
+        ValueError: The split is unknown.
 
     Example:
-        >>> next(compose_chats(DIFFICULTIES["tiny"], "test")).turns[0].kind
+        >>> next(compose_chats(DIFFICULTIES["tiny"], "test")).turns[0].question_type
         'count'
     """
     painter = _Painter(config, *load_split(config, split))
@@ -147,22 +139,23 @@ def compose_chats(config: QuestionsConfig, split: str) -> Iterator[SyntheticChat
             yield _single("two" if draw < config.shares[0] else "text", painter, rng, config.turns)
             continue
         scene = painter.paint(int(rng.integers(config.digits[0], config.digits[1] + 1)), rng)
-        kinds = [kind for kind in ONE_IMAGE if len(scene.classes) >= _NEEDED[kind]]
+        kinds = [question_type for question_type in ONE_IMAGE if len(scene.classes) >= _NEEDED[question_type]]
         chosen = [kinds[place] for place in rng.permutation(len(kinds))[: config.turns]]
-        yield SyntheticChat((scene,), tuple(_ASK[kind](scene, rng) for kind in chosen))
+        yield SyntheticChat((scene,), tuple(_ASK[question_type](scene, rng) for question_type in chosen))
 
 
-def _single(kind: str, painter: _Painter, rng: np.random.Generator, turns: int = 1) -> SyntheticChat:
-    """Make a conversation whose kind is given, of one turn unless both images may be asked about."""
+def _single(question_type: str, painter: _Painter, rng: np.random.Generator, turns: int = 1) -> SyntheticChat:
+    """Compose a conversation of one question type, with one turn; up to `turns` for "two"."""
     low, high = painter.config.digits
-    if kind == "text":
+    if question_type == "text":
         first, second = (int(value) for value in rng.permutation(10)[:2])
-        return SyntheticChat((), (Turn(kind, f"which is larger , {first} or {second} ?", str(max(first, second))),))
-    if kind == "two":
+        question = f"which is larger , {first} or {second} ?"
+        return SyntheticChat((), (Turn(question_type, question, str(max(first, second))),))
+    if question_type == "two":
         scenes = tuple(painter.paint(int(rng.integers(max(low, 2), high + 1)), rng) for _ in range(2))
         return SyntheticChat(scenes, tuple(_ask_two(scenes, int(place)) for place in rng.permutation(2)[:turns]))
-    scene = painter.paint(int(rng.integers(max(low, _NEEDED[kind]), high + 1)), rng)
-    return SyntheticChat((scene,), (_ASK[kind](scene, rng),))
+    scene = painter.paint(int(rng.integers(max(low, _NEEDED[question_type]), high + 1)), rng)
+    return SyntheticChat((scene,), (_ASK[question_type](scene, rng),))
 
 
 def _ask_two(scenes: tuple[QuestionScene, ...], place: int) -> Turn:
@@ -209,7 +202,7 @@ class _Painter:
         self.by_class = [pool[sources.labels[pool] == digit] for digit in range(10)]
 
     def paint(self, count: int, rng: np.random.Generator) -> QuestionScene:
-        """Draw digits of different classes, apart from each other, one of them the largest."""
+        """Draw digits of different classes that do not overlap, one larger than the others."""
         config = self.config
         canvas = np.zeros((config.canvas, config.canvas), np.uint8)
         draw_clutter(canvas, self.sources, self.pool, config, config.large, rng)
@@ -228,7 +221,7 @@ class _Painter:
         return QuestionScene(canvas, tuple(classes[i] for i in order), order.index(0), tuple(chosen[i] for i in order))
 
     def _place(self, sides: list[int], rng: np.random.Generator) -> tuple[list[int], list[int]]:
-        """Draw corners at which no two boxes meet and no two centres are about as far left."""
+        """Draw corners until no boxes overlap and all centres differ enough horizontally."""
         corners, step = np.zeros((len(sides), 2), int), self.config.step
         while True:
             for place, side in enumerate(sides):

@@ -1,9 +1,8 @@
 """Captioned scenes: a data set of image-text pairs made from scikit-learn's handwritten digits.
 
-Two digits lie on a canvas, among fragments of other digits or on plain ground, and a sentence says which they are, how
-large, and how they lie: "a large 7 left of a small 3 on clutter". A sentence tells 1,600 kinds of scenes apart, so that
-finding the one that belongs to an image takes reading both digits. As in cluttered digits, no handwriting crosses from
-one split to another, not even as clutter.
+An image shows two digits, on clutter (fragments of other digits) or on a plain ground. The caption describes them: "a
+large 7 left of a small 3 on clutter". There are 1,600 captions, so matching image and caption requires reading both
+digits. As in cluttered digits, splits share no handwriting.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ RELATIONS = ("left of", "above")
 GROUNDS = ("clutter", "plain")
 
 
-class Kind(NamedTuple):
-    """Content of a caption.
+class SceneContent(NamedTuple):
+    """Content of a scene, which its caption describes.
 
     Attributes:
-        digits: Class of the left or upper digit, then of the other.
+        digits: Class of the left or upper digit, then of the other one.
         sizes: Their sizes, of `SIZES`.
-        relation: How the first lies to the second, of `RELATIONS`.
-        ground: What they lie on, of `GROUNDS`.
+        relation: Position of the first relative to the second, of `RELATIONS`.
+        ground: Background, of `GROUNDS`.
     """
 
     digits: tuple[int, int]
@@ -49,19 +48,19 @@ class Kind(NamedTuple):
 
     @property
     def caption(self) -> str:
-        """The sentence."""
+        """The caption."""
         first, second = (f"a {size} {digit}" for size, digit in zip(self.sizes, self.digits))
         return f"{first} {self.relation} {second} on {self.ground}"
 
 
-def all_kinds() -> list[Kind]:
-    """Return every kind of scene there is, in a fixed order."""
+def all_contents() -> list[SceneContent]:
+    """Return all possible contents, in a fixed order."""
     return [
-        Kind((first, second), (one, other), relation, ground)
+        SceneContent((first, second), (first_size, second_size), relation, ground)
         for first in range(10)
         for second in range(10)
-        for one in SIZES
-        for other in SIZES
+        for first_size in SIZES
+        for second_size in SIZES
         for relation in RELATIONS
         for ground in GROUNDS
     ]
@@ -69,16 +68,16 @@ def all_kinds() -> list[Kind]:
 
 @dataclass(frozen=True)
 class ScenesConfig(DrawnConfig):
-    """The parameters of one build; further ones are those of `DrawnConfig`.
+    """Parameters of a build, in addition to those of `DrawnConfig`.
 
     Args:
         large: Smallest and largest side of a large digit's box, in pixels.
-        small: The same of a small digit.
+        small: Smallest and largest side of a small digit's box.
         clutter: Number of digit fragments in a scene on clutter.
-        scenes: Number of scenes of each split. In "val" and "test" no two scenes have the same caption.
+        scenes: Number of scenes per split. In "val" and "test" all captions differ.
 
     Raises:
-        ValueError: If a parameter is out of range.
+        ValueError: A parameter is out of range.
     """
 
     canvas: int = 48
@@ -92,9 +91,9 @@ class ScenesConfig(DrawnConfig):
         sides = (*self.small, *self.large)
         if not 4 <= sides[0] <= sides[1] <= sides[2] <= sides[3] <= self.canvas // 2:
             raise ValueError(f"small={self.small} and large={self.large} must ascend from 4 to canvas/2")
-        kinds = len(all_kinds())
-        if max(self.scenes["val"], self.scenes["test"]) > kinds:
-            raise ValueError(f"scenes={self.scenes} must give val and test at most {kinds}, one for each caption")
+        contents = len(all_contents())
+        if max(self.scenes["val"], self.scenes["test"]) > contents:
+            raise ValueError(f"scenes={self.scenes} must give val and test at most {contents}, one per caption")
 
 
 DIFFICULTIES: dict[str, ScenesConfig] = {
@@ -106,88 +105,88 @@ DIFFICULTIES: dict[str, ScenesConfig] = {
 
 
 class Pair(NamedTuple):
-    """One scene with its caption, and how it was made.
+    """A scene and its provenance.
 
     Attributes:
         image: Grey values, uint8, (canvas, canvas).
-        kind: What is to be seen.
+        content: Its content.
         sources: Indices of the two digits among the source images.
         boxes: Left, top, right, bottom of each digit, in pixels, right and bottom exclusive.
     """
 
     image: np.ndarray
-    kind: Kind
+    content: SceneContent
     sources: tuple[int, int]
     boxes: tuple[tuple[int, int, int, int], tuple[int, int, int, int]]
 
 
 def zero_shot_prompts() -> tuple[list[str], list[str]]:
-    """Return class names and templates for open_clip's zero-shot classifier: which digit is named first?
+    """Return class names and templates for open_clip's zero-shot classifier of the first digit.
 
     Returns:
-        The ten classes, and every caption with `{}` in the place of the first digit.
+        The ten classes, and all captions with `{}` in place of the first digit.
 
     Example:
         >>> classes, templates = zero_shot_prompts()
         >>> classes[7], len(templates), templates[0]
         ('7', 160, 'a large {} left of a large 0 on clutter')
     """
-    kinds = [kind for kind in all_kinds() if kind.digits[0] == 0]
-    return [str(digit) for digit in range(10)], [kind.caption.replace("0", "{}", 1) for kind in kinds]
+    contents = [content for content in all_contents() if content.digits[0] == 0]
+    return [str(digit) for digit in range(10)], [content.caption.replace("0", "{}", 1) for content in contents]
 
 
 def compose_pairs(config: ScenesConfig, split: str) -> Iterator[Pair]:
-    """Compose the scenes of one split, each from its own seed.
+    """Compose the scenes of a split, with one seed per scene.
 
     Args:
         config: Parameters of the build.
         split: One of `SPLITS`.
 
     Yields:
-        `config.scenes[split]` scenes, in which kinds are as frequent as possible alike.
+        `config.scenes[split]` scenes, with contents as evenly frequent as possible.
 
     Raises:
-        ValueError: If the split is unknown.
+        ValueError: The split is unknown.
 
     Example:
-        >>> next(compose_pairs(DIFFICULTIES["tiny"], "test")).kind.caption
+        >>> next(compose_pairs(DIFFICULTIES["tiny"], "test")).content.caption
         'a small 1 above a large 0 on clutter'
     """
     sources, pool = load_split(config, split)
     split_seed = SPLITS.index(split)
-    kinds = all_kinds()
+    contents = all_contents()
     for index in range(config.scenes[split]):
-        turn, place = divmod(index, len(kinds))
+        turn, place = divmod(index, len(contents))
         if place == 0:
-            order = np.random.default_rng([config.seed, split_seed, turn]).permutation(len(kinds))
+            order = np.random.default_rng([config.seed, split_seed, turn]).permutation(len(contents))
         rng = np.random.default_rng([config.seed, split_seed, index, 1])
-        yield _compose(config, sources, pool, kinds[order[place]], rng)
+        yield _compose(config, sources, pool, contents[order[place]], rng)
 
 
 def _compose(
-    config: ScenesConfig, sources: SourceDigits, pool: np.ndarray, kind: Kind, rng: np.random.Generator
+    config: ScenesConfig, sources: SourceDigits, pool: np.ndarray, content: SceneContent, rng: np.random.Generator
 ) -> Pair:
     canvas = np.zeros((config.canvas, config.canvas), np.uint8)
-    if kind.ground == "clutter":
+    if content.ground == "clutter":
         draw_clutter(canvas, sources, pool, config, config.large, rng)
     half = config.canvas // 2
     chosen, boxes = [], []
-    for number, (digit_class, size) in enumerate(zip(kind.digits, kind.sizes)):
+    for number, (digit_class, size) in enumerate(zip(content.digits, content.sizes)):
         source = int(rng.choice(pool[sources.labels[pool] == digit_class]))
         digit = scale_digit(sources.images[source], config.large if size == "large" else config.small, rng)
-        left, top = (number * half, 0) if kind.relation == "left of" else (0, number * half)
-        right, bottom = (left + half, config.canvas) if kind.relation == "left of" else (config.canvas, top + half)
+        left, top = (number * half, 0) if content.relation == "left of" else (0, number * half)
+        right, bottom = (left + half, config.canvas) if content.relation == "left of" else (config.canvas, top + half)
         box = paste(canvas[top:bottom, left:right], digit, rng)
         chosen.append(source)
         boxes.append((box[0] + left, box[1] + top, box[2] + left, box[3] + top))
-    return Pair(canvas, kind, (chosen[0], chosen[1]), (boxes[0], boxes[1]))
+    return Pair(canvas, content, (chosen[0], chosen[1]), (boxes[0], boxes[1]))
 
 
 def _samples(config: ScenesConfig, split: str) -> Iterator[dict[str, Any]]:
     for index, pair in enumerate(compose_pairs(config, split)):
         height, width = pair.image.shape
-        key, caption = f"{index:09d}", pair.kind.caption
-        made = {"digits": pair.kind.digits, "sources": pair.sources, "boxes": pair.boxes}
+        key, caption = f"{index:09d}", pair.content.caption
+        made = {"digits": pair.content.digits, "sources": pair.sources, "boxes": pair.boxes}
         record = {"caption": caption, "key": key, "status": "success", "width": width, "height": height, **made}
         yield {
             "__key__": key,
@@ -198,4 +197,4 @@ def _samples(config: ScenesConfig, split: str) -> Iterator[dict[str, Any]]:
 
 
 SCENES = SyntheticSet("scenes", "captioned scenes", 1, DIFFICULTIES, _samples, "scenes", digits=5, sizes=True)
-"""The set: shards of `KEY.png`, `KEY.txt` (the caption) and `KEY.json` (how the scene was made)."""
+"""The set: shards of `KEY.png`, `KEY.txt` (the caption) and `KEY.json` (provenance)."""

@@ -112,8 +112,8 @@ def evaluate(
         for talks in _batches(conversations, batch_size, rank, world, progress):
             answers = generate(model, collator, collator.prompts(talks), max_new_tokens)
             for talk, answer in zip(talks, answers):
-                asked[talk.kind] += 1
-                right[talk.kind] += _plain(answer) == _plain(talk.answer)
+                asked[talk.question_type] += 1
+                right[talk.question_type] += _plain(answer) == _plain(talk.answer)
         kept = {
             name: own / free if free else 1.0
             for name, (own, free) in ((name, sums.tolist()) for name, sums in counts.items())

@@ -129,7 +129,7 @@ def test_archives_that_lie(reader: str, name: str) -> None:
 def test_a_key_that_comes_again_is_counted_once(reader: str) -> None:
     suffix, beside = BESIDE[reader]
     rest = b"".join(body({f"{key}.png": PNG, f"{key}{suffix}": beside}) for key in "878") + END
-    with pytest.raises(CorruptDataError, match=r"^0\.tar \[7\]: the key stands for another sample"):
+    with pytest.raises(CorruptDataError, match=r"^0\.tar \[7\]: an earlier sample of the shard has the same key"):
         read_archive(reader, rest, "raise")
     read, report = read_archive(reader, rest, "skip")
     assert (read, [fault.sample for fault in report.faults]) == (2, ["7", "8"])

@@ -248,7 +248,7 @@ def test_long_conversations_are_cut_but_never_an_image(talks: list[ChatSample]) 
     cut = ChatCollator(processor, max_length=whole["input_ids"].shape[1] - 2)(talks[1:2])
     assert processor.tokenizer.decode(cut["labels"][0][cut["labels"][0] != IGNORED]) == "first </s>"
     assert cut["attention_mask"].shape == cut["input_ids"].shape
-    with pytest.raises(ValueError, match="cuts an image off"):
+    with pytest.raises(ValueError, match="cuts off an image"):
         ChatCollator(processor, max_length=6)(talks)
     with pytest.raises(ValueError, match="leaves no answer in '3'"):
         ChatCollator(processor, max_length=5)(talks[2:])

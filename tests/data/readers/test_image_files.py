@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mmod.data.corrupt import UnusableError
 from mmod.data.readers import image_files
-from mmod.data.readers.image_files import ImageFileError, ImageFiles, read_image
+from mmod.data.readers.image_files import ImageFiles, read_image
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_files_of_the_folder_are_read(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", LINKED)
 def test_links_lead_out_only_where_that_is_asked_for(folder: Path, name: str) -> None:
-    with pytest.raises(ImageFileError, match=r"image outside the folder: .*is not in"):
+    with pytest.raises(UnusableError, match=r"image outside the folder: .*is not in"):
         ImageFiles(folder).read(name)
     assert ImageFiles(folder, follow_links=True).read(name) == Path(folder, name).read_bytes()
 
@@ -76,7 +77,7 @@ def test_links_lead_out_only_where_that_is_asked_for(folder: Path, name: str) ->
 @pytest.mark.parametrize("name", FAULTS, ids=lambda name: ascii(name)[:30])
 @pytest.mark.parametrize("read", [ImageFiles.locate, ImageFiles.read])
 def test_everything_else_has_a_reason(folder: Path, name: str, read: object) -> None:
-    with pytest.raises(ImageFileError) as caught:
+    with pytest.raises(UnusableError) as caught:
         read(ImageFiles(folder), name.format(folder) if "{" in name else name)  # type: ignore[operator]
     assert caught.value.reason == FAULTS[name]
     path = os.path.join(folder, name.format(folder) if "{" in name else name)[:1000]
@@ -86,9 +87,9 @@ def test_everything_else_has_a_reason(folder: Path, name: str, read: object) -> 
 
 @pytest.mark.timeout(20)
 def test_followed_links_lead_to_files_alone(folder: Path) -> None:
-    with pytest.raises(ImageFileError, match=r"zero\.png is no regular file"):
+    with pytest.raises(UnusableError, match=r"zero\.png is no regular file"):
         ImageFiles(folder, follow_links=True).read("zero.png")
-    with pytest.raises(ImageFileError, match=r"pipe\.png is no regular file"):
+    with pytest.raises(UnusableError, match=r"pipe\.png is no regular file"):
         read_image(str(folder / "pipe.png"))
 
 
@@ -103,17 +104,17 @@ def test_a_folder_that_is_a_link_is_no_way_out(folder: Path) -> None:
 
 def test_a_file_is_looked_for_again_where_a_listing_lacks_it(folder: Path) -> None:
     files = ImageFiles(folder)
-    with pytest.raises(ImageFileError, match="not found"):
+    with pytest.raises(UnusableError, match="not found"):
         files.locate("late.png")
     (folder / "late.png").write_bytes(b"late")
     assert files.read("late.png") == b"late"
     (folder / "a.png").unlink()
-    with pytest.raises(ImageFileError, match="not found"):
+    with pytest.raises(UnusableError, match="not found"):
         files.read("a.png")
 
 
 def test_long_files_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.truncate(folder / "a.png", 1 << 40)
     monkeypatch.setattr(image_files, "open", lambda *_: pytest.fail("it was opened"), raising=False)
-    with pytest.raises(ImageFileError, match="image file too long"):
+    with pytest.raises(UnusableError, match="image file too long"):
         ImageFiles(folder).read("a.png")

@@ -72,9 +72,9 @@ def test_streams_give_each_patch_its_class_however_they_are_read(crowds: DataCon
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (Image.new("L", (8, 16)), "8x16 of mode L, not a square label map of whole"),
+        (Image.new("L", (8, 16)), "8x16 pixels and mode L; it must be square"),
         (Image.new("RGB", (8, 8)), "8x8 of mode RGB"),
-        (Image.new("L", (9, 9)), "9x9 of mode L, not a square label map of whole patches of 4 pixels"),
+        (Image.new("L", (9, 9)), "9x9 pixels and mode L; it must be square with a multiple of 4 pixels"),
     ],
 )
 def test_what_is_no_label_map_is_a_fault_of_its_sample(tmp_path: Path, labels: Image.Image, message: str) -> None:
@@ -89,7 +89,7 @@ def test_what_is_no_label_map_is_a_fault_of_its_sample(tmp_path: Path, labels: I
     ("change", "message"),
     [
         ({"source": "crowds"}, "source 'crowds' has labels for patches: set label_patch"),
-        ({"source": "digits", "label_patch": 4}, "source 'digits' has none of"),
+        ({"source": "digits", "label_patch": 4}, "source 'digits' lacks"),
         ({"source": "crowds", "label_patch": 0}, "label_patch must be an integer of at least 1"),
         ({"source": "crowds", "label_patch": 4, "augment": AugmentConfig()}, "cannot be combined with augment"),
     ],

@@ -55,10 +55,10 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     save(tmp_path, "a", pixels, None)
     with pytest.raises(ValueError, match=r"lacks 1 of 1 label maps, the first a\.png"):
         create_eval_stream(config(tmp_path))
-    with pytest.raises(ValueError, match="which there is not"):
+    with pytest.raises(ValueError, match="which does not exist"):
         create_eval_stream(config(tmp_path, val_split="train"))
     save(tmp_path, "a", pixels, np.zeros((16, 32)))
-    with pytest.raises(CorruptDataError, match=r"the label map a\.png is of 32x16 and mode L; it must be of 32x32"):
+    with pytest.raises(CorruptDataError, match=r"the label map a\.png has 32x16 pixels and mode L; it must have 32x32"):
         list(create_eval_stream(config(tmp_path)).batches(0))
     save(tmp_path, "b", pixels, np.zeros((32, 32)))
     skipping = create_eval_stream(config(tmp_path, on_corrupt="skip"))

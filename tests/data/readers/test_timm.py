@@ -84,7 +84,7 @@ def test_a_class_folder_without_images_would_shift_labels(tmp_path, name, emptie
                 Image.new("RGB", (8, 8)).save(tmp_path / split / label / "0.png")
     (tmp_path / emptied / "b" / "note.txt").write_text("no image")
     # torchvision itself refuses such a folder.
-    empty = rf"folders of classes hold no image that is read: {tmp_path}/{emptied}/b\. Remove them"
+    empty = rf"class folders without readable images: {tmp_path}/{emptied}/b\. Remove them"
     message = empty if name == "folder" else "no valid file for the classes b"
     with pytest.raises(ValueError, match=message):
         create_eval_stream(DataConfig(name, str(tmp_path), channels=3))

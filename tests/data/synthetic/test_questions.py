@@ -43,14 +43,14 @@ def test_answers_are_true_and_in_the_vocabulary(chats: dict[str, list[SyntheticC
     known = {*WORDS, *map(str, range(10))}
     for chat in chats["train"] + chats["test"]:
         for turn in chat.turns:
-            assert turn.answer == answer(chat, turn.kind, turn.question)
+            assert turn.answer == answer(chat, turn.question_type, turn.question)
             assert {*turn.question.split(), *turn.answer.split()} <= known
 
 
 def test_kinds_images_and_turns(chats: dict[str, list[SyntheticChat]]) -> None:
     assert {len(chat.scenes) for chat in chats["train"]} == {0, 1, 2}
     assert max(len(chat.turns) for chat in chats["train"]) == TINY.turns
-    assert [chat.turns[0].kind for chat in chats["test"][: len(KINDS)]] == list(KINDS)
+    assert [chat.turns[0].question_type for chat in chats["test"][: len(KINDS)]] == list(KINDS)
     assert all(len(chat.turns) == 1 for chat in chats["test"])
     for chat in chats["train"]:
         assert len({turn.question for turn in chat.turns}) == len(chat.turns)

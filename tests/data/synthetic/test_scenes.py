@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmod.data.synthetic.handwriting import SPLITS, load_sources
-from mmod.data.synthetic.scenes import DIFFICULTIES, SCENES, ScenesConfig, all_kinds, compose_pairs
+from mmod.data.synthetic.scenes import DIFFICULTIES, SCENES, ScenesConfig, all_contents, compose_pairs
 
 TINY = DIFFICULTIES["tiny"]
 
@@ -36,23 +36,23 @@ def test_builds_are_equal_byte_for_byte_and_tell_open_clip_their_sizes(tmp_path:
 
 
 def test_captions_tell_scenes_apart_and_none_comes_twice_where_pairs_are_looked_for() -> None:
-    captions = [kind.caption for kind in all_kinds()]
+    captions = [content.caption for content in all_contents()]
     assert len(set(captions)) == len(captions) == 1600
     for split in ("val", "test"):
-        counts = Counter(pair.kind.caption for pair in compose_pairs(TINY, split))
+        counts = Counter(pair.content.caption for pair in compose_pairs(TINY, split))
         assert set(counts.values()) == {1}
 
 
 def test_scenes_show_what_captions_say() -> None:
     sources = load_sources()
     for pair in compose_pairs(replace(TINY, clutter=0), "train"):
-        assert tuple(int(sources.labels[source]) for source in pair.sources) == pair.kind.digits
+        assert tuple(int(sources.labels[source]) for source in pair.sources) == pair.content.digits
         (left, top, right, bottom), other = pair.boxes
-        if pair.kind.relation == "left of":
+        if pair.content.relation == "left of":
             assert right <= other[0]
         else:
             assert bottom <= other[1]
-        for box, size in zip(pair.boxes, pair.kind.sizes):
+        for box, size in zip(pair.boxes, pair.content.sizes):
             low, high = TINY.large if size == "large" else TINY.small
             assert low <= box[2] - box[0] == box[3] - box[1] <= high
         outside = pair.image.copy()
@@ -71,7 +71,7 @@ def test_no_handwriting_crosses_splits() -> None:
 def test_clutter_stands_where_the_caption_says() -> None:
     ink = {"clutter": [], "plain": []}
     for pair in compose_pairs(TINY, "train"):
-        ink[pair.kind.ground].append(np.count_nonzero(pair.image))
+        ink[pair.content.ground].append(np.count_nonzero(pair.image))
     assert np.mean(ink["clutter"]) > 1.2 * np.mean(ink["plain"])
 
 
