@@ -39,7 +39,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "1 <image> for 0 images": {"id": "1", "conversations": said("<image> a ?", "3")},
     "outside a question": {"id": "1", "image": "a.png", "conversations": said("a ?", "<image>")},
     "a path or a list": {"id": "1", "image": 7, "conversations": said("<image> a ?", "3")},
-    "another number of questions": {"id": "1", "kinds": ["a", "b"], "conversations": said("a ?", "3")},
+    "must be one per question": {"id": "1", "kinds": ["a", "b"], "conversations": said("a ?", "3")},
     "not of the form": {"id": "1", "conversations": ["which is the 7 ?", "3"]},
     "not the first": {"id": "1", "conversations": [*said("a ?", "3"), {"from": "system", "value": "now"}]},
 }

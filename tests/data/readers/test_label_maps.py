@@ -73,7 +73,7 @@ def test_streams_give_each_patch_its_class_however_they_are_read(crowds: DataCon
     ("labels", "message"),
     [
         (Image.new("L", (8, 16)), "8x16 pixels and mode L; it must be square"),
-        (Image.new("RGB", (8, 8)), "8x8 of mode RGB"),
+        (Image.new("RGB", (8, 8)), "8x8 pixels and mode RGB; it must be square"),
         (Image.new("L", (9, 9)), "9x9 pixels and mode L; it must be square with a multiple of 4 pixels"),
     ],
 )

@@ -81,7 +81,7 @@ def test_a_compressed_shard_is_an_error_even_when_skipping(tmp_path):
     plain = write_samples(tmp_path / "a.tar", range(2))
     packed = tmp_path / "a.tar.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    with pytest.raises(ValueError, match="is compressed; decompress it"):
+    with pytest.raises(ValueError, match="is compressed and cannot be read in random order: decompress it"):
         ShardSource(str(packed), CorruptReport("skip"))
 
 

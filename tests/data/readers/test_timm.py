@@ -98,7 +98,7 @@ def test_a_class_folder_without_images_is_named_where_there_is_no_other_split(tm
         (tmp_path / "train" / label / "below").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(tmp_path / "train" / "b" / "below" / "0.png")
     (tmp_path / "train" / ".cache").mkdir()
-    with pytest.raises(ValueError, match=rf"read: {tmp_path}/train/a, {tmp_path}/train/c\. Remove them"):
+    with pytest.raises(ValueError, match=rf"images: {tmp_path}/train/a, {tmp_path}/train/c\. Remove them"):
         TimmSource("folder", str(tmp_path), "train")
 
 
