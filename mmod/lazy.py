@@ -1,4 +1,4 @@
-"""Names that are imported when they are first used, and modules that have another name than they had."""
+"""Lazy imports: a package imports its public names on first use."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ import ast
 import importlib
 import importlib.util
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from mmod.extras import name_missing_extra
 
-__all__ = ["lazy_names", "moved_module"]
+__all__ = ["lazy_names"]
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make the `__getattr__`, `__dir__` and `__all__` of a package that imports its names for type checkers only.
+    """Return `__getattr__`, `__dir__` and `__all__` of a package whose names are imported on first use.
 
-    The one list of names is the package's block of imports below `if TYPE_CHECKING:`, read off its source.
+    The names are those that the package imports below `if TYPE_CHECKING:`, read from its source.
 
     Args:
-        package: Name of the package, which is being imported.
+        package: Name of the package, called while it is imported.
 
     Returns:
-        The three. `__getattr__` imports the module that a name comes from, or a module of the package.
+        The three. `__getattr__` imports a name from its module, or a submodule of the package.
 
     Example:
         >>> lazy_names("mmod.data")[2][:2]
@@ -42,7 +41,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if name in home_of:
             with name_missing_extra():
                 value = getattr(importlib.import_module(home_of[name]), name)
-            # A name that was found once is an attribute like any other.
+            # Cache the name, so that the next access finds it as a plain attribute.
             setattr(module, name, value)
             return value
         if name[0] != "_" and importlib.util.find_spec(f"{package}.{name}") is not None:
@@ -53,19 +52,3 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         return sorted({*vars(module), *home_of})
 
     return get, names, sorted(home_of)
-
-
-def moved_module(old: str, new: str) -> None:
-    """Let a module be imported, or run by `python -m`, under its old name for one more version.
-
-    Args:
-        old: `__name__` of the module that stands under the old name.
-        new: The module's name.
-    """
-    warnings.warn(f"this module is {new}; its old name goes with the next version", DeprecationWarning, stacklevel=3)
-    if old == "__main__":
-        import runpy
-
-        runpy.run_module(f"{new}.__main__", run_name="__main__", alter_sys=True)
-    else:
-        sys.modules[old] = importlib.import_module(new)

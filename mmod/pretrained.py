@@ -230,7 +230,7 @@ def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, T
             f"cannot save this {type(model).__name__}: built again from {_brief(config)} it has other weights, so it "
             "was made differently, or parts of it were exchanged or removed since"
         )
-    if not _saving(config["library"]).told:
+    if not _saving(config["library"]).needs_architecture:
         return
     # The same weights may belong to another architecture than the caller says.
     found, wanted = _settings(rebuilt), _settings(model)

@@ -36,7 +36,6 @@ IMPORT_ORDER = [
     "speculation",
     "analysis",
     "planning",
-    "measuring",
     "registry",
     "data",
     "training",

@@ -114,14 +114,14 @@ class TestRoute:
     @pytest.mark.parametrize(
         ("name", "why"),
         [
-            ("beit_base_patch16_224", "every block builds its own relative position bias"),
-            ("vit_relpos_small_patch16_224", r"RelPosBlock, which are not among those known"),
-            ("swin_tiny_patch4_window7_224", "4 lists of blocks where one is needed"),
-            ("cait_xxs24_224", "LayerScaleBlock, which are not among"),
-            ("hiera_tiny_224", "HieraBlock, which are not among"),
-            ("convnext_atto", "lists of blocks where one is needed"),
+            ("beit_base_patch16_224", "every block builds a relative position bias"),
+            ("vit_relpos_small_patch16_224", r"RelPosBlock, which are not known to run"),
+            ("swin_tiny_patch4_window7_224", "4 lists of blocks"),
+            ("cait_xxs24_224", "LayerScaleBlock, which are not known"),
+            ("hiera_tiny_224", "HieraBlock, which are not known"),
+            ("convnext_atto", "lists of blocks"),
             ("resnet18", "no lists of blocks"),
-            ("samvit_base_patch16", "vision_transformer_sam.Block, which are not among"),
+            ("samvit_base_patch16", "vision_transformer_sam.Block, which are not known"),
         ],
     )
     def test_what_cannot_be_routed_says_why_and_what_can(self, name: str, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Adapters: one module per host library, named like it and imported when such a model is met."""
+"""Adapters: one module per host library, named after it and imported on first use."""
 
 from mmod.adapters.base import BlockStack
 from mmod.adapters.find import (

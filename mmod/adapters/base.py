@@ -1,4 +1,4 @@
-"""What mmod must know of a host library, and the arguments that hosts of several libraries share.
+"""The interface of an adapter to a host library, and its implementation for blocks with named arguments.
 
 Axes: B images, N tokens, K slots per image, H heads.
 """
@@ -31,28 +31,27 @@ from mmod.routing import Router, Routing, TokenMarks
 
 @dataclass(frozen=True)
 class BlockStack:
-    """One stack of blocks in a model of a supported library: the model itself, or a part such as a tower.
+    """A stack of residual blocks in a supported model: the model's only one, or a part such as a tower.
 
     Args:
         library: Name of the adapter.
-        names: Module names of its residual blocks in the model, in order.
+        names: Module names of the blocks in the model, in order.
         blocks: The blocks.
-        prefix: Tokens that are always kept: the leading ones, where the blocks' hosts do not say which.
+        prefix: Number of tokens that are always kept: the leading ones, unless a block's `marks` says which.
         dim: Channels of a token.
-        call_of: Returns how the library calls a block, given how it is routed, or None for a dense one; raises a
-            ValueError that says why it cannot be routed.
-        tracker: Carries what the modules of the stack share in a forward pass.
-        companions: Modules outside the blocks that are converted with them, each with its mixin and the state it reads.
-            One of those that have a state begins every forward pass, with what only the model knows, such as which
-            tokens are padding.
-        sequence: Length of the token ids the part reads, or None where it reads images.
-        language: It takes `RoutingConfig.language`.
-        class_token: Its first token is a class token.
-        router: What decides in its routed blocks.
-        mixins: What is put in front of the class of a routed block, and of one that computes importance.
-        hooks: Returns the modules to call before the blocks and what to call, for a config that suits the part.
-        hands_on: Package whose code runs the blocks one after another and looks at nothing between them, so that they
-            may hand on kept rows alone; empty where there is none.
+        call_of: Returns a block's `BlockCall` from its config, or from None for a dense block; raises a ValueError that
+            says why the block cannot be routed.
+        tracker: Holds the state that modules of the stack share in a forward pass.
+        companions: Modules outside the blocks that are converted with them: module, mixin and state. One with a state
+            begins every forward pass, with facts that only the model knows, such as which tokens are padding.
+        sequence: Length of the token ids that the part reads, or None for images.
+        language: The part supports `RoutingConfig.language`.
+        class_token: The first token is a class token.
+        router: Router class of the blocks.
+        mixins: Mixins of a routed block and of a block that computes importance.
+        hooks: Returns forward pre-hooks, as pairs of module and hook, for a config.
+        hands_on: Package whose code runs the blocks in sequence and reads nothing between them: blocks of a span then
+            pass on kept rows only; empty if none does.
     """
 
     library: str
@@ -72,7 +71,7 @@ class BlockStack:
     hands_on: str = ""
 
     def check_skipped(self, config: RoutingConfig, call: BlockCall, name: str) -> None:
-        """Raise a ValueError where skipped tokens cannot take part in a block as a config has it.
+        """Raise a ValueError if a block does not support the config's `skipped` or `enter_at`.
 
         Args:
             config: The block's config.
@@ -82,27 +81,27 @@ class BlockStack:
         skipped = config.skipped
         if skipped != "pass" and (self.language or self.sequence is not None):
             raise ValueError(
-                f"skipped={spelled(skipped)!r} is for images: {name} reads text, where a token stands for itself"
+                f"skipped={spelled(skipped)!r} is for images: {name} reads text, whose tokens cannot be grouped"
             )
         if isinstance(skipped, Merged) and not call.weighs_keys:
             raise ValueError(
-                f"skipped='merge' is not possible in {name}: attention there takes no bias for larger groups"
+                f"skipped='merge' is not possible in {name}: its attention takes no bias for group sizes"
             )
         if config.merges_inside and call.halves is None:
             raise ValueError(
-                f"skipped.before='mlp' is not possible in {name}: only timm's blocks with the MLP after attention run "
-                "in two halves; use before='block'"
+                f"skipped.before='mlp' is not possible in {name}: only timm blocks with the MLP after attention support "
+                "it; use before='block'"
             )
 
     def check_importance(self, importance: str) -> None:
-        """Raise a ValueError where importance cannot be taken as a config has it.
+        """Raise a ValueError if the stack does not support a definition of importance.
 
         Args:
             importance: See `mmod.config.WithImportance`.
         """
         if importance == "class_token" and not self.class_token:
             raise ValueError(
-                f"router.importance='class_token': {self.names[0]} and those after it have no class token first"
+                f"router.importance='class_token': the tokens of {self.names[0]} do not begin with a class token"
             )
         if importance in ("last_token", "vision_tower") and not self.language:
             raise ValueError(
@@ -110,26 +109,26 @@ class BlockStack:
             )
 
 
-# Finds the blocks of one part, or raises a ValueError that says why that part cannot be routed.
+# Returns the blocks of a part, or raises a ValueError that says why the part cannot be routed.
 Part = Callable[[], BlockStack]
 
 
 @dataclass(frozen=True)
 class NamedArguments:
-    """A block host that narrows a block's arguments by their names.
+    """A `BlockCall` for blocks that take tokens and named masks; it narrows arguments by name.
 
     Args:
         names: The block's parameters after the tokens, in order.
-        rope_prefix: Leading tokens that rotary embeddings leave out.
-        fused: The block's attention is a single call of `scaled_dot_product_attention` for each of its attentions.
-        projections: Weights of the linear maps in front of attention, by name, each with how many of its leading
-            features serve the token itself and not as key or value.
-        attention_calls: Calls of `scaled_dot_product_attention` in one pass through the block.
+        rope_prefix: Number of leading tokens without rotary embeddings.
+        fused: Attention is computed by `scaled_dot_product_attention`.
+        projections: Names of the weights of linear layers before attention, each with its number of leading features
+            that are not keys or values.
+        attention_calls: Calls of `scaled_dot_product_attention` in a forward pass of the block.
         draws_paths: Stochastic depth draws one Bernoulli number for each sequence of a batch.
-        fused_norm: Name of the norm that the block starts with and that can be fused with gathering rows, or empty.
-        operators: Names of the block's residual branches by operator, of those that add nothing where they return zero.
-        tuples: Operators whose branch returns a tuple, its output first.
-        halves: The two halves of the block, or None where it can only be run as a whole.
+        fused_norm: Name of the block's first norm if it can be fused with gathering rows, else empty.
+        operators: Names of residual branches by operator, if a branch that returns zero adds nothing.
+        tuples: Operators whose branch returns a tuple, output first.
+        halves: The block's attention and MLP halves, or None if they cannot run separately.
     """
 
     names: tuple[str, ...]
@@ -155,11 +154,11 @@ class NamedArguments:
 
     @property
     def needs_prefix(self) -> bool:
-        """Whether the block leaves its first tokens out of rotary positions."""
+        """Whether prefix tokens must stay first, because rotary positions leave them out."""
         return "rope" in self.names
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the given arguments by name, without those that are off (None or False)."""
+        """Return arguments by name, without those that are None or False."""
         if len(args) > len(self.names):
             raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {self.names}")
         named = {**dict(zip(self.names, args)), **kwargs}
@@ -169,14 +168,14 @@ class NamedArguments:
         return {name: value for name, value in named.items() if value is not None and value is not False}
 
     def marks(self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None) -> TokenMarks:
-        """Read padding off the attention mask: a token no query may attend to."""
+        """Return padding from the attention mask: tokens that no query may attend to."""
         if (mask := arguments.get("attn_mask")) is None or mask.ndim != 4:
             return TokenMarks()
         valid_BN = is_visible(mask).any(dim=1).any(dim=1)
         return TokenMarks(valid_BN.expand(x_BND.shape[0], -1))
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
-        """Masks have no packed form, nor has stochastic depth where packed rows cannot tell for which images it is."""
+        """Return whether the block can run on packed rows: not with masks, nor with per-batch stochastic depth."""
         if not self.fused or not arguments.keys() <= {"rope", "is_causal"}:
             return False
         drops = block.training and any(getattr(module, "drop_prob", 0) for module in block.modules())
@@ -190,7 +189,7 @@ class NamedArguments:
         return packed
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
-        """Return the arguments for the kept tokens alone, or for all tokens of the images that are kept."""
+        """Return the arguments for the kept tokens, or for all tokens of the kept images."""
         if routing.image_S is not None:
             return {name: _of_images(value, routing.image_S) for name, value in arguments.items()}
         narrowed = dict(arguments)
@@ -217,19 +216,19 @@ class NamedArguments:
 
     def attend_to_all(
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
-        z_BKD: Tensor, routing: Routing, taken: list[tuple[Tensor, Tensor]] | None = None,
+        z_BKD: Tensor, routing: Routing, cached: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Any:  # fmt: skip
-        """Let kept tokens attend to all tokens in the host's forward; `taken`, once filled, has keys and values."""
-        # Attention is given those that are off, too.
+        """Run the host's forward on kept tokens that attend to all tokens; `cached` stores keys and values."""
+        # Hosts may pass arguments that are None to attention.
         arguments = {name: value for name, value in arguments.items() if value is not None}
         projections = [
-            Projection(functools.reduce(getattr, name.split("."), block), own)  # type: ignore[arg-type]
-            for name, own in self.projections
+            Projection(functools.reduce(getattr, name.split("."), block), features)  # type: ignore[arg-type]
+            for name, features in self.projections
         ]
-        taken = [] if taken is None else taken
-        if not taken:
-            taken += keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
-        with attend_to_all(projections, taken):
+        cached = [] if cached is None else cached
+        if not cached:
+            cached += keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
+        with attend_to_all(projections, cached):
             return forward(z_BKD, **self._narrow_queries(arguments, x_BND.shape[1], routing))
 
     def _narrow_queries(self, arguments: Mapping[str, Any], tokens: int, routing: Routing) -> dict[str, Any]:
@@ -241,18 +240,18 @@ class NamedArguments:
             if name in narrowed:
                 narrowed[name] = narrow_queries(narrowed[name], index_BK, tokens)
         if "attn_mask" in narrowed and routing.valid_BK is not None:
-            # An empty slot may point at padding, whose own row can be hidden from everything: that gives NaN gradients.
+            # An empty slot may point at padding, whose row may be masked completely: that gives NaN gradients.
             mask = narrowed["attn_mask"]
-            everything = True if mask.dtype == torch.bool else 0.0
-            narrowed["attn_mask"] = torch.where(routing.valid_BK[:, None, :, None], mask, everything)
+            visible = True if mask.dtype == torch.bool else 0.0
+            narrowed["attn_mask"] = torch.where(routing.valid_BK[:, None, :, None], mask, visible)
         if narrowed.pop("is_causal", False):
-            # As in the hosts themselves, causal attention takes no further mask.
+            # As in the hosts, causal attention takes no further mask.
             position = torch.arange(tokens, device=index_BK.device)
             narrowed["attn_mask"] = (position <= index_BK.unsqueeze(-1)).unsqueeze(1)
         return narrowed
 
 
 def _of_images(value: Any, image_S: Tensor) -> Any:
-    """Return what an argument is for some images of a batch; one without a row for each is that of all."""
-    own = isinstance(value, Tensor) and value.ndim == 4 and len(value) > 1
-    return value.index_select(0, image_S) if own else value
+    """Return an argument for some images of a batch; values without a batch axis are unchanged."""
+    batched = isinstance(value, Tensor) and value.ndim == 4 and len(value) > 1
+    return value.index_select(0, image_S) if batched else value

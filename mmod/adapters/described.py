@@ -1,4 +1,4 @@
-"""What a saved folder may say of its model: how it is built, never where else to read or what to fetch."""
+"""Descriptions of models in saved folders: how to build a model, never what to read or download elsewhere."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Saving:
-    """How models of a library are described in a saved folder, and built again.
+    """How models of a library are described in a saved folder, and rebuilt.
 
     Args:
         package: Name of the library's distribution.
-        keys: What a description holds.
-        describe: Returns the description of a model, given the architecture where the model does not know it.
-        check: Raises a ValueError where a description of unknown origin names anything outside its folder.
-        build: Makes the dense model of a description, with fresh weights.
-        told: The caller says what the architecture is, so that a model must be compared with what is built of it.
+        keys: Keys of a description.
+        describe: Returns the description of a model, from the architecture if the model does not know it.
+        check: Raises a ValueError if an untrusted description refers to anything outside its folder.
+        build: Returns the dense model of a description, with new weights.
+        needs_architecture: The caller passes the architecture, so the saved model is compared with the rebuilt one.
     """
 
     package: str
@@ -28,33 +28,33 @@ class Saving:
     describe: Callable[[nn.Module, str | Mapping[str, Any] | None], dict[str, Any]]
     check: Callable[[Mapping[str, Any]], None]
     build: Callable[[Mapping[str, Any]], nn.Module]
-    told: bool = False
+    needs_architecture: bool = False
 
     def check_description(self, description: Any) -> None:
-        """Raise unless a description of a model names nothing outside the folder that holds it.
+        """Check a description from an untrusted file.
 
         Args:
-            description: What was described, read from a file of unknown origin.
+            description: The description.
 
         Raises:
-            ValueError: A key that may not stand there, or a value that is no value of the key.
+            ValueError: An unknown key or an invalid value.
         """
         if not isinstance(description, Mapping) or set(description) != set(self.keys):
-            found = sorted(map(str, description)) if isinstance(description, Mapping) else repr(description)
-            raise ValueError(f"a saved {self.package} model is described by {', '.join(self.keys)}, got {found}")
+            keys = sorted(map(str, description)) if isinstance(description, Mapping) else repr(description)
+            raise ValueError(f"a saved {self.package} model is described by {', '.join(self.keys)}, got {keys}")
         self.check(description)
 
 
 def check_keys(group: str, values: Any, allowed: Iterable[str]) -> None:
-    """Raise unless a part of a description is a mapping of allowed keys."""
+    """Raise a ValueError unless a section of a description is a mapping with allowed keys."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"a saved folder gives {group} as a mapping, got {values!r}")
-    foreign = sorted(set(values) - set(allowed))
-    if foreign:
-        raise ValueError(f"a saved folder may not state {', '.join(foreign)} in {group}: that is no part of a model")
+        raise ValueError(f"{group} in a saved folder must be a mapping, got {values!r}")
+    unknown = sorted(set(values) - set(allowed))
+    if unknown:
+        raise ValueError(f"{group} in a saved folder may not have {', '.join(unknown)}: models have no such option")
 
 
-def parameters(kind: type) -> set[str]:
-    """Return the names of the arguments that a class takes."""
-    taken = inspect.signature(kind).parameters.values()
-    return {one.name for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+def parameters(model_class: type) -> set[str]:
+    """Return the names of the arguments of a class's constructor."""
+    values = inspect.signature(model_class).parameters.values()
+    return {value.name for value in values if value.kind not in (value.VAR_POSITIONAL, value.VAR_KEYWORD)}

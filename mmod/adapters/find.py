@@ -1,4 +1,4 @@
-"""Which library a model comes from, and the parts of it that can be routed."""
+"""The library of a model, and its parts that can be routed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 from mmod.adapters.base import BlockStack, Part
 from mmod.values import check_module
 
-# Top-level packages of the host libraries, each with the module of this folder of that name as its adapter. It has
-# `find_parts(model) -> dict[str, Part]` and `SAVING`, which says how its models are described in a saved folder, or is
-# None where they save themselves.
+# Top-level packages of the host libraries. The adapter is the module of that name in this folder. It defines
+# `find_parts(model) -> dict[str, Part]`, and `SAVING`, which describes models in saved folders, or is None if the host
+# library saves them.
 ADAPTERS = ("open_clip", "timm", "transformers")
 
 
@@ -26,7 +26,7 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
 
     Raises:
         TypeError: Not a module.
-        ValueError: A model of no supported library. Whether a part can be routed is known when it is called.
+        ValueError: An unsupported library. Calling a part raises if that part cannot be routed.
     """
     check_module(model)
     library = find_library(model)
@@ -44,22 +44,22 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
 
 
 def _find_below(path: str, part: Part) -> BlockStack:
-    """Find the blocks of a part of a wrapped model, and name them as the wrapper does."""
+    """Return the blocks of a part of a wrapped model, with their names in the wrapper."""
     stack = part()
     return replace(stack, names=tuple(f"{path}.{name}" for name in stack.names))
 
 
 def find_library(model: nn.Module) -> str | None:
-    """Return the name of the supported library that a model's class comes from, or None.
+    """Return the name of the supported library of a model's class, or None.
 
     Args:
-        model: Any model; of one that peft wraps, what is wrapped counts.
+        model: Any model; for a peft wrapper, the wrapped model counts.
     """
     return next((package for package in _packages(adapted_model(model)) if package in ADAPTERS), None)
 
 
 def adapted_model(model: nn.Module) -> nn.Module:
-    """Return the model that peft wraps, whose blocks are those of the host library, or else the model itself."""
+    """Return the model inside a peft wrapper, or else the model itself."""
     while "peft" in _packages(model):
         inner: Any = model
         model = inner.get_base_model() if hasattr(inner, "get_base_model") else inner.model
@@ -71,12 +71,12 @@ def _packages(model: nn.Module) -> list[str]:
 
 
 def load_adapter(library: str) -> Any:
-    """Return the module that knows a library."""
+    """Return the adapter of a library."""
     return importlib.import_module(f"mmod.adapters.{library}")
 
 
 def find_stack(model: nn.Module) -> BlockStack:
-    """Return the residual blocks of a model that has one stack of them.
+    """Return the blocks of a model with a single part.
 
     Args:
         model: The model, not yet wrapped or compiled.
@@ -88,7 +88,7 @@ def find_stack(model: nn.Module) -> BlockStack:
     """
     parts = find_parts(model)
     if len(parts) != 1:
-        raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(parts)}: take one of them")
+        raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(parts)}: use find_part")
     return next(iter(parts.values()))()
 
 
@@ -113,14 +113,14 @@ def find_part(model: nn.Module, part: str | None = None) -> tuple[str, BlockStac
 
 
 def find_stacks(model: nn.Module) -> dict[str, BlockStack]:
-    """Return those parts of a model that can be routed, by name.
+    """Return the blocks of all parts of a model that can be routed, by name.
 
     Args:
         model: The model, not yet wrapped or compiled.
 
     Raises:
         TypeError: Not a module.
-        ValueError: A model of no supported library, or none of its parts can be routed.
+        ValueError: An unsupported library, or no part can be routed.
     """
     stacks: dict[str, BlockStack] = {}
     refusals: list[ValueError] = []

@@ -1,7 +1,7 @@
 """The two halves of a timm block, its attention and its MLP, between which tokens merge or are pruned.
 
-No host offers the place between them, so the residual sums of its forward are taken apart here; the modules are the
-host's own. Axes: B images, N tokens, D channels.
+The host's forward has no hook between them, so its residual sums are repeated here, with the host's modules.
+Axes: B images, N tokens, D channels.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mmod.blocks import Halves
 PRE_NORM = (vision_transformer.Block, eva.EvaBlock, beit.Block)
 _POST_NORM = (vision_transformer.ResPostBlock, eva.EvaBlockPostNorm)
 SPLIT: tuple[type[nn.Module], ...] = PRE_NORM + _POST_NORM
-"""Blocks that can be run in two halves."""
+"""Blocks whose halves can run separately."""
 
 
 def attend(block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    """Return tokens (B, N, D) after the first half of a block, the attention.
+    """Return tokens (B, N, D) after a block's attention.
 
     Args:
         block: The block.
@@ -34,7 +34,7 @@ def attend(block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
 
 
 def feed(block: Any, x_BND: Tensor) -> Tensor:
-    """Return tokens (B, N, D) after the second half of a block, the MLP."""
+    """Return tokens (B, N, D) after a block's MLP."""
     if isinstance(block, _POST_NORM):
         return x_BND + block.drop_path2(block.norm2(block.mlp(x_BND)))
     return x_BND + block.drop_path2(_scaled(block, 2, block.mlp(block.norm2(x_BND))))
@@ -44,7 +44,7 @@ HALVES = Halves(attend, feed)
 
 
 def _scaled(block: Any, half: int, update_BND: Tensor) -> Tensor:
-    """Apply the layer scale of a half, a module in one family and a parameter or nothing in another."""
+    """Apply the layer scale of a half: a module in some families, a parameter or None in others."""
     if isinstance(block, vision_transformer.Block):
         return getattr(block, f"ls{half}")(update_BND)
     gamma = getattr(block, f"gamma_{half}")

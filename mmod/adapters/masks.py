@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def narrow_queries(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
-    """Take the rows of a mask or bias over pairs of tokens that belong to kept queries.
+    """Return the rows of a mask or bias that belong to kept queries.
 
     Args:
         bias: Mask or bias of shape (N, N), (H, N, N) or (B or 1, H or 1, N or 1, N).
@@ -18,7 +18,7 @@ def narrow_queries(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
         tokens: N.
 
     Returns:
-        The same for kept queries and all keys (B, H or 1, K or 1, N).
+        The mask of kept queries and all keys (B, H or 1, K or 1, N).
 
     Raises:
         ValueError: Another shape.
@@ -39,7 +39,7 @@ def _pairs_of_batch(bias: Tensor, images: int, tokens: int) -> Tensor:
 
 
 def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
-    """Take the rows and columns of a mask or bias over pairs of tokens that belong to the kept ones.
+    """Return the rows and columns of a mask or bias that belong to kept tokens.
 
     Args:
         bias: Mask or bias of shape (N, N), (H, N, N) or (B or 1, H or 1, N or 1, N).
@@ -47,7 +47,7 @@ def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
         tokens: N.
 
     Returns:
-        The same for the kept tokens (B, H or 1, K or 1, K).
+        The mask of kept tokens (B, H or 1, K or 1, K).
 
     Raises:
         ValueError: Another shape.
@@ -57,7 +57,7 @@ def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
 
 
 def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
-    """Take the rotary embeddings of the kept tokens' own positions.
+    """Return the rotary embeddings at the positions of kept tokens.
 
     Args:
         rope: Embeddings (N - prefix, E), (H, N - prefix, E) or (B, 1 or H, N - prefix, E).
@@ -73,14 +73,14 @@ def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
 
 
 def pack_rope(rope: Tensor, row_T: Tensor, tokens: int, prefix: int) -> Tensor:
-    """Take the rotary embeddings of packed rows.
+    """Return the rotary embeddings of packed rows.
 
-    The host leaves out the first `prefix` rows of the sequence, which belong to its first image. To those of the other
-    images it applies the identity, a sine of 0 and a cosine of 1.
+    The host leaves out the first `prefix` rows of the sequence, the prefix of the first image. Prefix tokens of the
+    other images get the identity: sine 0 and cosine 1.
 
     Args:
         rope: Embeddings (N - prefix, E), (H, N - prefix, E) or (B, 1 or H, N - prefix, E), sines before cosines.
-        row_T: Place of each row among all tokens of the batch (T).
+        row_T: Index of each row among all tokens of the batch (T).
         tokens: N.
         prefix: Leading tokens of every image without an embedding.
 
@@ -89,24 +89,24 @@ def pack_rope(rope: Tensor, row_T: Tensor, tokens: int, prefix: int) -> Tensor:
     """
     rope = rope[(None,) * (4 - rope.ndim)]
     identity = (torch.arange(rope.shape[-1], device=rope.device) >= rope.shape[-1] // 2).to(rope.dtype)
-    whole = torch.cat([identity.expand(*rope.shape[:2], prefix, -1), rope], dim=2)
+    complete = torch.cat([identity.expand(*rope.shape[:2], prefix, -1), rope], dim=2)
     place_T = row_T if rope.shape[0] > 1 else row_T % tokens
-    return whole.transpose(0, 1).flatten(1, 2).index_select(1, place_T[prefix:]).unsqueeze(0)
+    return complete.transpose(0, 1).flatten(1, 2).index_select(1, place_T[prefix:]).unsqueeze(0)
 
 
 def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Add to a mask that nobody attends to empty slots.
+    """Return a mask that hides empty slots.
 
-    Every query keeps at least one key, since a softmax over nothing is NaN and would reach the gradients of the
-    kept tokens. What an empty slot's own query computes is thrown away.
+    Every query keeps at least one key: a softmax over no keys is NaN, which would spread to the gradients of kept
+    tokens. Outputs of empty slots are discarded.
 
     Args:
         mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K), or None.
         valid_BK: False where a slot is empty (B, K), or None.
-        dtype: Type of the bias returned.
+        dtype: Dtype of the returned bias.
 
     Returns:
-        A bias (B, H or 1, K or 1, K), or the mask as it came where no slot can be empty.
+        A bias (B, H or 1, K or 1, K), or the unchanged mask if no slot can be empty.
     """
     if valid_BK is None:
         return mask
@@ -117,21 +117,21 @@ def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.
     if mask is None:
         return bias
     pairs = torch.where(mask, 0.0, lowest).to(dtype) if mask.dtype == torch.bool else mask.to(dtype)
-    # An empty slot may be padding, whose own row can be hidden from everything.
+    # An empty slot may be padding, whose row may be masked completely.
     pairs = torch.where(valid_BK[:, None, :, None], pairs, 0.0) if pairs.shape[2] > 1 else pairs
     return torch.maximum(pairs, torch.full_like(pairs, lowest / 2)) + bias / 2
 
 
 def weigh_groups(mask: Tensor | None, size_BK: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Add to a mask that a row counts in attention as the number of tokens it stands for.
+    """Return a bias for proportional attention: a key counts as the number of tokens it represents.
 
     Args:
         mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K), or None.
-        size_BK: Tokens of each slot (B, K), or None where each holds one.
-        dtype: Type of the bias returned.
+        size_BK: Number of tokens per slot (B, K), or None for one each.
+        dtype: Dtype of the returned bias.
 
     Returns:
-        A bias (B, H or 1, K or 1, K), or the mask as it came where each slot holds one token.
+        A bias (B, H or 1, K or 1, K), or the unchanged mask without sizes.
 
     Source: proportional attention of ToMe, Bolya et al., arXiv 2210.09461, Eq. 1.
     """
@@ -144,11 +144,11 @@ def weigh_groups(mask: Tensor | None, size_BK: Tensor | None, dtype: torch.dtype
 
 
 def add_causal(mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Add to a mask that no slot attends to later ones.
+    """Return a mask that also hides later slots.
 
     Args:
         mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K).
-        dtype: Type of the bias returned.
+        dtype: Dtype of the returned bias.
     """
     assert mask is not None
     slots = mask.shape[-1]

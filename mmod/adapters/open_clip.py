@@ -1,4 +1,4 @@
-"""open_clip: the image and the text tower of CLIP models as parts, and what a text tower knows of its captions.
+"""open_clip: image and text towers of CLIP models as parts, and the padding of captions.
 
 Axes: B captions or images, L token ids, N tokens, K slots, H heads.
 """
@@ -32,17 +32,17 @@ BLOCKS: tuple[type[nn.Module], ...] = (
     transformer.CustomResidualAttentionBlock,
 )
 MODELS: tuple[type[nn.Module], ...] = (clip_models.CLIP, clip_models.CustomTextCLIP, CoCa)
-# Key of a tower's config -> what begins the names of the options that name a model of another library.
+# Key of a tower's config -> prefix of the options that refer to a model of another library.
 _TOWERS = {"vision_cfg": "timm_model", "text_cfg": "hf_model"}
-# The first token, which starts a caption, and the one the embedding is read from.
+# The start token, and the token that the embedding is read from.
 PROTECTED_IN_TEXT = 2
 
 
 def find_parts(model: Any) -> dict[str, Part]:
-    """Return the towers of an open_clip model: "image" and "text", or the one that a tower itself is.
+    """Return the parts of an open_clip model: "image" and "text"; a tower alone is one part.
 
     Args:
-        model: A model that open_clip made, or one of its towers.
+        model: A model created by open_clip, or one of its towers.
 
     Raises:
         ValueError: Neither a model nor a tower.
@@ -71,7 +71,7 @@ def _image_tower(tower: Any, name: str) -> BlockStack:
         )
     if not isinstance(tower, transformer.VisionTransformer):
         raise ValueError(
-            f"cannot route the image tower {type(tower).__name__}: it is no transformer. Route the text tower alone: "
+            f"cannot route the image tower {type(tower).__name__}: it is no transformer. Route only the text tower: "
             "mmod.route_(model, text=config)"
         )
     stack = _stack(tower.transformer, f"{name}transformer.resblocks", prefix=1)
@@ -81,7 +81,7 @@ def _image_tower(tower: Any, name: str) -> BlockStack:
 def _text_tower(tower: Any, name: str) -> BlockStack:
     if isinstance(tower, HFTextEncoder):
         raise ValueError(
-            "cannot route a text tower of Hugging Face transformers inside open_clip. Route the image tower alone: "
+            "cannot route a text tower of Hugging Face transformers inside open_clip. Route only the image tower: "
             "mmod.route_(model, image=config)"
         )
     tracker, path = PassTracker(), f"{name}transformer.resblocks"
@@ -96,7 +96,7 @@ def _stack(tower: Any, name: str, prefix: int, captions: bool = False, causal: b
         if not isinstance(block, BLOCKS):
             raise ValueError(
                 f"cannot route blocks of type {host_class(block).__qualname__} in {name}: supported are "
-                f"{', '.join(kind.__name__ for kind in BLOCKS)}"
+                f"{', '.join(block_type.__name__ for block_type in BLOCKS)}"
             )
     if not tower.batch_first:
         raise ValueError(f"cannot route {name}: it runs with batch_first=False, so that tokens are not its second axis")
@@ -111,7 +111,7 @@ def _stack(tower: Any, name: str, prefix: int, captions: bool = False, causal: b
 
 
 def _normed_attention(block: nn.Module) -> bool:
-    """Return whether a norm, and so its bias, follows attention."""
+    """Return whether a norm follows attention: its bias makes a zero output nonzero."""
     return not isinstance(getattr(block, "ln_attn", nn.Identity()), nn.Identity)
 
 
@@ -133,13 +133,13 @@ def _call_of(block: nn.Module, captions: bool, causal: bool) -> ClipBlock:
 
 @dataclasses.dataclass(frozen=True)
 class ClipBlock(NamedArguments):
-    """How open_clip calls a block: at most a mask beside the tokens.
+    """How open_clip calls a block: with tokens and an optional mask.
 
     Args:
-        heads: Attention heads, which a mask of a batch repeats.
+        heads: Number of attention heads.
         flat_masks: Attention takes masks (B H, N, N), as torch.nn.MultiheadAttention does.
-        captions: The block is one of a text tower, which reads off its token ids what padding is.
-        causal: A token of a caption sees only those before it.
+        captions: The block belongs to a text tower, which infers padding from token ids.
+        causal: Attention is causal.
     """
 
     heads: int = 1
@@ -148,33 +148,33 @@ class ClipBlock(NamedArguments):
     causal: bool = False
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the given arguments by name, without those that are None."""
+        """Return arguments by name, without those that are None."""
         named = super().bind(args, kwargs)
         if "k_x" in named or "v_x" in named:
-            raise TypeError("a routed block attends to its own tokens: k_x and v_x belong to cross-attention")
+            raise TypeError("routed blocks support self-attention only: k_x and v_x are for cross-attention")
         return named
 
     def marks(self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None) -> TokenMarks:
-        """Return which tokens of a caption are padding, and which always run.
+        """Return which tokens of a caption are padding, and which are always kept.
 
         Raises:
-            RuntimeError: No token ids of this shape went through the tower's embedding.
+            RuntimeError: The tower's embedding received no token ids of this shape.
         """
         if not self.captions:
             return TokenMarks()
         marks = None if forward_pass is None else forward_pass.tokens
         if marks is None or marks.protect_BN is None or marks.protect_BN.shape != x_BND.shape[:2]:
             raise RuntimeError(
-                f"a routed text tower must see its token ids: run encode_text or the tower, not its blocks on "
+                f"a routed text tower needs token ids: run encode_text or the tower, not its blocks on "
                 f"{tuple(x_BND.shape)}"
             )
         return marks
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
-        """Return the mask of the kept tokens alone, in the shape the host takes."""
+        """Return the mask of the kept tokens, in the host's shape."""
         mask = arguments.get("attn_mask")
         if self.causal and mask is not None and mask.ndim == 2:
-            # Kept tokens stand in their own order in front of empty slots, so earlier slots are earlier tokens.
+            # Kept tokens are in order and precede empty slots, so the causal mask of slots is that of tokens.
             slots = routing.index_BK.shape[1]
             return {**arguments, "attn_mask": mask[:slots, :slots]}
         return self._flat(super().select_tokens(self._unflat(arguments), x_BND, routing), routing)
@@ -184,14 +184,14 @@ class ClipBlock(NamedArguments):
         return self._flat(narrowed, routing)
 
     def _unflat(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Give a mask for every caption and head (B H, N, N) its axes back."""
+        """Split the axes of a mask per caption and head (B H, N, N)."""
         mask = arguments.get("attn_mask")
         if mask is None or mask.ndim != 3:
             return dict(arguments)
         return {**arguments, "attn_mask": mask.unflatten(0, (-1, self.heads))}
 
     def _flat(self, arguments: Mapping[str, Any], routing: Routing) -> dict[str, Any]:
-        """Spread a mask over captions and heads and join the two in one axis, where the host wants that."""
+        """Expand a mask over captions and heads and join both axes, if the host needs that."""
         mask = arguments.get("attn_mask")
         if mask is None or not self.flat_masks:
             return dict(arguments)
@@ -201,14 +201,14 @@ class ClipBlock(NamedArguments):
 
 
 class CaptionTracker:
-    """Begins a text tower's forward pass with what its blocks cannot know: where a caption ends, and what follows.
+    """Begins a text tower's forward pass with facts that its blocks do not know: where captions end.
 
-    A token is padding when the dense tower's embedding cannot depend on it: it stands behind the token that a causal
-    tower reads its embedding from, or the tower masks it. A tower that attends to its padding has none.
+    A token is padding if the dense tower's embedding does not depend on it: it follows the token that a causal tower
+    reads the embedding from, or the tower masks it. A tower that attends to its padding has none.
 
     Args:
-        tower: A `TextTransformer`, or a `CLIP` model, which holds the parts of one.
-        tracker: That of the tower's blocks.
+        tower: A `TextTransformer`, or a `CLIP` model, which has the same attributes.
+        tracker: The tracker of the tower's blocks.
     """
 
     def __init__(self, tower: Any, tracker: PassTracker) -> None:
@@ -220,21 +220,19 @@ class CaptionTracker:
         self.pad = 0 if packed else int(tower.pad_id)
         self.masks_padding = not packed and bool(tower.use_pad_mask)
         self.class_token = not packed and tower.cls_emb is not None
-        # Published CoCa weights were trained with the mask of the class token one place off.
+        # Published CoCa weights were trained with the mask of the class token shifted by one.
         self.class_mask_shifted = self.class_token and not tower.correct_cls_mask
 
     def begin(self, text_BL: Tensor) -> None:
         """Begin a forward pass.
 
         Args:
-            text_BL: Ids of the captions that are about to run (B, L).
+            text_BL: Token ids of the captions (B, L).
         """
         self.tracker.begin().tokens = self.marks(text_BL)
 
     def marks(self, text_BL: Tensor) -> TokenMarks:
-        """Return which tokens leave no trace in the embedding, and which always run.
-
-        The latter are the first token and the one that the embedding is read from.
+        """Return which tokens are padding, and which are always kept: the first, and the one with the embedding.
 
         Args:
             text_BL: Token ids (B, L).
@@ -250,7 +248,7 @@ class CaptionTracker:
         return TokenMarks(None, protect_BN)
 
     def _pooled(self, text_BL: Tensor, length: int) -> Tensor:
-        """Return the position whose state becomes the embedding (B)."""
+        """Return the position that the embedding is read from (B)."""
         if self.class_token or self.pool == "last":
             return torch.full_like(text_BL[:, 0], length - 1)
         if self.pool == "argmax":
@@ -260,19 +258,19 @@ class CaptionTracker:
         return torch.zeros_like(text_BL[:, 0])
 
     def _unmasked(self, text_BL: Tensor) -> Tensor:
-        """Return which tokens the tower's mask of padding lets others see (B, N)."""
+        """Return which tokens the tower's padding mask leaves visible (B, N)."""
         valid_BL = text_BL.ne(self.pad)
         if not self.class_token:
             return valid_BL
-        own_B1 = torch.ones_like(valid_BL[:, :1])
-        return torch.cat([own_B1, valid_BL] if self.class_mask_shifted else [valid_BL, own_B1], dim=1)
+        class_B1 = torch.ones_like(valid_BL[:, :1])
+        return torch.cat([class_B1, valid_BL] if self.class_mask_shifted else [valid_BL, class_B1], dim=1)
 
 
 class CaptionReader(nn.Module):
-    """Mixin for a tower's token embedding that takes note of the ids which pass through it.
+    """Mixin of a tower's token embedding that begins the forward pass with its token ids.
 
     Attributes:
-        mod_state: Where to.
+        mod_state: The tracker that receives the ids.
     """
 
     mod_state: CaptionTracker
@@ -285,28 +283,28 @@ class CaptionReader(nn.Module):
 
 
 def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return what `build` needs to make the model again.
+    """Return what `build` needs to rebuild the model.
 
     Args:
-        model: A model that open_clip made.
-        architecture: The name it was created by, or its config: `embed_dim`, `vision_cfg`, `text_cfg` and the rest.
+        model: A model created by open_clip.
+        architecture: The name passed to open_clip, or its config: `embed_dim`, `vision_cfg`, `text_cfg` ...
 
     Raises:
-        ValueError: A tower, no architecture, or one that open_clip does not know.
+        ValueError: A tower, no architecture, or an unknown one.
     """
     if not isinstance(model, MODELS):
-        raise ValueError(f"cannot save a {type(model).__name__} alone: save the model it belongs to")
+        raise ValueError(f"cannot save a {type(model).__name__} alone: save the full model")
     if architecture is None:
         raise ValueError(
-            f"a {type(model).__name__} does not know how to build it again: give architecture, the name it was created "
-            "by, such as 'ViT-B-32', or its config"
+            f"a {type(model).__name__} does not store its architecture: pass architecture, the name it was created "
+            "with, such as 'ViT-B-32', or its config"
         )
     name = architecture if isinstance(architecture, str) else None
     config = open_clip.get_model_config(name) if name is not None else copy.deepcopy(dict(architecture))  # type: ignore[arg-type]
     if config is None:
         raise ValueError(f"open_clip {open_clip.__version__} knows no model {name!r}; see open_clip.list_models()")
     config.pop("custom_text", None)
-    # The weights are in the folder: nothing is to be downloaded.
+    # The weights are in the folder, so nothing is downloaded.
     for tower, key in _TOWERS.items():
         if f"{key}_name" in config[tower]:
             config[tower][f"{key}_pretrained"] = False
@@ -322,19 +320,19 @@ def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = No
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
-    """Make the dense model that `describe` described, with fresh weights.
+    """Return the dense model of a description, with new weights.
 
     Args:
-        description: What `describe` returned, possibly read from JSON.
+        description: The result of `describe`, possibly read from JSON.
 
     Raises:
-        ValueError: A class or an option that this open_clip does not know.
+        ValueError: The installed open_clip does not know a class or an option.
     """
-    classes = {kind.__name__: kind for kind in MODELS}
+    classes = {model_class.__name__: model_class for model_class in MODELS}
     if description["class"] not in classes:
         raise ValueError(f"open_clip models are {', '.join(classes)}, not {description['class']!r}")
     try:
-        # Norms follow the precision a model was created with, whatever it is.
+        # Any half precision makes open_clip create norms that compute in fp32.
         dtype = torch.bfloat16 if description["norms_in_fp32"] else None
         model: Any = classes[description["class"]](**copy.deepcopy(description["config"]), cast_dtype=dtype)
     except TypeError as error:
@@ -354,12 +352,12 @@ def _check_description(description: Mapping[str, Any]) -> None:
     for tower, key in _TOWERS.items():
         fields = config.get(tower)
         if not isinstance(fields, Mapping):
-            raise ValueError(f"a saved folder gives {tower} as a mapping, got {fields!r}")
+            raise ValueError(f"{tower} in a saved folder must be a mapping, got {fields!r}")
         if fields.get(f"{key}_pretrained", False) is not False:
-            raise ValueError(f"a saved folder may not fetch weights: {tower} states {key}_pretrained")
+            raise ValueError(f"a saved folder may not download weights: {tower} has {key}_pretrained")
         name = fields.get(f"{key}_name")
         if name is not None and not (name in texts if key == "hf_model" else _is_timm_model(name)):
-            raise ValueError(f"a saved folder may not name a model elsewhere: {tower} states {key}_name {name!r}")
+            raise ValueError(f"a saved folder may not refer to another model: {tower} has {key}_name {name!r}")
 
 
 def _is_timm_model(name: Any) -> bool:
@@ -372,5 +370,5 @@ SAVING = Saving(
     describe,
     _check_description,
     build,
-    told=True,
+    needs_architecture=True,
 )

@@ -1,4 +1,4 @@
-"""timm: which models have residual blocks that can run on some of their tokens, and how they are called."""
+"""timm: models whose residual blocks can run on some of their tokens, and how their blocks are called."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ BLOCKS: tuple[type[nn.Module], ...] = (
     beit.Block,
 )
 PLAIN_NORMS = (nn.LayerNorm, LayerNorm, RmsNorm)
-# What entries of timm's registry that route take beside the dense model's arguments.
+# Additional arguments of routed entries in timm's registry.
 ROUTING_ARGUMENTS = {"preset", *ROUTING_FIELDS}
-# Where timm looks for published weights.
+# Fields that tell timm where to find published weights.
 _SOURCES = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source"}
 ARGUMENTS = ("attn_mask", "is_causal", "rope", "shared_rel_pos_bias")
 SUPPORTED = (
@@ -52,7 +52,7 @@ SUPPORTED = (
 
 
 def find_parts(model: nn.Module) -> dict[str, Part]:
-    """Return the single part of a timm model, its blocks."""
+    """Return the only part of a timm model, "image"."""
     return {"image": functools.partial(find_blocks, model)}
 
 
@@ -63,16 +63,16 @@ def find_blocks(model: nn.Module) -> BlockStack:
         model: A model made by `timm.create_model`.
 
     Raises:
-        ValueError: A family whose blocks cannot run on some of their tokens; the message says why.
+        ValueError: Its blocks cannot run on some of their tokens; the message says why.
     """
-    found = _block_lists(model)
+    lists = _block_lists(model)
     title = type(model).__name__
-    if len(found) != 1:
+    if len(lists) != 1:
         raise ValueError(
-            f"cannot route {title}: it has {len(found) or 'no'} lists of blocks where one is needed, through which "
-            f"tokens pass without a change in number or meaning. Supported: {SUPPORTED}"
+            f"cannot route {title}: it has {len(lists) or 'no'} lists of blocks. Routing needs one, whose blocks keep "
+            f"the number and order of tokens. Supported: {SUPPORTED}"
         )
-    name, container = found[0]
+    name, container = lists[0]
     blocks = tuple(container)
     for block in blocks:
         _check_block(block, title)
@@ -80,7 +80,7 @@ def find_blocks(model: nn.Module) -> BlockStack:
     prefix = getattr(owner, "num_prefix_tokens", None)
     dim = getattr(owner, "embed_dim", None)
     if prefix is None or dim is None:
-        raise ValueError(f"cannot route {title}: it does not say how many prefix tokens it has. Supported: {SUPPORTED}")
+        raise ValueError(f"cannot route {title}: its number of prefix tokens is unknown. Supported: {SUPPORTED}")
     return BlockStack(
         library="timm",
         names=tuple(f"{name}.{index}" for index in range(len(blocks))),
@@ -94,7 +94,7 @@ def find_blocks(model: nn.Module) -> BlockStack:
 
 
 def _block_lists(model: nn.Module) -> list[tuple[str, nn.Sequential | nn.ModuleList]]:
-    """Return the lists of blocks that tokens pass, by name; what makes the tokens may have stages of blocks itself."""
+    """Return the lists of blocks by name, without those of the patch embedding."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -109,13 +109,13 @@ def _check_block(block: nn.Module, title: str) -> None:
     if not isinstance(block, BLOCKS):
         host = host_class(block)
         raise ValueError(
-            f"cannot route {title}: its blocks are {host.__module__}.{host.__qualname__}, which are not among those "
-            f"known to run on a part of their tokens. Supported: {SUPPORTED}"
+            f"cannot route {title}: its blocks are {host.__module__}.{host.__qualname__}, which are not known to run "
+            f"on some of their tokens. Supported: {SUPPORTED}"
         )
     if getattr(getattr(block, "attn", None), "relative_position_bias_table", None) is not None:
         raise ValueError(
-            f"cannot route {title}: every block builds its own relative position bias for all pairs of tokens inside "
-            f"attention, where kept tokens cannot be told apart. Supported: {SUPPORTED}"
+            f"cannot route {title}: every block builds a relative position bias for all pairs of tokens inside its "
+            f"attention, which does not know the kept tokens. Supported: {SUPPORTED}"
         )
 
 
@@ -123,12 +123,12 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
     parameters = list(inspect.signature(host_class(block).forward).parameters)[2:]
     unknown = sorted(set(parameters) - set(ARGUMENTS))
     if unknown:
-        raise ValueError(f"cannot route {title}: its blocks take {unknown}, which mmod cannot narrow to kept tokens")
+        raise ValueError(f"cannot route {title}: mmod cannot narrow the block arguments {unknown} to kept tokens")
     rope_prefix = int(getattr(getattr(block, "attn", None), "num_prefix_tokens", prefix))
     if rope_prefix > prefix:
         raise ValueError(
-            f"cannot route {title}: attention sets {rope_prefix} tokens apart from rotary positions, "
-            f"the model only {prefix}"
+            f"cannot route {title}: its attention has {rope_prefix} tokens without rotary positions, but the model "
+            f"only {prefix} prefix tokens"
         )
     attentions = {name: module for name, module in block.named_modules() if hasattr(module, "fused_attn")}
     fused = bool(attentions) and all(module.fused_attn for module in attentions.values())
@@ -139,7 +139,7 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
         fused=fused,
         draws_paths=True,
         projections=tuple(projections),
-        # Differential attention subtracts two maps, each from a call of its own.
+        # Differential attention subtracts two maps, from two calls.
         attention_calls=sum(2 if isinstance(module, DiffAttention) else 1 for module in attentions.values()),
         fused_norm=_fused_norm(block),
         operators={"attention": "attn", "mlp": "mlp"} if isinstance(block, PRE_NORM) else {},
@@ -148,69 +148,69 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
 
 
 def _fused_norm(block: nn.Module) -> str:
-    """Name the norm that a block starts with where it is a plain one."""
+    """Return the name of a block's first norm if it is a plain one, else an empty string."""
     name = "norm1" if isinstance(block, PRE_NORM) else "in_norm"
     norm = getattr(block, name, None)
     return name if norm is not None and host_class(norm) in PLAIN_NORMS else ""
 
 
 def _projections(name: str, attention: nn.Module) -> list[tuple[str, int]]:
-    """Name the weights in front of an attention, with how many leading features serve the token itself."""
-    own: dict[str, int] = {}
+    """Return the names of the weights before an attention, with their number of non-key, non-value features."""
+    query_features: dict[str, int] = {}
     for child, module in attention.named_children():
-        # By its size and not its class, which an adapter layer (LoRA) around it does not share.
+        # By size and not by class, because a LoRA layer around it has another class.
         features = getattr(module, "out_features", None)
         if not isinstance(features, int):
             continue
         if child == "qkv":
-            own[child] = features // 3
+            query_features[child] = features // 3
         elif child in ("q_proj", "gate"):
-            own[child] = features
+            query_features[child] = features
         elif child in ("k_proj", "v_proj"):
-            own[child] = 0
+            query_features[child] = 0
         elif child == "in_proj":
-            # MLP, query, key and value in one; keys and values are as wide as the tokens.
-            own[child] = features - 2 * int(module.in_features)  # type: ignore[arg-type]
-    return [(".".join(filter(None, (name, child, "weight"))), features) for child, features in own.items()]
+            # Fused MLP, query, key and value; keys and values are as wide as the tokens.
+            query_features[child] = features - 2 * int(module.in_features)  # type: ignore[arg-type]
+    return [(".".join(filter(None, (name, child, "weight"))), features) for child, features in query_features.items()]
 
 
 def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return what `build` needs to make the model again.
+    """Return what `build` needs to rebuild the model.
 
     Args:
         model: A model that `timm.create_model` returned.
-        architecture: Must be None: a timm model knows it.
+        architecture: Must be None: a timm model stores it.
 
     Raises:
-        ValueError: Another model, or an architecture is given.
+        ValueError: Another model, or an architecture is passed.
     """
     if architecture is not None:
-        raise ValueError("timm models know their architecture: leave it out")
-    # Wrappers pass attribute look-ups on, so the attribute must be the model's own.
+        raise ValueError("timm models store their architecture: leave it out")
+    # Wrappers forward attribute look-ups, so only the instance dictionary counts.
     if "pretrained_cfg" not in vars(model) or "_model_args" not in vars(model):
         raise ValueError(
-            f"cannot save this {type(model).__name__}: only a model that timm.create_model returned says how to build "
-            "it again. Save the model itself, not what wraps, compiles or extracts features from it"
+            f"cannot save this {type(model).__name__}: only a model returned by timm.create_model can be rebuilt. Save "
+            "the model itself, not a wrapper, a compiled model or a feature extractor"
         )
     cfg = filter_pretrained_cfg(dict(vars(model)["pretrained_cfg"]), remove_source=True, remove_null=True)
     cfg.pop("state_dict", None)
     arguments = {**vars(model)["_model_args"], **get_model_args(model)}
     name = cfg.pop("architecture")
     if hasattr(model, "dense_entry"):
-        # An entry of timm's registry that routes: its routing is saved as such, the model as the dense one.
+        # A routed entry of timm's registry: its routing is saved separately, and the model as the dense one.
         name = model.dense_entry
         arguments = {key: value for key, value in arguments.items() if key not in ROUTING_ARGUMENTS}
     return {"architecture": name, "arguments": arguments, "pretrained_cfg": cfg}
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
-    """Make the dense model that `describe` described, with fresh weights.
+    """Return the dense model of a description, with new weights.
 
     Args:
-        description: What `describe` returned, possibly read from JSON.
+        description: The result of `describe`, possibly read from JSON.
 
     Raises:
-        ValueError: This timm does not know the model.
+        ValueError: The installed timm does not know the model.
     """
     architecture = description["architecture"]
     if not timm.is_model(architecture):
@@ -226,14 +226,14 @@ def build(description: Mapping[str, Any]) -> nn.Module:
 
 def _check_description(description: Mapping[str, Any]) -> None:
     if not isinstance(description["architecture"], str):
-        raise ValueError(f"a saved folder gives architecture as a text, got {description['architecture']!r}")
+        raise ValueError(f"architecture in a saved folder must be a string, got {description['architecture']!r}")
     check_keys("arguments", description["arguments"], _arguments())
     check_keys("pretrained_cfg", description["pretrained_cfg"], _pretrained_fields())
 
 
 @functools.cache
 def _arguments() -> frozenset[str]:
-    """Return the arguments of the classes of timm that can be changed."""
+    """Return the arguments of timm's supported classes."""
     classes = (
         vision_transformer.VisionTransformer,
         deit.VisionTransformerDistilled,
@@ -243,7 +243,7 @@ def _arguments() -> frozenset[str]:
         resnet.ResNet,
     )
     fields = {field.name for field in dataclasses.fields(naflexvit.NaFlexVitCfg)}
-    return frozenset(fields | {name for kind in classes for name in parameters(kind)})
+    return frozenset(fields | {name for model_class in classes for name in parameters(model_class)})
 
 
 @functools.cache

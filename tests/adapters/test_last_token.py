@@ -57,5 +57,5 @@ def test_it_costs_one_query_and_is_for_language_models() -> None:
     packed = mmod.route_(make_language("llama"), CONFIG.replace(select="threshold"))
     ids = words(1, 12)["input_ids"]
     positions = torch.tensor([[*range(6), *range(6)]])
-    with pytest.raises(ValueError, match="rows hold several samples"):
+    with pytest.raises(ValueError, match="rows are packed with several samples"):
         packed(input_ids=ids, position_ids=positions)

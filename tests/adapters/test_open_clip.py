@@ -295,7 +295,7 @@ def test_wrong_use_says_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="already routed"):
         mmod.route_(model, text=RoutingConfig())
     block = model.transformer.resblocks[1]
-    with pytest.raises(RuntimeError, match="must see its token ids"):
+    with pytest.raises(RuntimeError, match="needs token ids"):
         block(torch.randn(2, CONTEXT, 48))
     with pytest.raises(TypeError, match="cross-attention"):
         model.visual.transformer.resblocks[1](torch.randn(2, 5, 48), torch.randn(2, 5, 48))

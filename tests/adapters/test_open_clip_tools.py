@@ -278,11 +278,11 @@ def test_saves_mixed_precision_and_preprocessing(models: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        (None, "give architecture"),
+        (None, "pass architecture"),
         ("ViT-of-tomorrow", "knows no model 'ViT-of-tomorrow'"),
         ("ViT-B-32", "other weights"),
         ({**small_config(NAME), "quick_gelu": True}, "gelu is 'QuickGELU', the model's is 'GELU'"),
-        ({**small_config(NAME), "colour": 1}, "may not state colour in config"),
+        ({**small_config(NAME), "colour": 1}, "config in a saved folder may not have colour"),
         (
             {**small_config(NAME), "text_cfg": {**small_config(NAME)["text_cfg"], "heads": 2}},
             "num_heads is 2, the model's is 4",
@@ -354,9 +354,9 @@ def test_losses_of_both_towers_are_added() -> None:
     [
         ("vision_cfg", {"timm_model_name": "hf-hub:a/b"}, "timm_model_name 'hf-hub:a/b'"),
         ("vision_cfg", {"timm_model_name": "local-dir:/tmp"}, "timm_model_name 'local-dir:/tmp'"),
-        ("vision_cfg", {"timm_model_name": "vit_tiny_patch16_224", "timm_model_pretrained": True}, "may not fetch"),
+        ("vision_cfg", {"timm_model_name": "vit_tiny_patch16_224", "timm_model_pretrained": True}, "may not download"),
         ("text_cfg", {"hf_model_name": "/etc"}, "hf_model_name '/etc'"),
-        ("text_cfg", {"hf_model_name": "roberta-base", "hf_model_pretrained": True}, "may not fetch weights"),
+        ("text_cfg", {"hf_model_name": "roberta-base", "hf_model_pretrained": True}, "may not download weights"),
     ],
 )
 def test_a_saved_folder_names_nothing_outside_itself(

@@ -114,12 +114,12 @@ def test_models_and_calls_without_it_are_refused() -> None:
     mmod.route_(model, language=CONFIG)
     batch = prompt("llava", (1, 2))
     pixels = batch.pop("pixel_values")
-    with pytest.raises(ValueError, match="give pixel_values"):
+    with pytest.raises(ValueError, match="pass pixel_values"):
         model(**batch)
     embedded = {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"]), **batch}
     del embedded["input_ids"]
-    with pytest.raises(ValueError, match="give pixel_values"):
+    with pytest.raises(ValueError, match="pass pixel_values"):
         model(**embedded)
     model.model.vision_tower(pixels[:2])
-    with pytest.raises(ValueError, match="saw 18 patches, the prompts have 27 image tokens"):
+    with pytest.raises(ValueError, match="processed 18 patches, the prompts have 27 image tokens"):
         model(**batch)

@@ -132,7 +132,7 @@ def test_an_image_behind_cached_text_equals_the_whole_prompt(name: str, cached: 
         batch["mm_token_type_ids"] = nn.functional.pad(batch["mm_token_type_ids"], (4, 0))
     whole = model(input_ids=torch.cat([text, ids], 1), **batch, **places(0, 4 + tokens, qwen)).logits
     torch.testing.assert_close(later, whole[:, 4:], atol=1e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match="cannot be chosen in parts"):
+    with pytest.raises(ValueError, match="cannot be split over calls"):
         model(input_ids=ids, past_key_values=cache, **batch, **places(4 + tokens, tokens, qwen))
 
 
@@ -152,7 +152,7 @@ def test_only_a_sample_with_two_images_apart_is_refused(static: bool) -> None:
         ids[image_in] = IMAGE
         given = {"input_ids": ids, "pixel_values": batch["pixel_values"], "attention_mask": mask}
         if refused:
-            with pytest.raises(ValueError, match="cannot be chosen in parts"):
+            with pytest.raises(ValueError, match="cannot be split over calls"):
                 model(**given, past_key_values=cache)
         else:
             model(**given, past_key_values=cache)
@@ -165,11 +165,11 @@ def test_only_a_sample_with_two_images_apart_is_refused(static: bool) -> None:
 def test_images_that_go_on_from_the_cache_are_refused(config: mmod.RoutingConfig) -> None:
     model, batch = routed("llava", config), prompt("llava", (1,))
     cache = model(input_ids=torch.tensor([[3, 4]]), use_cache=True).past_key_values
-    problem = "a frame that is cached in part" if config is BY_FRAME else "all queries of a prompt"
+    problem = "a partly cached frame" if config is BY_FRAME else "all queries of the prompt"
     embeds = model.get_input_embeddings()(torch.full((1, 4), IMAGE))
     with pytest.raises(ValueError, match=problem):
         model(inputs_embeds=embeds, past_key_values=cache)
-    with pytest.raises(ValueError, match="give the whole prompt at once"):
+    with pytest.raises(ValueError, match="pass the full prompt at once"):
         model.generate(**batch, max_new_tokens=2, prefill_chunk_size=5)
 
 

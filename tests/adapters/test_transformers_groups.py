@@ -76,7 +76,7 @@ def test_merged_embeddings_say_where_images_are_or_are_refused(name: str, method
             block.router.score.weight.normal_(std=0.2)
     expected = model(**batch).logits
     given = {key: batch[key] for key in ("attention_mask", "position_ids") if key in batch}
-    with pytest.raises(ValueError, match="nothing says which of them show an image: give input_ids, or image_mask"):
+    with pytest.raises(ValueError, match="the image tokens are unknown: pass input_ids or image_mask"):
         model(inputs_embeds=embeds, **given)
     real = batch["attention_mask"].bool()
     found = model(inputs_embeds=embeds, **{told: (ids == IMAGE).long()}, **given).logits
@@ -225,7 +225,7 @@ def test_predictor_sends_no_gradient_into_the_model() -> None:
 def test_wrong_use_is_refused() -> None:
     model = make_joint("llava")
     model.config.image_token_id = None
-    with pytest.raises(ValueError, match="says nothing of an image token"):
+    with pytest.raises(ValueError, match="names no image token"):
         mmod.route_(model, language=LINEAR)
     model = make_joint("llava")
     with pytest.raises(ValueError, match="do not exist"):
@@ -234,7 +234,7 @@ def test_wrong_use_is_refused() -> None:
         mmod.route_(model, vision=LINEAR.replace(language={"shared": True}))
     with pytest.raises(ValueError, match="has no part text"):
         mmod.route_(model, text=LINEAR)
-    with pytest.raises(ValueError, match="says nothing of an image token"):
+    with pytest.raises(ValueError, match="names no image token"):
         mmod.route_(make_language("llama"), LINEAR.replace(language={"tokens": "image"}))
     with pytest.raises(ValueError, match="compact"):
         mmod.route_(make_joint("qwen2-vl"), language=LINEAR.replace(language={"positions": "compact"}))
@@ -244,7 +244,7 @@ def test_wrong_use_is_refused() -> None:
     mmod.route_(model, language=LINEAR.replace(capacity=0.1))
     with pytest.raises(ValueError, match="keeps none of 9 image tokens"):
         model(**prompt("llava", (1,)))
-    with pytest.raises(RuntimeError, match="call the model that was routed"):
+    with pytest.raises(RuntimeError, match="call the routed model"):
         model.model.language_model(input_ids=torch.tensor([[3, 4]]))
     with pytest.raises(ValueError, match="already routed"):
         mmod.route_(model, language=LINEAR)

@@ -312,7 +312,7 @@ def test_what_cannot_be_is_refused() -> None:
         model.generate(words(1, 5), **GREEDY)
     with pytest.raises(ValueError, match="counted as a whole"):
         mmod.prefill_flops(model, 8)
-    with pytest.raises(ValueError, match="cannot batch continuously"):
+    with pytest.raises(ValueError, match="does not support continuous batching"):
         model.init_continuous_batching()
     undo_(model)
     for fields, message in (

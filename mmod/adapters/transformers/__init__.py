@@ -16,9 +16,9 @@ SUPPORTED = (
     "causal language models of the families Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Phi-3, Gemma, Gemma 2 and Gemma 3, "
     "LLaVA, LLaVA-NeXT, LLaVA-OneVision, Qwen2-VL and Qwen2.5-VL with them, and CLIP and SigLIP vision towers"
 )
-# Models save themselves, with their routing in their config.
+# transformers saves models, with their routing in config.json.
 SAVING = None
-# Part of a model -> what tells a layer of it, and what describes the list of layers.
+# Part -> predicate of its layers, and function that describes a list of layers.
 _PARTS = {"language": (is_decoder_layer, find_language), "vision": (is_encoder_layer, find_vision)}
 
 
@@ -34,9 +34,9 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     stacks = [(name, item) for name, item in model.named_modules() if isinstance(item, nn.ModuleList) and len(item)]
     parts: dict[str, Part] = {}
     for part, (is_layer, find) in _PARTS.items():
-        found = next(((name, layers) for name, layers in stacks if is_layer(layers[0])), None)
-        if found is not None:
-            parts[part] = functools.partial(find, model, *found)
+        stack = next(((name, layers) for name, layers in stacks if is_layer(layers[0])), None)
+        if stack is not None:
+            parts[part] = functools.partial(find, model, *stack)
     if not parts:
         raise ValueError(f"cannot route {type(model).__name__}: supported are {SUPPORTED}")
     return parts

@@ -1,4 +1,4 @@
-"""The cache of a routed layer for compiled decoding: tensors keep shape and address from the prompt on.
+"""The static KV cache of a routed layer, for compiled decoding: shapes and addresses are fixed after prefill.
 
 Axes: B samples, H heads, N tokens and K slots of this step, L keys it attends to, S slots in the cache, E channels of a
 head.
@@ -20,17 +20,16 @@ EMPTY = -1
 
 
 class StaticRoutedLayer(KeptTokens, StaticLayer):
-    """A static cache layer of the tokens that one routed layer kept.
+    """A static cache layer of kept tokens.
 
-    The prompt allocates it: of N tokens it keeps K in the sample that keeps most, and every token after it takes one
-    slot at most. That makes `max_cache_len - N + K` slots, where a dense layer has `max_cache_len`.
+    Prefill allocates it. A prompt of N tokens needs K slots, the largest kept count of a sample, and every later token
+    at most one. That makes `max_cache_len - N + K` slots; a dense layer has `max_cache_len`.
 
     Args:
-        max_cache_len: Tokens that can be seen, kept or not.
+        max_cache_len: Maximum number of tokens, kept or not.
 
     Attributes:
-        position_BS: Where each slot's token stands among the seen ones, -1 in an empty slot (B, S); None before the
-            prompt.
+        position_BS: Positions of the slots' tokens, -1 in an empty slot (B, S); None before prefill.
     """
 
     supports_early_init = False
@@ -46,25 +45,25 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
         self._announced: tuple[Tensor, Tensor | None, int] | None = None
 
     @property
-    def seen(self) -> Tensor | int:  # type: ignore[override]
-        """Logical length; from the prompt on a tensor, for the host not to wait for the device."""
+    def length(self) -> Tensor | int:  # type: ignore[override]
+        """Logical length; a tensor after prefill, to avoid a host synchronisation."""
         return 0 if self.position_BS is None else self.cumulative_length
 
     @property
     def ragged(self) -> bool:  # type: ignore[override]
-        """Slots that wait for their token are empty."""
+        """Whether slots may be empty: those of future tokens are."""
         return self.position_BS is not None
 
     def begin_update(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
-        """Say which tokens `update` is about to be given, see `KeptTokens`."""
+        """Announce the tokens of the next `update`, see `KeptTokens`."""
         self._announced = position_BK, valid_BK, tokens
         if not position_BK.shape[1]:
             self._count(position_BK, tokens)
 
     def begin_update_all(self, x_BND: Tensor) -> None:
-        """Say that `update` is about to be given all tokens of this step, see `KeptTokens`."""
+        """Announce that the next `update` receives all tokens of this step, see `KeptTokens`."""
         samples, tokens = x_BND.shape[:2]
-        position_BN = self.seen + torch.arange(tokens, device=x_BND.device).expand(samples, -1)
+        position_BN = self.length + torch.arange(tokens, device=x_BND.device).expand(samples, -1)
         self.begin_update(position_BN, None, tokens)
 
     def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -77,12 +76,12 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
         return position_BL, position_BL != EMPTY
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take keys and values (B, H, K, E) of the announced tokens and return those they attend to (B, H, L, E).
+        """Store keys and values (B, H, K, E) of the announced tokens and return the visible ones (B, H, L, E).
 
-        These are the prompt's own for the prompt, and all slots afterwards.
+        These are the prompt's in prefill, and all slots in decoding.
         """
         if self._announced is None:
-            raise RuntimeError("a routed layer's cache was given tokens it was not told of")
+            raise RuntimeError("a routed layer's cache got tokens that were not announced")
         (position_BK, valid_BK, tokens), self._announced = self._announced, None
         attended = None
         if self.position_BS is None:
@@ -101,14 +100,14 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
         return (self.keys, self.values) if attended is None else attended
 
     def _count(self, position_BK: Tensor, tokens: int) -> None:
-        """Count the tokens of a step, and make room for slots when they are the first."""
+        """Count the tokens of a step; allocate slots in the first step."""
         device = position_BK.device
         if self.position_BS is None:
             shape = len(position_BK), self._slots(position_BK.shape[1], tokens)
             self.position_BS = torch.full(shape, EMPTY, device=device)
             self.kept_B1 = torch.zeros(len(position_BK), 1, dtype=torch.long, device=device)
             self.cumulative_length, self._written = self.cumulative_length.to(device), self._written.to(device)
-            _stay(self.position_BS, self.kept_B1, self.cumulative_length, self._written)
+            _mark_static(self.position_BS, self.kept_B1, self.cumulative_length, self._written)
         assert isinstance(self.kept_B1, Tensor)
         self.kept_B1.add_((position_BK != EMPTY).sum(1, keepdim=True))
         self.cumulative_length.add_(tokens)
@@ -122,7 +121,7 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
         self.keys = key_states.new_zeros(samples, heads, slots, key_states.shape[3])
         self.values = value_states.new_zeros(samples, heads, slots, value_states.shape[3])
         self.is_initialized = True
-        _stay(self.keys, self.values)
+        _mark_static(self.keys, self.values)
 
     def _write(self, position_BK: Tensor, key_states: Tensor, value_states: Tensor) -> None:
         assert self.position_BS is not None
@@ -133,27 +132,27 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
         self._written.add_(position_BK.shape[1])
 
     def _slots(self, slots: int, tokens: int) -> int:
-        """Return how many slots it takes, given those of the prompt and its tokens."""
+        """Return the number of slots to allocate, from the prompt's slots and tokens."""
         return self.max_cache_len - tokens + slots
 
     def _displaces(self, slots: int) -> bool:
-        """Whether new slots take the place of some that the first of them still attend to."""
+        """Whether new slots overwrite slots that the first new tokens still attend to."""
         return False
 
     def _newest(self, position_BK: Tensor, valid_BK: Tensor | None) -> Tensor | None:
-        """Return which of the new slots are written, and in which order; None for all of them as they stand."""
+        """Return which new slots are written, in order; None for all."""
         return None
 
     def _places(self, slots: int) -> Tensor:
-        """Return where (K) new slots are written."""
+        """Return the slots (K) to write."""
         return self._written + torch.arange(slots, device=self._written.device)
 
     def get_seq_length(self) -> Tensor | int:  # type: ignore[override]
         """Return the logical length."""
-        return self.seen
+        return self.length
 
     def reset(self) -> None:
-        """Forget everything; the next prompt may keep another number."""
+        """Clear the cache; the next prompt may need another number of slots."""
         self.keys, self.values, self.is_initialized = None, None, False
         self.position_BS, self.kept_B1, self._announced, self.chosen_B1 = None, 0, None, None
         self._written.zero_()
@@ -168,10 +167,10 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
 
 
 class StaticRoutedWindow(StaticRoutedLayer, StaticSlidingWindowLayer):
-    """A static cache layer of kept tokens within a sliding window: as many slots as a dense one has, used in turn.
+    """A static cache layer of kept tokens with a sliding window: a ring buffer of the dense layer's size.
 
     Args:
-        max_cache_len: Tokens that a query sees, itself included, or fewer where no more can come.
+        max_cache_len: Visible tokens of a query, including itself, or fewer if the sequence is shorter.
     """
 
     def __init__(self, max_cache_len: int) -> None:
@@ -179,11 +178,11 @@ class StaticRoutedWindow(StaticRoutedLayer, StaticSlidingWindowLayer):
 
     def _count(self, position_BK: Tensor, tokens: int) -> None:
         super()._count(position_BK, tokens)
-        # The shape of the mask depends on it, as in transformers' own layers.
+        # The mask's shape depends on it, as in transformers' layers.
         self.cumulative_length_int += tokens
 
     def get_seq_length(self) -> int:
-        """Return the logical length, as a number: masks of sliding windows have shapes that follow it."""
+        """Return the logical length as a number, on which the shape of a sliding window's mask depends."""
         return int(self.cumulative_length_int)
 
     def _slots(self, slots: int, tokens: int) -> int:
@@ -195,7 +194,7 @@ class StaticRoutedWindow(StaticRoutedLayer, StaticSlidingWindowLayer):
     def _newest(self, position_BK: Tensor, valid_BK: Tensor | None) -> Tensor | None:
         if valid_BK is None and position_BK.shape[1] <= self.max_cache_len:
             return None
-        # Empty slots come first, lest they take the place of tokens that are still seen.
+        # Empty slots come first, so that they do not overwrite visible tokens.
         order_BK = torch.sort((position_BK != EMPTY).to(torch.uint8), dim=1, stable=True).indices
         return order_BK[:, -self.max_cache_len :]
 
@@ -211,8 +210,8 @@ def _ordered(states: Tensor, order_BK: Tensor) -> Tensor:
     return states.gather(2, order_BK[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
 
 
-def _stay(*tensors: Tensor) -> None:
-    """Say that tensors keep their address, which CUDA graphs ask for; a compiler that traces this cannot be told."""
+def _mark_static(*tensors: Tensor) -> None:
+    """Mark tensors as having a fixed address, for CUDA graphs; not possible while tracing."""
     if not torch.compiler.is_compiling():
         for tensor in tensors:
             torch._dynamo.mark_static_address(tensor)

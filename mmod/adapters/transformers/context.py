@@ -1,7 +1,8 @@
-"""Kept tokens of a decoder layer that attend to all tokens: their keys and values, once for every token.
+"""Attention of a decoder layer's kept tokens over all tokens.
 
-The host's forward is called twice and never copied: on all tokens until it hands keys and values to its cache, where
-the call ends, and on the kept ones, which are given those. Each call computes only its part of every projection.
+The host's forward runs twice and is never copied. The first call takes all tokens and stops when keys and values reach
+the cache. The second takes the kept tokens and receives those keys and values. Both compute only the slice of every
+projection that they need.
 Axes: B samples, H heads, N tokens, K slots per sample, L keys, E channels of a head.
 """
 
@@ -15,15 +16,15 @@ from torch import Tensor, nn
 from mmod.ops import PartialProjections, Projection
 
 
-class _Taken(Exception):
+class _Captured(Exception):
     """Ends a host's forward once its keys and values are known."""
 
 
 class _KeepingCache:
-    """Stands in the place of a cache: hands keys and values on to it, and keeps what the layer attends to.
+    """Cache proxy: forwards keys and values to the cache, and keeps those that the layer attends to.
 
     Args:
-        cache: The cache, if there is one.
+        cache: The cache, or None.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -31,26 +32,26 @@ class _KeepingCache:
         self.kept: tuple[Tensor, Tensor] | None = None
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take keys and values (B, H, N, E) of new tokens; return those of all."""
+        """Store keys and values (B, H, N, E) of new tokens; return those of all tokens."""
         self.kept = (keys, values) if self.cache is None else self.cache.update(keys, values, *args, **kwargs)
         return self.kept
 
 
-class _TakingCache(_KeepingCache):
-    """Does the same, and ends the call."""
+class _CapturingCache(_KeepingCache):
+    """The same, but ends the call of the host's forward."""
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take keys and values (B, H, N, E) of all tokens."""
+        """Store keys and values (B, H, N, E) of all tokens, and end the call."""
         super().update(keys, values, *args, **kwargs)
-        raise _Taken
+        raise _Captured
 
 
 class OtherLayer:
-    """Stands in the place of a cache for a layer that is applied several times: each has a place of its own in it.
+    """Cache proxy for a layer that runs several times: each run has another cache layer.
 
     Args:
         cache: The cache.
-        index: The place.
+        index: Index of the cache layer.
     """
 
     def __init__(self, cache: Any, index: int) -> None:
@@ -58,57 +59,57 @@ class OtherLayer:
         self.index = index
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take keys and values (B, H, N, E) of new tokens; return those that are attended to."""
-        found: tuple[Tensor, Tensor] = self.cache.update(keys, values, self.index, *args, **kwargs)
-        return found
+        """Store keys and values (B, H, N, E) of new tokens; return the visible ones."""
+        visible: tuple[Tensor, Tensor] = self.cache.update(keys, values, self.index, *args, **kwargs)
+        return visible
 
 
-class _GivingCache:
-    """Stands in the place of a cache: gives kept queries the keys and values of all tokens.
+class _CapturedCache:
+    """Cache proxy that returns captured keys and values.
 
     Args:
-        given: Keys and values (B, H, L, E).
+        captured: Keys and values (B, H, L, E).
     """
 
-    def __init__(self, given: tuple[Tensor, Tensor]) -> None:
-        self.given = given
+    def __init__(self, captured: tuple[Tensor, Tensor]) -> None:
+        self.captured = captured
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Leave keys and values of the kept tokens, which were not computed."""
-        return self.given
+        """Ignore keys and values of the kept tokens, which were not computed."""
+        return self.captured
 
 
 def attend_to_all(
     layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], narrowed: Mapping[str, Any],
     x_BND: Tensor, z_BKD: Tensor,
 ) -> Any:  # fmt: skip
-    """Return what a host's forward makes of kept tokens, whose queries see the keys of all.
+    """Return the host forward's output for kept tokens that attend to all tokens.
 
     Args:
         layer: The decoder layer.
         forward: The forward of the layer, or of its attention.
         arguments: Arguments of all tokens.
-        narrowed: Those of the kept ones, with a mask between them and all keys.
+        narrowed: Arguments of the kept tokens, with a mask between them and all keys.
         x_BND: All tokens.
-        z_BKD: The kept ones; where there are none they are returned, and nothing runs behind keys and values.
+        z_BKD: The kept tokens; without any, only keys and values are computed.
 
     Source: ShortV, arXiv 2504.00502 (text reads keys and values of image tokens that are frozen).
     """
-    taking = _TakingCache(arguments.get("past_key_values"))
-    # The mask is not read; where there is none, hosts lay keys out in another way.
-    whole = {**arguments, "past_key_values": taking, "attention_mask": narrowed["attention_mask"]}
+    capture = _CapturingCache(arguments.get("past_key_values"))
+    # The mask is not used, but without one hosts use another layout of keys.
+    all_arguments = {**arguments, "past_key_values": capture, "attention_mask": narrowed["attention_mask"]}
     try:
         with PartialProjections(_projections(layer.get_submodule("self_attn")), queries=False):
-            forward(x_BND, **whole)
-    except _Taken:
+            forward(x_BND, **all_arguments)
+    except _Captured:
         pass
-    return attend_to_given(layer, forward, narrowed, z_BKD, _found(taking.kept, layer))
+    return attend_to_captured(layer, forward, narrowed, z_BKD, _checked(capture.kept, layer))
 
 
 def attend_and_keep(
     layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor
 ) -> tuple[Any, tuple[Tensor, Tensor]]:
-    """Return what a host's forward makes of all tokens, and the keys and values (B, H, L, E) that they attend to.
+    """Return the host forward's output for all tokens, and the keys and values (B, H, L, E) that they attend to.
 
     Args:
         layer: The decoder layer.
@@ -118,35 +119,35 @@ def attend_and_keep(
     """
     keeping = _KeepingCache(arguments.get("past_key_values"))
     y = forward(x_BND, **{**arguments, "past_key_values": keeping})
-    return y, _found(keeping.kept, layer)
+    return y, _checked(keeping.kept, layer)
 
 
-def attend_to_given(
+def attend_to_captured(
     layer: nn.Module, forward: Callable[..., Any], narrowed: Mapping[str, Any], z_BKD: Tensor,
-    given: tuple[Tensor, Tensor],
+    captured: tuple[Tensor, Tensor],
 ) -> Any:  # fmt: skip
-    """Return what a host's forward makes of tokens whose queries see keys that are given, and no keys of their own.
+    """Return the host forward's output for tokens that attend to captured keys only.
 
     Args:
         layer: The decoder layer.
         forward: The forward of the layer, or of its attention.
         narrowed: Arguments of the tokens, with a mask between them and the keys.
-        z_BKD: The tokens; where there are none they are returned, and nothing runs.
-        given: Keys and values (B, H, L, E).
+        z_BKD: The tokens; without any, nothing runs.
+        captured: Keys and values (B, H, L, E).
     """
     if not z_BKD.shape[1]:
         return z_BKD
     with PartialProjections(_projections(layer.get_submodule("self_attn")), queries=True):
-        return forward(z_BKD, **{**narrowed, "past_key_values": _GivingCache(given)})
+        return forward(z_BKD, **{**narrowed, "past_key_values": _CapturedCache(captured)})
 
 
-def _found(taken: tuple[Tensor, Tensor] | None, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    if taken is None:
+def _checked(captured: tuple[Tensor, Tensor] | None, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    if captured is None:
         raise RuntimeError(
-            f"found no keys and values on their way to the cache of {type(layer).__name__}, which attention to other "
-            "tokens than those that run needs; gradient checkpointing of single layers takes the cache away"
+            f"{type(layer).__name__} passed no keys and values to its cache, which context='all' needs: turn off "
+            "gradient checkpointing of single layers, which removes the cache"
         )
-    return taken
+    return captured
 
 
 def _projections(attention: Any) -> list[Projection]:

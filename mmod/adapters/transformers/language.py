@@ -1,4 +1,4 @@
-"""Language models: where their decoder layers are, and which tokens the rest of the model says may be skipped.
+"""Language models: their decoder layers, and the tokens that may be skipped.
 
 Axes: B samples, N tokens, D channels.
 """
@@ -37,7 +37,7 @@ LAYERS = (
     "Qwen2VLDecoderLayer",
     "Qwen2_5_VLDecoderLayer",
 )
-# Models that put image features among the embedded tokens and hand keywords on to their language model.
+# Models that insert image features into the embedded tokens and pass keywords on to their language model.
 JOINT = ("LlavaModel", "LlavaNextModel", "LlavaOnevisionModel", "Qwen2VLModel", "Qwen2_5_VLModel")
 # Decoder layers with positions in time, height and width.
 JOINT_LAYERS = ("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer")
@@ -45,7 +45,7 @@ PROTECTED = "protected_mask"
 
 
 def is_decoder_layer(layer: nn.Module) -> bool:
-    """Return whether a layer is one of a language model that can be routed."""
+    """Return whether a layer belongs to a supported language model."""
     return host_class(layer).__name__ in LAYERS
 
 
@@ -53,7 +53,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
     """Return the decoder layers of a language model.
 
     Raises:
-        ValueError: The language model of a vision-language model of another family.
+        ValueError: An unsupported family of vision-language models.
     """
     owner = name.rpartition(".")[0]
     text = model.get_submodule(owner)
@@ -64,7 +64,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
             f"{', '.join(JOINT)} only"
         )
     config: Any = text.config
-    # Positions of several dimensions, or rotary embeddings of several kinds, cannot be counted among kept tokens.
+    # Compact positions need one-dimensional positions and one rotary embedding.
     plain = host_class(layers[0]).__name__ not in ("Gemma3DecoderLayer", *JOINT_LAYERS)
     rotary = CompactRotary(text.get_submodule("rotary_emb")) if plain else None
     return BlockStack(
@@ -101,16 +101,16 @@ def _call_of(layer: nn.Module, config: RoutingConfig | None, rotary: CompactRota
 
 
 class GroupHook(DescribedRouting):
-    """Finds out, once for all layers, which tokens of a forward pass may be skipped.
+    """Computes, once for all layers, which tokens of a forward pass may be skipped.
 
     Args:
-        entry: The module that takes `input_ids` and is hooked.
+        entry: The hooked module, which takes `input_ids`.
         text: The module that holds the layers.
-        config: How its language part is routed.
+        config: The routing config of the language part.
         plain: Rotary positions have one dimension.
 
     Raises:
-        ValueError: A config that does not suit the model.
+        ValueError: The model does not support the config.
     """
 
     def __init__(self, entry: nn.Module, text: nn.Module, config: RoutingConfig, plain: bool) -> None:
@@ -123,80 +123,84 @@ class GroupHook(DescribedRouting):
         self.names = tuple(inspect.signature(type(entry).forward).parameters)[1:]
         if self.tokens == "image" and not self.images.ids:
             raise ValueError(
-                f"only image tokens may be skipped, but this {type(entry).__name__} says nothing of an image token: "
-                "set config.image_token_id, or route with tokens='all'"
+                f"only image tokens may be skipped, but the config of this {type(entry).__name__} names no image "
+                "token: set config.image_token_id, or route with tokens='all'"
             )
         capacities = config.capacity if isinstance(config.capacity, tuple) else (config.capacity,)
         if self.tokens == "all" and 0 in capacities:
-            raise ValueError("capacity 0 is for image tokens: where text may be skipped, too, it must be in (0, 1]")
+            raise ValueError("capacity 0 is for image tokens: with tokens='all' it must be in (0, 1]")
         if self.language.frames is not None and self.tokens != "image":
-            raise ValueError("frames need image tokens, which this model has none of")
+            raise ValueError("frames need image tokens: route with tokens='image'")
         if self.language.positions == "compact" and not plain:
             raise ValueError(f"positions='compact' is not possible in {type(text).__name__}: it has several per token")
         elsewhere = config.importance == "vision_tower" and config.wants_importance(training=True)
         self.tower = TowerImportance(entry) if elsewhere else None
         if elsewhere and self.tokens != "image":
-            raise ValueError("router.importance='vision_tower' is that of image tokens: route with tokens='image'")
+            raise ValueError("router.importance='vision_tower' is defined for image tokens: route with tokens='image'")
         if isinstance(config.select, Threshold) and config.select != Threshold(config.select.threshold):
             raise ValueError("min_tokens and max_tokens are for images; a language model's threshold takes neither")
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Add the groups of the tokens to the keywords that reach every layer."""
+        """Add the groups of the tokens to the keywords passed to every layer."""
         protected_BN, image_BN = kwargs.pop(PROTECTED, None), kwargs.pop(IMAGES, None)
         if image_BN is not None and self.tokens == "all":
-            raise ValueError(f"{IMAGES} says which tokens may be skipped, but this model was routed with tokens='all'")
-        given = {**dict(zip(self.names, args)), **kwargs}
-        kwargs[GROUPS] = self.groups(module, given, protected_BN, image_BN)
+            raise ValueError(f"{IMAGES} marks tokens that may be skipped, but this model was routed with tokens='all'")
+        arguments = {**dict(zip(self.names, args)), **kwargs}
+        kwargs[GROUPS] = self.groups(module, arguments, protected_BN, image_BN)
         return args, kwargs
 
     def groups(
-        self, module: nn.Module, given: Mapping[str, Any], protected_BN: Tensor | None, image_BN: Tensor | None = None
+        self,
+        module: nn.Module,
+        arguments: Mapping[str, Any],
+        protected_BN: Tensor | None,
+        image_BN: Tensor | None = None,
     ) -> TokenGroups | None:
         """Return the groups of the tokens, or None when all of them run.
 
         Args:
             module: The module that was called.
-            given: Its arguments by name.
-            protected_BN: True where the user wants a token kept (B, N), or None.
-            image_BN: Where the user says that images are (B, N), or None.
+            arguments: Its arguments by name.
+            protected_BN: The user's mask of tokens to keep (B, N), or None.
+            image_BN: The user's mask of image tokens (B, N), or None.
 
         Raises:
-            ValueError: Tokens follow others that are cached already, and would need to be chosen together with them.
+            ValueError: Tokens would have to be chosen jointly with cached ones.
         """
-        source = _source(given)
-        cache: Any = given.get("past_key_values")
-        # A static cache says so with a tensor, which the host is not to wait for while text is decoded.
+        source = _source(arguments)
+        cache: Any = arguments.get("past_key_values")
+        # The length of a static cache is a tensor; decoding must not synchronise with it.
         length: Tensor | int = 0 if cache is None else cache.get_seq_length()
         samples, tokens = source.shape[:2]
         decodes = tokens == 1 and (isinstance(length, Tensor) or length > 0)
         if not source.numel() or (self.tokens == "image" and decodes and image_BN is None):
             return None
-        seen = length if decodes else int(length)
-        begun = decodes or bool(seen)
+        past = length if decodes else int(length)
+        begun = decodes or bool(past)
         if self.tokens == "all" and begun:
             self._check_causal()
-        valid_BN = valid_tokens(given.get("attention_mask"), source, seen)
+        valid_BN = valid_tokens(arguments.get("attention_mask"), source, past)
         if decodes and cache.is_compileable and torch.compiler.is_compiling():
             return decoded_groups(valid_BN)
         together, shown_BN, frames = not self._decides_alone(module), valid_BN, None
         if self.tokens == "image":
-            kind_BN = self.images.kinds(module, given, image_BN)
+            kind_BN = self.images.kinds(module, arguments, image_BN)
             shown_BN = kind_BN > 0
             if self.language.frames is not None and together:
-                frames = self.images.frames(given, kind_BN, valid_BN)
+                frames = self.images.frames(arguments, kind_BN, valid_BN)
         gated_BN = shown_BN if frames is None else shown_BN & ~frames.apart_BN
         free_BN = gated_BN if protected_BN is None else gated_BN & ~_checked(protected_BN, (samples, tokens)).bool()
-        segment_BN = self._segments(given, cache)
+        segment_BN = self._segments(arguments, cache)
         if segment_BN is not None and self.config.importance == "last_token":
             raise ValueError(
-                "router.importance='last_token' reads the last token of a row, and rows hold several samples each"
+                "router.importance='last_token' reads the last token of a row, but rows are packed with several samples"
             )
         groups = assign_groups(
             free_BN, gated_BN, valid_BN, None if frames is None else self.language.frames, self.tokens == "image",
             segment_BN, None if frames is None else frames.first_BN,
         )  # fmt: skip
         importance = None if self.tower is None else functools.cache(functools.partial(self.tower.of, shown_BN))
-        causal = segment_BN is None and self._is_causal(given.get("attention_mask"), tokens)
+        causal = segment_BN is None and self._is_causal(arguments.get("attention_mask"), tokens)
         groups = groups._replace(causal=causal, importance=importance)
         if begun and groups.skips and together:
             self._check_apart(module, groups, frames, cache)
@@ -205,40 +209,40 @@ class GroupHook(DescribedRouting):
         return groups
 
     def _check_apart(self, module: nn.Module, groups: TokenGroups, frames: Frames | None, cache: Any) -> None:
-        """Refuse image tokens behind a cache whose best could only be chosen together with cached ones."""
+        """Refuse image tokens after a cache if they must be chosen jointly with cached ones."""
         if self.config.reads_importance(module.training):
-            problem = "importance is the attention that all queries of a prompt pay to them"
+            problem = "importance needs the attention of all queries of the prompt"
         elif frames is not None:
-            problem = "" if frames.whole else "the first of them may belong to a frame that is cached in part"
+            problem = "" if frames.complete else "the first one may belong to a partly cached frame"
         else:
-            chosen_B = chosen_samples(cache)
-            both = chosen_B is not None and any(old and any(new) for old, new in zip(chosen_B.tolist(), groups.sizes))
-            problem = "the best of all image tokens of a sample cannot be chosen in parts" if both else ""
+            cached_B = chosen_samples(cache)
+            both = cached_B is not None and any(old and any(new) for old, new in zip(cached_B.tolist(), groups.sizes))
+            problem = "top-k over the image tokens of a sample cannot be split over calls" if both else ""
         if problem:
             raise ValueError(
-                f"image tokens follow tokens that are cached already, and {problem}: give the whole prompt at once, "
-                "without prefill_chunk_size, or route by threshold or by frames"
+                f"image tokens follow cached tokens, and {problem}: pass the full prompt at once, without "
+                "prefill_chunk_size, or route by threshold or by frames"
             )
 
-    def _segments(self, given: Mapping[str, Any], cache: Any) -> Tensor | None:
-        """Return the number of each token's sample where positions say that rows are packed."""
-        position_BN = given.get("position_ids")
-        if cache is not None or given.get("attention_mask") is not None or not isinstance(position_BN, Tensor):
+    def _segments(self, arguments: Mapping[str, Any], cache: Any) -> Tensor | None:
+        """Return the sample index of every token if positions show that rows are packed."""
+        position_BN = arguments.get("position_ids")
+        if cache is not None or arguments.get("attention_mask") is not None or not isinstance(position_BN, Tensor):
             return None
         if position_BN.ndim != 2 or bool((position_BN.diff(dim=1) == 1).all()):
             return None
         if "flash" in self.text_config._attn_implementation:
-            raise ValueError("flash attention finds packed samples by positions that routing takes out: use sdpa")
+            raise ValueError("flash attention needs the positions of packed samples, which routing removes: use sdpa")
         return nn.functional.pad((position_BN.diff(dim=1) != 1).cumsum(1), (1, 0))
 
     def _is_causal(self, mask: Any, tokens: int) -> bool:
-        """Whether attention within as many tokens hides nothing but padding and tokens to come."""
+        """Return whether attention over this many tokens masks only padding and future tokens."""
         pads_only = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
         both_ways = getattr(self.text_config, "use_bidirectional_attention", False)
         return pads_only and not both_ways and (self.window is None or tokens <= self.window)
 
     def _decides_alone(self, module: nn.Module) -> bool:
-        """Whether a token's fate does not depend on other tokens."""
+        """Return whether tokens are decided independently."""
         by_threshold = self.config.select != "topk"
         by_inference = self.language.inference_threshold is not None and not module.training
         return self.config.router.learns and (by_threshold or by_inference)
@@ -247,18 +251,19 @@ class GroupHook(DescribedRouting):
         alone = self.config.select != "topk" or self.language.inference_threshold is not None
         if not (self.config.router.learns and alone):
             raise ValueError(
-                "text cannot be generated: text tokens may be skipped, and whether one is depends on tokens to come. "
+                "text cannot be generated: text tokens may be skipped, and the choice depends on future tokens. "
                 "Route with select='threshold', with inference_threshold (and the loss 'membership'), or with "
                 f"tokens='image'; got router={self.config.router.name!r}, select={self.config.select!r}"
             )
 
 
-def _source(given: Mapping[str, Any]) -> Tensor:
-    """Return the ids (B, N) or the embeddings (B, N, D) that a language model was given."""
-    found = [given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None]
-    if not found:
-        raise ValueError("give input_ids or inputs_embeds")
-    source: Tensor = found[0]
+def _source(arguments: Mapping[str, Any]) -> Tensor:
+    """Return the ids (B, N) or the embeddings (B, N, D) passed to a language model."""
+    source: Tensor | None = next(
+        (arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None
+    )
+    if source is None:
+        raise ValueError("pass input_ids or inputs_embeds")
     return source
 
 

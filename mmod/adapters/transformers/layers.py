@@ -1,4 +1,4 @@
-"""Decoder layers: how transformers calls them, and what they are given for kept tokens alone.
+"""Decoder layers: how transformers calls them, and their arguments for kept tokens.
 
 Axes: B samples, H heads, N tokens, K slots per sample, L slots in a layer's cache and the new ones behind them.
 """
@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import _active_collector
 from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
 from mmod.adapters.transformers.cache_base import KeptTokens
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
-from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_all, attend_to_given
+from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_all, attend_to_captured
 from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, valid_tokens
 from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.blocks import ForwardPass
@@ -27,7 +27,7 @@ from mmod.routing.decision import PADDING
 # Names of the residual branches of a decoder layer, and of a vision tower's.
 OPERATORS = {"attention": "self_attn", "mlp": "mlp"}
 TUPLES = ("attention",)
-# The keyword under which groups travel from a model's entry to its layers.
+# The keyword that passes groups from a model's entry to its layers.
 GROUPS = "mmod_groups"
 _UNKNOWN = object()
 
@@ -38,10 +38,10 @@ class DecoderLayerCall:
 
     Args:
         names: The layer's parameters after the tokens, in order.
-        index: Which layer of the cache is its own.
-        config: The config its attention reads.
-        compact: Rotary embeddings of positions counted among kept tokens; None where positions are the original ones.
-        window: Tokens that a query sees where the model's layers slide, or None.
+        index: Index of its cache layer.
+        config: The config that its attention reads.
+        compact: Rotary embeddings of compact positions; None for the original positions.
+        window: Size of the sliding window, or None.
     """
 
     names: tuple[str, ...]
@@ -52,17 +52,17 @@ class DecoderLayerCall:
 
     @property
     def fused_norm(self) -> str:
-        """The layer's norm is not fused with gathering rows."""
+        """Empty: the layer's norm is not fused with gathering rows."""
         return ""
 
     @property
     def weighs_keys(self) -> bool:
-        """Tokens of a text stand for themselves."""
+        """False: tokens of a text are not grouped."""
         return False
 
     @property
     def needs_prefix(self) -> bool:
-        """There is no prefix."""
+        """False: there is no prefix."""
         return False
 
     @property
@@ -77,16 +77,16 @@ class DecoderLayerCall:
 
     @property
     def tuples(self) -> tuple[str, ...]:
-        """Attention returns its map beside its output."""
+        """Attention, which returns a tuple of output and map."""
         return TUPLES
 
     @property
     def halves(self) -> None:
-        """The layer is run as a whole."""
+        """None: the layer's halves cannot run separately."""
         return None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments by name; those the layer only hands on stay with them."""
+        """Return the arguments by name, including those that the layer only passes on."""
         if len(args) > len(self.names):
             raise TypeError(f"a routed layer got {len(args)} arguments after the tokens, it takes {self.names}")
         return {**dict(zip(self.names, args)), **kwargs} if args else dict(kwargs)
@@ -95,29 +95,29 @@ class DecoderLayerCall:
         """Return the groups of the tokens, or None when all of them run.
 
         Raises:
-            RuntimeError: The layer was not called by the whole model.
+            RuntimeError: The layer was not called by the routed model.
         """
         groups = arguments.get(GROUPS, _UNKNOWN)
         if groups is _UNKNOWN:
             raise RuntimeError(
-                "a routed layer does not know which tokens may be skipped: call the model that was routed, or at "
-                "least the one that takes input_ids, not a part of it"
+                "a routed layer does not know which tokens may be skipped: call the routed model, or the module inside "
+                "it that takes input_ids"
             )
         return groups
 
     def marks(self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None) -> TokenMarks:
-        """Return which tokens are padding; groups say what is always kept."""
+        """Return which tokens are padding; groups determine the tokens that are always kept."""
         groups = self.groups(arguments)
         return TokenMarks(None if groups is None or not groups.padded else groups.group_BN > PADDING)
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
-        """Rows are packed where they attend to each other alone, as those of a prompt do, and nothing is hidden."""
+        """Return whether rows can be packed: in prefill, with causal attention only."""
         if self.config._attn_implementation != "sdpa" or torch.compiler.is_compiling():
             return False
         groups, cache = self.groups(arguments), self._cache(arguments)
         if groups is None or not (groups.causal or arguments.get("attention_mask") is None):
             return False
-        return cache is None or (isinstance(cache, RoutedLayer) and not cache.seen)
+        return cache is None or (isinstance(cache, RoutedLayer) and not cache.length)
 
     def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
         """Return the arguments for kept tokens of all samples in one sequence."""
@@ -126,17 +126,16 @@ class DecoderLayerCall:
             place_T, slots = packing.slot_T, packing.max_seqlen
             embeddings = self._compact_positions(x_BND[:1], slots, None)["position_embeddings"]
         if embeddings is not None:
-            embeddings = tuple(_packed(each, place_T, slots) for each in embeddings)
+            embeddings = tuple(_packed(rows, place_T, slots) for rows in embeddings)
         return {**arguments, "attention_mask": None, "position_ids": None, "position_embeddings": embeddings}
 
     def attend_to_all(
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
-        z_BKD: Tensor, routing: Routing, taken: list[tuple[Tensor, Tensor]] | None = None,
+        z_BKD: Tensor, routing: Routing, cached: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Any:  # fmt: skip
-        """Return what the host's forward makes of the kept tokens, which attend to all tokens in it.
+        """Return the host forward's output for kept tokens that attend to all tokens.
 
-        Where `taken` is given, keys and values are those that it holds; a call with an empty one runs all tokens, whose
-        keys and values fill it.
+        With a list `cached`, its keys and values are used; if it is empty, the call runs all tokens and fills it.
 
         Raises:
             ValueError: Flash attention, which has no mask for that.
@@ -145,23 +144,23 @@ class DecoderLayerCall:
             raise ValueError(
                 "attention to tokens that do not run needs a mask: load the model with attn_implementation='sdpa'"
             )
-        if taken:
+        if cached:
             narrowed = self._rows_of(arguments, routing)
-            mask = mask_of_queries(arguments.get("attention_mask"), x_BND, routing, taken[0][0].shape[2])
-            return attend_to_given(block, forward, {**narrowed, "attention_mask": mask}, z_BKD, taken[0])
-        if taken is not None:
+            mask = mask_of_queries(arguments.get("attention_mask"), x_BND, routing, cached[0][0].shape[2])
+            return attend_to_captured(block, forward, {**narrowed, "attention_mask": mask}, z_BKD, cached[0])
+        if cached is not None:
             y, kept = attend_and_keep(block, forward, arguments, x_BND)
-            taken.append(kept)
+            cached.append(kept)
             return y
         narrowed = self._narrowed(arguments, x_BND, routing, self._cache(arguments), all_keys=True)
-        self.begin_update(arguments, x_BND, routing, whole=True)
+        self.begin_update(arguments, x_BND, routing, all_tokens=True)
         return attend_to_all(block, forward, arguments, narrowed, x_BND, z_BKD)
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
         """Return the modules whose outputs are added to the residual stream."""
         attention, mlp = "self_attn", "mlp"
         if is_sandwich(layer):
-            # A weight in front of the norm would have no effect.
+            # A norm after the branch would undo a weight.
             attention, mlp = "post_attention_layernorm", "post_feedforward_layernorm"
         return [layer.get_submodule(name) for name in ([mlp] if which == "mlp" else [attention, mlp])]
 
@@ -170,13 +169,13 @@ class DecoderLayerCall:
         return layer.get_submodule("input_layernorm")
 
     def record_no_attention(self, x_BND: Tensor) -> None:
-        """Record an empty attention map where maps are recorded, so that each has its layer's index."""
+        """Record an empty attention map where maps are recorded, so that maps keep their layer's index."""
         collected = _active_collector.get()
         if collected is not None and "attentions" in collected and self.config._attn_implementation == "eager":
             collected["attentions"].append(x_BND.new_zeros(len(x_BND), self.config.num_attention_heads, 0, 0))
 
     def hides_nothing(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether all tokens run and see all tokens before them, so that the arguments are right as they are."""
+        """Return whether all tokens run and see all earlier tokens, so that the arguments need no change."""
         hides = self.window is not None or self.compact is not None or arguments.get("attention_mask") is not None
         if hides or arguments.get(GROUPS, _UNKNOWN) is not None:
             return False
@@ -186,11 +185,11 @@ class DecoderLayerCall:
         return type(cache) is RoutedLayer and not cache.ragged
 
     def has_static_cache(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether the cache gives a layer keys of tokens to come, too."""
+        """Return whether the cache is static, so that keys of future tokens are in it."""
         return bool(getattr(arguments.get("past_key_values"), "is_compileable", False))
 
     def open_cache(self, arguments: Mapping[str, Any]) -> None:
-        """Put a cache layer of kept tokens in the place of the dense one, where there is a cache.
+        """Replace the dense cache layer by one of kept tokens, if there is a cache.
 
         Raises:
             ValueError: A cache that cannot hold different tokens in every layer, or flash attention and a static one.
@@ -199,7 +198,7 @@ class DecoderLayerCall:
         if cache is None:
             return
         open_routed_layer(cache, self.index)
-        # Asking a config takes transformers longer than all else here does.
+        # Reading the config is slow in transformers, so it comes last.
         if isinstance(self._cache(arguments), StaticRoutedLayer) and self._is_flash:
             raise ValueError(
                 "flash attention has no mask that hides the empty slots of a static cache: load the model with "
@@ -208,27 +207,27 @@ class DecoderLayerCall:
 
     def begin_update(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None,
-        whole: bool = False,
+        all_tokens: bool = False,
     ) -> None:  # fmt: skip
-        """Tell the layer's cache which tokens it is about to be given, see `DecoderCall.begin_update`."""
+        """Announce the tokens of the next update to the layer's cache, see `DecoderCall.begin_update`."""
         cache = self._cache(arguments)
         if cache is None:
             return
         if routing is not None:
             cache.remember(routing.groups)
-        if routing is None or whole:
+        if routing is None or all_tokens:
             cache.begin_update_all(x_BND)
         elif packing is not None and isinstance(cache, RoutedLayer):
             cache.begin_update(routing.index_BK, routing.valid_BK, x_BND.shape[1], packing.slot_T)
         else:
-            cache.begin_update(cache.seen + routing.index_BK, routing.valid_BK, x_BND.shape[1])
+            cache.begin_update(cache.length + routing.index_BK, routing.valid_BK, x_BND.shape[1])
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
-        """Return the arguments for the kept tokens, or for all of them where there is no decision."""
+        """Return the arguments for kept tokens, or for all tokens without a decision."""
         cache, mask = self._cache(arguments), arguments.get("attention_mask")
         if self.window is not None and self._is_flash:
-            whole = routing is None and self.compact is None and mask is None
-            self._check_window(self.window, x_BND.shape[1], cache, whole)
+            complete = routing is None and self.compact is None and mask is None
+            self._check_window(self.window, x_BND.shape[1], cache, complete)
         if routing is not None or mask is not None or (cache is not None and cache.ragged):
             return self._narrowed(arguments, x_BND, routing, cache)
         if self.compact is not None:
@@ -236,20 +235,20 @@ class DecoderLayerCall:
         return arguments
 
     def cached(self, arguments: Mapping[str, Any]) -> int:
-        """Return how many tokens the layer's cache holds, 0 without a cache."""
+        """Return the logical length of the layer's cache, 0 without a cache."""
         cache = arguments.get("past_key_values")
         return 0 if cache is None else int(cache.get_seq_length(self.index))
 
     def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """Return which tokens are no padding (B, N); None without an attention mask."""
+        """Return which tokens are not padding (B, N); None without an attention mask."""
         mask = arguments.get("attention_mask")
         return None if mask is None else valid_tokens(mask, x_BND, self.cached(arguments))
 
     def repeated(self, places: int, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
-        """Return the arguments for kept tokens of a layer that runs once more, whose keys are cached elsewhere.
+        """Return the arguments for kept tokens of a repeated layer, whose repetitions have other cache layers.
 
         Args:
-            places: How many places behind the layer's own in the cache; 0 for its first run, on all tokens.
+            places: Offset to the layer's cache index; 0 for its first run, on all tokens.
             arguments: The arguments of all tokens.
             x_BND: All tokens.
             routing: The decision.
@@ -288,31 +287,31 @@ class DecoderLayerCall:
 
     def _rows_of(self, arguments: Mapping[str, Any], routing: Routing | None) -> dict[str, Any]:
         """Return the arguments with the positions of the kept tokens."""
-        # Attention reads them for one thing only: gaps between positions as the borders of packed samples.
+        # Attention reads position_ids only to find the boundaries of packed samples.
         narrowed, embeddings = {**arguments, "position_ids": None}, arguments.get("position_embeddings")
         if routing is not None and embeddings is not None and self.compact is None:
-            narrowed["position_embeddings"] = tuple(_rows(each, routing.index_BK) for each in embeddings)
+            narrowed["position_embeddings"] = tuple(_rows(embedding, routing.index_BK) for embedding in embeddings)
         return narrowed
 
-    def _check_window(self, window: int, tokens: int, cache: KeptTokens | None, whole: bool) -> None:
-        """Refuse to look past a sliding window where a token is missing, now or in the cache."""
+    def _check_window(self, window: int, tokens: int, cache: KeptTokens | None, complete: bool) -> None:
+        """Refuse flash attention with a sliding window if tokens are missing, now or in the cache."""
         if cache is not None:
-            tokens += int(cache.seen)
-            whole = whole and not cache.ragged and bool(torch.as_tensor(cache.kept_B1 == cache.seen).all())
-        if tokens > window and not whole:
+            tokens += int(cache.length)
+            complete = complete and not cache.ragged and bool(torch.as_tensor(cache.kept_B1 == cache.length).all())
+        if tokens > window and not complete:
             raise ValueError(
                 f"flash attention measures its sliding window of {window} among kept tokens instead of positions, and "
                 f"this sequence has {tokens}: load the model with attn_implementation='sdpa'"
             )
 
     def _compact_positions(self, x_BND: Tensor, slots: int, cache: KeptTokens | None) -> dict[str, Any]:
-        """Return what tells a layer its tokens' positions, counted among kept ones."""
+        """Return the arguments with compact positions."""
         assert self.compact is not None
-        before_B1, seen = (0, 0) if cache is None else (cache.kept_B1, cache.seen)
-        return {"position_embeddings": self.compact(x_BND, before_B1, slots, seen), "position_ids": None}
+        before_B1, length = (0, 0) if cache is None else (cache.kept_B1, cache.length)
+        return {"position_embeddings": self.compact(x_BND, before_B1, slots, length), "position_ids": None}
 
     def _cache(self, arguments: Mapping[str, Any]) -> KeptTokens | None:
-        """Return the layer's own cache, where there is one that `open_cache` has seen."""
+        """Return the layer's cache of kept tokens, or None before `open_cache`."""
         layers = getattr(arguments.get("past_key_values"), "layers", ())
         layer = layers[self.index] if self.index < len(layers) else None
         return layer if isinstance(layer, KeptTokens) else None
@@ -328,13 +327,13 @@ def is_sandwich(layer: nn.Module) -> bool:
 
 
 def _packed(rows: Tensor, place_T: Tensor, slots: int) -> Tensor:
-    """Take the rows (1, T, ...) at some places among all slots of a batch, whose samples may share theirs."""
+    """Return the rows (1, T, ...) at some of a batch's slots; samples may share rows."""
     place_T = place_T if len(rows) > 1 else place_T % slots
     return rows.flatten(0, 1).index_select(0, place_T).unsqueeze(0)
 
 
 def _rows(embedding: Tensor, index_BK: Tensor) -> Tensor:
-    """Take the rows (B, K, E) of embeddings (1 or B, N, E) that belong to kept tokens."""
+    """Return the rows (B, K, E) of embeddings (1 or B, N, E) of kept tokens."""
     if len(embedding) > 1:
         return gather_rows(embedding, index_BK)
     return embedding[0].index_select(0, index_BK.flatten()).unflatten(0, index_BK.shape)

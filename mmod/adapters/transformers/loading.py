@@ -1,4 +1,4 @@
-"""Open the folder of a routed transformers model: its class is made, changed while it has no weights, and loaded."""
+"""Load a routed transformers model from a folder: create the model, apply its methods, then load weights."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from mmod.adapters.transformers.saving import CODE, FORMAT_VERSION, KEY, WEIGHTS
 from mmod.blocks import host_of
 
 Methods = list[dict[str, Any]]
-"""The methods that changed a model, in order, in plain values."""
+"""The methods of a model, in order, as plain values."""
 Change = Callable[[Any, Methods], None]
-"""Changes a model by methods."""
+"""Applies methods to a model."""
 
 
 def take_description(config: Any, folder: str | Path) -> Methods:
-    """Take out of a config that was read from a folder how its model was changed; a dense model's config remains.
+    """Remove and return the methods from a config; the config of the dense model remains.
 
     Args:
         config: The config.
-        folder: Where it was read from.
+        folder: The folder that it was read from.
 
     Raises:
-        ValueError: It describes no change, or in a way that this version does not know.
+        ValueError: It has no methods, or an unknown format version.
     """
     described, file = getattr(config, KEY, None), f"{str(folder)!r}, config.json"
     if not isinstance(described, dict):
         raise ValueError(
-            f"{str(folder)!r} holds no routed model: its config.json says nothing of {KEY!r}. Load a dense one with "
+            f"{str(folder)!r} has no routed model: its config.json has no key {KEY!r}. Load a dense model with "
             "from_pretrained and call mmod.route_"
         )
     if described.get("version") != FORMAT_VERSION:
@@ -46,7 +46,7 @@ def take_description(config: Any, folder: str | Path) -> Methods:
 
 
 def forget_description(config: Any) -> None:
-    """Make a config that was read from the folder of a changed model that of a dense one, in place.
+    """Turn the config of a changed model into that of the dense model, in place.
 
     Args:
         config: The config.
@@ -66,47 +66,47 @@ def forget_description(config: Any) -> None:
 def load(
     folder: str | Path, change: Change, *args: Any, model_class: Any = None, config: Any = None, **options: Any
 ) -> Any:
-    """Build, route and load a model that was saved by its own `save_pretrained` after it was routed.
+    """Load a changed model that its `save_pretrained` saved.
 
     Args:
         folder: The folder, with one or several files of weights.
-        change: Changes the model by its methods, while it has no weights yet.
+        change: Applies the methods to the model, before its weights are loaded.
         args: Further arguments of the model's `__init__`.
-        model_class: The class to make; None means the one that the local folder names.
-        config: A config that was read from the folder, or where else to read it.
-        options: What the model's `from_pretrained` takes: `dtype`, `device_map`, `quantization_config` ...
+        model_class: Class of the model; None takes the one in config.json.
+        config: The folder's config, or another place to read it from.
+        options: Options of the model's `from_pretrained`: `dtype`, `device_map`, `quantization_config` ...
 
     Returns:
         The model in evaluation mode, with `output_loading_info` as a tuple with the report.
 
     Raises:
-        ValueError: Not saved from a routed model, by a version this one does not know, or without weights that the
-            change of the model added. Other weights that are missing are reported as transformers always does.
+        ValueError: The folder has no changed model, an unknown format version, or lacks weights that the methods added.
+            Other missing weights are reported as transformers does.
     """
     dense: Any = _class_of(folder) if model_class is None else host_of(model_class)
-    taken: list[Methods] = []
+    descriptions: list[Methods] = []
     added: set[str] = set()
 
     class Configs:
-        """Reads a config as a dense model's."""
+        """Reads the config of the dense model."""
 
         @staticmethod
         def from_pretrained(*args: Any, **options: Any) -> Any:
             read = dense.config_class.from_pretrained(*args, **options)
-            taken.append(take_description(read[0], folder))
+            descriptions.append(take_description(read[0], folder))
             return read
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         self.__class__ = dense
         dense.__init__(self, config, *args, **kwargs)
         before = set(self.state_dict())
-        # Changed while it has no weights yet: those of the routers are then loaded like all others.
-        change(self, taken[0])
+        # Methods are applied before weights are loaded, so that added weights are loaded like all others.
+        change(self, descriptions[0])
         added.update(set(self.state_dict()) - before)
 
     if isinstance(config, transformers.PreTrainedConfig):
         config = copy.deepcopy(config)
-        taken.append(take_description(config, folder))
+        descriptions.append(take_description(config, folder))
     members = {"__init__": build, "__module__": dense.__module__, "config_class": Configs, "routes_itself": True}
     routed: Any = type(dense.__name__, (dense,), members)
     with_report = options.pop("output_loading_info", False)
@@ -116,14 +116,14 @@ def load(
     missing = sorted(added & set(report["missing_keys"]))
     if missing:
         raise ValueError(
-            f"the weights in {str(folder)!r} do not fit: missing {missing}. A routed model whose dense weights alone "
-            "were saved has lost its routers"
+            f"the weights in {str(folder)!r} do not fit: missing {missing}. Save the routed model with its added "
+            "weights, not only the dense ones"
         )
     return (model, report) if with_report else model
 
 
 def _class_of(folder: str | Path) -> Any:
-    """Return the class that a routed folder names."""
+    """Return the model class in a folder's config.json."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     take_description(config, folder)
     name = next(iter(config.architectures or ()), None)

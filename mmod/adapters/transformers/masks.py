@@ -26,24 +26,24 @@ def mask_of_kept(
     flash: bool,
     all_keys: bool = False,
 ) -> Tensor | None:
-    """Return the mask between the kept tokens and what the layer's cache will hold.
+    """Return the mask between kept tokens and the keys that the layer's cache will hold.
 
     Args:
         mask: The mask of all tokens, bool or a bias (1 or B, H, N, columns); None where attention is causal.
         x_BND: All tokens.
         routing: The decision; None keeps all tokens.
         cache: The layer's cache, before the kept tokens are in it.
-        flash: Attention takes the validity of keys for a mask, as flash attention does.
-        all_keys: The cache will hold all tokens of this step, not the kept ones alone.
+        flash: Attention takes the validity of keys as its mask, as flash attention does.
+        all_keys: The cache will hold all tokens of this step, not only the kept ones.
 
     Returns:
-        A mask (B, H, K, L), or the keys' validity (B, L); None where causal attention is right as it is.
+        A mask (B, H, K, L), or the keys' validity (B, L); None where causal attention is already correct.
     """
-    seen = 0 if cache is None else cache.seen
+    past = 0 if cache is None else cache.length
     valid_BK = None if routing is None else routing.valid_BK
     ragged = valid_BK is not None or (cache is not None and cache.ragged)
     if not ragged and not all_keys and (mask is None or flash):
-        # Without a mask attention is causal, and that is right for kept tokens in their own order too.
+        # Without a mask attention is causal, which is correct for kept tokens in order too.
         return None
     if routing is None and isinstance(cache, RoutedLayer) and not flash:
         written = _mask_of_all(mask, x_BND, cache)
@@ -51,8 +51,8 @@ def mask_of_kept(
             return written
     all_BN = torch.arange(x_BND.shape[1], device=x_BND.device).expand(len(x_BND), -1)
     index_BK = all_BN if routing is None else routing.index_BK
-    query_BK = seen + index_BK
-    new_BL, new_valid_BL = (seen + all_BN, None) if all_keys else (query_BK, valid_BK)
+    query_BK = past + index_BK
+    new_BL, new_valid_BL = (past + all_BN, None) if all_keys else (query_BK, valid_BK)
     if cache is None:
         key_BL, valid_BL = new_BL, torch.ones_like(new_BL, dtype=torch.bool) if new_valid_BL is None else new_valid_BL
     else:
@@ -62,7 +62,7 @@ def mask_of_kept(
     if mask is None:
         pairs = (key_BL.unsqueeze(1) <= query_BK.unsqueeze(2)).unsqueeze(1)
     else:
-        pairs = _narrow(mask, index_BK, key_BL, seen + x_BND.shape[1])
+        pairs = _narrow(mask, index_BK, key_BL, past + x_BND.shape[1])
     pairs = _hide(pairs, ~valid_BL[:, None, None, :])
     return pairs if valid_BK is None else _show_all(pairs, valid_BK)
 
@@ -81,7 +81,7 @@ def mask_of_queries(mask: Tensor | None, x_BND: Tensor, routing: Routing, keys: 
     """
     index_BK, tokens = routing.index_BK, x_BND.shape[1]
     if mask is None:
-        # Hosts have none where a single token sees all keys, or the first key is that of the first token.
+        # Hosts pass no mask if a single token sees all keys, or if the first key belongs to the first token.
         before = keys - 1 if tokens == 1 else 0
         place_L = torch.arange(keys, device=index_BK.device)
         pairs = (place_L <= (before + index_BK).unsqueeze(2)).unsqueeze(1)
@@ -92,19 +92,19 @@ def mask_of_queries(mask: Tensor | None, x_BND: Tensor, routing: Routing, keys: 
 
 
 def first_column(columns: int, length: Tensor | int) -> Tensor | int:
-    """Return the position that the first column of an attention mask belongs to.
+    """Return the position of the first column of an attention mask.
 
-    With a sliding window it is one in mid-sequence; in a static cache further columns wait for tokens to come.
+    It is above 0 with a sliding window. In a static cache, trailing columns belong to future tokens.
 
     Args:
         columns: Their number.
-        length: Tokens seen, those of this step included.
+        length: Number of tokens so far, including this step.
     """
     return (length - columns).clamp(min=0) if isinstance(length, Tensor) else max(length - columns, 0)
 
 
 def _show_all(pairs: Tensor, valid_BK: Tensor) -> Tensor:
-    """Let queries of empty slots, which nobody reads, see every key: a softmax over nothing is NaN."""
+    """Let queries of empty slots, whose output is unused, see every key: a softmax over no keys is NaN."""
     unread = ~valid_BK[:, None, :, None]
     return pairs | unread if pairs.dtype == torch.bool else pairs.masked_fill(unread, 0.0)
 
@@ -116,28 +116,28 @@ def _hide(pairs: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _mask_of_all(mask: Tensor | None, x_BND: Tensor, cache: RoutedLayer) -> Tensor | None:
-    """Return the mask where all tokens of a step run, as in decoding, or None where a sliding window forgets.
+    """Return the mask of a step in which all tokens run, as in decoding; None if a sliding window dropped tokens.
 
-    Only slots of earlier, routed steps are looked up; those counted since then are the mask's own last columns.
+    Only slots of routed steps are looked up; implicit positions are the mask's last columns.
     """
     tokens = x_BND.shape[1]
-    recent, length = cache.counted + tokens, cache.seen + tokens
+    recent, length = cache.implicit + tokens, cache.length + tokens
     if cache.position_BL is None or cache.valid_BL is None or (mask is not None and mask.shape[-1] != length):
         return None
     written = cache.valid_BL[:, None, None, :]
     if mask is None and tokens == 1:
         return F.pad(written, (0, recent), value=True)
     if mask is None:
-        own = torch.ones(tokens, recent, dtype=torch.bool, device=x_BND.device).tril(recent - tokens)
-        parts = written.expand(-1, -1, tokens, -1), own.expand(len(x_BND), 1, -1, -1)
-        return torch.cat(parts, dim=-1)
+        query_N = torch.ones(tokens, recent, dtype=torch.bool, device=x_BND.device).tril(recent - tokens)
+        columns = written.expand(-1, -1, tokens, -1), query_N.expand(len(x_BND), 1, -1, -1)
+        return torch.cat(columns, dim=-1)
     mask = mask.expand(len(x_BND), -1, -1, -1)
     pairs = mask.gather(3, cache.position_BL[:, None, None, :].expand(-1, *mask.shape[1:3], -1))
     return torch.cat([_hide(pairs, ~written), mask[..., length - recent :]], dim=-1)
 
 
 def _narrow(mask: Tensor, index_BK: Tensor, key_BL: Tensor, length: Tensor | int) -> Tensor:
-    """Take the rows and columns of a mask (1 or B, H, N, columns) that belong to kept queries and cached keys."""
+    """Return the rows and columns of a mask (1 or B, H, N, columns) that belong to kept queries and cached keys."""
     if mask.ndim != 4:
         raise ValueError(f"expected an attention mask of 4 dimensions in a layer, got shape {tuple(mask.shape)}")
     samples, heads, columns = len(index_BK), mask.shape[1], mask.shape[3]
@@ -148,13 +148,13 @@ def _narrow(mask: Tensor, index_BK: Tensor, key_BL: Tensor, length: Tensor | int
     return _hide(pairs, (column_BL < 0)[:, None, None, :])
 
 
-def valid_tokens(mask: Any, source: Tensor, seen: Tensor | int) -> Tensor:
-    """Return which tokens are no padding (B, N), as an attention mask says.
+def valid_tokens(mask: Any, source: Tensor, past: Tensor | int) -> Tensor:
+    """Return which tokens are not padding (B, N), from an attention mask.
 
     Args:
         mask: Of tokens (B, length), or of pairs (B, 1 or H, N, length); None where all are valid.
         source: The tokens (B, N), or their embeddings (B, N, D).
-        seen: Tokens before them.
+        past: Number of tokens before them.
     """
     samples, tokens = source.shape[:2]
     if isinstance(mask, Mapping):
@@ -162,11 +162,13 @@ def valid_tokens(mask: Any, source: Tensor, seen: Tensor | int) -> Tensor:
     if mask is None:
         return torch.ones(samples, tokens, dtype=torch.bool, device=source.device)
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
-        raise ValueError(f"cannot read padding off an attention mask of type {type(mask).__name__}")
-    own = torch.arange(tokens, device=mask.device)
-    seen = seen.to(mask.device) if isinstance(seen, Tensor) else seen
+        raise ValueError(
+            f"cannot read padding from an attention mask of type {type(mask).__name__}: pass one of 2 or 4 axes"
+        )
+    query_N = torch.arange(tokens, device=mask.device)
+    past = past.to(mask.device) if isinstance(past, Tensor) else past
     if mask.ndim == 2:
-        places = slice(seen, seen + tokens) if isinstance(seen, int) else own + seen
+        places = slice(past, past + tokens) if isinstance(past, int) else query_N + past
         return mask[:, places].to(source.device).bool()
-    own_BN = mask[:, 0, own, own + seen - first_column(mask.shape[-1], seen + tokens)]
-    return is_visible(own_BN).expand(samples, -1).to(source.device)
+    row_BN = mask[:, 0, query_N, query_N + past - first_column(mask.shape[-1], past + tokens)]
+    return is_visible(row_BN).expand(samples, -1).to(source.device)

@@ -1,7 +1,7 @@
-"""Routing inside a transformers checkpoint: a changed model describes itself in config.json under "mmod".
+"""Methods inside a transformers checkpoint: config.json describes them under "mmod".
 
-Models share configs, so the description goes into the file alone. The file also keeps the folder from being opened as a
-dense model: where transformers reads the name of the weights from it, there is a sentence that says what to do.
+Models share config objects, so only the file has the description. The file also prevents opening the folder as a dense
+model: the field from which transformers reads the name of the weights holds an error message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mmod.routing import LinearScore
 
 FORMAT_VERSION = 4
 KEY = "mmod"
-# The field of a config from which transformers takes the name of the file of weights, if it has one.
+# The config field from which transformers reads the name of the weights file.
 WEIGHTS_FIELD = "transformers_weights"
 REFUSAL = (
     "this is no dense model. Where mmod is installed, mmod.load_pretrained opens it, or an Auto class with "
@@ -45,11 +45,11 @@ from mmod.registry.transformers import auto_class as __getattr__
 
 
 class DescribedRouting(ModelHook):
-    """Marks where a part of a model is routed, with its config, for what saves the model.
+    """Hook without effect that marks a routed part of a model, with its config, for saving.
 
     Args:
         part: The part's name.
-        config: How it is routed.
+        config: Its routing config.
     """
 
     def __init__(self, part: str, config: RoutingConfig) -> None:
@@ -57,13 +57,13 @@ class DescribedRouting(ModelHook):
         self.config = config
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leave the arguments as they are."""
+        """Do nothing."""
 
 
 class DescribedModel(nn.Module):
-    """Goes in front of the class of a routed `PreTrainedModel`, and of each such model inside that holds routed layers.
+    """Mixin of a routed `PreTrainedModel`, and of such models inside it that contain routed layers.
 
-    Its `mod_state` is the method that changed the model, None where none did.
+    Its `mod_state` is the method that changed the model, or None.
     """
 
     keeps_name = True
@@ -71,45 +71,46 @@ class DescribedModel(nn.Module):
     mod_state: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a dense model where the class of a routed one is called with a config."""
+        """Create a dense model if the class of a routed one is called with a config."""
         return host_of(cls)(*args, **kwargs) if args or kwargs else super().__new__(cls)
 
     @property
     def _no_split_modules(self) -> set[str]:
-        """Names of the classes that accelerate must not split over devices: the host's and those made of them."""
+        """Names of classes that accelerate must not split over devices: the host's and their converted classes."""
         names = set(vars(self).get("_no_split_modules") or ())
-        inner = [each for each in self.modules() if not isinstance(each, DescribedModel)]
-        changed = [each for each in inner if is_converted(each) or isinstance(each, StandingModule)]
-        whole = [each for each in changed if any(host_class(part).__name__ in names for part in each.modules())]
-        return names | {type(each).__name__ for each in whole}
+        inner = [module for module in self.modules() if not isinstance(module, DescribedModel)]
+        changed = [module for module in inner if is_converted(module) or isinstance(module, StandingModule)]
+        whole = [module for module in changed if any(host_class(part).__name__ in names for part in module.modules())]
+        return names | {type(module).__name__ for module in whole}
 
     @_no_split_modules.setter
     def _no_split_modules(self, names: Iterable[str]) -> None:
-        inner = [each for each in self.modules() if not isinstance(each, DescribedModel)]
-        vars(self)["_no_split_modules"] = set(names) - {type(each).__name__ for each in inner if is_converted(each)}
+        inner = [module for module in self.modules() if not isinstance(module, DescribedModel)]
+        vars(self)["_no_split_modules"] = set(names) - {
+            type(module).__name__ for module in inner if is_converted(module)
+        }
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse what every way of transformers to batch continuously calls first.
+        """Refuse continuous batching.
 
         Raises:
             ValueError: Always.
         """
         raise ValueError(
-            "a routed model cannot batch continuously (generate_batch): its layers keep different tokens, which a "
-            "paged cache has no room for. Use generate, which takes padded batches"
+            "a routed model does not support continuous batching (generate_batch): its layers keep different tokens, "
+            "unlike a paged cache. Use generate, which takes padded batches"
         )
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Save the model as its host does, with a description of its change in config.json.
+        """Save the model as its host does, with its methods in config.json.
 
         Args:
-            save_directory: Where to.
+            save_directory: The folder.
             args: Further arguments of the host's `save_pretrained`.
             options: The same by name.
 
         Raises:
-            ValueError: A router is a function, the model cannot do without the one around it, or a distributed
-                checkpoint is asked for.
+            ValueError: A router is a function, the model needs the model around it, or `distributed_checkpoint` is set.
         """
         host: Any = super()
         described = describe(self)
@@ -117,7 +118,7 @@ class DescribedModel(nn.Module):
             host.save_pretrained(save_directory, *args, **options)
             return
         if options.get("distributed_checkpoint"):
-            raise ValueError("a routed model has no distributed checkpoint: transformers would open it as a dense one")
+            raise ValueError("distributed_checkpoint is not supported for routed models: they would load as dense ones")
         config = self.config
         self.config = _described_config(config, described)
         try:
@@ -134,68 +135,70 @@ class DescribedModel(nn.Module):
 
 
 class ChangedModel(DescribedModel, StandingModule):
-    """Goes in front of the class of a `PreTrainedModel` that a method changed, until that is undone."""
+    """Mixin of a `PreTrainedModel` that a method changed, until the method is undone."""
 
 
 def describe_routing(model: nn.Module, layers: nn.Module) -> tuple[tuple[nn.Module, type[nn.Module], None], ...]:
-    """Return the models that must describe themselves once some layers are routed, as companions of the layers.
+    """Return the models around routed layers, which must describe the routing, as companions of the layers.
 
     Args:
-        model: The model that is to be routed.
+        model: The model to route.
         layers: The layers in it.
     """
     around = _models_around(model, [layers])
-    return tuple((each, DescribedModel, None) for each in around if not isinstance(each, DescribedModel))
+    return tuple((module, DescribedModel, None) for module in around if not isinstance(module, DescribedModel))
 
 
 def describe_method(model: nn.Module, method: Any) -> None:
-    """Let a model that a method changed describe itself, and so each model inside that holds what was changed.
+    """Make a changed model, and models inside it with changed modules, describe the method.
 
     Args:
         model: The model.
         method: The method, see `mmod.methods.base.Method`.
     """
-    for each in _models_around(model, [module for module in model.modules() if isinstance(module, StandingModule)]):
-        convert(each, ChangedModel, method)
+    for module in _models_around(model, [module for module in model.modules() if isinstance(module, StandingModule)]):
+        convert(module, ChangedModel, method)
 
 
 def _models_around(model: nn.Module, parts: Iterable[nn.Module]) -> list[nn.Module]:
     wanted = set(map(id, parts))
-    models = [each for each in model.modules() if isinstance(each, transformers.PreTrainedModel)]
-    return [each for each in models if not wanted.isdisjoint(map(id, each.modules()))]
+    models = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
+    return [module for module in models if not wanted.isdisjoint(map(id, module.modules()))]
 
 
 def describe(model: nn.Module) -> dict[str, Any] | None:
-    """Return in plain values what it takes to change another model alike; None where nothing is changed.
+    """Return the methods of a model as plain values, or None for a dense model.
 
     Args:
         model: A routed model, or one that a method changed.
 
     Raises:
-        ValueError: A router is a function, or tokens are chosen by what only a model around this one knows.
+        ValueError: A router is a function, or the routing depends on the model around this one.
     """
-    parts = {each.part: each.config.to_dict() for each in model_hooks(model) if isinstance(each, DescribedRouting)}
-    routed = [each for each in model.modules() if isinstance(each, RoutedBlock)]
-    if "language" not in parts and any(isinstance(each, RoutedDecoderBlock) for each in routed):
+    parts = {
+        module.part: module.config.to_dict() for module in model_hooks(model) if isinstance(module, DescribedRouting)
+    }
+    routed = [module for module in model.modules() if isinstance(module, RoutedBlock)]
+    if "language" not in parts and any(isinstance(module, RoutedDecoderBlock) for module in routed):
         raise ValueError(
-            f"cannot save this {type(model).__name__} alone: the model around it finds the tokens that its routed "
-            "layers may skip. Save the whole model, or call mmod.unroute_ on that first"
+            f"cannot save this {type(model).__name__} alone: the model around it determines the tokens that its routed "
+            "layers may skip. Save the full model, or call mmod.unroute_ on that first"
         )
     method = vars(model).get("mod_state")
     methods = [] if method is None else [method.to_dict()]
     if parts:
-        capacities = [float(each.router.capacity) for each in routed]
+        capacities = [float(module.router.capacity) for module in routed]
         methods.append({"kind": "routing", "parts": parts, "capacities": capacities})
     return {"version": FORMAT_VERSION, "methods": methods} if methods else None
 
 
 def _described_config(config: Any, described: dict[str, Any]) -> Any:
-    """Return a copy of a config that writes a description, and what opens the folder by it, beside itself."""
+    """Return a copy of a config that also writes the description, and the code that opens the folder."""
 
     def to_json_file(self: Any, json_file_path: str, use_diff: bool = True) -> None:
         values = json.loads(self.to_json_string(use_diff))
         _refuse_dense(values)
-        # Auto classes that code beside the weights would open otherwise are those that know the config.
+        # All Auto classes that know the config must use the code in the folder.
         autos = {name: f"{CODE}.{name}" for name in auto_classes(type(config))}
         values |= {KEY: described, "auto_map": {**values.get("auto_map", {}), **autos}}
         path = Path(json_file_path)
@@ -209,7 +212,7 @@ def _described_config(config: Any, described: dict[str, Any]) -> Any:
 
 
 def _refuse_dense(values: dict[str, Any]) -> None:
-    """Name no weights in the values of a config and of those inside it, which classes of parts of a model read."""
+    """Put the refusal into a config and the configs inside it, which classes of submodels read."""
     values[WEIGHTS_FIELD] = REFUSAL
     for value in values.values():
         if isinstance(value, dict) and "model_type" in value:
@@ -217,12 +220,12 @@ def _refuse_dense(values: dict[str, Any]) -> None:
 
 
 def auto_classes(config_class: type) -> dict[str, Any]:
-    """Return the Auto classes of transformers that know a class of configs, by name.
+    """Return the Auto classes of transformers that support a config class, by name.
 
     Args:
         config_class: The class.
     """
     from transformers.models.auto import modeling_auto
 
-    found = {name: each for name, each in vars(modeling_auto).items() if name.startswith("AutoModel")}
-    return {name: each for name, each in found.items() if config_class in (each._model_mapping or ())}
+    classes = {name: auto for name, auto in vars(modeling_auto).items() if name.startswith("AutoModel")}
+    return {name: auto for name, auto in classes.items() if config_class in (auto._model_mapping or ())}

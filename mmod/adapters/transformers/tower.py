@@ -1,4 +1,4 @@
-"""Importance of image tokens that comes from the vision tower, in which their patches attended to each other.
+"""Importance of image tokens from the attention of the vision tower.
 
 Axes: I images, N tokens of a prompt or patches with a class token, H heads, E channels of a head.
 """
@@ -18,42 +18,42 @@ from mmod.ops import attention_with_importance, class_token_importance
 
 
 class _Latest:
-    """What one thread saw last."""
+    """The last output in one thread."""
 
     value: Tensor | None = None
 
 
 class Projected(ModelHook):
-    """Remembers what a projection made of its latest input, for each thread."""
+    """Hook that stores a projection's last output, per thread."""
 
     def __init__(self) -> None:
         self._latest = PerThread(_Latest)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Leave the arguments as they are."""
+        """Do nothing before the call."""
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Remember the output."""
+        """Store the output."""
         if isinstance(output, Tensor) and not recomputing():
             self._latest.own.value = output.detach()
 
     def take(self) -> Tensor | None:
-        """Return the latest output and forget it."""
+        """Return the last output and drop it."""
         latest = self._latest.own
         value, latest.value = latest.value, None
         return value
 
 
 class TowerImportance:
-    """Reads which patches the class token attends to in the layer of the vision tower that the features come from.
+    """Reads the class token's attention to patches in the layer of the vision tower that provides the features.
 
-    In a tower without a class token, all patches count alike.
+    In a tower without a class token, it is the mean attention of all patches.
 
     Args:
-        entry: The model that puts image features among the embedded tokens.
+        entry: The model that inserts image features into the embedded tokens.
 
     Raises:
-        ValueError: A model whose image tokens are not the patches of a CLIP or SigLIP tower, one for one.
+        ValueError: Image tokens of the model are not one-to-one with the patches of a CLIP or SigLIP tower.
 
     Source: VisionZip, Yang et al., arXiv 2412.04467, section 3.2: its dominant tokens.
     """
@@ -69,7 +69,7 @@ class TowerImportance:
             )
         chosen = config.vision_feature_layer
         last = chosen if isinstance(chosen, int) else chosen[-1]
-        # Hidden states begin with the embeddings, which no layer has read.
+        # Hidden states begin with the embeddings, before the first layer.
         attention: Any = layers[last if last < 0 else max(last - 1, 0)].self_attn
         self.class_token = bool(LAYERS[host_class(layers[0]).__name__])
         self.dropped = int(config.vision_feature_select_strategy == "default")
@@ -78,26 +78,26 @@ class TowerImportance:
         self.hooks: list[tuple[nn.Module, ModelHook]] = [(attention.q_proj, self.query), (attention.k_proj, self.key)]
 
     def of(self, image_BN: Tensor) -> Tensor:
-        """Return the importance of the image tokens of prompts (B, N), 0 at all others.
+        """Return the importance of image tokens (B, N), 0 at all other tokens.
 
         Args:
             image_BN: True at image tokens (B, N).
 
         Raises:
-            ValueError: The tower has not seen these images, one value for each token.
+            ValueError: The tower did not process these images, with one patch per image token.
         """
         query, key = self.query.take(), self.key.take()
         if query is None or key is None:
             raise ValueError(
-                "router.importance='vision_tower' needs the tower to see the images in the same call: give pixel_values"
+                "router.importance='vision_tower' needs the tower to process the images: pass pixel_values"
             )
         importance_IN = self._importance(query, key)[:, self.dropped :]
         tokens, values = int(image_BN.sum()), importance_IN.numel()
         if values and tokens % values == 0 and tokens // values * len(importance_IN) == len(image_BN):
-            # generate() repeats prompts that bring one image each, whose features it has computed once.
+            # generate() repeats prompts with one image each, whose features it computed once.
             importance_IN = importance_IN.repeat_interleave(tokens // values, dim=0)
         if importance_IN.numel() != tokens:
-            raise ValueError(f"the vision tower saw {values} patches, the prompts have {tokens} image tokens")
+            raise ValueError(f"the vision tower processed {values} patches, the prompts have {tokens} image tokens")
         score_BN = torch.zeros(image_BN.shape, dtype=importance_IN.dtype, device=image_BN.device)
         return score_BN.masked_scatter(image_BN, importance_IN.to(image_BN.device))
 

@@ -1,4 +1,4 @@
-"""Vision towers: which encoders can be routed, and how their layers are called.
+"""Vision towers: supported encoders, and how their layers are called.
 
 Axes: B images, N tokens, K slots per image.
 """
@@ -17,22 +17,22 @@ from mmod.adapters.transformers.saving import DescribedRouting, describe_routing
 from mmod.blocks import host_class
 from mmod.routing import Routing
 
-# Class of an encoder layer -> tokens in front of the patches.
+# Class of an encoder layer -> number of prefix tokens.
 LAYERS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}
 
 
 class EncoderLayerCall(NamedArguments):
-    """How transformers calls a layer of a vision tower: with a mask that is always off, and keywords to pass on."""
+    """How transformers calls a layer of a vision tower: without a mask, and with keywords to pass on."""
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by name."""
         arguments = {**dict(zip(self.names, args)), **kwargs}
         if arguments.get("attention_mask") is not None:
-            raise ValueError("a routed vision tower takes no attention mask: all its tokens are patches of one image")
+            raise ValueError("a routed vision tower takes no attention mask: remove attention_mask")
         return arguments
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
-        """Other implementations of attention know no borders between images."""
+        """Return whether attention is sdpa, the only implementation that supports packed rows."""
         attention: Any = block.get_submodule("self_attn")
         return bool(attention.config._attn_implementation == "sdpa")
 
@@ -44,9 +44,9 @@ class EncoderLayerCall(NamedArguments):
 
 
 def is_encoder_layer(layer: nn.Module) -> bool:
-    """Return whether a layer is one of a vision tower that can be routed."""
+    """Return whether a layer belongs to a supported vision tower."""
     config = getattr(getattr(layer, "self_attn", None), "config", None)
-    # A CLIP model's text tower has layers of the same class.
+    # Layers of a CLIP text tower have the same class.
     return host_class(layer).__name__ in LAYERS and hasattr(config, "patch_size")
 
 

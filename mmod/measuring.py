@@ -1,5 +1,0 @@
-"""Old name of `mmod.analysis`."""
-
-from mmod.lazy import moved_module
-
-moved_module(__name__, "mmod.analysis")
