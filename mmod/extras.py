@@ -1,4 +1,4 @@
-"""Packages that an extra of mmod's installation brings, and what is said where one is missing."""
+"""Extras of mmod's installation, their packages, and the error message if one is missing."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ EXTRAS = {
     "clip": ("open_clip",),
     "vlm": ("accelerate", "peft", "transformers"),
 }
-"""Each extra to the packages that are imported of it."""
+"""Imported packages by extra."""
 
 
 @contextmanager
 def name_missing_extra() -> Iterator[None]:
-    """Name the extra to install when an import inside needs a package that is not there.
+    """Context manager in which a failing import names the extra to install.
 
     Raises:
         ModuleNotFoundError: A package is missing.

@@ -1,4 +1,4 @@
-"""Auxiliary objectives of routers, collected over a model.
+"""Auxiliary losses of routers, collected over a model.
 
 Axes: B images, N tokens.
 """
@@ -18,11 +18,10 @@ from mmod.values import check_module
 
 @register_loss("membership")
 def membership_loss(routing: Routing, router: Router) -> Tensor:
-    """Return the binary cross-entropy between scores and what was kept.
+    """Return the binary cross-entropy between scores and the kept mask.
 
-    It pushes scores of kept tokens above 0 and others below, so that one token's score tells whether it is kept.
-    Padding and tokens that are kept whatever their score do not count. Where a network predicts what is kept, it is
-    that network which learns.
+    It pushes scores of kept tokens above 0 and others below, so that a token's score alone predicts whether it is kept.
+    Padding and protected tokens do not count. If a predictor predicts the kept mask, the loss trains the predictor.
 
     Args:
         routing: A block's decision.
@@ -36,7 +35,7 @@ def membership_loss(routing: Routing, router: Router) -> Tensor:
 
 @register_loss("load")
 def load_loss(routing: Routing, router: Router) -> Tensor:
-    """Return the kept share, without a gradient, times the mean gate, of the tokens that the router may skip.
+    """Return the kept share, without a gradient, times the mean gate, over tokens that may be skipped.
 
     Args:
         routing: A block's decision.
@@ -53,10 +52,10 @@ def load_loss(routing: Routing, router: Router) -> Tensor:
 
 @register_loss("capacity")
 def capacity_loss(routing: Routing, router: Router) -> Tensor:
-    """Return the distance of the kept share from the router's capacity.
+    """Return the absolute difference between the kept share and the router's capacity.
 
-    The value is that of the hard decision; the gradient is the sigmoid's (straight-through). Like capacity itself, the
-    share counts protected tokens of an image and none of its padding.
+    The value is that of the hard decision; the gradient is the sigmoid's (straight-through). Like capacity, the share
+    counts protected tokens and no padding.
 
     Args:
         routing: A block's decision.
@@ -72,7 +71,7 @@ def capacity_loss(routing: Routing, router: Router) -> Tensor:
 
 @register_loss("importance", reads_importance=True)
 def importance_loss(routing: Routing, router: Router) -> Tensor:
-    """Return the binary cross-entropy between scores and the selection that importance would make.
+    """Return the binary cross-entropy between scores and the selection by importance.
 
     Args:
         routing: A block's decision.
@@ -94,13 +93,13 @@ def importance_loss(routing: Routing, router: Router) -> Tensor:
 
 
 def _cross_entropy(logit_BN: Tensor, target_BN: Tensor, routing: Routing, router: Router) -> Tensor:
-    """Return the mean binary cross-entropy over the tokens whose score counts."""
+    """Return the mean binary cross-entropy over tokens that may be skipped."""
     loss_BN = F.binary_cross_entropy_with_logits(logit_BN, target_BN.to(logit_BN.dtype), reduction="none")
     return _mean(loss_BN, _skippable(routing, router))
 
 
 def _skippable(routing: Routing, router: Router) -> Tensor:
-    """Return True where a token's score counts: it is neither padding nor protected, or its group is gated."""
+    """Return which tokens may be skipped: neither padding nor protected, or in a gated group."""
     if routing.groups is not None:
         return routing.groups.gated_BN
     if routing.protect_BN is None:
@@ -112,7 +111,7 @@ def _skippable(routing: Routing, router: Router) -> Tensor:
 
 
 def _mean(value_BN: Tensor, counted_BN: Tensor | None) -> Tensor:
-    """Return the mean over the tokens that count, all of them for None; 0 where there are none."""
+    """Return the mean over counted tokens, or over all for None; 0 without any."""
     if counted_BN is None:
         return value_BN.mean()
     return torch.where(counted_BN, value_BN, 0.0).sum() / counted_BN.sum().clamp(min=1)
@@ -121,8 +120,8 @@ def _mean(value_BN: Tensor, counted_BN: Tensor | None) -> Tensor:
 def auxiliary_loss(model: nn.Module) -> Tensor:
     """Return the weighted auxiliary losses of a routed model's last forward pass.
 
-    Each objective is a mean over tokens and a sum over the routed blocks, as in the sources whose weights the presets
-    have. Every forward pass can be collected once, by the thread that made it.
+    A loss is a mean over tokens and a sum over routed blocks, as in the sources of the presets' weights. Losses of a
+    forward pass can be collected once, by the thread that ran it.
 
     Args:
         model: A routed model, possibly wrapped, after a forward pass in training mode.
@@ -140,17 +139,17 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         True
     """
     check_module(model)
-    own = [
+    method_terms = [
         module.auxiliary_loss()
         for module in model.modules()
         if isinstance(module, Deciding) and not isinstance(module, RoutedBlock)
     ]
-    terms = [term for term in own if term is not None]
+    terms = [term for term in method_terms if term is not None]
     blocks = {} if terms and not is_routed(model) else routed_blocks(model)
     if not terms and not any(block.router.config.losses for block in blocks.values()):
-        raise ValueError("no auxiliary loss is configured: set RoutingConfig(losses={'membership': 0.01}) or the like")
+        raise ValueError("no auxiliary loss is configured: set RoutingConfig(losses={'membership': 0.01}), for example")
     terms += [_block_loss(name, block) for name, block in blocks.items() if block.router.config.losses]
-    # Blocks may stand on several devices.
+    # Blocks may be on several devices.
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 

@@ -1,4 +1,4 @@
-"""Change a model by methods in place, and undo it."""
+"""Apply methods to a model in place, and undo them."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ HowToRoute = RoutingConfig | Plan | None
 
 
 def apply_(model: Model, method: Method | RoutingConfig | Plan | Mapping[str, Any]) -> Model:
-    """Change a model in place by a method that makes it cheaper; `mmod.undo_` takes it back.
+    """Apply a method to a model in place, which makes it cheaper; `mmod.undo_` undoes it.
 
-    Classes of single modules change and nothing is wrapped, so the keys of a dense state dict keep their names wherever
-    the method keeps the weights.
+    The classes of single modules change and nothing is wrapped, so weights keep their names in the state dict unless
+    the method replaces them.
 
     Args:
-        model: A model of a supported library, not yet wrapped or compiled; peft may wrap it before or afterwards.
+        model: A model of a supported library, not yet wrapped or compiled; it may be a peft model, or become one later.
         method: A method of `mmod.methods`, a `RoutingConfig` or `Plan` for every part of the model, or the plain values
-            of a method as configs hold them, `{"kind": "merge", "r": 8}`.
+            of a method as in configs, `{"kind": "merge", "r": 8}`.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: Not a module, or no method.
-        ValueError: A model that the method cannot change, or that another one changed which it cannot follow. The model
-            is then unchanged.
+        ValueError: The method does not support the model, or cannot follow a method applied before. The model is then
+            unchanged.
 
     Example:
         >>> import timm, mmod
@@ -81,25 +81,25 @@ def apply_(model: Model, method: Method | RoutingConfig | Plan | Mapping[str, An
 
 
 def route_(model: Model, config: HowToRoute = None, **parts: HowToRoute) -> Model:
-    """Route a model in place: its planned blocks run on the tokens their routers keep; see also `apply_`.
+    """Route a model in place: planned blocks run on the tokens that their routers keep; see also `apply_`.
 
-    Classes of single blocks change, nothing is wrapped: every key of the dense state dict keeps its name, and a dense
-    checkpoint loads before or after (`strict=False` where routers have parameters).
+    The classes of single blocks change and nothing is wrapped: all weights keep their names in the state dict, and a
+    dense checkpoint loads before or after routing (with `strict=False` if routers have parameters).
 
     Args:
-        model: A model of a supported library, not yet wrapped or compiled; peft may wrap it before or afterwards.
+        model: A model of a supported library, not yet wrapped or compiled; it may be a peft model, or become one later.
         config: How to route every part of the model, or a plan, see `RoutingConfig.from_plan`. None means
-            `RoutingConfig()`, attention routing at capacity 0.5 in every other block, unless parts are named.
-        parts: How to route single parts, by name, instead of `config`: `image` and `text` of a CLIP model; None leaves
-            a part dense. With no `config`, parts that are not named stay dense.
+            `RoutingConfig()`, attention routing at capacity 0.5 in every other block, unless `parts` are passed.
+        parts: Configs by part, such as `image` and `text` of a CLIP model, which override `config`; None leaves a part
+            dense. Without `config`, all other parts stay dense.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: Not a module, or neither a `RoutingConfig` nor a `Plan`.
-        ValueError: Already routed, a part that does not exist or cannot be routed, or a plan that does not fit it. The
-            model is then unchanged.
+        ValueError: The model is already routed, a part does not exist or cannot be routed, or a plan does not fit it.
+            The model is then unchanged.
 
     Source: Raposo et al., arXiv 2404.02258 (MoD); Gadhikar et al., arXiv 2412.20875 (attention routing).
 
@@ -111,8 +111,8 @@ def route_(model: Model, config: HowToRoute = None, **parts: HowToRoute) -> Mode
     """
     inner = adapted_model(model)
     available = find_parts(inner)
-    wanted = _by_part(list(available), config, parts)
-    Route({name: _completed(value, available[name]) for name, value in wanted.items()}).apply_(inner)
+    by_part = _by_part(list(available), config, parts)
+    Route({name: _completed(value, available[name]) for name, value in by_part.items()}).apply_(inner)
     return model
 
 
@@ -121,7 +121,7 @@ def _completed(config: RoutingConfig | Plan, part: Part) -> RoutingConfig:
         return config
     depth = len(part().blocks)
     if config.depth != depth:
-        raise ValueError(f"the plan is for {config.depth} blocks, and there are {depth}")
+        raise ValueError(f"the plan is for {config.depth} blocks, the model has {depth}")
     return RoutingConfig.from_plan(config)
 
 
@@ -136,15 +136,15 @@ def _by_part(
             raise TypeError(f"{name} must be a RoutingConfig or a Plan, got {value!r}")
     if config is None and not parts:
         config = RoutingConfig()
-    wanted = {name: parts.get(name, config) for name in names}
-    given = {name: value for name, value in wanted.items() if value is not None}
-    if not given:
-        raise ValueError(f"nothing to route: give a config, or one for {' or '.join(names)}")
-    return given
+    by_part = {name: parts.get(name, config) for name in names}
+    routed = {name: value for name, value in by_part.items() if value is not None}
+    if not routed:
+        raise ValueError(f"nothing to route: pass a config, or one for {' or '.join(names)}")
+    return routed
 
 
 def unroute_(model: Model) -> Model:
-    """Take routing back, and leave other methods in place: routers are dropped, blocks get their host's classes.
+    """Undo routing only: routers are removed, blocks get their host's classes, other methods stay.
 
     Args:
         model: A routed model.
@@ -169,10 +169,10 @@ def unroute_(model: Model) -> Model:
 
 
 def freeze_dense(model: Model) -> Model:
-    """Leave the routers of a routed model alone to learn; its other parameters take no gradient.
+    """Freeze all parameters of a routed model but the routers'.
 
     Args:
-        model: A routed model, possibly wrapped. `model.requires_grad_(True)` lets all of it learn again.
+        model: A routed model, possibly wrapped. `model.requires_grad_(True)` unfreezes it.
 
     Returns:
         The same model.
@@ -191,7 +191,7 @@ def freeze_dense(model: Model) -> Model:
     routers = [block.router for block in routed_blocks(model).values()]
     learning = [parameter for router in routers for parameter in router.parameters()]
     if not learning:
-        raise ValueError(f"router {routers[0].config.router.name!r} has no parameters that could learn")
+        raise ValueError(f"router {routers[0].config.router.name!r} has no parameters to train")
     model.requires_grad_(False)
     for parameter in learning:
         parameter.requires_grad_()
@@ -199,18 +199,18 @@ def freeze_dense(model: Model) -> Model:
 
 
 def set_capacity(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> None:
-    """Give a routed model another budget; its weights stay.
+    """Set the capacity of a routed model; its weights do not change.
 
-    Capacity is no part of the state dict: copies made before, such as an EMA model, keep theirs. Set it there, too.
+    Capacity is not in the state dict: set it on existing copies, such as an EMA model, too.
 
     Args:
         model: A routed model.
-        capacity: Share of tokens kept: one number, one for each routed block in order, or some by module name.
+        capacity: Share of tokens kept: one number, one per routed block in order, or a mapping by module name.
 
     Raises:
         TypeError: A capacity that is no number.
-        ValueError: A capacity outside [0, 1], a wrong number of them, a block that is not routed, or one that decides
-            by a threshold, in evaluation at least, so that its kept share follows from the scores.
+        ValueError: A capacity outside [0, 1], a wrong number of them, a block that is not routed, or a block that
+            decides by a threshold, at least in evaluation.
 
     Example:
         >>> import timm

@@ -1,4 +1,4 @@
-"""Self-speculative decoding: a routed language model writes a draft, and all of its tokens in all layers verify it.
+"""Self-speculative decoding: a routed language model drafts, and its full pass over all tokens verifies.
 
 Axes: B samples, N tokens.
 """
@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def every_token(model: nn.Module) -> AbstractContextManager[None]:
-    """Let all tokens of a routed model run through all of its layers, at the weights that their gates give them.
+    """Context in which all tokens of a routed model run in all layers, weighted by their gates.
 
     Args:
         model: A routed model. Passes in the context take no cache.
@@ -36,19 +36,19 @@ def every_token(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def full_pass(model: Model) -> Model:
-    """Return a routed language model in which every token runs through all layers, with the same weights.
+    """Return a routed language model in which all tokens run in all layers, with the same weights.
 
-    It verifies what the model drafts, in transformers' assisted generation:
-    `full_pass(model).generate(**inputs, assistant_model=model)` returns what `full_pass(model).generate(**inputs)`
-    does, wherever no two tokens have the same logit but for rounding. The model must have learned both passes
-    (`elastic: true` in `mmod train text`), and each token must be decided alone (by threshold or with an
-    `inference_threshold`).
+    It verifies the model's drafts in transformers' assisted generation:
+    `full_pass(model).generate(**inputs, assistant_model=model)` returns the same tokens as
+    `full_pass(model).generate(**inputs)`, except where two logits are equal up to rounding. The model must be trained
+    for both passes (`elastic: true` in `mmod train text`), and tokens must be decided independently (by threshold, or
+    with an `inference_threshold`).
 
     Args:
         model: A routed language model of transformers.
 
     Returns:
-        A model of its own, in the mode of the one given. Parameters are shared: training one trains the other.
+        A second model in the same mode, with shared parameters: training one trains the other.
 
     Raises:
         ValueError: Nothing in the model is routed, or routing does not go with a threshold.
@@ -65,24 +65,24 @@ def full_pass(model: Model) -> Model:
     """
     configs = {part: _all_kept(config) for part, config in routing_configs(model).items()}
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    whole = route_(unroute_(copy.deepcopy(model, shared)), **configs)
-    # The predictor of what is kept, if any, has nothing to say in it.
-    whole.load_state_dict(model.state_dict(keep_vars=True), strict=False, assign=True)
-    return whole.train(model.training)
+    full = route_(unroute_(copy.deepcopy(model, shared)), **configs)
+    # It has no predictor of the kept mask, so loading is not strict.
+    full.load_state_dict(model.state_dict(keep_vars=True), strict=False, assign=True)
+    return full.train(model.training)
 
 
 @dataclass(frozen=True)
 class DraftReport:
-    """What drafts of a routed model were worth.
+    """Acceptance and speed of a routed model's drafts.
 
     Args:
-        new_tokens: Tokens generated.
-        drafted: Tokens that were drafted.
-        accepted: Those that the full pass agreed with.
-        passes: Passes of the full model that verified them, the prompt's included; without drafts each token takes one.
-        plain_seconds: Time of greedy generation by the full model, the least of some rounds.
+        new_tokens: Number of generated tokens.
+        drafted: Number of drafted tokens.
+        accepted: Number of drafted tokens that the full pass accepted.
+        passes: Forward passes of the full model, including prefill; without drafts there is one per token.
+        plain_seconds: Time of greedy generation by the full model, the minimum over rounds.
         draft_seconds: The same with drafts.
-        identical: Whether both gave the same tokens.
+        identical: Both generated the same tokens.
     """
 
     new_tokens: int
@@ -100,7 +100,7 @@ class DraftReport:
 
     @property
     def speedup(self) -> float:
-        """Time without drafts over that with them."""
+        """Time without drafts divided by time with drafts."""
         return self.plain_seconds / self.draft_seconds
 
     def __str__(self) -> str:
@@ -116,42 +116,41 @@ class DraftReport:
 def judge_drafts(
     model: Any, input_ids: Tensor, new_tokens: int = 64, rounds: int = 3, draft_tokens: int | None = None
 ) -> DraftReport:
-    """Generate greedily with the full pass of a routed model, with and without its own drafts.
+    """Generate greedily with the full pass of a routed model, with and without its drafts.
 
     Args:
         model: A routed language model of transformers, in evaluation mode.
         input_ids: A prompt (1, N); transformers drafts for one sample.
         new_tokens: Tokens to generate.
-        rounds: How often each way is timed; the first round also counts.
-        draft_tokens: Tokens that are drafted before each full pass; None leaves transformers its own choice, up to 20
-            and fewer where the draft is unsure.
+        rounds: Number of timed rounds; the first one counts too.
+        draft_tokens: Drafted tokens per full pass; None follows transformers, at most 20.
 
     Returns:
-        Acceptance, time, and whether the tokens are the same.
+        Acceptance, time, and whether the tokens are identical.
 
     Raises:
         ValueError: More than one prompt, or a model that `full_pass` refuses.
     """
     if input_ids.shape[0] != 1:
-        raise ValueError(f"drafts are written for one sample, got a batch of {input_ids.shape[0]}")
+        raise ValueError(f"drafts need a batch of one sample, got {input_ids.shape[0]}")
     full = full_pass(model)
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-    ways: dict[str, dict[str, Any]] = {"plain": {}, "draft": {"assistant_model": model}}
-    seconds, tokens = {name: float("inf") for name in ways}, {}
+    modes: dict[str, dict[str, Any]] = {"plain": {}, "draft": {"assistant_model": model}}
+    seconds, tokens = {name: float("inf") for name in modes}, {}
     with _drafting(model, draft_tokens):
         with _counted(full) as verified, _counted(model) as drafted:
             tokens["draft"] = full.generate(**inputs, **options, assistant_model=model)
         for _ in range(rounds):
-            for name, own in ways.items():
+            for name, mode_options in modes.items():
                 start = time.perf_counter()
-                tokens[name] = full.generate(**inputs, **options, **own)
+                tokens[name] = full.generate(**inputs, **options, **mode_options)
                 _wait(input_ids)
                 seconds[name] = min(seconds[name], time.perf_counter() - start)
     return DraftReport(
         new_tokens=new_tokens,
         drafted=drafted[0],
-        # Each pass also gives a token of its own.
+        # Every full pass also generates one token itself.
         accepted=new_tokens - verified[0],
         passes=verified[0],
         plain_seconds=seconds["plain"],
@@ -161,14 +160,14 @@ def judge_drafts(
 
 
 def _all_kept(config: RoutingConfig) -> RoutingConfig:
-    """Return a config by which the same router keeps every token: each squashed score reaches 0."""
+    """Return a config with which the same router keeps all tokens: all squashed scores reach 0."""
     return config.replace(select=Threshold(0.0), language={"inference_threshold": None, "predictor": False})
 
 
 @contextmanager
 def _drafting(model: Any, tokens: int | None) -> Iterator[None]:
-    """Let a model draft a number of tokens at a time; its own settings, which drafting changes, are back afterwards."""
-    own = copy.deepcopy(model.generation_config)
+    """Set the number of drafted tokens, and restore the generation config, which drafting changes, afterwards."""
+    previous = copy.deepcopy(model.generation_config)
     if tokens is not None:
         # No draft ends early.
         fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
@@ -176,7 +175,7 @@ def _drafting(model: Any, tokens: int | None) -> Iterator[None]:
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = previous
 
 
 @contextmanager

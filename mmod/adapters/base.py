@@ -84,13 +84,11 @@ class BlockStack:
                 f"skipped={spelled(skipped)!r} is for images: {name} reads text, whose tokens cannot be grouped"
             )
         if isinstance(skipped, Merged) and not call.weighs_keys:
-            raise ValueError(
-                f"skipped='merge' is not possible in {name}: its attention takes no bias for group sizes"
-            )
+            raise ValueError(f"skipped='merge' is not possible in {name}: its attention takes no bias for group sizes")
         if config.merges_inside and call.halves is None:
             raise ValueError(
-                f"skipped.before='mlp' is not possible in {name}: only timm blocks with the MLP after attention support "
-                "it; use before='block'"
+                f"skipped.before='mlp' is not possible in {name}: only timm blocks with the MLP after attention "
+                "support it; use before='block'"
             )
 
     def check_importance(self, importance: str) -> None:

@@ -1,6 +1,6 @@
 """FLOPs, memory, traces, audits, timing and plots of routed models."""
 
-from mmod.analysis.audit import Audit, Place, audit, judge_answers, judge_classes
+from mmod.analysis.audit import Audit, DecisionContext, audit, judge_answers, judge_classes
 from mmod.analysis.flop_report import BlockFlops, FlopReport, PrefillFlops
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import prefill_flops
@@ -11,7 +11,7 @@ __all__ = [
     "Audit",
     "BlockFlops",
     "FlopReport",
-    "Place",
+    "DecisionContext",
     "PrefillFlops",
     "Redundancy",
     "Trace",

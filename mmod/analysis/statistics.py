@@ -18,7 +18,7 @@ __all__ = [
     "Difference",
     "Estimate",
     "Resampling",
-    "Sums",
+    "RunningMean",
     "adjusted",
     "difference",
     "estimate_of",
@@ -217,7 +217,7 @@ def pseudo_mean(value: float, left_out_G: Tensor) -> Estimate:
         >>> print(pseudo_mean(3.0, (12.0 - values) / 3))  # The mean has no bias.
         3.0 [0.9, 5.1]
     """
-    groups = Sums()
+    groups = RunningMean()
     groups.add(len(left_out_G) * value - (len(left_out_G) - 1) * left_out_G)
     return groups.mean()
 
@@ -269,8 +269,8 @@ def adjusted(p: Sequence[float]) -> list[float]:
     return found
 
 
-class Sums:
-    """Sums of figures of single images, which do not grow with them.
+class RunningMean:
+    """Running mean and variance of a value per image, in constant memory.
 
     Args:
         sums: How many figures there were, their sum and that of their squares.
@@ -279,14 +279,14 @@ class Sums:
     def __init__(self, sums: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
         self.sums = np.array(sums)
 
-    def add(self, figure_B: Tensor) -> None:
+    def add(self, value_B: Tensor) -> None:
         """Add the figures of a batch; those that are not finite do not count.
 
         Args:
-            figure_B: A figure for each image (B,).
+            value_B: One value per image (B,).
         """
-        figure_B = figure_B[figure_B.isfinite()].double()
-        self.sums += [len(figure_B), float(figure_B.sum()), float(figure_B.square().sum())]
+        value_B = value_B[value_B.isfinite()].double()
+        self.sums += [len(value_B), float(value_B.sum()), float(value_B.square().sum())]
 
     def mean(self) -> Estimate:
         """Return the mean over the images with its normal interval, NaN where there are none."""

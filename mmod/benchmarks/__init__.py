@@ -1,8 +1,5 @@
 """Benchmarks of ops, routed models, generation and drafts; each speed is that of a path whose output was checked."""
 
-import warnings
-from typing import Any
-
 from mmod.benchmarks.drafts import DraftConfig, DraftRow, benchmark_drafts
 from mmod.benchmarks.generation.benchmark import benchmark_generation
 from mmod.benchmarks.generation.config import GenerationConfig, GenerationRow
@@ -13,15 +10,7 @@ from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig, OpRow, benchmark_op
 from mmod.benchmarks.ops.case import OpSize
 from mmod.benchmarks.oracle import WrongOutputError, check_dense, check_reference
 from mmod.benchmarks.report import BenchmarkReport
-from mmod.benchmarks.suite import SuiteConfig, SuiteFailedError, Threshold, benchmark_suite
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Bar":
-        warnings.warn("mmod.benchmarks.Bar is called Threshold", DeprecationWarning, stacklevel=2)
-        return Threshold
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+from mmod.benchmarks.suite import Criterion, SuiteConfig, SuiteFailedError, benchmark_suite
 
 __all__ = [
     "BenchmarkConfig",
@@ -36,7 +25,7 @@ __all__ = [
     "OpSize",
     "SuiteConfig",
     "SuiteFailedError",
-    "Threshold",
+    "Criterion",
     "WrongOutputError",
     "benchmark",
     "benchmark_drafts",

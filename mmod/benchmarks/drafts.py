@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmod.analysis.timing import Spread
 from mmod.benchmarks.options import Options
-from mmod.benchmarks.report import BenchmarkReport, Row, number_cell, spread_cell
+from mmod.benchmarks.report import BenchmarkReport, ReportRow, number_cell, spread_cell
 from mmod.benchmarks.resume import run_all
 from mmod.data.readers.text import TextReader, read_text
 from mmod.io.yaml import read_yaml
@@ -60,7 +60,7 @@ class DraftConfig(Options):
 
 
 @dataclass(frozen=True)
-class DraftRow(Row):
+class DraftRow(ReportRow):
     """What drafts of one length were worth.
 
     Args:

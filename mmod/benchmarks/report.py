@@ -20,11 +20,11 @@ NAME = "benchmark"
 UNFINISHED = "unfinished.jsonl"
 # Columns under the names that results and suites of earlier versions have for them.
 FORMER_COLUMNS = {"rival": "baseline", "of_rival": "of_baseline"}
-AnyRow = TypeVar("AnyRow", bound="Row")
+AnyRow = TypeVar("AnyRow", bound="ReportRow")
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """A line of a report: a dataclass whose subclasses say how it is printed.
 
     Attributes:
@@ -68,7 +68,7 @@ class BenchmarkReport:
     title: str
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
-    rows: Sequence[Row]
+    rows: Sequence[ReportRow]
     notes: Sequence[str] = ()
 
     def markdown(self) -> str:

@@ -18,7 +18,7 @@ from mmod.benchmarks.report import (
     FORMER_COLUMNS,
     UNFINISHED,
     BenchmarkReport,
-    Row,
+    ReportRow,
     current_columns,
     environment,
     finished_rows,
@@ -28,14 +28,14 @@ from mmod.benchmarks.report import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Threshold:
-    """A limit that rows of a benchmark must keep.
+class Criterion:
+    """A pass criterion: a limit on a column of benchmark rows.
 
     Args:
-        name: What is asked for, in words.
-        parts: Folders of the benchmarks whose rows count.
-        where: Values of columns that a row must have to count; a list names several valid ones.
-        column: The column that is limited; of a spread, the median is.
+        name: The requirement in words.
+        parts: Folders of the benchmarks that it applies to.
+        where: Values of columns that select rows; a list has alternatives.
+        column: The limited column; of a spread, the median counts.
         at_least: Lower limit, or None.
         at_most: Upper limit, or None.
 
@@ -56,14 +56,14 @@ class Threshold:
         object.__setattr__(self, "column", FORMER_COLUMNS.get(self.column, self.column))
         object.__setattr__(self, "where", current_columns(self.where))
 
-    def check(self, rows: Sequence[Mapping[str, Any]]) -> ThresholdRow:
-        """Return whether rows keep the limit, and by how much the worst of them keeps or misses it.
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> CriterionRow:
+        """Return whether rows meet the limit, and the margin of the worst row.
 
         Args:
-            rows: Rows of its parts, as plain values.
+            rows: Rows of the benchmarks, as plain values.
 
         Example:
-            >>> fast = Threshold(name="fast", parts=["ops"], column="of_bound", at_least=0.85)
+            >>> fast = Criterion(name="fast", parts=["ops"], column="of_bound", at_least=0.85)
             >>> row = fast.check([{"op": "merge_rows", "of_bound": {"median": 0.8}}])
             >>> row.met, round(row.margin, 2)
             (False, -0.05)
@@ -72,33 +72,33 @@ class Threshold:
         assert limit is not None
         counted = [(row, value) for row in rows if self._counts(row) and (value := self._value(row)) is not None]
         if not counted:
-            return ThresholdRow(self.name, 0, "", None, limit, None, False)
+            return CriterionRow(self.name, 0, "", None, limit, None, False)
         sign = 1.0 if self.at_least is not None else -1.0
         row, worst = min(counted, key=lambda pair: sign * pair[1])
         margin = sign * (worst - limit)
-        return ThresholdRow(self.name, len(counted), _describe(row), worst, limit, margin, margin >= 0)
+        return CriterionRow(self.name, len(counted), _describe(row), worst, limit, margin, margin >= 0)
 
     def _counts(self, row: Mapping[str, Any]) -> bool:
         return all(row[name] in (v if isinstance(v, list) else [v]) for name, v in self.where.items())
 
     def _value(self, row: Mapping[str, Any]) -> float | None:
         value = row[self.column]
-        found: float | None = value["median"] if isinstance(value, Mapping) else value
-        return found
+        number: float | None = value["median"] if isinstance(value, Mapping) else value
+        return number
 
 
 @dataclass(frozen=True)
-class ThresholdRow(Row):
-    """A threshold and what was measured.
+class CriterionRow(ReportRow):
+    """A criterion and its result.
 
     Args:
-        name: What is asked for.
-        rows: Rows that count.
-        worst_row: The one that keeps the limit least.
-        worst: Its value; None where no row counts.
+        name: The requirement.
+        rows: Number of selected rows.
+        worst_row: The row with the smallest margin.
+        worst: Its value; None without rows.
         limit: The limit.
-        margin: By how much it is kept; negative where it is missed.
-        met: Whether every row keeps it; not where nothing was measured.
+        margin: Distance to the limit; negative if it is missed.
+        met: All rows meet the limit; False without rows.
     """
 
     HEADER = ("threshold", "verdict", "limit", "worst", "rows", "worst row")
@@ -128,7 +128,6 @@ class SuiteConfig:
         models: Benchmarks of models, likewise.
         generation: Benchmarks of generation, likewise.
         thresholds: Limits that their rows must keep.
-        bars: Their earlier name; those given here are added.
         out: Folder for all results. A suite that was killed goes on in the same folder.
 
     Raises:
@@ -138,8 +137,7 @@ class SuiteConfig:
     ops: list[OpBenchmarkConfig] = field(default_factory=list)
     models: list[BenchmarkConfig] = field(default_factory=list)
     generation: list[GenerationConfig] = field(default_factory=list)
-    thresholds: list[Threshold] = field(default_factory=list)
-    bars: list[Threshold] = field(default_factory=list)
+    thresholds: list[Criterion] = field(default_factory=list)
     out: str = "runs/benchmark_suite"
 
     def __post_init__(self) -> None:
@@ -147,8 +145,6 @@ class SuiteConfig:
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a suite needs at least one part, each with an out folder of its own, got {names}")
         columns = {part.out: _columns(row) for part, _, row in self.parts}
-        object.__setattr__(self, "thresholds", [*self.thresholds, *self.bars])
-        object.__setattr__(self, "bars", [])
         for threshold in self.thresholds:
             for part in threshold.parts:
                 if part not in columns:
@@ -163,9 +159,9 @@ class SuiteConfig:
                     )
 
     @property
-    def parts(self) -> list[tuple[Any, Any, type[Row]]]:
+    def parts(self) -> list[tuple[Any, Any, type[ReportRow]]]:
         """Each benchmark with what runs it and the class of its rows."""
-        kinds: tuple[tuple[Sequence[Any], Any, type[Row]], ...] = (
+        kinds: tuple[tuple[Sequence[Any], Any, type[ReportRow]], ...] = (
             (self.ops, benchmark_ops, OpRow),
             (self.models, benchmark, BenchmarkRow),
             (self.generation, benchmark_generation, GenerationRow),
@@ -242,7 +238,7 @@ def _run(part: Any, run: Any, folder: Path, progress: bool) -> list[dict[str, An
     return [row.to_dict() for row in report.rows]
 
 
-def _columns(row: type[Row]) -> set[str]:
+def _columns(row: type[ReportRow]) -> set[str]:
     derived = {name for name, value in vars(row).items() if isinstance(value, property)}
     return {f.name for f in fields(row)} | derived
 

@@ -71,8 +71,8 @@ def test_grids_count_merged_patches() -> None:
     assert sorted(set(kind.flatten().tolist())) == [0, SHOWS_IMAGE, SHOWS_VIDEO]
     found = tokens.frames(given, kind, ids != 0)
     assert found.first_BN.nonzero().tolist() == [[0, 1], [0, 5], [0, 9], [0, 14], [1, 14]]
-    assert found.whole
-    assert not tokens.frames(given, kind, (ids != 0) & (ids != 7)).whole
+    assert found.complete
+    assert not tokens.frames(given, kind, (ids != 0) & (ids != 7)).complete
     given["video_grid_thw"] = torch.tensor([[2, 4, 4]])
     with pytest.raises(ValueError, match="video_grid_thw describes 8 tokens, the prompt has 12"):
         tokens.frames(given, kind, ids != 0)

@@ -266,7 +266,7 @@ def test_cache_layer_takes_tokens_back() -> None:
 
 def test_wrong_caches_are_refused() -> None:
     model, batch = routed("llava", IMAGES_ONLY["linear"]), prompt("llava", (1,))
-    with pytest.raises(ValueError, match="Fp8QuantizedLayer cannot hold"):
+    with pytest.raises(ValueError, match="Fp8QuantizedLayer does not support"):
         model(**batch, past_key_values=transformers.QuantizedCache("fp8", model.config), use_cache=True)
     with pytest.raises(ValueError, match="DynamicCache"):
         model(**batch, past_key_values=transformers.EncoderDecoderCache(

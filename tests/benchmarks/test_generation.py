@@ -11,7 +11,7 @@ import torch
 
 from mmod.benchmarks import GenerationConfig, SuiteConfig, WrongOutputError, benchmark_generation
 from mmod.benchmarks.generation.models import GenerationModels
-from mmod.benchmarks.suite import Threshold
+from mmod.benchmarks.suite import Criterion
 from mmod.config import PRESETS
 
 TINY: dict[str, Any] = {
@@ -41,7 +41,7 @@ def test_a_report_names_every_cell(tmp_path: Path) -> None:
     assert all(row["of_flops"] == row["speedup"]["median"] / row["flop_speedup"] for row in rows)
     assert all(row["train_of_flops"] == row["train"]["median"] / row["train_flop_speedup"] for row in rows)
     assert report.markdown() == (tmp_path / "benchmark.md").read_text()
-    threshold = Threshold(name="prefill", parts=["a"], column="of_flops", at_least=0.0, where={"preset": ["p-mod"]})
+    threshold = Criterion(name="prefill", parts=["a"], column="of_flops", at_least=0.0, where={"preset": ["p-mod"]})
     assert threshold.check(rows).rows == 2
     assert SuiteConfig(generation=[GenerationConfig(out="a")], thresholds=[threshold]).thresholds == [threshold]
 

@@ -153,7 +153,7 @@ class DecoderLayerCall:
             cached.append(kept)
             return y
         narrowed = self._narrowed(arguments, x_BND, routing, self._cache(arguments), all_keys=True)
-        self.begin_update(arguments, x_BND, routing, all_tokens=True)
+        self.begin_update(arguments, x_BND, routing, whole=True)
         return attend_to_all(block, forward, arguments, narrowed, x_BND, z_BKD)
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
@@ -207,7 +207,7 @@ class DecoderLayerCall:
 
     def begin_update(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None,
-        all_tokens: bool = False,
+        whole: bool = False,
     ) -> None:  # fmt: skip
         """Announce the tokens of the next update to the layer's cache, see `DecoderCall.begin_update`."""
         cache = self._cache(arguments)
@@ -215,7 +215,7 @@ class DecoderLayerCall:
             return
         if routing is not None:
             cache.remember(routing.groups)
-        if routing is None or all_tokens:
+        if routing is None or whole:
             cache.begin_update_all(x_BND)
         elif packing is not None and isinstance(cache, RoutedLayer):
             cache.begin_update(routing.index_BK, routing.valid_BK, x_BND.shape[1], packing.slot_T)

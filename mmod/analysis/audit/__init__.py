@@ -1,7 +1,7 @@
-"""Audits: what the decisions of a routed model are worth, told by counterfactuals, and how they hang together."""
+"""Audits: counterfactual tests of a routed model's decisions, and how decisions of blocks depend on each other."""
 
 from mmod.analysis.audit.across import Across
-from mmod.analysis.audit.choices import Place
+from mmod.analysis.audit.choices import DecisionContext
 from mmod.analysis.audit.generation import Generation, judge_generation
 from mmod.analysis.audit.influence import Influence
 from mmod.analysis.audit.information import Information
@@ -23,7 +23,7 @@ __all__ = [
     "Influence",
     "Information",
     "LeaveOneOut",
-    "Place",
+    "DecisionContext",
     "Stratum",
     "audit",
     "judge_answers",

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from mmod.analysis.audit.information import Information, KindCounts
-from mmod.analysis.statistics import Estimate, Sums
+from mmod.analysis.statistics import Estimate, RunningMean
 
 __all__ = ["Across", "Counter"]
 
@@ -65,9 +65,9 @@ class Counter:
     def __init__(self, routed: Sequence[str]) -> None:
         self._routed = list(routed)
         self.decisions: list[str] = []
-        self._pairs: dict[tuple[str, str], Sums] = {}
-        self._never: dict[str, Sums] = {}
-        self._returning = Sums()
+        self._pairs: dict[tuple[str, str], RunningMean] = {}
+        self._never: dict[str, RunningMean] = {}
+        self._returning = RunningMean()
         # By decision and by what is known of tokens.
         self._kinds: dict[str, dict[str, KindCounts]] = {}
         self._images = 0
@@ -114,16 +114,16 @@ class Counter:
         back_B, expected_B = free_B.new_zeros((2, len(free_B)), dtype=torch.float64)
         for j, (name, keep_BN) in enumerate(zip(names, keeps)):
             for other, before_BN in zip(names, keeps):
-                sums = self._pairs.setdefault((other, name), Sums())
+                sums = self._pairs.setdefault((other, name), RunningMean())
                 sums.add((before_BN & keep_BN).sum(1) / before_BN.sum(1))
-            self._pairs.setdefault((name, ""), Sums()).add(keep_BN.sum(1) / free_B)
+            self._pairs.setdefault((name, ""), RunningMean()).add(keep_BN.sum(1) / free_B)
             if j:
                 back_B += (keep_BN & gone_BN).sum(1)
                 expected_B += gone_BN.sum(1) * (keep_BN.sum(1) / free_B)
             gone_BN, ever_BN = gone_BN | (free_BN & ~keep_BN), ever_BN | keep_BN
         if len(names) > 1:
             self._returning.add(back_B / expected_B)
-        self._never.setdefault(names[0], Sums()).add((free_BN & ~ever_BN).sum(1) / free_B)
+        self._never.setdefault(names[0], RunningMean()).add((free_BN & ~ever_BN).sum(1) / free_B)
 
     def state(self) -> dict[str, Any]:
         """Return the counts as plain values and arrays."""
@@ -146,9 +146,9 @@ class Counter:
             state: As `state` returns it.
         """
         self.decisions, self._images = state["decisions"], state["images"]
-        self._pairs = {(before, name): Sums(sums) for before, name, sums in state["pairs"]}
-        self._never = {name: Sums(sums) for name, sums in state["never"].items()}
-        self._returning = Sums(state["returning"])
+        self._pairs = {(before, name): RunningMean(sums) for before, name, sums in state["pairs"]}
+        self._never = {name: RunningMean(sums) for name, sums in state["never"].items()}
+        self._returning = RunningMean(state["returning"])
         self._kinds = {
             name: {known: KindCounts(*own) for known, own in kinds.items()} for name, kinds in state["kinds"].items()
         }

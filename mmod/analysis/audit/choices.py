@@ -1,4 +1,4 @@
-"""Counterfactual choices of tokens: each ranks the tokens of a batch, and the best of them are kept.
+"""Counterfactual choices of tokens: each ranks the tokens of a batch, and the highest ranks are kept.
 
 Axes: B images, N tokens, F tokens of an image that may be skipped, D channels.
 """
@@ -23,7 +23,7 @@ __all__ = [
     "REFERENCE_ENTROPY",
     "Choice",
     "Family",
-    "Place",
+    "DecisionContext",
     "choices",
     "default_choices",
     "first",
@@ -34,23 +34,23 @@ RANDOM, DENSE_ATTENTION, REFERENCE_ENTROPY = "random", "dense attention", "refer
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a decision is replaced, and what is known there.
+class DecisionContext:
+    """The inputs of a counterfactual choice: the replaced decision and its context.
 
     Args:
         block: Name of the block whose router decides.
-        x_BND: What the router scores in this forward pass (B, N, D).
-        learned: What it decides on these images as it was learned.
+        x_BND: The router's input in this forward pass (B, N, D).
+        learned: The learned decision on these images.
         free_BN: True where a token may be skipped (B, N).
-        partner: What it decides on other images, one for each, in the order of the tokens that may be skipped.
-        images: Numbers of the images, in the order in which they come.
-        frequency_F: How often the router keeps each of the tokens that may be skipped, by their order, in [0, 1].
+        partner: The learned decision on another image for each image, over tokens that may be skipped.
+        images: Indices of the images in the set.
+        frequency_F: How often the router keeps a token, by its index among tokens that may be skipped, in [0, 1].
         grid: Rows and columns of the tokens that may be skipped.
-        attention_BN: Attention that each token receives in the same block of the dense model, the mean over heads and
-            queries; None where nobody asks a dense model.
-        entropy_BN: How unsure the dense model is at each token, see `mmod.analysis.audit.reference.token_entropy`; None
-            where nobody asks it.
-        draw: Number of the draw, for what is drawn at random.
+        attention_BN: Mean attention that tokens receive in the same block of the dense model, over heads and queries;
+            None without a dense model.
+        entropy_BN: Entropy of the dense model at every token, see `mmod.analysis.audit.reference.token_entropy`; None
+            without a dense model.
+        draw: Index of the random draw.
     """
 
     block: str
@@ -67,12 +67,12 @@ class Place:
 
     @property
     def order_BN(self) -> Tensor:
-        """Number of each token among those of its image that may be skipped; of no meaning for others."""
+        """Index of a token among those of its image that may be skipped; undefined for other tokens."""
         return (self.free_BN.cumsum(1) - 1).clamp(min=0)
 
 
 class Kept(NamedTuple):
-    """What is remembered of the tokens that may be skipped: which were kept, and their scores, (B, F) each."""
+    """A decision over the tokens that may be skipped: which were kept, and their scores, (B, F) each."""
 
     keep_BF: Tensor
     score_BF: Tensor
@@ -82,72 +82,72 @@ class Choice(NamedTuple):
     """A counterfactual choice.
 
     Args:
-        family: "position" for what depends on nothing but the place of a token, "random", or "other".
-        rank: Maps a `Place` to ranks (B, N); the highest are kept.
+        family: "position" if it depends on token positions only, "random", or "other".
+        rank: Maps a `DecisionContext` to ranks (B, N); the highest are kept.
     """
 
     family: Family
-    rank: Callable[[Place], Tensor]
+    rank: Callable[[DecisionContext], Tensor]
 
 
-def _random(place: Place) -> Tensor:
-    """Draw once for each image, by its number: all blocks keep the same tokens, whatever else is in the batch."""
+def _random(place: DecisionContext) -> Tensor:
+    """Draw once per image, seeded by its index: all blocks keep the same tokens, independent of the batch."""
     tokens = place.x_BND.shape[1]
     draws = [np.random.default_rng((place.draw, image)).random(tokens) for image in place.images]
     return torch.from_numpy(np.stack(draws)).to(place.x_BND.device)
 
 
-def _stride(place: Place) -> Tensor:
+def _stride(place: DecisionContext) -> Tensor:
     return spread_evenly(place.x_BND.shape[1], place.x_BND.device)[place.order_BN]
 
 
-def _centre(place: Place) -> Tensor:
-    """Rank by the distance from the middle of the grid, the nearest first."""
+def _centre(place: DecisionContext) -> Tensor:
+    """Rank by distance from the centre of the grid, nearest first."""
     rows, columns = place.grid
     row_BN, column_BN = place.order_BN // columns, place.order_BN % columns
     return -torch.hypot((row_BN - (rows - 1) / 2) / rows, (column_BN - (columns - 1) / 2) / columns)
 
 
-def _border(place: Place) -> Tensor:
+def _border(place: DecisionContext) -> Tensor:
     return -_centre(place)
 
 
-def _mean_mask(place: Place) -> Tensor:
+def _mean_mask(place: DecisionContext) -> Tensor:
     return place.frequency_F[place.order_BN]
 
 
-def _inverted(place: Place) -> Tensor:
-    """Rank what the router dropped before what it kept, and each by its score, the lowest first."""
+def _inverted(place: DecisionContext) -> Tensor:
+    """Rank dropped tokens before kept ones, and both by ascending score."""
     return first(~place.learned.keep_BN, -place.learned.score_BN)
 
 
-def _shuffled(place: Place) -> Tensor:
-    """Rank what the router kept of another image before the rest."""
+def _shuffled(place: DecisionContext) -> Tensor:
+    """Rank the tokens that the router kept in another image first."""
     tokens, partner = int(place.free_BN.sum(1).max()), place.partner
     if partner.keep_BF.shape[1] != tokens:
         raise ValueError(
-            f"'shuffled' gives an image the decision of another one, in which {partner.keep_BF.shape[1]} tokens may be "
-            f"skipped and not {tokens}: take images of one size, or leave it out of `conditions`"
+            f"'shuffled' applies the decision of another image, in which {partner.keep_BF.shape[1]} tokens may be "
+            f"skipped and not {tokens}: use images of one size, or leave it out of `conditions`"
         )
     return first(partner.keep_BF, partner.score_BF).gather(1, place.order_BN)
 
 
-def _norm(place: Place) -> Tensor:
+def _norm(place: DecisionContext) -> Tensor:
     return place.x_BND.float().norm(dim=-1)
 
 
-def _dense_attention(place: Place) -> Tensor:
+def _dense_attention(place: DecisionContext) -> Tensor:
     assert place.attention_BN is not None
     return place.attention_BN
 
 
-def _reference_entropy(place: Place) -> Tensor:
+def _reference_entropy(place: DecisionContext) -> Tensor:
     assert place.entropy_BN is not None
     return place.entropy_BN
 
 
 def first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
-    """Return ranks by score in which marked tokens come before all others, from 0 (B, N).
+    """Return ranks by score, from 0, with marked tokens above all others (B, N).
 
     Args:
         first_BN: True where a token is marked.
@@ -171,12 +171,12 @@ CHOICES: Mapping[str, Choice] = {
     DENSE_ATTENTION: Choice("other", _dense_attention),
     REFERENCE_ENTROPY: Choice("other", _reference_entropy),
 }
-"""The choices that an audit makes unless it is told otherwise, by name; the last two where it has a dense model."""
+"""The default conditions of an audit, by name; the last two need a dense model."""
 _OF_REFERENCE = (DENSE_ATTENTION, REFERENCE_ENTROPY)
 
 
 def default_choices(has_reference: bool) -> list[str]:
-    """Return the names of the choices that are made unless others are asked for.
+    """Return the names of an audit's default conditions.
 
     Args:
         has_reference: Whether there is a dense model.
@@ -190,33 +190,32 @@ def default_choices(has_reference: bool) -> list[str]:
 
 def choices(
     conditions: tuple[str, ...] | None,
-    own: Mapping[str, Callable[[Place], Tensor]] | None,
+    custom: Mapping[str, Callable[[DecisionContext], Tensor]] | None,
     *,
     has_reference: bool = False,
 ) -> dict[str, Choice]:
-    """Return the choices that an audit makes, by name.
+    """Return the choices of an audit, by name.
 
     Args:
-        conditions: Names of those of `CHOICES` that are wanted, None for all.
-        own: Further ones, as functions from a `Place` to ranks (B, N).
+        conditions: Names from `CHOICES`, None for all.
+        custom: Further choices, as functions from a `DecisionContext` to ranks (B, N).
         has_reference: Whether there is a dense model.
 
     Raises:
-        ValueError: A name that there is not, one that is taken or named twice, no random choice, or one that needs a
-            dense model.
+        ValueError: An unknown, duplicate or reserved name, no random choice, or a choice that needs a dense model.
     """
-    wanted, own = default_choices(has_reference) if conditions is None else list(conditions), own or {}
-    unknown = sorted(set(wanted) - set(CHOICES))
+    names, custom = default_choices(has_reference) if conditions is None else list(conditions), custom or {}
+    unknown = sorted(set(names) - set(CHOICES))
     if unknown:
         raise ValueError(f"conditions names {', '.join(unknown)}; valid are {', '.join(CHOICES)}")
-    if len(set(wanted)) < len(wanted):
-        raise ValueError(f"conditions must name each choice once, got {wanted}")
-    taken = sorted(set(own) & {*CHOICES, "as learned"})
-    if taken:
-        raise ValueError(f"own names {', '.join(taken)}, which an audit has already: choose another name")
+    if len(set(names)) < len(names):
+        raise ValueError(f"conditions must not repeat a name, got {names}")
+    reserved = sorted(set(custom) & {*CHOICES, "as learned"})
+    if reserved:
+        raise ValueError(f"custom uses the reserved names {', '.join(reserved)}: choose other names")
     for name in () if has_reference else _OF_REFERENCE:
-        if name in wanted:
-            raise ValueError(f"the condition {name!r} needs a dense model: give `reference`")
-    if RANDOM not in wanted:
-        raise ValueError(f"conditions must name {RANDOM!r}, which the verdict compares with, got {wanted}")
-    return {name: CHOICES[name] for name in wanted} | {name: Choice("other", rank) for name, rank in own.items()}
+        if name in names:
+            raise ValueError(f"the condition {name!r} needs a dense model: pass `reference`")
+    if RANDOM not in names:
+        raise ValueError(f"conditions must name {RANDOM!r}, which the verdict compares with, got {names}")
+    return {name: CHOICES[name] for name in names} | {name: Choice("other", rank) for name, rank in custom.items()}

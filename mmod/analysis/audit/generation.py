@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.analysis.statistics import Estimate, Sums
+from mmod.analysis.statistics import Estimate, RunningMean
 from mmod.analysis.tables import markdown_table
 from mmod.analysis.trace import trace
 from mmod.model import routed_blocks
@@ -164,7 +164,7 @@ def _figures(model: Any, tokens_BN: Tensor, window: int) -> dict[str, Tensor]:
 
 
 def _mean(value_B: Tensor) -> Estimate:
-    sums = Sums()
+    sums = RunningMean()
     sums.add(value_B)
     return sums.mean()
 

@@ -1,4 +1,4 @@
-"""Judges: what a model makes of a batch, as the loss and the accuracy of each image or sample.
+"""Judges: functions that return a model's loss and accuracy per image or sample.
 
 Axes: B images or samples, N patches or tokens, C channels.
 """
@@ -13,33 +13,34 @@ from torch import Tensor, nn
 __all__ = ["judge_answers", "judge_classes"]
 
 _IGNORED = -100
-_GIVE = "give `judge`, which returns loss and accuracy of each image of such a batch"
-# What serves training alone.
+_PASS_JUDGE = "pass `judge`, which returns the loss and the accuracy of each image of such a batch"
+# Entries of a batch that the forward pass does not take.
 _NO_INPUTS = ("labels", "protected_mask")
 
 
 def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cross entropy and correctness of each image of a batch.
+    """Return cross-entropy and accuracy of every image of a batch.
 
     Args:
         model: A classifier.
-        batch: Images (B, C, height, width) and their classes (B,), or those of their patches (B, N); then the mean over
-            patches is returned.
+        batch: Images (B, C, height, width) and classes (B,), or classes of patches (B, N), over which means are taken.
 
     Raises:
-        ValueError: No pair of tensors, classes of another shape than the model's answers, or that the model lacks.
+        ValueError: No pair of tensors, or classes that do not fit the model's outputs.
     """
     device = next(model.parameters()).device
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(own, Tensor) for own in batch):
-        raise ValueError(f"a batch must be two tensors, images and their classes, got {type(batch).__name__}: {_GIVE}")
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(value, Tensor) for value in batch):
+        raise ValueError(
+            f"a batch must be two tensors, images and their classes, got {type(batch).__name__}: {_PASS_JUDGE}"
+        )
     images, targets = (value.to(device) for value in batch)
     logits = model(images).float()
     if targets.ndim == 2 and logits.ndim == 3:
         logits = logits[:, -targets.shape[1] :]
     if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
         raise ValueError(
-            f"the model answers {tuple(logits.shape)} and the classes are {targets.dtype} {tuple(targets.shape)}: "
-            f"{_GIVE}"
+            f"the model returns logits {tuple(logits.shape)}, the classes are {targets.dtype} {tuple(targets.shape)}: "
+            f"{_PASS_JUDGE}"
         )
     classes, outside = logits.shape[-1], targets[(targets < 0) | (targets >= logits.shape[-1])]
     if len(outside):
@@ -50,14 +51,14 @@ def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
 
 
 def judge_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cross entropy and correctness of each sample's answers, each token given all that stands before it.
+    """Return cross-entropy and correctness of every sample's answers, with teacher forcing.
 
     Args:
         model: A causal language or vision-language model of transformers.
-        batch: Its inputs, and `labels`, -100 where nothing is asked (B, N), as collators for training make them.
+        batch: Its inputs, and `labels` (B, N), -100 outside answers, as training collators return them.
 
     Returns:
-        The mean over a sample's labels, and whether the most likely token is the label at each of them.
+        The mean loss over a sample's labels, and 1 if the most likely token is correct at all of them, else 0.
 
     Raises:
         ValueError: A sample without labels.
@@ -65,10 +66,10 @@ def judge_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch.items() if name not in _NO_INPUTS}
     label_BN = batch["labels"].to(device)[:, 1:]
-    asked_BN = label_BN != _IGNORED
-    if not asked_BN.any(dim=1).all():
-        raise ValueError("each sample needs an answer to be judged by: labels are -100 throughout one of them")
+    answer_BN = label_BN != _IGNORED
+    if not answer_BN.any(dim=1).all():
+        raise ValueError("each sample needs an answer: all labels of a sample are -100")
     logits = model(**inputs).logits[:, :-1].float()
     loss_BN = F.cross_entropy(logits.movedim(-1, 1), label_BN, ignore_index=_IGNORED, reduction="none")
-    right_BN = (logits.argmax(-1) == label_BN) | ~asked_BN
-    return loss_BN.sum(1) / asked_BN.sum(1), right_BN.all(dim=1).float()
+    right_BN = (logits.argmax(-1) == label_BN) | ~answer_BN
+    return loss_BN.sum(1) / answer_BN.sum(1), right_BN.all(dim=1).float()

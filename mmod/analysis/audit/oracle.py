@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmod.analysis.audit.choices import Choice, Place, first
-from mmod.analysis.statistics import Estimate, Sums
+from mmod.analysis.audit.choices import Choice, DecisionContext, first
+from mmod.analysis.statistics import Estimate, RunningMean
 from mmod.routing import Routing
 
 __all__ = ["LeaveOneOut", "TokenValues", "rank_agreement"]
@@ -60,8 +60,8 @@ class TokenValues:
     """Rank correlations of scores with what tokens are worth, gathered batch by batch."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, dict[str, Sums]] = {
-            "agreement": {}, "norm": {}, "losses": {name: Sums() for name in ("loss", "oracle", "random")},
+        self._sums: dict[str, dict[str, RunningMean]] = {
+            "agreement": {}, "norm": {}, "losses": {name: RunningMean() for name in ("loss", "oracle", "random")},
         }  # fmt: skip
         self._images = 0
 
@@ -84,7 +84,7 @@ class TokenValues:
             norm_BN = norms[name]
             for what, score_BN in (("agreement", routing.score_BN), ("norm", norm_BN)):
                 found_B = rank_agreement(score_BN, worth[name], free[name])
-                self._sums[what].setdefault(name, Sums()).add(found_B)
+                self._sums[what].setdefault(name, RunningMean()).add(found_B)
         oracle_B = judged(Choice("other", lambda place: worth[place.block]))
         losses = self._sums["losses"]
         losses["loss"].add(loss_B)
@@ -111,7 +111,9 @@ class TokenValues:
             state: As `state` returns it.
         """
         self._images = state["images"]
-        self._sums = {what: {name: Sums(own) for name, own in sums.items()} for what, sums in state["sums"].items()}
+        self._sums = {
+            what: {name: RunningMean(own) for name, own in sums.items()} for what, sums in state["sums"].items()
+        }
 
 
 def _worth(
@@ -123,7 +125,7 @@ def _worth(
     for token in range(int(free_BN.sum(1).max())):
         flipped_BN = (order_BN == token) & free_BN
 
-        def rank(place: Place, flipped_BN: Tensor = flipped_BN) -> Tensor:
+        def rank(place: DecisionContext, flipped_BN: Tensor = flipped_BN) -> Tensor:
             own_BN = first(place.learned.keep_BN, place.learned.score_BN).double()
             if place.block != name:
                 return own_BN

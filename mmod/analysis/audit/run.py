@@ -1,4 +1,4 @@
-"""The audit of a routed model: the same images again and again, each time with other tokens kept.
+"""The audit of a routed model: the same images, evaluated with different choices of tokens.
 
 Axes: B images, N tokens, D channels.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.analysis.audit.auditor import Auditor, Judge, Shift
-from mmod.analysis.audit.choices import Place, choices
+from mmod.analysis.audit.choices import DecisionContext, choices
 from mmod.analysis.audit.information import KindsOf
 from mmod.analysis.audit.judges import judge_classes
 from mmod.analysis.audit.partial import Partial
@@ -28,7 +28,7 @@ from mmod.values import check_value
 __all__ = ["audit"]
 
 _AUDIT = "audit"
-# Batches, and what is done with each.
+# Batches, and the function that processes one.
 _Step = tuple[Iterable[Any], Callable[[Any], None]]
 
 
@@ -40,7 +40,7 @@ def audit(
     judge: Judge = judge_classes,
     positions_from: Iterable[Any] | None = None,
     conditions: Sequence[str] | None = None,
-    own: Mapping[str, Callable[[Place], Tensor]] | None = None,
+    custom: Mapping[str, Callable[[DecisionContext], Tensor]] | None = None,
     draws: int = 5,
     grid: tuple[int, int] | None = None,
     margin: float = 5.0,
@@ -55,83 +55,83 @@ def audit(
     progress_file: str | Path | None = None,
     progress: bool = False,
 ) -> Audit:
-    """Find out whether a routed model's decisions follow content or position, or are no better than chance.
+    """Test whether a routed model's decisions depend on content or position, and whether they beat random choices.
 
-    The model is frozen. Each image is judged with the tokens that the routers keep and with as many others, chosen by
-    each condition: at "random"; by position alone ("stride", "centre", "border", and "mean mask", the positions that
-    the router keeps most often); by "token norm"; "inverted", what the router dropped, lowest score first, and then,
-    where fewer were dropped than kept, of the rest those of lowest score; "shuffled", what it keeps of the image
-    before; with a `reference`, "dense attention", what receives most attention in the same block of that model, and
-    "reference entropy", where that model is least sure of its answer. The best fixed position is picked on the audited
-    images. What the router uses is found on the same images rolled by whole patches, see `Influence`, where batches
-    have images on a grid.
+    The model is frozen. Every image is evaluated with the tokens that the routers keep, and with the same number of
+    tokens under counterfactual conditions:
 
-    Memory holds two numbers for each image and condition, whatever the size of images.
+    - "random";
+    - fixed positions: "stride", "centre", "border", and "mean mask", the positions that the router keeps most often;
+    - "token norm";
+    - "inverted": the tokens that the router dropped, lowest score first, then kept tokens, lowest score first;
+    - "shuffled": the positions that the router keeps in the previous image;
+    - with a `reference`: "dense attention", the tokens with the most attention in the same block of that model, and
+      "reference entropy", the tokens at which that model is least certain.
+
+    The best fixed position is chosen on the audited images. Where batches have images on a grid, the influence of
+    content and position is measured on the same images rolled by full patches, see `Influence`. Memory grows by two
+    numbers per image and condition.
 
     Args:
         model: A routed model; its mode is restored at the end.
-        batches: The evaluation set, in an order that does not follow the classes. It is passed twice, so it must be no
-            generator.
-        judge: Runs the model on a batch and returns the loss and the accuracy in [0, 1] of each sample, (B,) each; the
-            default takes images and classes, and `mmod.analysis.judge_answers` batches of a language model.
-        positions_from: Batches of a training set, from which positions are counted; None for the evaluation set.
+        batches: The evaluation set, shuffled. It is iterated twice, so it must not be a generator.
+        judge: Runs the model on a batch and returns the loss and the accuracy in [0, 1] of each sample, (B,) each. The
+            default takes images and classes; `mmod.analysis.judge_answers` takes batches of a language model.
+        positions_from: Batches of a training set on which "mean mask" is computed; None for the evaluation set.
         conditions: Names of the conditions, None for all.
-        own: Further conditions, as functions from an `mmod.analysis.Place` to ranks (B, N), of which the highest are
-            kept.
-        draws: Random choices for each image, which are averaged.
-        grid: Rows and columns of the tokens that may be skipped, as many as there are; None asks the model, and takes a
-            square where it does not say.
-        margin: Points of accuracy: a choice without a clear gain over chance, the interval of which ends below the
-            margin, is worth no more than random tokens.
-        resamples: How often images are resampled, and signs drawn.
-        strata: Returns for a batch what its images are sorted by, such as `{"kind": ["a", "b"], "size": [3, 9]}`.
-            The learned choice is compared with the random one among images of one name, or of one third of the numbers.
-        token_kinds: Returns for a batch what is known of its tokens, prefix and padding included, such as
-            `{"region": [["class token", "object", "background"]]}` (B, N): the mutual information of that and of each
-            decision on as many tokens is found, as it is of their positions.
-        reference: The dense model that the routed one was made from, or one with the same blocks: images are sorted by
-            its loss too, as `judge` finds it, and the tokens that it attends to and those of which it is unsure are
-            conditions.
-        shifts: The comparison is made once more on changed images: names to functions that return a batch changed,
-            given it and the numbers of its images. `mmod.analysis.audit.SHIFTS` has some for images.
-        others: The comparison is made on other sets, too: names to their batches.
-        leave_one_out: On how many of the batches, from the first, each token is left out once from each decision, to
-            compare its worth with its score. Takes as many passes as tokens may be skipped.
-        beside: Other models by name, such as one of early exit at the same budget, which `judge` runs on the same
-            images: the audited one is compared with each of them, on all images and in each stratum.
-        progress_file: File that keeps what was found of the batches so far. An audit that was cut goes on where it
-            stopped and finds what it would have found, on the same batches. It is left there at the end.
-        progress: Show a bar.
+        custom: Further conditions, as functions from an `mmod.analysis.DecisionContext` to ranks (B, N); the highest
+            ranks are kept.
+        draws: Random choices per image, over which results are averaged.
+        grid: Rows and columns of the tokens that may be skipped; None takes the model's grid, or else a square.
+        margin: Points of accuracy. If the gain over random tokens is not significant and its interval ends below the
+            margin, the verdict is no better than random.
+        resamples: Number of bootstrap resamples and of sign draws.
+        strata: Returns labels of a batch's images, such as `{"kind": ["a", "b"], "size": [3, 9]}`. The learned choice
+            is compared with the random one among images with the same label, or in terciles of numbers.
+        token_kinds: Returns labels of a batch's tokens, including prefix and padding, such as
+            `{"region": [["class token", "object", "background"]]}` (B, N). The audit reports their mutual information
+            with the decisions, as for positions.
+        reference: The dense baseline, or a model with the same blocks. Its loss defines strata of difficulty, and
+            it adds two conditions.
+        shifts: Functions by name that return changed batches, from a batch and the indices of its images; the
+            comparison is repeated on them. `mmod.analysis.audit.SHIFTS` has some for images.
+        others: Further sets by name, on which the comparison is repeated.
+        leave_one_out: Number of batches on which every token is left out of every decision once, to compare its effect
+            with its score. Needs one forward pass per token that may be skipped.
+        beside: Baseline models by name, such as early exit at the same budget. The audited model is compared with each
+            of them, on all images and in each stratum.
+        progress_file: File with intermediate results, from which an interrupted audit resumes on the same batches. It
+            is kept at the end.
+        progress: Show a progress bar.
 
     Returns:
-        The conditions with intervals and tests, the verdict, how the decisions of the blocks hang together, and what
-        was found in strata and about single tokens.
+        Conditions with confidence intervals and tests, the verdict, how the decisions of blocks depend on each other,
+        strata, and leave-one-out results.
 
     Raises:
-        TypeError: No batches, or some that can be passed once only.
-        ValueError: Nothing in the model is routed, tokens join groups that a score has formed ("cells"), routers do not
-            run in it, an unknown condition or one named twice, a grid that fits no decision, inputs or losses that are
-            not finite, a set of fewer than two images, a shift and another set of one name, or a progress file that is
-            damaged or belongs to another audit.
+        TypeError: Batches are not iterable, or can be iterated only once.
+        ValueError: Nothing in the model is routed, tokens are merged by a score ("cells"), no router runs, an unknown
+            or duplicate condition, a grid that fits no decision, inputs or losses that are not finite, fewer than two
+            images, a shift and a set with the same name, or a progress file that is damaged or of another audit.
 
     Example:
         >>> import timm, torch, mmod
         >>> model = mmod.route_(timm.create_model("test_vit", num_classes=2), mmod.RoutingConfig(router="norm"))
         >>> batches = [(torch.randn(8, 3, 160, 160), torch.arange(8) % 2)]
-        >>> found = mmod.audit(model, batches, conditions=["random", "stride"], draws=2)
-        >>> found.images, [condition.name for condition in found.conditions]
+        >>> report = mmod.audit(model, batches, conditions=["random", "stride"], draws=2)
+        >>> report.images, [condition.name for condition in report.conditions]
         (8, ['as learned', 'random', 'stride'])
     """
     _check_options(draws=draws, resamples=resamples, leave_one_out=leave_one_out, margin=margin, grid=grid)
     _check_sets(
         {"batches": batches} | ({} if positions_from is None else {"positions_from": positions_from}), twice=True
     )
-    _check_sets({f"others[{name!r}]": own for name, own in (others or {}).items()}, twice=False)
-    made = choices(None if conditions is None else tuple(conditions), own, has_reference=reference is not None)
+    _check_sets({f"others[{name!r}]": dataset for name, dataset in (others or {}).items()}, twice=False)
+    by_name = choices(None if conditions is None else tuple(conditions), custom, has_reference=reference is not None)
     beside, shifts, others = beside or {}, shifts or {}, others or {}
     if shifts.keys() & others.keys():
         raise ValueError(f"shifts and others both name {', '.join(shifts.keys() & others.keys())}: choose another name")
-    auditor, sorted_by = Auditor(model, judge, made, draws, grid, shifts, beside, reference), Strata()
+    auditor, sorted_by = Auditor(model, judge, by_name, draws, grid, shifts, beside, reference), Strata()
     kept = Partial(progress_file)
 
     def judge_batch(batch: Any) -> None:
@@ -143,18 +143,18 @@ def audit(
     steps: dict[str, _Step] = {
         "positions": (batches if positions_from is None else positions_from, auditor.learn),
         _AUDIT: (batches, judge_batch),
-        **{f"audit of {name}": (own, partial(auditor.judge_other, name)) for name, own in others.items()},
+        **{f"audit of {name}": (dataset, partial(auditor.judge_other, name)) for name, dataset in others.items()},
     }
     with in_mode(False, model, reference, *beside.values()):
         _go_on(auditor, sorted_by, steps, leave_one_out, kept, progress=progress)
-    outcomes = {name: auditor.outcomes(name) for name in (LEARNED, *made)}
-    found = compare(
-        outcomes, made, resamples=resamples, margin=margin, draws=draws, across=auditor.across.result(),
+    outcomes = {name: auditor.outcomes(name) for name in (LEARNED, *by_name)}
+    report = compare(
+        outcomes, by_name, resamples=resamples, margin=margin, draws=draws, across=auditor.across.result(),
         influence=auditor.influence.result(),
     )  # fmt: skip
     parts, models = _strata_of(auditor, sorted_by, (*shifts, *others), beside)
     return dataclasses.replace(
-        found,
+        report,
         strata=compare_strata(parts, resamples),
         leave_one_out=auditor.worth.result(),
         beside=compare_strata(models, resamples),
@@ -176,10 +176,10 @@ def _check_options(**options: Any) -> None:
 
 
 def _check_sets(sets: Mapping[str, Any], *, twice: bool) -> None:
-    """Raise unless all sets are batches that can be passed, or passed twice."""
+    """Raise a TypeError unless all sets can be iterated, or iterated twice."""
     for name, batches in sets.items():
         if not isinstance(batches, Iterable) or (twice and isinstance(batches, Iterator)):
-            raise TypeError(f"{name} must be a list or a loader, which can be passed twice, got {batches!r}")
+            raise TypeError(f"{name} must be a list or a loader, which can be iterated twice, got {batches!r}")
 
 
 def _go_on(
@@ -191,18 +191,18 @@ def _go_on(
     *,
     progress: bool,
 ) -> None:
-    """Take the batches of each step that were not taken before."""
+    """Process the remaining batches of every step."""
 
     def state() -> dict[str, Any]:
         return {"auditor": auditor.state(), "strata": sorted_by.state()}
 
-    counts = {name: len(own) if isinstance(own, Sized) else None for name, (own, _) in steps.items()}
+    counts = {name: len(dataset) if isinstance(dataset, Sized) else None for name, (dataset, _) in steps.items()}
     if kept.path is not None:
         first = next(iter(steps[_AUDIT][0]), None)
-        found = kept.read({**auditor.identity(first), "leave_one_out": leave_one_out, "batches": counts})
-        if found is not None:
-            auditor.restore(found["auditor"])
-            sorted_by.restore(found["strata"])
+        saved = kept.read({**auditor.identity(first), "leave_one_out": leave_one_out, "batches": counts})
+        if saved is not None:
+            auditor.restore(saved["auditor"])
+            sorted_by.restore(saved["strata"])
     for name, (batches, take) in steps.items():
         done = kept.done.get(name, 0)
         bar = progress_bar(kept.left(name, batches), desc=name, total=counts[name], initial=done, shown=progress)
@@ -217,16 +217,16 @@ def _go_on(
 def _strata_of(
     auditor: Auditor, sorted_by: Strata, elsewhere: Sequence[str], beside: Iterable[str]
 ) -> tuple[dict[tuple[str, str], Outcomes], dict[tuple[str, str], Outcomes]]:
-    """Return outcomes by group and name: those against random tokens, and those against other models.
+    """Return outcomes by group and name, against random tokens and against other models.
 
     Args:
         auditor: Has judged all batches.
-        sorted_by: What the images are sorted by.
+        sorted_by: Strata of the images.
         elsewhere: Names of shifts and other sets.
         beside: Names of other models.
     """
-    whole, members = auditor.against_random(), sorted_by.members()
-    parts = {names: whole.of(chosen) for names, chosen in members.items()}
+    overall, members = auditor.against_random(), sorted_by.members()
+    parts = {names: overall.of(chosen) for names, chosen in members.items()}
     if elsewhere:
         parts |= {(SHIFT, name or "none"): auditor.against_random(name) for name in ("", *elsewhere)}
     models = {}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from mmod.analysis.timing import Spread
 from mmod.benchmarks.options import TimedOptions
-from mmod.benchmarks.report import Row, number_cell, spread_cell
+from mmod.benchmarks.report import ReportRow, number_cell, spread_cell
 from mmod.config import PRESETS
 from mmod.values import check_distinct, check_fields
 
@@ -61,7 +61,7 @@ class GenerationConfig(TimedOptions):
 
 
 @dataclass(frozen=True)
-class GenerationRow(Row):
+class GenerationRow(ReportRow):
     """One routed model in one run; ratios are taken round by round.
 
     Args:

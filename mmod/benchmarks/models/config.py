@@ -10,7 +10,7 @@ import torch
 
 from mmod.analysis.timing import Spread
 from mmod.benchmarks.options import TimedOptions
-from mmod.benchmarks.report import Row, number_cell, spread_cell
+from mmod.benchmarks.report import ReportRow, number_cell, spread_cell
 from mmod.config import RoutingConfig, score
 from mmod.values import check_distinct, check_fields
 
@@ -120,7 +120,7 @@ class BenchmarkConfig(TimedOptions):
 
 
 @dataclass(frozen=True)
-class BenchmarkRow(Row):
+class BenchmarkRow(ReportRow):
     """One routed model in one run. All ratios are taken round by round; memory is that of the whole batch.
 
     Args:

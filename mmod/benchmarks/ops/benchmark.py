@@ -19,7 +19,7 @@ from mmod.benchmarks.ops.cases import CASES, OpCase, OpSize, make_case
 from mmod.benchmarks.ops.roofline import Probes, cache_flush
 from mmod.benchmarks.options import TimedOptions
 from mmod.benchmarks.oracle import PLAIN_TOLERANCE, check_close, check_error_rule
-from mmod.benchmarks.report import BenchmarkReport, Row, spread_cell
+from mmod.benchmarks.report import BenchmarkReport, ReportRow, spread_cell
 from mmod.benchmarks.resume import run_all
 from mmod.ops import use
 from mmod.values import check_distinct
@@ -66,7 +66,7 @@ class OpBenchmarkConfig(TimedOptions):
 
 
 @dataclass(frozen=True)
-class OpRow(Row):
+class OpRow(ReportRow):
     """One implementation of one op at one size. All ratios are taken round by round.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis import Place, judge_answers, judge_classes
+from mmod.analysis import DecisionContext, judge_answers, judge_classes
 from mmod.analysis.audit.choices import default_choices
 from tests.adapters.clip_zoo import make_captions, make_clip
 from tests.adapters.clip_zoo import make_images as make_clip_images
@@ -118,7 +118,7 @@ def test_a_choice_of_the_users_and_positions_of_another_set() -> None:
         batches_of(600, seed=1),
         positions_from=elsewhere,
         conditions=["random", "mean mask"],
-        own={"far from others": lambda place: content(place.x_BND)},
+        custom={"far from others": lambda place: content(place.x_BND)},
         draws=2,
         resamples=200,
     )
@@ -134,7 +134,7 @@ def test_dense_attention_is_that_of_the_same_block_of_the_reference() -> None:
     """Beside a slow definition: the map from queries and keys, its columns averaged."""
     dense = mmod.unroute_(plant("norm"))
 
-    def received(place: Place) -> Tensor:
+    def received(place: DecisionContext) -> Tensor:
         (images, _), name = next(iter(batches)), place.block
         states: dict[str, Tensor] = {}
         attention = dense.get_submodule(name).attn
@@ -146,7 +146,7 @@ def test_dense_attention_is_that_of_the_same_block_of_the_reference() -> None:
 
     batches = batches_of(60, seed=3)
     found = mmod.audit(
-        plant("random"), batches, conditions=["random", "dense attention"], own={"slow": received}, reference=dense,
+        plant("random"), batches, conditions=["random", "dense attention"], custom={"slow": received}, reference=dense,
         draws=1, resamples=100,
     )  # fmt: skip
     fast, slow = found.conditions[-2:]
@@ -225,8 +225,8 @@ def test_answers_of_patches_are_averaged_over_each_image() -> None:
             {"reference": nn.Sequential(nn.Flatten(), nn.Linear(256, 4)), "conditions": ["random", "dense attention"]},
             "the dense model has no attention over 17 tokens in blocks.0",
         ),
-        ({"own": {"stride": content}}, "own names stride, which an audit has already"),
-        ({"conditions": ["random", "centre", "random"]}, "must name each choice once"),
+        ({"custom": {"stride": content}}, "custom uses the reserved names stride"),
+        ({"conditions": ["random", "centre", "random"]}, "must not repeat a name"),
         ({"draws": 0}, "draws must be"),
         ({"margin": -1.0}, "margin must be"),
         ({"margin": float("nan")}, "margin must be"),
@@ -247,7 +247,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 
 def test_what_cannot_be_audited_is_refused() -> None:
-    with pytest.raises(TypeError, match="passed twice"):
+    with pytest.raises(TypeError, match="iterated twice"):
         mmod.audit(plant("random"), iter(batches_of(8, seed=0)))
     with pytest.raises(ValueError, match="two images or more, got 0"):
         mmod.audit(plant("random"), [])
@@ -255,7 +255,7 @@ def test_what_cannot_be_audited_is_refused() -> None:
         mmod.audit(make_model(SMALL), [])
     with pytest.raises(ValueError, match="each sample needs an answer"):
         judge_answers(make_model(SMALL), {"labels": torch.full((2, 3), -100)})
-    with pytest.raises(ValueError, match="give `judge`"):
+    with pytest.raises(ValueError, match="pass `judge`"):
         mmod.audit(plant("random"), [(make_images(SMALL, 2)[:, :1, :16, :16], torch.rand(2, 4))])
     with pytest.raises(ValueError, match="a batch must be two tensors, images and their classes, got NoneType"):
         mmod.audit(plant("random"), [None])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis import Place, judge_answers
+from mmod.analysis import DecisionContext, judge_answers
 from mmod.analysis.audit.reference import token_entropy
 from tests.adapters.vlm_zoo import make_joint, make_language, prompt
 from tests.zoo import make_images, make_model
@@ -53,11 +53,11 @@ def test_tokens_that_the_reference_is_least_sure_of_are_kept() -> None:
     dense, images = make_model(name).eval(), make_images(name, 12)
     routed = mmod.route_(make_model(name), mmod.RoutingConfig(router="random"))
 
-    def slow(place: Place) -> Tensor:
+    def slow(place: DecisionContext) -> Tensor:
         return entropy(dense.head(dense.fc_norm(dense.forward_features(images))))
 
     found = mmod.audit(
-        routed, [(images, torch.arange(12) % 7)], conditions=["random", "reference entropy"], own={"slow": slow},
+        routed, [(images, torch.arange(12) % 7)], conditions=["random", "reference entropy"], custom={"slow": slow},
         reference=dense, draws=1, resamples=100,
     )  # fmt: skip
     fast, slowly = found.conditions[-2:]
@@ -70,10 +70,10 @@ def test_image_tokens_of_a_vision_language_model_are_ranked_by_what_comes_next()
     model, dense = mmod.route_(make_joint("llava"), language=routing), make_joint("llava")
     batch = prompt("llava", (1, 2), seed=0)
     batch["labels"] = batch["input_ids"]
-    seen: list[Place] = []
+    seen: list[DecisionContext] = []
     found = mmod.audit(
         model, [batch], judge=judge_answers, conditions=["random", "reference entropy"], reference=dense, draws=1,
-        resamples=100, own={"look": lambda place: seen.append(place) or place.x_BND.norm(dim=-1)},
+        resamples=100, custom={"look": lambda place: seen.append(place) or place.x_BND.norm(dim=-1)},
     )  # fmt: skip
     assert math.isfinite(found.conditions[-2].loss.value)
     assert seen[-1].entropy_BN is not None
