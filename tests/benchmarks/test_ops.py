@@ -16,10 +16,10 @@ import yaml
 import mmod
 from mmod.benchmarks import (
     BenchmarkConfig,
+    Criterion,
     OpBenchmarkConfig,
     OpSize,
     SuiteConfig,
-    Threshold,
     WrongOutputError,
     benchmark_ops,
     benchmark_suite,
@@ -184,12 +184,12 @@ def test_config_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tokens must be an integer of at least 1, got 0"):
         OpSize(images=1, tokens=0)
     with pytest.raises(ValueError, match="needs either at_least or at_most"):
-        Threshold(name="both", parts=["a"], column="ms", at_least=1, at_most=2)
+        Criterion(name="both", parts=["a"], column="ms", at_least=1, at_most=2)
     part = OpBenchmarkConfig(out="a")
     with pytest.raises(ValueError, match=r"names columns \['of_free'\]; a has"):
-        SuiteConfig(ops=[part], thresholds=[Threshold(name="b", parts=["a"], column="of_free", at_least=1)])
+        SuiteConfig(ops=[part], thresholds=[Criterion(name="b", parts=["a"], column="of_free", at_least=1)])
     with pytest.raises(ValueError, match="is set for 'b'; parts are a"):
-        SuiteConfig(ops=[part], thresholds=[Threshold(name="b", parts=["b"], column="of_bound", at_least=1)])
+        SuiteConfig(ops=[part], thresholds=[Criterion(name="b", parts=["b"], column="of_bound", at_least=1)])
     with pytest.raises(ValueError, match="each with an out folder of its own"):
         SuiteConfig(ops=[part], models=[BenchmarkConfig(out="a")])
 
@@ -202,10 +202,10 @@ def test_a_suite_checks_thresholds_and_measures_no_part_twice(monkeypatch: pytes
         execution=["eager"], step=["train"], seconds=0, rounds=2, out="models",
     )  # fmt: skip
     thresholds = [
-        Threshold(name="easy", parts=["ops"], where={"path": ["auto", "torch"]}, column="of_bound", at_least=0),
-        Threshold(name="hard", parts=["models"], column="of_free", at_least=1000),
-        Threshold(name="memory", parts=["models"], column="peak_of_bound", at_most=10),
-        Threshold(name="elsewhere", parts=["ops"], where={"op": "merge_rows"}, column="of_bound", at_least=0),
+        Criterion(name="easy", parts=["ops"], where={"path": ["auto", "torch"]}, column="of_bound", at_least=0),
+        Criterion(name="hard", parts=["models"], column="of_free", at_least=1000),
+        Criterion(name="memory", parts=["models"], column="peak_of_bound", at_most=10),
+        Criterion(name="elsewhere", parts=["ops"], where={"op": "merge_rows"}, column="of_bound", at_least=0),
     ]
     suite = SuiteConfig(ops=[tiny_ops], models=[tiny_models], thresholds=thresholds, out=str(tmp_path / "suite"))
     with monkeypatch.context() as patch:
@@ -229,11 +229,15 @@ def test_a_suite_goes_on_past_a_part_that_fails(
 ) -> None:
     command = ["suite", "--config", str(tmp_path / "suite.yaml")]
     part = {"sizes": [asdict(TINY)], "backends": ["auto"], "step": ["forward"], "seconds": 0.0, "rounds": 2}
-    # The keys of suites written by earlier versions.
-    bars = [{"name": op, "parts": [op], "column": "of_bound", "at_least": 0} for op in ("gather_rows", "merge_rows")]
-    bars.append({"name": "former", "parts": ["merge_rows"], "column": "of_rival", "at_least": 0})
+    # "of_rival" is the former name of the column "of_baseline".
+    thresholds = [
+        {"name": op, "parts": [op], "column": "of_bound", "at_least": 0} for op in ("gather_rows", "merge_rows")
+    ]
+    thresholds.append({"name": "former", "parts": ["merge_rows"], "column": "of_rival", "at_least": 0})
     parts = [{**part, "ops": [op], "out": op} for op in ("gather_rows", "merge_rows")]
-    (tmp_path / "suite.yaml").write_text(json.dumps({"ops": parts, "bars": bars, "out": str(tmp_path / "out")}))
+    (tmp_path / "suite.yaml").write_text(
+        json.dumps({"ops": parts, "thresholds": thresholds, "out": str(tmp_path / "out")})
+    )
     with monkeypatch.context() as patch:
         right = mmod.ops.reference._take_rows
         patch.setattr("mmod.ops.reference._take_rows", lambda *args: right(*args) * 1.001)
