@@ -39,7 +39,7 @@ def main() -> None:
     ids = open_clip.get_tokenizer(options.model)(["a photo of a dog", "a diagram of a routed block"])
     images = torch.randn(2, 3, *model.visual.image_size)
     for capacity in (0.5, 0.25):
-        mmod.set_capacity(model, capacity)
+        mmod.set_capacity_(model, capacity)
         with torch.no_grad():
             similarity = model.encode_image(images, normalize=True) @ model.encode_text(ids, normalize=True).T
         image, text = mmod.flops(model.visual, images.shape[-1]), mmod.flops(model, {"text": ids[:1]})

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from mmod.model import (
         apply_,
         capacities,
-        freeze_dense,
+        freeze_dense_,
         is_routed,
         route_,
         routed_blocks,
         routing_config,
-        set_capacity,
+        set_capacity_,
         unroute_,
     )
     from mmod.planning import (

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from mmod.adapters import adapted_model, find_parts
 from mmod.adapters.base import Part
 from mmod.config import Plan, RoutingConfig
@@ -28,13 +26,13 @@ __all__ = [
     "apply_",
     "capacities",
     "deciding_by",
-    "freeze_dense",
+    "freeze_dense_",
     "is_routed",
     "route_",
     "routed_blocks",
     "routing_config",
     "routing_configs",
-    "set_capacity",
+    "set_capacity_",
     "undo_",
     "unroute_",
 ]
@@ -168,7 +166,7 @@ def unroute_(model: Model) -> Model:
     return model
 
 
-def freeze_dense(model: Model) -> Model:
+def freeze_dense_(model: Model) -> Model:
     """Freeze all parameters of a routed model but the routers'.
 
     Args:
@@ -184,7 +182,7 @@ def freeze_dense(model: Model) -> Model:
 
     Example:
         >>> import timm
-        >>> model = freeze_dense(route_(timm.create_model("test_vit"), RoutingConfig(router="linear")))
+        >>> model = freeze_dense_(route_(timm.create_model("test_vit"), RoutingConfig(router="linear")))
         >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad][:2]
         ['blocks.1.router.score.weight', 'blocks.3.router.score.weight']
     """
@@ -198,14 +196,17 @@ def freeze_dense(model: Model) -> Model:
     return model
 
 
-def set_capacity(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> None:
-    """Set the capacity of a routed model; its weights do not change.
+def set_capacity_(model: Model, capacity: float | Sequence[float] | Mapping[str, float]) -> Model:
+    """Set the capacity of a routed model in place; its weights do not change.
 
     Capacity is not in the state dict: set it on existing copies, such as an EMA model, too.
 
     Args:
         model: A routed model.
         capacity: Share of tokens kept: one number, one per routed block in order, or a mapping by module name.
+
+    Returns:
+        The same model.
 
     Raises:
         TypeError: A capacity that is no number.
@@ -214,11 +215,11 @@ def set_capacity(model: nn.Module, capacity: float | Sequence[float] | Mapping[s
 
     Example:
         >>> import timm
-        >>> model = route_(timm.create_model("test_vit"))
-        >>> set_capacity(model, 0.25)
+        >>> model = set_capacity_(route_(timm.create_model("test_vit")), 0.25)
     """
     exact = exact_capacities(model, capacity)
     blocks = routed_blocks(model)
     for name, value in exact.items():
         check_budget(name, blocks[name].router, value)
     assign_capacities(model, capacity)
+    return model

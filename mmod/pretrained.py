@@ -105,7 +105,7 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
     if "mmod" not in header or parse_json(header["mmod"], f"the header of {WEIGHTS}") != config:
         raise ValueError(
             f"{WEIGHTS} and {CONFIG} in {str(folder)!r} do not belong together: one was edited or replaced. Load with "
-            "what the weights were saved with, then change it with mmod.set_capacity or unroute_ and route_"
+            "what the weights were saved with, then change it with mmod.set_capacity_ or unroute_ and route_"
         )
     with torch.device("meta"):
         # Its shapes first: a model of another size than its weights takes no memory.

@@ -174,7 +174,7 @@ class Draw:
     Args:
         host: Key of `HOSTS`.
         parts: Fields of `RoutingConfig` for each routed part.
-        capacity: What `set_capacity` gives all blocks after routing, or None.
+        capacity: What `set_capacity_` gives all blocks after routing, or None.
         batch: Samples.
         training: The model trains.
         dtype: Of its weights.

@@ -100,7 +100,7 @@ def refusal(case: Draw, invariants: Sequence[Callable[[Case], None]]) -> str | N
         configs = {part: mmod.RoutingConfig(**fields) for part, fields in case.parts.items()}
         mmod.route_(model, **configs)
         if case.capacity is not None:
-            mmod.set_capacity(model, case.capacity)
+            mmod.set_capacity_(model, case.capacity)
         subject = Case(case, host, model, samples, dense.outputs[key], configs)
         with torch.no_grad():
             subject.run()

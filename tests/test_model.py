@@ -97,7 +97,7 @@ class TestConfig:
 class TestRoute:
     def test_routing_twice(self) -> None:
         model = mmod.route_(make_model(NAME))
-        with pytest.raises(ValueError, match=r"already routed; call mmod\.undo_ first, or mmod\.set_capacity"):
+        with pytest.raises(ValueError, match=r"already routed; call mmod\.undo_ first, or mmod\.set_capacity_"):
             mmod.route_(model)
 
     def test_unrouting_a_dense_model(self) -> None:
@@ -148,8 +148,8 @@ class TestRoute:
     @pytest.mark.parametrize(
         "call",
         [
-            mmod.is_routed, mmod.routed_blocks, mmod.capacities, mmod.unroute_, mmod.freeze_dense, mmod.auxiliary_loss,
-            mmod.settle_capacity_, undo_, lambda model: mmod.set_capacity(model, 0.5),
+            mmod.is_routed, mmod.routed_blocks, mmod.capacities, mmod.unroute_, mmod.freeze_dense_, mmod.auxiliary_loss,
+            mmod.settle_capacity_, undo_, lambda model: mmod.set_capacity_(model, 0.5),
             lambda model: mmod.trace(model).__enter__(), lambda model: mmod.flops(model, 64),
             lambda model: mmod.prefill_flops(model, 4), lambda model: mmod.search_plan(model, [], 0.5),
             lambda model: mmod.attention_ranks(model, []), lambda model: mmod.save_pretrained(model, "folder"),
@@ -189,7 +189,7 @@ class TestCapacity:
             ([0.5, 0.25, 1.0], [0.5, 0.25, 1.0]),
             ({"blocks.3": 0.125}, [0.5, 0.125, 1.0]),
         ]:
-            mmod.set_capacity(model, given)
+            mmod.set_capacity_(model, given)
             assert list(mmod.capacities(model).values()) == expected
             with mmod.trace(model) as decisions:
                 model(images)
@@ -206,13 +206,13 @@ class TestCapacity:
     def test_wrong_budgets(self, capacity, message: str) -> None:
         model = mmod.route_(make_model(NAME))
         with pytest.raises(ValueError, match=message):
-            mmod.set_capacity(model, capacity)
+            mmod.set_capacity_(model, capacity)
         assert set(mmod.capacities(model).values()) == {0.5}
 
     def test_thresholds_have_no_budget(self) -> None:
         model = mmod.route_(make_model(NAME), RoutingConfig(select="threshold"))
         with pytest.raises(ValueError, match="routed by threshold"):
-            mmod.set_capacity(model, 0.5)
+            mmod.set_capacity_(model, 0.5)
 
 
 class TestTrace:

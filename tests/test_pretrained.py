@@ -68,7 +68,7 @@ def test_changes_since_creation_are_kept(tmp_path: Path) -> None:
     model = routed(drop_path_rate=0.2)
     model.reset_classifier(3, "avg")
     model.set_input_size(96)
-    mmod.set_capacity(model, {"blocks.2": 0.125})
+    mmod.set_capacity_(model, {"blocks.2": 0.125})
     model.to(torch.bfloat16)
     save_pretrained(model, tmp_path)
     again = load_pretrained(tmp_path, device="cpu")
@@ -225,7 +225,7 @@ def test_edited_config_is_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "mmod.json").read_text())
     config["methods"][0]["capacities"][0] = 1.0
     (tmp_path / "mmod.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="set_capacity"):
+    with pytest.raises(ValueError, match="set_capacity_"):
         load_pretrained(tmp_path)
 
 
@@ -254,7 +254,7 @@ def test_dense_checkpoint_loads_before_or_after_routing(before: bool) -> None:
         missing, unexpected = model.load_state_dict(dense.state_dict(), strict=False)
         assert not unexpected
         assert set(missing) == {name for name in model.state_dict() if ".router." in name}
-    mmod.set_capacity(model, 1.0)
+    mmod.set_capacity_(model, 1.0)
     for block in mmod.routed_blocks(model).values():
         nn.init.zeros_(block.router.score.weight)
     x = torch.randn(IMAGE)

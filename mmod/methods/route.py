@@ -138,7 +138,7 @@ class Route(Method):
         for stack in stacks.values():
             if any(is_converted(block) for block in stack.blocks):
                 raise ValueError(
-                    f"this {type(model).__name__} is already routed; call mmod.undo_ first, or mmod.set_capacity"
+                    f"this {type(model).__name__} is already routed; call mmod.undo_ first, or mmod.set_capacity_"
                 )
 
     def change(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:

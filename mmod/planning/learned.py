@@ -18,7 +18,7 @@ from mmod.analysis.flops import flops
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
 from mmod.config import Plan, RoutingConfig, spelled
 from mmod.extras import name_missing_extra
-from mmod.model import capacities, routed_blocks, routing_configs, set_capacity, unroute_
+from mmod.model import capacities, routed_blocks, routing_configs, set_capacity_, unroute_
 from mmod.ops.select import kept_count
 from mmod.planning.costs import BlockCosts
 from mmod.planning.knapsack import best_choices
@@ -348,7 +348,7 @@ def settle_capacity_(model: nn.Module) -> LearnedPlan:
     shares = tuple(row[HUNDREDTHS.index(capacity)] for row, capacity in zip(hook.costs(), chosen))
     config = config.replace(capacity=tuple(map(float, chosen)))
     detach_hooks(model, hook)
-    set_capacity(model, list(map(float, chosen)))
+    set_capacity_(model, list(map(float, chosen)))
     plan = config.plan(len(stack.blocks))
     return LearnedPlan(hook.names, learned, plan, config, shares, hook.budget - room, hook.budget, hook.cost)
 
@@ -386,12 +386,12 @@ def _counted(model: nn.Module, example: Tensor, grid: Sequence[Fraction]) -> tup
     channels, height, width = example.shape[1:]
     try:
         for capacity in grid:
-            set_capacity(model, float(capacity))
+            set_capacity_(model, float(capacity))
             report = flops(model, (channels, height, width))
             rows = [row for row in report.blocks if row.name in original]
             columns.append([float(row.routed) for row in rows])
             fixed = float(report.routed - sum(row.routed for row in rows))
     finally:
-        set_capacity(model, original)
+        set_capacity_(model, original)
     dense = tuple(float(row.dense) for row in rows)
     return BlockCosts(tuple(zip(*columns)), dense, float(report.dense)), fixed, [row.tokens for row in rows]

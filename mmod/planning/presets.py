@@ -110,7 +110,7 @@ def modification() -> dict[str, Any]:
 def mindskip(depth: int | None) -> dict[str, Any]:
     """He et al., arXiv 2410.13184: images skip the attention of blocks in the deeper half, by a hard threshold.
 
-    The source trains the routers alone (`mmod.freeze_dense`): a linear score averaged over the image's tokens, and a
+    The source trains the routers alone (`mmod.freeze_dense_`): a linear score averaged over the image's tokens, and a
     gate of 0 or 1 with a straight-through gradient. Differences: the score reads tokens divided by their root mean
     square, where the source reads the output of the layer's first norm. The source penalises only a kept share above
     the target; here the loss is the distance to it. Its weight is 1; the released script has 0, which skips nothing.

@@ -234,9 +234,9 @@ def test_towers_have_settings_of_their_own() -> None:
         "visual.transformer.resblocks.1": 0.25,
         "visual.transformer.resblocks.3": 0.25,
     }
-    mmod.set_capacity(model, {"transformer.resblocks.3": 0.75})
+    mmod.set_capacity_(model, {"transformer.resblocks.3": 0.75})
     assert mmod.capacities(model)["transformer.resblocks.3"] == 0.75
-    mmod.set_capacity(model, 1.0)
+    mmod.set_capacity_(model, 1.0)
     assert set(mmod.capacities(model).values()) == {1.0}
 
 

@@ -252,7 +252,7 @@ def test_factory_is_left_as_it_was(models: str) -> None:
 def test_saves_and_loads(name: str, tmp_path: Path) -> None:
     model = mmod.route_(make_clip(name), image=LEARNED, text=CONFIGS["attention"])
     blocks = list(mmod.routed_blocks(model))
-    mmod.set_capacity(model, {blocks[0]: 0.75})
+    mmod.set_capacity_(model, {blocks[0]: 0.75})
     config = small_config(name)
     mmod.save_pretrained(model, tmp_path, architecture=config)
     again = mmod.load_pretrained(tmp_path)

@@ -70,10 +70,10 @@ def test_a_vit_with_adapters_is_routed_trained_merged_and_saved(router: str, con
     assert mmod.route_(model, config) is model
     with pytest.raises(ValueError, match="already routed"):
         mmod.route_(model, config)
-    mmod.set_capacity(model, 1.0)
+    mmod.set_capacity_(model, 1.0)
     if router == "attention":
         torch.testing.assert_close(outputs(model, images), plain)
-    mmod.set_capacity(model, 0.5)
+    mmod.set_capacity_(model, 0.5)
     if router == "linear":
         check_trained(train(model, images), learns=True)
     expected = outputs(model, images)

@@ -120,7 +120,7 @@ def test_capacity_one_and_text_alone_are_the_dense_model(attention: str, way: tu
                 torch.testing.assert_close(
                     model(**batch).logits[valid], dense(**batch).logits[valid], rtol=1e-4, atol=1e-5
                 )
-            mmod.set_capacity(model, 0)
+            mmod.set_capacity_(model, 0)
             batch = prompt(name, (0,))
             assert torch.equal(model(**batch).logits, dense(**batch).logits)
             batch = prompt(name, (1,))

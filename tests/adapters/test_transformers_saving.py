@@ -44,7 +44,7 @@ def test_saved_models_load_by_one_call(name: str, shard: str, tmp_path: Path) ->
     mmod.route_(model, language=LINEAR.replace(language={"shared": True}, capacity=(0.5, 0.25)))
     if name == "llava":
         mmod.route_(model, vision=mmod.RoutingConfig(capacity=0.5))
-    mmod.set_capacity(model, [0.4, *list(mmod.capacities(model).values())[1:]])
+    mmod.set_capacity_(model, [0.4, *list(mmod.capacities(model).values())[1:]])
     model.save_pretrained(tmp_path, max_shard_size=shard)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "20KB")
     again = mmod.load_pretrained(tmp_path)
@@ -97,7 +97,7 @@ def test_lora_before_or_after_routing(first: str, tmp_path: Path) -> None:
             if name in trained:
                 p.add_(0.1 * torch.randn_like(p))
     wrapped.eval()
-    mmod.set_capacity(wrapped, 0.3)
+    mmod.set_capacity_(wrapped, 0.3)
     with torch.no_grad(), mmod.trace(wrapped) as decisions:
         expected = wrapped(**batch).logits
     assert all(int(r.keep_BN[0].sum()) < batch["attention_mask"][0].sum() for r in decisions.values())

@@ -100,7 +100,7 @@ def test_towers_of_clip_models(name: str, way: tuple[str, str]) -> None:
         expected = clip_zoo.embed(clip_zoo.make_clip(name), images, captions)
         for one, other in zip(clip_zoo.embed(model, images, captions), expected):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        mmod.set_capacity(model, 0.5)
+        mmod.set_capacity_(model, 0.5)
         halves = clip_zoo.embed(model, images, captions)
         singles = [clip_zoo.embed(model, images[at : at + 1], captions[at : at + 1]) for at in range(3)]
     for half, other, single in zip(halves, expected, zip(*singles)):
@@ -133,7 +133,7 @@ def test_capacity_zero_leaves_protected_tokens(name: str) -> None:
             mmod.route_(model, config)
         mmod.route_(model, config.replace(capacity=0.5))
         with pytest.raises(ValueError, match=r"must be in \(0, 1\]"):
-            mmod.set_capacity(model, 0)
+            mmod.set_capacity_(model, 0)
         return
     mmod.route_(model, config)
     seen: list[tuple[Tensor, Tensor]] = []

@@ -137,9 +137,9 @@ def test_capacity_one_is_dense_and_gradients_reach_everything(skipped: str) -> N
         make_images(name, 2),
     )
     model = model.float()
-    mmod.set_capacity(model, 1.0)
+    mmod.set_capacity_(model, 1.0)
     assert torch.equal(model(images), dense(images))
-    mmod.set_capacity(model, 0.5)
+    mmod.set_capacity_(model, 0.5)
     model.train()(images).square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
 
@@ -207,6 +207,6 @@ def test_capacities_that_cannot_be_are_refused() -> None:
     rising = routed(name, double=False, router="redundancy", skipped="merge", blocks=(1, 2), capacity=(0.4, 0.6))
     with pytest.raises(ValueError, match=r"6 of 17 tokens are left for a capacity of 0\.6"):
         rising(images)
-    mmod.set_capacity(rising, 0.05)
+    mmod.set_capacity_(rising, 0.05)
     with pytest.raises(ValueError, match="needs a kept token beside the 1 that are always kept"):
         rising(images)

@@ -137,7 +137,7 @@ def test_routers_learn_alone_also_from_what_is_skipped(per: str) -> None:
     model = mmod.route_(make_model("test_vit"), config_for("attention", **changes, losses={"capacity": 0.1}))
     for block in mmod.routed_blocks(model).values():
         block.router.config = block.router.config.replace(select=mmod.Threshold(0.999999))
-    mmod.freeze_dense(model).train()
+    mmod.freeze_dense_(model).train()
     images, before = make_images("test_vit", 4), {name: value.clone() for name, value in model.state_dict().items()}
     model(images).square().mean().backward()
     learning = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -159,7 +159,7 @@ def test_routers_learn_alone_also_from_what_is_skipped(per: str) -> None:
 def test_capacity_loss_leads_to_the_target_with_frozen_weights() -> None:
     images = make_images("test_vit", 32)
     model = mmod.route_(make_model("test_vit"), config_for("attention", capacity=0.25))
-    optimizer = torch.optim.Adam([p for p in mmod.freeze_dense(model).parameters() if p.requires_grad], lr=0.02)
+    optimizer = torch.optim.Adam([p for p in mmod.freeze_dense_(model).parameters() if p.requires_grad], lr=0.02)
     model.train()
     for _ in range(60):
         optimizer.zero_grad()
@@ -173,7 +173,7 @@ def test_capacity_loss_leads_to_the_target_with_frozen_weights() -> None:
 
 def test_nothing_but_learned_routers_can_learn_alone() -> None:
     with pytest.raises(ValueError, match="'random' has no parameters"):
-        mmod.freeze_dense(mmod.route_(make_model("test_vit"), mmod.RoutingConfig(router="random")))
+        mmod.freeze_dense_(mmod.route_(make_model("test_vit"), mmod.RoutingConfig(router="random")))
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

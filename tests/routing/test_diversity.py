@@ -64,7 +64,7 @@ def test_models_keep_what_is_spread_out(router: str) -> None:
     assert all(share == pytest.approx(8 / 17) for share in trace.kept_shares().values())
     joint, batch = make_joint("llava"), prompt("llava", (1, 2))
     mmod.route_(joint, language=blocks)
-    mmod.set_capacity(joint, 1.0)
+    mmod.set_capacity_(joint, 1.0)
     real = batch["attention_mask"].bool()
     routed = joint(**batch).logits[real]
     torch.testing.assert_close(routed, mmod.unroute_(joint)(**batch).logits[real], rtol=1e-4, atol=1e-5)

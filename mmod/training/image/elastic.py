@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod import RoutingConfig, auxiliary_loss, set_capacity
+from mmod import RoutingConfig, auxiliary_loss, set_capacity_
 from mmod.training.image.config import ElasticConfig
 from mmod.training.image.evaluate import EvalResult
 from mmod.training.image.task import ClassificationTask, answers
@@ -39,11 +39,11 @@ class ElasticTask(ClassificationTask):
         the auxiliary objectives where there are any.
         """
         smallest, *between, largest = self.elastic.capacities
-        set_capacity(self.model, largest)
+        set_capacity_(self.model, largest)
         logits, parts = super().objective(images, targets, labels)
         others = []
         for capacity in (smallest, *random.sample(between, self.elastic.samples - 2)):
-            set_capacity(self.model, capacity)
+            set_capacity_(self.model, capacity)
             others.append(self.divergence(answers(self.model, images, targets), logits.detach()))
             if self.auxiliary:
                 others.append(auxiliary_loss(self.model))
@@ -66,9 +66,9 @@ def at_capacities(
     """
     found = {}
     for capacity in elastic.capacities:
-        set_capacity(model, capacity)
+        set_capacity_(model, capacity)
         found[capacity] = judge()
     own = next(capacity for capacity in elastic.capacities if capacity == routing.capacity)
-    set_capacity(model, own)
+    set_capacity_(model, own)
     figures = {f"{capacity:g}": each.accuracies() for capacity, each in found.items()}
     return replace(found[own], capacities=figures)

@@ -15,7 +15,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 
-from mmod import freeze_dense
+from mmod import freeze_dense_
 from mmod.data.config import DataConfig
 from mmod.io.names import near_names
 from mmod.methods.read import is_added
@@ -44,7 +44,7 @@ def create_models(config: TrainConfig) -> tuple[nn.Module, nn.Module | None]:
     classes = getattr(model, "num_classes", None)
     load, create_teacher = partial(_load, config), partial(_create_teacher, config, classes)
     model, teacher = prepare_models(config, model, load, create_teacher)
-    return (model if config.trained is None else freeze_dense(model)), teacher
+    return (model if config.trained is None else freeze_dense_(model)), teacher
 
 
 def create_dense_model(config: ModelConfig) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-from mmod import apply_, flops, learn_capacity_, route_, set_capacity, settle_capacity_, undo_
+from mmod import apply_, flops, learn_capacity_, route_, set_capacity_, settle_capacity_, undo_
 from mmod.analysis import FlopReport
 from mmod.analysis.audit.judges import judge_classes
 from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream, normalisation
@@ -180,7 +180,7 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         share = min(1.0, epoch / schedule.epochs)
         capacity = round(schedule.start + share * (routing.capacity - schedule.start), 6)
         for model in models:
-            set_capacity(model, capacity)
+            set_capacity_(model, capacity)
 
     def _change_in_training(self, model: nn.Module, config: InTrainingConfig, epoch: int) -> None:
         if config.epochs is not None and epoch >= config.epochs:

@@ -35,7 +35,7 @@ def test_others_learn_what_the_largest_says(tmp_path: Path) -> None:
     parts = task.eval()(images, targets)
     found = {}
     for capacity in CAPACITIES:
-        mmod.set_capacity(model, capacity)
+        mmod.set_capacity_(model, capacity)
         found[capacity] = model(images)
     taught = found.pop(1.0).detach()
     torch.testing.assert_close(parts["task"], F.cross_entropy(taught, targets))
@@ -53,7 +53,7 @@ def test_others_learn_what_the_largest_says(tmp_path: Path) -> None:
 def test_a_step_has_the_largest_the_smallest_and_some_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = create_models(elastic(tmp_path))
     seen: list[float] = []
-    monkeypatch.setattr("mmod.training.image.elastic.set_capacity", lambda _, capacity: seen.append(capacity))
+    monkeypatch.setattr("mmod.training.image.elastic.set_capacity_", lambda _, capacity: seen.append(capacity))
     task = ElasticTask(model, nn.CrossEntropyLoss(), ElasticConfig(CAPACITIES, samples=3))
     for _ in range(8):
         task(*next(TensorStream(8, seed=None).batches(0)))
@@ -73,7 +73,7 @@ def test_an_elastic_run_is_judged_at_each_capacity(tmp_path: Path) -> None:
         assert found.capacities["0.5"] == found.accuracies()
         assert {"top1@0.25", "top5@1"} <= found.columns().keys()
     for capacity, figures in (done.evaluation.capacities or {}).items():
-        mmod.set_capacity(model, float(capacity))
+        mmod.set_capacity_(model, float(capacity))
         assert evaluate(model, TensorStream(8, seed=None)).accuracies() == figures  # type: ignore[arg-type]
 
 
