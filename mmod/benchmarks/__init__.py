@@ -3,6 +3,8 @@
 from mmod.benchmarks.drafts import DraftConfig, DraftRow, benchmark_drafts
 from mmod.benchmarks.generation.benchmark import benchmark_generation
 from mmod.benchmarks.generation.config import GenerationConfig, GenerationRow
+from mmod.benchmarks.gpu.benchmark import benchmark_gpu
+from mmod.benchmarks.gpu.config import GpuConfig
 from mmod.benchmarks.models.benchmark import benchmark
 from mmod.benchmarks.models.config import BenchmarkConfig, BenchmarkRow
 from mmod.benchmarks.models.paths import free_routing
@@ -20,6 +22,7 @@ __all__ = [
     "DraftRow",
     "GenerationConfig",
     "GenerationRow",
+    "GpuConfig",
     "OpBenchmarkConfig",
     "OpRow",
     "OpSize",
@@ -30,6 +33,7 @@ __all__ = [
     "benchmark",
     "benchmark_drafts",
     "benchmark_generation",
+    "benchmark_gpu",
     "benchmark_ops",
     "benchmark_suite",
     "check_dense",

@@ -1,9 +1,10 @@
-"""Command line of the benchmarks: `models`, `ops`, `generation`, `drafts`, or a `suite` of them.
+"""Command line of the benchmarks: `models`, `ops`, `generation`, `drafts`, a `suite` of them, or `gpu`.
 
 `models --batch_sizes "[1, 8]" --execution "[eager]" --threads 2` times dense, routed and freely routed models side by
 side, `ops` each op on each backend beside its bound and other implementations, `generation` prefill and decoding of a
 routed LLaVA beside the dense one, `drafts --run runs/text/elastic` a language model that verifies drafts of its own,
 and `suite --config configs/benchmark/h200.yaml` runs several of the first three and says which thresholds are met.
+`gpu --minutes 9` is the first half hour on a GPU, in calls of a few minutes: tests, speed, memory and training.
 `--config FILE` reads the same keys from YAML and `MODE --help` lists them. The table goes to stdout and, with its
 environment, to `benchmark.md` and `benchmark.json` in the folder `out`; the same command goes on where it was killed. A
 part of a suite that fails is named in the report, the others run, and the command ends with an error.
@@ -21,12 +22,14 @@ from mmod.benchmarks import (
     BenchmarkConfig,
     DraftConfig,
     GenerationConfig,
+    GpuConfig,
     OpBenchmarkConfig,
     SuiteConfig,
     SuiteFailedError,
     benchmark,
     benchmark_drafts,
     benchmark_generation,
+    benchmark_gpu,
     benchmark_ops,
     benchmark_suite,
 )
@@ -39,6 +42,7 @@ MODES: dict[str, tuple[Any, Any, str]] = {
     "generation": (GenerationConfig, benchmark_generation, "Time prefill and decoding of vision-language models."),
     "drafts": (DraftConfig, benchmark_drafts, "Time self-speculative decoding of a trained language model."),
     "suite": (SuiteConfig, benchmark_suite, "Run several benchmarks and say which thresholds are met."),
+    "gpu": (GpuConfig, benchmark_gpu, "Test and time everything that matters on a GPU, within a time budget."),
 }
 
 
@@ -53,7 +57,7 @@ def main(arguments: list[str]) -> None:
         FileExistsError: The output folder holds a finished benchmark.
     """
     parser = ArgumentParser(
-        description="Time models, ops, generation, drafts, or a suite.", allow_abbrev=False, parser_mode=STRICT
+        description="Time models, ops, generation, drafts, a suite, or a GPU.", allow_abbrev=False, parser_mode=STRICT
     )
     modes = parser.add_subcommands(dest="mode")
     for name, (config, _, purpose) in MODES.items():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mmod.benchmarks.options import Options
 from mmod.benchmarks.report import (
+    NAME,
     UNFINISHED,
     AnyRow,
     BenchmarkReport,
@@ -16,6 +18,7 @@ from mmod.benchmarks.report import (
     plain_options,
     refuse_to_overwrite,
 )
+from mmod.io.files import parse_json
 from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
 
@@ -60,3 +63,16 @@ def run_all(
     report.save(folder)
     journal.close()
     return report
+
+
+def measured_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows that a benchmark has so far, finished or not, as plain values.
+
+    Args:
+        folder: Where its results are; there need not be any.
+    """
+    path = folder / f"{NAME}.json"
+    if not path.exists():
+        return [row for _, rows in Journal(folder / UNFINISHED, None, "benchmark").records for row in rows]
+    rows: list[dict[str, Any]] = parse_json(path.read_bytes(), str(path))["rows"]
+    return rows

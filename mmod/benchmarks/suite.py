@@ -76,7 +76,7 @@ class Criterion:
         sign = 1.0 if self.at_least is not None else -1.0
         row, worst = min(counted, key=lambda pair: sign * pair[1])
         margin = sign * (worst - limit)
-        return CriterionRow(self.name, len(counted), _describe(row), worst, limit, margin, margin >= 0)
+        return CriterionRow(self.name, len(counted), describe(row), worst, limit, margin, margin >= 0)
 
     def _counts(self, row: Mapping[str, Any]) -> bool:
         return all(row[name] in (v if isinstance(v, list) else [v]) for name, v in self.where.items())
@@ -243,13 +243,21 @@ def _columns(row: type[ReportRow]) -> set[str]:
     return {f.name for f in fields(row)} | derived
 
 
-def _describe(row: Mapping[str, Any]) -> str:
-    """Return what a row is about: its texts and counts, without what was measured."""
+def describe(row: Mapping[str, Any]) -> str:
+    """Return what a row is about: its texts and counts, without what was measured.
+
+    Args:
+        row: A row of any benchmark, as plain values.
+
+    Example:
+        >>> describe({"op": "gather_rows", "images": 8, "ms": 0.1})
+        'gather_rows 8'
+    """
     about = [f"{v:g}" if isinstance(v, float) else str(v) for n, v in row.items() if n in _ABOUT and v is not None]
     return " ".join(about)
 
 
 _ABOUT = (
     "op", "images", "tokens", "kept", "dtype", "path", "router", "select", "context", "capacity", "batch_size",
-    "execution", "step", "preset", "image_tokens",
+    "execution", "step", "preset", "image_tokens", "what",
 )  # fmt: skip

@@ -22,7 +22,7 @@ class Journal:
 
     Args:
         path: The file; None keeps the records in memory alone.
-        identity: What the work is, as plain values: a file that was begun for another is refused.
+        identity: What the work is, as plain values: a file that was begun for another is refused. None reads any.
         kind: What the work is called in messages, as "search".
 
     Attributes:
@@ -42,9 +42,9 @@ class Journal:
         ValueError: ... belongs to another search: seed: 0 there, 1 now. Delete it or choose another file
     """
 
-    def __init__(self, path: str | Path | None, identity: Mapping[str, Any], kind: str) -> None:
+    def __init__(self, path: str | Path | None, identity: Mapping[str, Any] | None, kind: str) -> None:
         self.path, self.records, self._kind = path if path is None else Path(path), list[Any](), kind
-        self._identity = dict(identity)
+        self._identity = None if identity is None else dict(identity)
         if self.path is None or not self.path.exists():
             return
         try:
@@ -54,7 +54,7 @@ class Journal:
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         lines = [self._read(line, number) for number, line in enumerate(whole.splitlines(), 1)]
-        if lines:
+        if lines and self._identity is not None:
             changes = differences(lines[0], self._identity)
             self.check(
                 not changes, "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in changes.items())

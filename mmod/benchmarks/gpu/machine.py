@@ -1,0 +1,134 @@
+"""The machine: device, driver, clocks and versions, and which fused attention torch picks on it."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mmod.analysis.timing import Spread, interleave, ratios
+from mmod.benchmarks.gpu.config import FiguresRow, GpuConfig
+from mmod.benchmarks.report import BenchmarkReport, environment
+from mmod.benchmarks.resume import run_all
+from mmod.ops import attention_with_importance, choices
+
+PACKAGES = ("triton", "timm", "transformers", "open_clip_torch", "numpy")
+QUERIES = (
+    "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu",
+    "memory.total", "ecc.mode.current",
+)  # fmt: skip
+FORCED = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+class Shape(NamedTuple):
+    """Shape of attention: images, heads, tokens, channels of a head, and whether it is causal."""
+
+    images: int
+    heads: int
+    tokens: int
+    channels: int
+    causal: bool = False
+
+
+SHAPES = {
+    "ViT-B at 224": Shape(256, 12, 197, 64),
+    "ViT-B at 224, half of the tokens": Shape(256, 12, 99, 64),
+    "ViT-L at 224": Shape(256, 16, 197, 64),
+    "ViT-L at 518": Shape(32, 16, 1370, 64),
+    "LLaVA, prefill of 576 image tokens": Shape(4, 32, 624, 128, True),
+    "LLaVA, prefill of 2,880 image tokens": Shape(1, 32, 2928, 128, True),
+}
+REHEARSED = {"ViT": Shape(2, 2, 17, 16), "LLaVA, prefill": Shape(1, 2, 33, 16, True)}
+
+
+def describe_machine(config: GpuConfig) -> BenchmarkReport:
+    """Record device, driver, clocks, versions, and the implementation that each op takes."""
+    return run_all(config, "machine", FiguresRow, {"machine": functools.partial(_facts, config)}, progress=False)
+
+
+def _facts(config: GpuConfig) -> list[FiguresRow]:
+    found: dict[str, Any] = environment(config.device)
+    found |= {name: _version(name) for name in PACKAGES}
+    found["cuDNN"] = torch.backends.cudnn.version()
+    found["SDPA priority"] = ", ".join(SDPBackend(each).name for each in torch._C._get_sdp_priority_order())
+    if not config.rehearses:
+        found["capability"] = torch.cuda.get_device_capability()
+        found["multiprocessors"] = torch.cuda.get_device_properties(0).multi_processor_count
+    lines = (line.partition(": ") for line in choices(config.device, torch.bfloat16).splitlines())
+    return [FiguresRow("machine", found | device_state()), *(FiguresRow(op, {"runs": how}) for op, _, how in lines)]
+
+
+def device_state() -> dict[str, str]:
+    """Return what nvidia-smi says of the first device: driver, clocks, power and temperature; empty without it."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    command = [program, "--id=0", f"--query-gpu={','.join(QUERIES)}", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    return dict(zip(QUERIES, answer.strip().split(", ")))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def benchmark_attention(config: GpuConfig) -> BenchmarkReport:
+    """Record which fused attention SDPA picks at the shapes of known models, and how much longer the others take."""
+    shapes = REHEARSED if config.rehearses else SHAPES
+    runs = {name: functools.partial(_attend, config, name, shape) for name, shape in shapes.items()}
+    return run_all(config, "fused attention, bfloat16", FiguresRow, runs, progress=False)
+
+
+@torch.no_grad()
+def _attend(config: GpuConfig, name: str, shape: Shape) -> list[FiguresRow]:
+    device, (images, heads, tokens, channels, causal) = torch.device(config.device), shape
+    generator = torch.Generator(device).manual_seed(0)
+    # As a host's projection gives them: a view that is not contiguous.
+    q_BHNE, k_BHNE, v_BHNE = (
+        torch.randn(images, tokens, heads, channels, generator=generator, device=device).bfloat16().transpose(1, 2)
+        for _ in range(3)
+    )
+    picked = SDPBackend(torch._fused_sdp_choice(q_BHNE, k_BHNE, v_BHNE, is_causal=causal)).name
+    plain = functools.partial(F.scaled_dot_product_attention, q_BHNE, k_BHNE, v_BHNE, is_causal=causal)
+    calls: dict[str, Callable[[], Any]] = {
+        "SDPA": plain,
+        "with importance": functools.partial(attention_with_importance, q_BHNE, k_BHNE, v_BHNE, is_causal=causal),
+    }
+    forced = {label: functools.partial(_forced, plain, backend) for label, backend in FORCED.items()}
+    calls |= {label: call for label, call in forced.items() if _serves(call)}
+    times = interleave(calls, seconds=0.2, rounds=2 if config.rehearses else 20, device=device)
+    base = times.pop("SDPA")
+    relative = {f"{label} / SDPA": asdict(ratios(own, base)) for label, own in times.items()}
+    size = " x ".join(map(str, shape[:4])) + ", causal" * causal
+    return [FiguresRow(f"{name} ({size})", {"picked": picked, "ms": asdict(Spread.of(base)), **relative})]
+
+
+def _forced(call: Callable[[], Any], backend: SDPBackend) -> Any:
+    with sdpa_kernel(backend):
+        return call()
+
+
+def _serves(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except RuntimeError as error:
+        # Torch's words on a GPU and on a CPU.
+        if "No available kernel" in str(error) or "No viable backend" in str(error):
+            return False
+        raise
+    return True

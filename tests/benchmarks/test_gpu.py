@@ -1,0 +1,139 @@
+"""The GPU benchmark runs every part, outlives those that fail, crash or hang, and continues where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from mmod.benchmarks import GpuConfig, SuiteFailedError, benchmark_gpu
+from mmod.benchmarks.command import main
+from mmod.benchmarks.gpu import benchmark as gpu_benchmark
+from mmod.benchmarks.gpu.config import FiguresRow, PartName, UnavailableError
+from mmod.benchmarks.gpu.parts import PARTS, Part
+from mmod.benchmarks.gpu.programs import run_tests
+from mmod.benchmarks.report import BenchmarkReport
+from mmod.benchmarks.resume import run_all
+from tests.scripts import ROOT
+
+
+def _fails(config: GpuConfig) -> BenchmarkReport:
+    raise ValueError("no luck")
+
+
+def _crashes(config: GpuConfig) -> BenchmarkReport:
+    os._exit(7)
+
+
+def _lacks(config: GpuConfig) -> BenchmarkReport:
+    raise UnavailableError("there is no program")
+
+
+def _row(name: str, folder: Path) -> list[FiguresRow]:
+    with (folder / "seen").open("a") as seen:
+        seen.write(name)
+    if name == "b" and not (folder / "go").exists():
+        time.sleep(600)
+    return [FiguresRow(name, {"ms": 1.5})]
+
+
+def _hangs(config: GpuConfig) -> BenchmarkReport:
+    runs = {name: partial(_row, name, Path(config.out)) for name in "ab"}
+    return run_all(config, "letters", FiguresRow, runs, progress=False)
+
+
+def config(folder: Path, **options: Any) -> GpuConfig:
+    return GpuConfig(device="cpu", out=str(folder), **options)
+
+
+def statuses(report: BenchmarkReport) -> dict[str, str]:
+    return {row.cells()[0]: row.cells()[1] for row in report.rows}
+
+
+def test_parts_that_fail_crash_or_hang_leave_the_others_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parts = {
+        "fails": Part(_fails, 60), "crashes": Part(_crashes, 60), "hangs": Part(_hangs, 3), "lacks": Part(_lacks, 60),
+    }  # fmt: skip
+    monkeypatch.setattr(gpu_benchmark, "PARTS", parts)
+    monkeypatch.setattr(gpu_benchmark, "LEAST_SECONDS", 0.0)
+    with pytest.raises(SuiteFailedError, match=r"fails: ValueError: no luck; crashes: .* exit code 7; see") as error:
+        benchmark_gpu(config(tmp_path), progress=False)
+    expected = {"fails": "failed", "crashes": "failed", "hangs": "timed out", "lacks": "skipped"}
+    assert statuses(error.value.report) == expected
+    cells = [row.cells() for row in error.value.report.rows]
+    assert ("hangs", "timed out", "", "a", "ms 1.5") in cells, "rows of an unfinished part are shown"
+    assert ("lacks", "skipped") in [c[:2] for c in cells if c[4] == "there is no program"]
+    assert "no luck" in (tmp_path / "fails" / "log.txt").read_text()
+
+    (tmp_path / "hangs" / "go").touch()
+    monkeypatch.setattr(gpu_benchmark, "PARTS", {name: parts[name] for name in ("hangs", "lacks")})
+    with pytest.raises(FileExistsError, match="tests"):
+        benchmark_gpu(config(tmp_path, tests=["elsewhere"]), progress=False)
+    report = benchmark_gpu(config(tmp_path, minutes=3.0), progress=False)
+    assert statuses(report) == {"hangs": "done", "lacks": "skipped"}
+    assert (tmp_path / "hangs" / "seen").read_text() == "abb", (
+        "the first run is not repeated, nor is what lacks a program"
+    )
+    with pytest.raises(FileExistsError, match=r"benchmark\.json exists"):
+        benchmark_gpu(config(tmp_path), progress=False)
+
+
+def test_what_does_not_fit_the_budget_runs_in_the_next_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parts = {name: Part(_lacks, 60) for name in ("first", "second")}
+    monkeypatch.setattr(gpu_benchmark, "PARTS", parts)
+    report = benchmark_gpu(config(tmp_path, minutes=0.01), progress=False)
+    assert statuses(report) == dict.fromkeys(parts, "not run yet")
+    assert (tmp_path / "unfinished.jsonl").exists()
+    report = benchmark_gpu(config(tmp_path), progress=False)
+    assert statuses(report) == dict.fromkeys(parts, "skipped")
+    assert not (tmp_path / "unfinished.jsonl").exists()
+
+
+def test_tests_need_the_repository(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=r"elsewhere/tests is not here: start in a checkout"):
+        run_tests(config(tmp_path, tests=["elsewhere/tests"]))
+
+
+def test_parts_are_those_that_can_be_asked_for(tmp_path: Path) -> None:
+    assert tuple(PARTS) == get_args(PartName)
+    with pytest.raises(ValueError, match=r"only must be one of 'environment', .* got 'speed'"):
+        GpuConfig(only="speed")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="minutes must be"):
+        GpuConfig(minutes=0)
+
+
+def test_one_part_runs_alone_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["gpu", "--device=cpu", "--only=environment", f"--out={tmp_path / 'out'}"])
+    table = capsys.readouterr().out
+    assert (tmp_path / "out" / "benchmark.md").read_text() in table
+    assert f"--out={tmp_path / 'out'}" in table
+    rows = json.loads((tmp_path / "out" / "environment" / "benchmark.json").read_text())["rows"]
+    assert rows[0]["figures"]["torch"] in table
+    assert "gather_rows" in {row["what"] for row in rows}
+    assert "not run yet" in table
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rehearsal_runs_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    report = benchmark_gpu(config(tmp_path, minutes=30.0, tests=["tests/ops/test_rows.py"]), progress=False)
+    assert statuses(report) == {**dict.fromkeys(PARTS, "done"), "memcheck": "skipped"}
+    shown: dict[str, list[str]] = {}
+    for row in report.rows:
+        shown.setdefault(row.cells()[0], []).append(" ".join(row.cells()[3:]))
+    assert "failed 0" in shown["tests"][0]
+    assert [line.split()[0] for line in shown["training"]] == ["dense", "a-mod", "mod", "merging"]
+    assert all("top-1" in line and "GFLOPs" in line for line in shown["training"])
+    assert all("with importance / SDPA" in line for line in shown["attention"])
+    assert all("speedup" in line and "of_free" in line for line in shown["models"] + shown["graphs"])
+    assert all("decode" in line for line in shown["llava"])
+    assert all("peak_of_dense" in line for line in shown["memory"])
+    assert len(shown["ops"]) == 8
+    for name in set(PARTS) - {"memcheck"}:
+        assert json.loads((tmp_path / name / "benchmark.json").read_text())["rows"]
