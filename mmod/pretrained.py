@@ -197,15 +197,19 @@ def _saving(library: str) -> Saving:
 
 
 def _build(config: dict[str, Any]) -> nn.Module:
-    """Build and route the model that a config describes, with fresh weights."""
+    """Build the changed model that a config describes, with fresh weights."""
+    model = _build_dense(config)
+    apply_again(model, config["methods"])
+    return model
+
+
+def _build_dense(config: dict[str, Any]) -> nn.Module:
     saving = _saving(config["library"])
     saving.check_description(config["model"])
     try:
-        model = saving.build(config["model"])
+        return saving.build(config["model"])
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{error}; saved with {config['versions']}") from error
-    apply_again(model, config["methods"])
-    return model
 
 
 def _check_plain(state: Mapping[str, Tensor]) -> None:
@@ -222,14 +226,19 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, Tensor]) -> None:
+    refusal = (
+        f"cannot save this {type(model).__name__}: built again from {_brief(config)} it has other weights, so it was "
+        "made differently, or parts of it were exchanged or removed since"
+    )
     with torch.device("meta"):
-        rebuilt = _build(config)
+        rebuilt = _build_dense(config)
+        try:
+            apply_again(rebuilt, config["methods"])
+        except ValueError as error:
+            raise ValueError(f"{refusal}: {error}") from error
     shapes = {name: value.shape for name, value in rebuilt.state_dict().items()}
     if shapes != {name: value.shape for name, value in state.items()}:
-        raise ValueError(
-            f"cannot save this {type(model).__name__}: built again from {_brief(config)} it has other weights, so it "
-            "was made differently, or parts of it were exchanged or removed since"
-        )
+        raise ValueError(refusal)
     if not _saving(config["library"]).needs_architecture:
         return
     # The same weights may belong to another architecture than the caller says.

@@ -46,6 +46,7 @@ class BlockStack:
             begins every forward pass, with facts that only the model knows, such as which tokens are padding.
         sequence: Length of the token ids that the part reads, or None for images.
         language: The part supports `RoutingConfig.language`.
+        reads_images: Image tokens stand among the text of a language part.
         class_token: The first token is a class token.
         router: Router class of the blocks.
         mixins: Mixins of a routed block and of a block that computes importance.
@@ -64,6 +65,7 @@ class BlockStack:
     companions: tuple[tuple[nn.Module, type[nn.Module], object], ...] = ()
     sequence: int | None = None
     language: bool = False
+    reads_images: bool = False
     class_token: bool = False
     router: type[Router] = Router
     mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod.adapters import BlockStack, find_part, find_parts
+from mmod.adapters import BlockStack, find_part
 from mmod.analysis.modes import in_mode
 from mmod.config import Plan, RoutingConfig, Score
 from mmod.model import is_routed, route_, unroute_
@@ -93,7 +93,7 @@ def search_plan(
     if cost in ("cache", "image_flops") and not stack.language:
         raise ValueError(f"cost={cost!r} is for language models only; {stack.names[0]} belongs to another model")
     rule = SelectionRule(router)
-    chosen = default_options(stack, rule, "vision" in find_parts(model)) if options is None else tuple(options)
+    chosen = default_options(stack, rule) if options is None else tuple(options)
     _check_options(chosen, stack, rule)
     scoring = Scoring(model, part, stack.names, chosen, rule, divergence_of(divergence, model), progress_file)
     with in_mode(False, model), torch.no_grad():
@@ -159,16 +159,16 @@ def plan_divergence(
         return scoring.plan_divergence(batches, config)
 
 
-def default_options(stack: BlockStack, rule: SelectionRule, has_images: bool) -> tuple[Option, ...]:
+def default_options(stack: BlockStack, rule: SelectionRule) -> tuple[Option, ...]:
     """Return the options that the blocks of a part support, see `search_plan`.
 
     Args:
         stack: The blocks.
         rule: Selects the tokens.
-        has_images: Whether a language model reads images; only image tokens may all be skipped.
     """
     call = stack.call_of(stack.blocks[-1], None)
-    if stack.language and has_images:
+    if stack.reads_images:
+        # Only image tokens may all be skipped.
         capacities: tuple[float, ...] = (0.0, 0.25) if rule.first else (0.0,)
     else:
         # Capacity 0 needs tokens that always run, such as a class token.

@@ -80,7 +80,7 @@ def test_language_models_cost_and_say_what_the_search_says(name: str) -> None:
     assert found.scores[3][1] == 0
 
 
-@given(st.lists(st.tuples(st.floats(1, 9), st.floats(1e-3, 1)), min_size=2, max_size=4), st.floats(0, 3))
+@given(st.lists(st.tuples(st.floats(1, 9), st.floats(1e-3, 0.99)), min_size=2, max_size=4), st.floats(0, 3))
 def test_the_frontier_reaches_to_the_least(blocks: list[tuple[float, float]], rest: float) -> None:
     dense = tuple(size for size, _ in blocks)
     costs = BlockCosts(tuple((size * share,) for size, share in blocks), dense, sum(dense) + rest)
@@ -303,5 +303,6 @@ def test_text_alone_takes_capacities_above_0() -> None:
     model, batch = make_language("llama"), {"input_ids": torch.randint(3, 90, (2, 12))}
     found = mmod.search_plan(model, [batch], 0.8, options=[mmod.Option(0.5, "mlp"), mmod.Option(0.5, "block", "all")])
     assert found.share(found.plan) <= 0.8
+    assert {option.capacity for option in mmod.search_plan(model, [batch], 0.8).options} == {0.25, 0.5}
     with pytest.raises(ValueError, match="capacity 0 is for image tokens"):
-        mmod.search_plan(model, [batch], 0.8)
+        mmod.search_plan(model, [batch], 0.8, options=[mmod.Option(0.0, "block", "all")])

@@ -75,6 +75,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         dim=int(config.hidden_size),
         call_of=functools.partial(_call_of, rotary=rotary),
         language=True,
+        reads_images=entry is not text,
         router=DecoderRouter,
         mixins=(RoutedDecoderBlock, ImportanceDecoderBlock),
         companions=describe_routing(model, layers),
