@@ -10,6 +10,7 @@ from torch import nn
 from mmod.adapters import find_stacks
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
 from mmod.blocks import ImportanceBlock, RoutedBlock, StandingModule, model_hooks
+from mmod.methods.base import deciding_together
 from mmod.routing.decoder import Predictor
 from mmod.values import check_module
 
@@ -78,7 +79,9 @@ def training_flops(model: nn.Module, tokens: int) -> int:
     Raises:
         ValueError: As `prefill_flops` does.
     """
-    counts = _count(_STEP, model, tokens)
+    # Training takes the top-k, whatever decides in evaluation.
+    with deciding_together(model):
+        counts = _count(_STEP, model, tokens)
     return counts.routed + (tokens - 1) * counts.rest.routed
 
 
