@@ -37,7 +37,7 @@ class Journal:
         >>> Journal(path, {"seed": 0}, "search").add({"batch": 0, "loss": 0.5})
         >>> Journal(path, {"seed": 0}, "search").records
         [{'batch': 0, 'loss': 0.5}]
-        >>> Journal(path, {"seed": 1}, "search")
+        >>> Journal(path, {"seed": 1}, "search")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ValueError: ... belongs to another search: seed: 0 there, 1 now. Delete it or choose another file
     """

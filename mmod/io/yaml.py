@@ -125,23 +125,26 @@ def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list
     return functools.reduce(merged, files) if known.config else None, options
 
 
-def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested mappings: mappings key by key, other values are replaced, and null removes a key.
+def merged(fields: Mapping[str, Any], changes: Mapping[str, Any], null_removes: bool = False) -> dict[str, Any]:
+    """Merge nested mappings: mappings key by key, other values are replaced.
 
     Args:
         fields: The base.
         changes: The overrides.
+        null_removes: An override of None removes the key, so that its default holds, in place of setting None.
 
     Example:
         >>> merged({"a": 1, "b": {"c": 2, "d": 3}, "e": [5]}, {"b": {"d": 4}, "e": None})
-        {'a': 1, 'b': {'c': 2, 'd': 4}}
+        {'a': 1, 'b': {'c': 2, 'd': 4}, 'e': None}
+        >>> merged({"a": 1, "e": [5]}, {"e": None}, null_removes=True)
+        {'a': 1}
     """
     result = dict(fields)
     for name, value in changes.items():
         old = result.get(name)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            result[name] = merged(old, value)
-        elif value is None and old is not None:
+            result[name] = merged(old, value, null_removes)
+        elif null_removes and value is None and old is not None:
             del result[name]
         else:
             result[name] = value
@@ -163,8 +166,8 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         file = beside if beside.is_file() else shipped_config(base)
         if file is None:
             raise FileNotFoundError(f"{str(path)!r}: no base {base!r}, at {str(beside)!r} or in `mmod configs`")
-        stacked = merged(stacked, _stack(file, (*above, place)))
-    return merged(stacked, fields)
+        stacked = merged(stacked, _stack(file, (*above, place)), null_removes=True)
+    return merged(stacked, fields, null_removes=True)
 
 
 def _read(path: Path) -> dict[str, Any]:
