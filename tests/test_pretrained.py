@@ -264,17 +264,38 @@ def test_dense_checkpoint_loads_before_or_after_routing(before: bool) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: model["arguments"].update(checkpoint_path="/tmp/other.pt"), "checkpoint_path in arguments"),
-        (lambda model: model["arguments"].update(pretrained=True), "pretrained in arguments"),
+        (
+            lambda model: model["arguments"].update(checkpoint_path="/tmp/other.pt"),
+            "arguments in a saved folder may not have checkpoint_path",
+        ),
+        (
+            lambda model: model["arguments"].update(pretrained=True),
+            "arguments in a saved folder may not have pretrained",
+        ),
         (
             lambda model: model["arguments"].update(pretrained_cfg_overlay={"file": "x"}),
             "pretrained_cfg_overlay",
         ),
-        (lambda model: model["arguments"].update(cache_dir="/tmp"), "cache_dir in arguments"),
-        (lambda model: model["pretrained_cfg"].update(url="https://example.org/x"), "url in pretrained_cfg"),
-        (lambda model: model["pretrained_cfg"].update(file="/tmp/other.pt"), "file in pretrained_cfg"),
-        (lambda model: model["pretrained_cfg"].update(hf_hub_id="a/b"), "hf_hub_id in pretrained_cfg"),
-        (lambda model: model["pretrained_cfg"].update(source="local-dir"), "source in pretrained_cfg"),
+        (
+            lambda model: model["arguments"].update(cache_dir="/tmp"),
+            "arguments in a saved folder may not have cache_dir",
+        ),
+        (
+            lambda model: model["pretrained_cfg"].update(url="https://example.org/x"),
+            "pretrained_cfg in a saved folder may not have url",
+        ),
+        (
+            lambda model: model["pretrained_cfg"].update(file="/tmp/other.pt"),
+            "pretrained_cfg in a saved folder may not have file",
+        ),
+        (
+            lambda model: model["pretrained_cfg"].update(hf_hub_id="a/b"),
+            "pretrained_cfg in a saved folder may not have hf_hub_id",
+        ),
+        (
+            lambda model: model["pretrained_cfg"].update(source="local-dir"),
+            "pretrained_cfg in a saved folder may not have source",
+        ),
         (lambda model: model.update(architecture="hf-hub:timm/vit"), "knows no model 'hf-hub:timm/vit'"),
         (lambda model: model.update(architecture="local-dir:/tmp"), "knows no model 'local-dir:/tmp'"),
         (lambda model: model.update(architecture=3), "architecture in a saved folder must be a string, got 3"),

@@ -85,8 +85,8 @@ def test_attention_written_out_is_counted_too() -> None:
 CONFIGS: dict[str, dict[str, object]] = {
     "every-other": {},
     "late": {"blocks": "late"},
-    "mean": {"importance": "mean"},
-    "class-token": {"importance": "class_token"},
+    "mean": {"router": {"name": "attention", "importance": "mean"}},
+    "class-token": {"router": {"name": "attention", "importance": "class_token"}},
     "all": {"context": "all"},
     "attention": {"operator": "attention"},
     "mlp": {"operator": "mlp"},

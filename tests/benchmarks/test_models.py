@@ -169,7 +169,7 @@ def test_the_command_prints_a_table_and_overwrites_nothing(tmp_path: Path, capsy
     ]  # fmt: skip
     main(arguments)
     printed = capsys.readouterr()
-    assert "run/s" in printed.err or "s/run" in printed.err
+    assert "2 of 2 run" in printed.err
     assert (out / "benchmark.md").read_text() in printed.out
     saved = json.loads((out / "benchmark.json").read_text())
     assert saved["config"]["batch_sizes"] == [2]

@@ -39,7 +39,7 @@ class _FirstRows(TorchFunctionMode):
 def test_importance_is_what_the_class_token_attends_to(name: str) -> None:
     model = make_model(name)
     if not any(key.endswith("cls_token") for key, _ in model.named_parameters()):
-        with pytest.raises(ValueError, match=r"importance='class_token'.*no class token"):
+        with pytest.raises(ValueError, match=r"importance='class_token'.*do not begin with a class token"):
             mmod.route_(model, CONFIG)
         return
     x = make_images(name, 2)

@@ -84,7 +84,7 @@ def test_a_plan_routes_and_its_model_is_saved(tmp_path: Path) -> None:
     assert mmod.routing_config(again).plan(plan.depth) == plan
     with torch.no_grad():
         assert torch.equal(model(images), again(images))
-    with pytest.raises(ValueError, match="the plan is for 4 blocks, and there are"):
+    with pytest.raises(ValueError, match="the plan is for 4 blocks, the model has 6"):
         mmod.route_(make_model("test_vit"), PLAN)
     with pytest.raises(TypeError, match="RoutingConfig or a Plan"):
         mmod.route_(make_model("test_vit"), "late")  # type: ignore[arg-type]

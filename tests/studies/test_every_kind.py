@@ -66,7 +66,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     searched = mmod.Plan.load(tmp_path / "done/plan/flops-0.8.json")
     routed = mmod.route_(recipe_of(done).load(), **{recipe.part: searched})
     assert mmod.routed_blocks(routed)
-    assert "divergence that each choice adds" in capsys.readouterr().out
+    assert "divergence added by each option" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

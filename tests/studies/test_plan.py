@@ -36,7 +36,7 @@ def test_an_image_classifier_is_searched_once(config: Path, capsys: pytest.Captu
     quick = ["--plan.options", FEW, "--plan.batches", "2", "--plan.batch_size", "4"]
     main([str(config), *quick, "--plan.budget", "0.8"])
     folder = config.parent / "searched/plan"
-    assert "divergence that each choice adds, a mean over 8 rows" in capsys.readouterr().out
+    assert "divergence added by each option, mean over 8 rows" in capsys.readouterr().out
     scores = (folder / "scores.jsonl").read_text()
     main([str(config), *quick, "--plan.budget", "0.9"])
     assert (folder / "scores.jsonl").read_text() == scores

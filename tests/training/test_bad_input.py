@@ -346,6 +346,6 @@ def test_sizes_of_language_models_are_checked_before_they_are_built(name: str, v
 @pytest.mark.parametrize("policy", ["rand-z9", "augmix-q1", "v0-m3"])
 def test_options_that_no_policy_of_augmentation_has_are_refused(policy: str) -> None:
     config = DataConfig(channels=3, image_size=32, augment=AugmentConfig(auto_augment=policy))
-    with pytest.raises(ValueError, match="timm makes no transform with") as error:
+    with pytest.raises(ValueError, match="timm creates no transform with") as error:
         _transform(config, True, torch.zeros(3), torch.ones(3))
     one_line(error.value, f"auto_augment={policy!r}")

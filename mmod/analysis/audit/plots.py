@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +143,8 @@ def _draw_matrix(axis: Axes, across: Across) -> None:
     names = across.decisions
     for i, row in enumerate(across.again):
         for j, own in enumerate(row):
-            if own is not None:
+            # Nothing is shared where nothing was kept.
+            if own is not None and math.isfinite(own.value):
                 axis.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, color=PALETTE[0], alpha=own.value, linewidth=0))
                 colour = PAPER if own.value > 0.6 else INK
                 axis.text(j, i, f"{own.value:.2f}", ha="center", va="center", color=colour, fontsize=9)

@@ -182,7 +182,7 @@ class GenerationModels:
         for name in self.config.presets:
             plain = preset_config(name, self.config.layers)
             language = {"inference_threshold": None, "positions": "original", "gate_on": "update"}
-            everything = plain.replace(gate="identity", select="topk", capacity=1.0, language=language)
+            everything = plain.replace(gate="identity", select="topk", capacity=1.0, losses={}, language=language)
             whole = route_(self._make(), language=everything)
             what = f"{name} at capacity 1 and gate 1 against dense"
             check_close(what, self._call(whole).logits, dense, TOLERANCE)

@@ -144,7 +144,7 @@ class Variants:
             images: Images (B, C, height, width).
         """
         if name.path == "removed":
-            dense, removed = (flops(self.models[which], self.size).dense for which in (DENSE, name))
+            dense, removed = (flops(self.models[which], self.size).routed for which in (DENSE, name))
             return Decided(0.0, 0, dense / removed)
         decisions = self._decisions(name, images)
         counts = torch.stack([routing.keep_BN.sum(dim=1) for routing in decisions.values()])
