@@ -111,7 +111,9 @@ def run(command: str, arguments: Sequence[str]) -> None:
         _check_config(command, arguments)
         folder = importlib.import_module(COMMANDS[command].module).main(list(arguments))
         if command in _REPORTED:
-            importlib.import_module("mmod.report.command").report_on(folder)
+            from mmod.report.command import report_on
+
+            report_on(folder)
 
 
 def _check_config(command: str, arguments: Sequence[str]) -> None:

@@ -62,7 +62,25 @@ def imports(path: Path) -> list[tuple[str, str]]:
             found += [(str(node.module), alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "mmod"]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+            name = constant_start(node.args[0])
+            # A module that is chosen by its name in the folder of the file is beside it.
+            if name.split(".")[0] == "mmod" and name.split(".")[1:] != [path.parent.name]:
+                found.append((name, ""))
     return found
+
+
+def constant_start(argument: ast.expr) -> str:
+    """Return what is constant of a module's name in a call of `import_module`, up to the last whole name."""
+    first = argument.values[0] if isinstance(argument, ast.JoinedStr) else argument
+    name = str(first.value) if isinstance(first, ast.Constant) else ""
+    return name if first is argument else name.rpartition(".")[0]
+
+
+def test_names_of_modules_in_calls_are_imports(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text('import importlib\nimportlib.import_module("mmod.cli")\nimport_module(f"mmod.data.{name}")\n')
+    assert imports(path) == [("mmod.cli", ""), ("mmod.data", "")]
 
 
 def test_each_folder_imports_only_from_those_above_it() -> None:
