@@ -16,14 +16,14 @@ import dataclasses
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_library, find_stack, load_adapter
-from mmod.blocks import is_converted, make_dense
+from mmod.blocks import Deciding, is_converted, make_dense
 from mmod.routing import Routing
 from mmod.values import check_module
 
@@ -164,13 +164,21 @@ class Method(ABC):
         """Whether evaluation decides a token from itself and earlier tokens only, as generation requires."""
         return False
 
-    def deciding_together(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which evaluation decides as training does.
+    @contextmanager
+    def deciding_together(self, model: nn.Module) -> Iterator[None]:
+        """Context in which a changed model decides in evaluation as in training.
 
         Args:
             model: The model.
         """
-        return nullcontext()
+        records = [module.record for module in model.modules() if isinstance(module, Deciding)]
+        for record in records:
+            record.together = True
+        try:
+            yield
+        finally:
+            for record in records:
+                record.together = False
 
     def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
         """Return which tokens would run if decided independently (B, N), by module; empty unless `two_ways`.

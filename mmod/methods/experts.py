@@ -6,8 +6,7 @@ Axes: B images or texts, N tokens, E experts, J experts including idle ones, T r
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Literal
@@ -125,18 +124,6 @@ class Experts(Method):
     def causal(self) -> bool:
         """Whether evaluation decides token by token."""
         return not self.chooses_together(training=False)
-
-    @contextmanager
-    def deciding_together(self, model: nn.Module) -> Iterator[None]:
-        """Context in which experts choose among all tokens of a text in evaluation too."""
-        records = [module.record for module in model.modules() if isinstance(module, ExpertMlp)]
-        for record in records:
-            record.together = True
-        try:
-            yield
-        finally:
-            for record in records:
-                record.together = False
 
     def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
         """Return which tokens have a logit of 0 or more (B, N), by expert."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -76,18 +75,6 @@ class Recursions(CycleOptions, Method):
     def causal(self) -> bool:
         """Whether evaluation decides token by token."""
         return self.two_ways or self.choice == "tokens"
-
-    @contextmanager
-    def deciding_together(self, model: nn.Module) -> Iterator[None]:
-        """Context in which recursions choose by top-k gates over all tokens in evaluation too."""
-        records = [cycle.record for cycle in _cycles(model).values()]
-        for record in records:
-            record.together = True
-        try:
-            yield
-        finally:
-            for record in records:
-                record.together = False
 
     def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
         """Return which tokens of the previous recursion have a logit of at least 0 (B, N), by recursion."""
