@@ -36,7 +36,6 @@ class BlockStack:
     Args:
         library: Name of the adapter.
         names: Module names of the blocks in the model, in order.
-        blocks: The blocks.
         prefix: Number of tokens that are always kept: the leading ones, unless a block's `marks` says which.
         dim: Channels of a token.
         call_of: Returns a block's `BlockCall` from its config, or from None for a dense block; raises a ValueError that
@@ -78,7 +77,6 @@ class BlockStack:
         Args:
             config: The block's config.
             call: How the library calls the block.
-            name: Name of the block.
         """
         skipped = config.skipped
         if skipped != "pass" and (self.language or self.sequence is not None):

@@ -31,14 +31,7 @@ class Saving:
     needs_architecture: bool = False
 
     def check_description(self, description: Any) -> None:
-        """Check a description from an untrusted file.
-
-        Args:
-            description: The description.
-
-        Raises:
-            ValueError: An unknown key or an invalid value.
-        """
+        """Check a description from an untrusted file."""
         if not isinstance(description, Mapping) or set(description) != set(self.keys):
             keys = sorted(map(str, description)) if isinstance(description, Mapping) else repr(description)
             raise ValueError(f"a saved {self.package} model is described by {', '.join(self.keys)}, got {keys}")

@@ -19,15 +19,7 @@ ADAPTERS = ("open_clip", "timm", "transformers")
 
 
 def find_parts(model: nn.Module) -> dict[str, Part]:
-    """Return the parts of a model that can be routed separately, by name: "image", "text", "language", ...
-
-    Args:
-        model: The model, not yet wrapped or compiled.
-
-    Raises:
-        TypeError: Not a module.
-        ValueError: An unsupported library. Calling a part raises if that part cannot be routed.
-    """
+    """Return the parts of a model that can be routed separately, by name: "image", "text", "language", ..."""
     check_module(model)
     library = find_library(model)
     if library is None:
@@ -50,11 +42,7 @@ def _find_below(path: str, part: Part) -> BlockStack:
 
 
 def find_library(model: nn.Module) -> str | None:
-    """Return the name of the supported library of a model's class, or None.
-
-    Args:
-        model: Any model; for a peft wrapper, the wrapped model counts.
-    """
+    """Return the name of the supported library of a model's class, or None."""
     return next((package for package in _packages(adapted_model(model)) if package in ADAPTERS), None)
 
 
@@ -76,16 +64,7 @@ def load_adapter(library: str) -> Any:
 
 
 def find_stack(model: nn.Module) -> BlockStack:
-    """Return the blocks of a model with a single part.
-
-    Args:
-        model: The model, not yet wrapped or compiled.
-
-    Raises:
-        TypeError: Not a module.
-        ValueError: A model of no supported library, of an unsupported family (the message says what is supported), or
-            of several parts.
-    """
+    """Return the blocks of a model with a single part."""
     parts = find_parts(model)
     if len(parts) != 1:
         raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(parts)}: use find_part")
@@ -96,12 +75,7 @@ def find_part(model: nn.Module, part: str | None = None) -> tuple[str, BlockStac
     """Return the name and the blocks of one part of a model.
 
     Args:
-        model: The model, not yet wrapped or compiled.
         part: The name; None takes the only part.
-
-    Raises:
-        TypeError: Not a module.
-        ValueError: A model without that part, or one of several parts where none is named.
     """
     stacks = find_stacks(model)
     if part is None and len(stacks) > 1:
@@ -113,15 +87,7 @@ def find_part(model: nn.Module, part: str | None = None) -> tuple[str, BlockStac
 
 
 def find_stacks(model: nn.Module) -> dict[str, BlockStack]:
-    """Return the blocks of all parts of a model that can be routed, by name.
-
-    Args:
-        model: The model, not yet wrapped or compiled.
-
-    Raises:
-        TypeError: Not a module.
-        ValueError: An unsupported library, or no part can be routed.
-    """
+    """Return the blocks of all parts of a model that can be routed, by name."""
     stacks: dict[str, BlockStack] = {}
     refusals: list[ValueError] = []
     for name, part in find_parts(model).items():

@@ -21,13 +21,7 @@ SPLIT: tuple[type[nn.Module], ...] = PRE_NORM + _POST_NORM
 
 
 def attend(block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    """Return tokens (B, N, D) after a block's attention.
-
-    Args:
-        block: The block.
-        x_BND: Its input.
-        arguments: Its further arguments by name.
-    """
+    """Return tokens (B, N, D) after a block's attention."""
     if isinstance(block, _POST_NORM):
         return x_BND + block.drop_path1(block.norm1(block.attn(x_BND, **arguments)))
     return x_BND + block.drop_path1(_scaled(block, 1, block.attn(block.norm1(x_BND), **arguments)))

@@ -14,14 +14,9 @@ def narrow_queries(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
 
     Args:
         bias: Mask or bias of shape (N, N), (H, N, N) or (B or 1, H or 1, N or 1, N).
-        index_BK: Kept tokens (B, K).
-        tokens: N.
 
     Returns:
         The mask of kept queries and all keys (B, H or 1, K or 1, N).
-
-    Raises:
-        ValueError: Another shape.
     """
     bias = _pairs_of_batch(bias, index_BK.shape[0], tokens)
     if bias.shape[2] == 1 and tokens > 1:
@@ -43,14 +38,6 @@ def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
 
     Args:
         bias: Mask or bias of shape (N, N), (H, N, N) or (B or 1, H or 1, N or 1, N).
-        index_BK: Kept tokens (B, K).
-        tokens: N.
-
-    Returns:
-        The mask of kept tokens (B, H or 1, K or 1, K).
-
-    Raises:
-        ValueError: Another shape.
     """
     bias = narrow_queries(bias, index_BK, tokens)
     return bias.gather(3, index_BK[:, None, None, :].expand(-1, *bias.shape[1:3], -1))
@@ -61,11 +48,6 @@ def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
 
     Args:
         rope: Embeddings (N - prefix, E), (H, N - prefix, E) or (B, 1 or H, N - prefix, E).
-        index_BK: Kept tokens, the prefix first (B, K).
-        prefix: Leading tokens without an embedding.
-
-    Returns:
-        Embeddings (B, 1 or H, K - prefix, E).
     """
     rope = rope[(None,) * (4 - rope.ndim)].expand(index_BK.shape[0], -1, -1, -1)
     position = (index_BK[:, prefix:] - prefix)[:, None, :, None]
@@ -80,12 +62,6 @@ def pack_rope(rope: Tensor, row_T: Tensor, tokens: int, prefix: int) -> Tensor:
 
     Args:
         rope: Embeddings (N - prefix, E), (H, N - prefix, E) or (B, 1 or H, N - prefix, E), sines before cosines.
-        row_T: Index of each row among all tokens of the batch (T).
-        tokens: N.
-        prefix: Leading tokens of every image without an embedding.
-
-    Returns:
-        Embeddings (1, 1 or H, T - prefix, E).
     """
     rope = rope[(None,) * (4 - rope.ndim)]
     identity = (torch.arange(rope.shape[-1], device=rope.device) >= rope.shape[-1] // 2).to(rope.dtype)
@@ -103,7 +79,6 @@ def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.
     Args:
         mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K), or None.
         valid_BK: False where a slot is empty (B, K), or None.
-        dtype: Dtype of the returned bias.
 
     Returns:
         A bias (B, H or 1, K or 1, K), or the unchanged mask if no slot can be empty.
@@ -128,7 +103,6 @@ def weigh_groups(mask: Tensor | None, size_BK: Tensor | None, dtype: torch.dtype
     Args:
         mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K), or None.
         size_BK: Number of tokens per slot (B, K), or None for one each.
-        dtype: Dtype of the returned bias.
 
     Returns:
         A bias (B, H or 1, K or 1, K), or the unchanged mask without sizes.
@@ -144,12 +118,7 @@ def weigh_groups(mask: Tensor | None, size_BK: Tensor | None, dtype: torch.dtype
 
 
 def add_causal(mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return a mask that also hides later slots.
-
-    Args:
-        mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K).
-        dtype: Dtype of the returned bias.
-    """
+    """Return a mask that also hides later slots."""
     assert mask is not None
     slots = mask.shape[-1]
     later = torch.ones(slots, slots, dtype=torch.bool, device=mask.device).triu(1)

@@ -39,14 +39,7 @@ PROTECTED_IN_TEXT = 2
 
 
 def find_parts(model: Any) -> dict[str, Part]:
-    """Return the parts of an open_clip model: "image" and "text"; a tower alone is one part.
-
-    Args:
-        model: A model created by open_clip, or one of its towers.
-
-    Raises:
-        ValueError: Neither a model nor a tower.
-    """
+    """Return the parts of an open_clip model: "image" and "text"; a tower alone is one part."""
     if isinstance(model, MODELS):
         text = getattr(model, "text", model)
         return {
@@ -155,11 +148,7 @@ class ClipBlock(NamedArguments):
         return named
 
     def marks(self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None) -> TokenMarks:
-        """Return which tokens of a caption are padding, and which are always kept.
-
-        Raises:
-            RuntimeError: The tower's embedding received no token ids of this shape.
-        """
+        """Return which tokens of a caption are padding, and which are always kept."""
         if not self.captions:
             return TokenMarks()
         marks = None if forward_pass is None else forward_pass.tokens
@@ -224,19 +213,11 @@ class CaptionTracker:
         self.class_mask_shifted = self.class_token and not tower.correct_cls_mask
 
     def begin(self, text_BL: Tensor) -> None:
-        """Begin a forward pass.
-
-        Args:
-            text_BL: Token ids of the captions (B, L).
-        """
+        """Begin a forward pass."""
         self.tracker.begin().tokens = self.marks(text_BL)
 
     def marks(self, text_BL: Tensor) -> TokenMarks:
-        """Return which tokens are padding, and which are always kept: the first, and the one with the embedding.
-
-        Args:
-            text_BL: Token ids (B, L).
-        """
+        """Return which tokens are padding, and which are always kept: the first, and the one with the embedding."""
         length = text_BL.shape[1] + int(self.class_token)
         position_N = torch.arange(length, device=text_BL.device)
         pooled_B = self._pooled(text_BL, length)
@@ -286,11 +267,7 @@ def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = No
     """Return what `build` needs to rebuild the model.
 
     Args:
-        model: A model created by open_clip.
         architecture: The name passed to open_clip, or its config: `embed_dim`, `vision_cfg`, `text_cfg` ...
-
-    Raises:
-        ValueError: A tower, no architecture, or an unknown one.
     """
     if not isinstance(model, MODELS):
         raise ValueError(f"cannot save a {type(model).__name__} alone: save the full model")
@@ -320,14 +297,7 @@ def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = No
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
-    """Return the dense model of a description, with new weights.
-
-    Args:
-        description: The result of `describe`, possibly read from JSON.
-
-    Raises:
-        ValueError: The installed open_clip does not know a class or an option.
-    """
+    """Return the dense model of a description, with new weights."""
     classes = {model_class.__name__: model_class for model_class in MODELS}
     if description["class"] not in classes:
         raise ValueError(f"open_clip models are {', '.join(classes)}, not {description['class']!r}")

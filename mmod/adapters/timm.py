@@ -57,14 +57,7 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
 
 
 def find_blocks(model: nn.Module) -> BlockStack:
-    """Return the residual blocks of a timm model.
-
-    Args:
-        model: A model made by `timm.create_model`.
-
-    Raises:
-        ValueError: Its blocks cannot run on some of their tokens; the message says why.
-    """
+    """Return the residual blocks of a timm model."""
     lists = _block_lists(model)
     title = type(model).__name__
     if len(lists) != 1:
@@ -178,11 +171,7 @@ def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = No
     """Return what `build` needs to rebuild the model.
 
     Args:
-        model: A model that `timm.create_model` returned.
         architecture: Must be None: a timm model stores it.
-
-    Raises:
-        ValueError: Another model, or an architecture is passed.
     """
     if architecture is not None:
         raise ValueError("timm models store their architecture: leave it out")
@@ -204,14 +193,7 @@ def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = No
 
 
 def build(description: Mapping[str, Any]) -> nn.Module:
-    """Return the dense model of a description, with new weights.
-
-    Args:
-        description: The result of `describe`, possibly read from JSON.
-
-    Raises:
-        ValueError: The installed timm does not know the model.
-    """
+    """Return the dense model of a description, with new weights."""
     architecture = description["architecture"]
     if not timm.is_model(architecture):
         raise ValueError(f"timm {timm.__version__} knows no model {architecture!r}")

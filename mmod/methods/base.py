@@ -129,11 +129,7 @@ class Method(ABC):
         return {"kind": self.kind, **fields}
 
     def settled(self, model: nn.Module) -> Method:
-        """Return the method with the current settings of a changed model, for saving.
-
-        Args:
-            model: The model.
-        """
+        """Return the method with the current settings of a changed model, for saving."""
         return self
 
     def card(self, model: nn.Module) -> str:
@@ -166,11 +162,7 @@ class Method(ABC):
 
     @contextmanager
     def deciding_together(self, model: nn.Module) -> Iterator[None]:
-        """Context in which a changed model decides in evaluation as in training.
-
-        Args:
-            model: The model.
-        """
+        """Context in which a changed model decides in evaluation as in training."""
         records = [module.record for module in model.modules() if isinstance(module, Deciding)]
         for record in records:
             record.together = True
@@ -184,7 +176,6 @@ class Method(ABC):
         """Return which tokens would run if decided independently (B, N), by module; empty unless `two_ways`.
 
         Args:
-            model: The model.
             decisions: The trace of a forward pass that decided jointly.
         """
         return {}
@@ -268,31 +259,19 @@ def undo_last_(model: nn.Module, count: int = 1) -> None:
 
 
 def method_owners(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that methods were applied to: the model itself, or models inside a wrapper.
-
-    Args:
-        model: Any model.
-    """
+    """Return the modules that methods were applied to: the model itself, or models inside a wrapper."""
     check_module(model)
     return [module for module in model.modules() if "mod_methods" in vars(module)]
 
 
 def methods_of(model: nn.Module) -> tuple[Method, ...]:
-    """Return the methods that changed a model, in order; empty for a dense one.
-
-    Args:
-        model: Any model, possibly wrapped.
-    """
+    """Return the methods that changed a model, in order; empty for a dense one."""
     return tuple(method for owner in method_owners(model) for method in vars(owner)["mod_methods"])
 
 
 @contextmanager
 def deciding_together(model: nn.Module) -> Iterator[None]:
-    """Context in which a model's evaluation decides as training does.
-
-    Args:
-        model: Any model, possibly wrapped.
-    """
+    """Context in which a model's evaluation decides as training does."""
     with ExitStack() as contexts:
         for method in methods_of(model):
             if method.two_ways:
@@ -304,7 +283,6 @@ def decided_alone(model: nn.Module, decisions: Mapping[str, Routing]) -> dict[st
     """Return which tokens would run if decided independently (B, N), by module.
 
     Args:
-        model: Any model, possibly wrapped.
         decisions: The trace of a forward pass inside `deciding_together`.
     """
     methods = [method for method in methods_of(model) if method.two_ways]

@@ -121,9 +121,7 @@ class ChannelState(NamedTuple):
     """Plain state of a `ChannelBlock`.
 
     Args:
-        config: The method.
         wide: The replaced dense modules, by name.
-        draw: Random scores.
         records: Decisions, per thread.
     """
 
@@ -138,7 +136,6 @@ class ChannelBlock(StandingModule, Deciding):
 
     Attributes:
         selector: Maps channel means to logits.
-        mod_state: Plain state.
     """
 
     selector: nn.Sequential

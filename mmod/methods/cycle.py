@@ -113,9 +113,6 @@ class Cycle(StandingModule, Deciding):
     """Module that replaces the middle blocks and applies the shared blocks recursively.
 
     Args:
-        config: The method.
-        stack: The blocks of the model.
-        shared: The shared blocks.
         others: The removed blocks, kept for undoing.
 
     Attributes:
@@ -167,9 +164,7 @@ class Cycle(StandingModule, Deciding):
         """Return all tokens after their recursions (B, N, D).
 
         Args:
-            x_BND: Tokens.
             args: Further arguments of the shared blocks.
-            kwargs: The same by name.
         """
         config, record = self.mod_state.config, self.record
         arguments = self.mod_state.calls[0].bind(args, kwargs)

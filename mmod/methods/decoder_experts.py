@@ -23,11 +23,7 @@ class CompleteTexts:
         self.names = names
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the arguments of a forward pass.
-
-        Raises:
-            ValueError: There are cached tokens, or padding.
-        """
+        """Check the arguments of a forward pass."""
         mixture: Any = module.get_submodule(self.mixture)
         if not mixture.chooses_together(module.training):
             return
@@ -47,12 +43,7 @@ class CompleteTexts:
 
 
 def watch_texts(model: nn.Module, layer: str) -> None:
-    """Add the check to a language model.
-
-    Args:
-        model: The model.
-        layer: Name of a layer with experts.
-    """
+    """Add the check to a language model."""
     owner, _, place = layer.rpartition("layers.")
     text = model.get_submodule(owner.rstrip("."))
     names = tuple(inspect.signature(type(text).forward).parameters)[1:]

@@ -148,7 +148,6 @@ class ExitBlock(Deciding, ConvertedBlock):
     """Mixin of a timm block with an exit, or after one.
 
     Attributes:
-        mod_state: Plain state.
         exit: The exit's head, if there is one.
     """
 
@@ -166,7 +165,6 @@ class ExitBlock(Deciding, ConvertedBlock):
         Args:
             x: Tokens (B, N, D).
             args: Further arguments of the host block.
-            kwargs: The same by name.
         """
         if recomputing():
             raise RuntimeError(

@@ -135,11 +135,7 @@ class Experts(Method):
         }
 
     def slots_of(self, tokens: int) -> int:
-        """Return the slots per expert; without a limit, the number that the balance loss aims at.
-
-        Args:
-            tokens: Tokens of an image or text.
-        """
+        """Return the slots per expert; without a limit, the number that the balance loss aims at."""
         share = Fraction(self.experts, self.experts + self.idle) if self.capacity is None else str(self.capacity)
         return kept_count(tokens, Fraction(share) / self.experts)
 
@@ -196,9 +192,6 @@ class Experts(Method):
 
 class ExpertState:
     """Plain state of an `ExpertMlp`.
-
-    Args:
-        config: The method.
 
     Attributes:
         records: Decisions and losses, per thread.

@@ -54,12 +54,7 @@ class _Watched(nn.Module):
 
 
 def check_halves(name: str, block: nn.Module) -> None:
-    """Raise a ValueError that says why a block's halves cannot run separately.
-
-    Args:
-        name: Its name in the model.
-        block: The block.
-    """
+    """Raise a ValueError that says why a block's halves cannot run separately."""
     if not isinstance(block, SPLIT):
         raise ValueError(
             f"{name} is a {host_class(block).__name__}, whose attention and MLP cannot run separately; supported are "
@@ -80,8 +75,6 @@ def take_inputs(block: nn.Module, arguments: Mapping[str, Any], importance_BN: T
     """Return and drop the last queries and keys of a watched block.
 
     Args:
-        block: The block.
-        arguments: The block's arguments.
         importance_BN: Mean attention that tokens received (B, N), if it was captured.
     """
     query, key = (_take(block.get_submodule(norm)) for norm in ("attn.q_norm", "attn.k_norm"))

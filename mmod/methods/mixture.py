@@ -108,7 +108,6 @@ def route_logits(x_BND: Tensor, router: Any) -> Tensor:
     """Return a linear router's logits in fp32, under autocast too (B, N, J).
 
     Args:
-        x_BND: Tokens.
         router: The linear layer, without a bias.
     """
     x_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
@@ -124,7 +123,6 @@ def probabilities(x_BND: Tensor, router: Any) -> Tensor:
     """Return the softmax of a linear router's logits in fp32, under autocast too (B, N, J).
 
     Args:
-        x_BND: Tokens.
         router: The linear layer, without a bias.
     """
     return route_logits(x_BND, router).softmax(dim=-1)
@@ -151,9 +149,7 @@ def computed(rows: ExpertRows, experts: int, x_BND: Tensor) -> Tensor:
     """Return which tokens experts compute (E, B, N); an empty slot computes a token with weight 0.
 
     Args:
-        rows: The rows, by expert.
         experts: Experts E.
-        x_BND: The tokens.
     """
     keep = torch.zeros(experts, x_BND.shape[0] * x_BND.shape[1], dtype=torch.bool, device=x_BND.device)
     keep[_experts_of(rows), rows.row_T] = True
@@ -164,7 +160,6 @@ def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | Non
     """Return the experts' decisions: which tokens they compute, with which weights.
 
     Args:
-        rows: The rows, by expert.
         prob_BNJ: Probabilities over experts, idle ones last (B, N, J).
         logit_EBN: Logits of the independent decision, if there is one (E, B, N).
     """

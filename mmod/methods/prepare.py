@@ -17,15 +17,7 @@ Conversion = tuple[nn.Module, Router | None, RoutedState | ImportanceState]
 
 
 def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
-    """Return the conversions of a stack's blocks; on an error the model is unchanged.
-
-    Args:
-        stack: The blocks.
-        config: The routing config.
-
-    Raises:
-        ValueError: The blocks do not support the config.
-    """
+    """Return the conversions of a stack's blocks; on an error the model is unchanged."""
     plan = config.plan(len(stack.blocks))
     _check_part(stack, config, plan)
     attends = config.reads_importance(training=True)

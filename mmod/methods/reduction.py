@@ -58,13 +58,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def __call__(self, grid: Grid, inputs: AttentionInputs, prefix: int) -> tuple[Grid, Restore] | None:
-        """Return fewer tokens and the inverse of the reduction; None keeps all tokens.
-
-        Args:
-            grid: The tokens.
-            inputs: Queries, keys and importance of the attention before.
-            prefix: Number of leading tokens, which are always kept.
-        """
+        """Return fewer tokens and the inverse of the reduction; None keeps all tokens."""
 
 
 class _Passage:
@@ -104,11 +98,7 @@ class _ReducedState(NamedTuple):
 
 
 class ReducedBlock(Deciding, ConvertedBlock):
-    """Mixin of a timm block that reduces tokens, or follows such a block.
-
-    Attributes:
-        mod_state: Plain state.
-    """
+    """Mixin of a timm block that reduces tokens, or follows such a block."""
 
     mod_state: _ReducedState
 
@@ -117,13 +107,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         return () if self.mod_state.reduction is None else ("",)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the host's block on the remaining tokens, and reduce them if it has a reduction.
-
-        Args:
-            x: Tokens (B, N, D).
-            args: Further arguments of the host block.
-            kwargs: The same by name.
-        """
+        """Run the host's block on the remaining tokens, and reduce them if it has a reduction."""
         state = self.mod_state
         if recomputing():
             raise RuntimeError(
@@ -180,13 +164,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
 
 
 def reduce_(stack: BlockStack, reductions: Mapping[int, Reduction], restores: bool) -> None:
-    """Convert the blocks of a stack from the first reduction on.
-
-    Args:
-        stack: The stack.
-        reductions: Reductions by block number.
-        restores: The last block restores all tokens.
-    """
+    """Convert the blocks of a stack from the first reduction on."""
     running, first, last = PerThread(_Passage), min(reductions), len(stack.blocks) - 1
     for index in range(first, last + 1):
         block, call = stack.blocks[index], stack.call_of(stack.blocks[index], None)
@@ -199,9 +177,5 @@ def reduce_(stack: BlockStack, reductions: Mapping[int, Reduction], restores: bo
 
 
 def pooling(model: nn.Module) -> str:
-    """Return the pooling of a timm model: "token" for the prefix, "" for an output per token, or a mean's name.
-
-    Args:
-        model: The model.
-    """
+    """Return the pooling of a timm model: "token" for the prefix, "" for an output per token, or a mean's name."""
     return str(getattr(model, "global_pool", "token"))

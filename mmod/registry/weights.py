@@ -16,11 +16,6 @@ def keep_new_routers(model: nn.Module, state: Mapping[str, Any], prefix: str = "
     """Return weights for a routed model: dense ones with the model's own routers added, others as they are.
 
     Weights that hold a router must hold all of them, which loading checks.
-
-    Args:
-        model: The routed model.
-        state: Weights by name.
-        prefix: What the names in `state` have in front of the model's own.
     """
     routers = tuple(f"{name}.router." for name in routed_blocks(model))
     if any(name.startswith(tuple(prefix + router for router in routers)) for name in state):

@@ -23,14 +23,7 @@ _PARTS = {"language": (is_decoder_layer, find_language), "vision": (is_encoder_l
 
 
 def find_parts(model: nn.Module) -> dict[str, Part]:
-    """Return the parts of a transformers model, or of one that peft wraps: "language", "vision", or both.
-
-    Args:
-        model: A `PreTrainedModel` or a `PeftModel`.
-
-    Raises:
-        ValueError: It has neither part.
-    """
+    """Return the parts of a transformers model, or of one that peft wraps: "language", "vision", or both."""
     stacks = [(name, item) for name, item in model.named_modules() if isinstance(item, nn.ModuleList) and len(item)]
     parts: dict[str, Part] = {}
     for part, (is_layer, find) in _PARTS.items():

@@ -191,13 +191,6 @@ def open_routed_layer(cache: Any, layer: int) -> None:
     """Replace a dense cache layer by one of kept tokens, unless it was replaced before.
 
     Tokens that the dense layer holds, such as a prefix tuned by peft or a prompt read before routing, count as kept.
-
-    Args:
-        cache: The cache of a forward pass.
-        layer: Index of the layer.
-
-    Raises:
-        ValueError: An unsupported cache class, or a static cache filled before routing.
     """
     layers = getattr(cache, "layers", ())
     if layer < len(layers) and isinstance(layers[layer], KeptTokens):

@@ -34,25 +34,18 @@ class KeptTokens:
         """Announce the tokens of the next `update`; without slots, no such call follows.
 
         Args:
-            position_BK: Their positions among all tokens (B, K).
             valid_BK: False where a slot is empty (B, K), or None.
-            tokens: Tokens of this step, kept or not.
         """
         raise NotImplementedError
 
     def begin_update_all(self, x_BND: Tensor) -> None:
-        """Announce that the next `update` receives all tokens of this step.
-
-        Args:
-            x_BND: The tokens (B, N, D).
-        """
+        """Announce that the next `update` receives all tokens of this step."""
         raise NotImplementedError
 
     def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return positions and validity (B, L) of the keys that `update` will return.
 
         Args:
-            position_BK: Positions of the new slots (B, K).
             valid_BK: False where a new slot is empty (B, K), or None.
         """
         raise NotImplementedError

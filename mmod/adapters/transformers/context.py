@@ -50,7 +50,6 @@ class OtherLayer:
     """Cache proxy for a layer that runs several times: each run has another cache layer.
 
     Args:
-        cache: The cache.
         index: Index of the cache layer.
     """
 
@@ -86,11 +85,6 @@ def attend_to_all(
     """Return the host forward's output for kept tokens that attend to all tokens.
 
     Args:
-        layer: The decoder layer.
-        forward: The forward of the layer, or of its attention.
-        arguments: Arguments of all tokens.
-        narrowed: Arguments of the kept tokens, with a mask between them and all keys.
-        x_BND: All tokens.
         z_BKD: The kept tokens; without any, only keys and values are computed.
 
     Source: ShortV, arXiv 2504.00502 (text reads keys and values of image tokens that are frozen).
@@ -109,14 +103,7 @@ def attend_to_all(
 def attend_and_keep(
     layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor
 ) -> tuple[Any, tuple[Tensor, Tensor]]:
-    """Return the host forward's output for all tokens, and the keys and values (B, H, L, E) that they attend to.
-
-    Args:
-        layer: The decoder layer.
-        forward: Its forward.
-        arguments: Arguments of all tokens.
-        x_BND: The tokens.
-    """
+    """Return the host forward's output for all tokens, and the keys and values (B, H, L, E) that they attend to."""
     keeping = _KeepingCache(arguments.get("past_key_values"))
     y = forward(x_BND, **{**arguments, "past_key_values": keeping})
     return y, _checked(keeping.kept, layer)
@@ -126,15 +113,7 @@ def attend_to_captured(
     layer: nn.Module, forward: Callable[..., Any], narrowed: Mapping[str, Any], z_BKD: Tensor,
     captured: tuple[Tensor, Tensor],
 ) -> Any:  # fmt: skip
-    """Return the host forward's output for tokens that attend to captured keys only.
-
-    Args:
-        layer: The decoder layer.
-        forward: The forward of the layer, or of its attention.
-        narrowed: Arguments of the tokens, with a mask between them and the keys.
-        z_BKD: The tokens; without any, nothing runs.
-        captured: Keys and values (B, H, L, E).
-    """
+    """Return the host forward's output for tokens that attend to captured keys only."""
     if not z_BKD.shape[1]:
         return z_BKD
     with PartialProjections(_projections(layer.get_submodule("self_attn")), queries=True):

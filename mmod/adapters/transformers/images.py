@@ -50,12 +50,7 @@ class ImageTokens:
         """Return the modality of every token: 0 text, 1 image, 2 video (B, N).
 
         Args:
-            module: The module that was called.
-            arguments: Its arguments by name.
             mask_BN: The user's mask of image tokens, True or one of these numbers (B, N); or None.
-
-        Raises:
-            ValueError: The positions of images are unknown.
         """
         ids_BN, embeds_BND = arguments.get("input_ids"), arguments.get("inputs_embeds")
         kind_BN = arguments.get("mm_token_type_ids") if mask_BN is None and ids_BN is None else mask_BN
@@ -83,16 +78,7 @@ class ImageTokens:
         return kind_BN
 
     def frames(self, arguments: Mapping[str, Any], kind_BN: Tensor, valid_BN: Tensor) -> Frames:
-        """Return the boundaries of frames: from the model's grids, else every run of image tokens is a frame.
-
-        Args:
-            arguments: The arguments of the called module, by name.
-            kind_BN: Modality of every token (B, N).
-            valid_BN: False where a token is padding (B, N).
-
-        Raises:
-            ValueError: A grid that describes another number of tokens.
-        """
+        """Return the boundaries of frames: from the model's grids, else every run of image tokens is a frame."""
         loose_BN = kind_BN != TEXT
         first_BN, apart_BN = torch.zeros(2, *kind_BN.shape, dtype=torch.bool, device=kind_BN.device)
         for name, kind in _KINDS.items():

@@ -50,11 +50,7 @@ def is_decoder_layer(layer: nn.Module) -> bool:
 
 
 def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStack:
-    """Return the decoder layers of a language model.
-
-    Raises:
-        ValueError: An unsupported family of vision-language models.
-    """
+    """Return the decoder layers of a language model."""
     owner = name.rpartition(".")[0]
     text = model.get_submodule(owner)
     entry = model.get_submodule(owner.rpartition(".")[0]) if owner.endswith("language_model") else text
@@ -160,13 +156,8 @@ class GroupHook(DescribedRouting):
         """Return the groups of the tokens, or None when all of them run.
 
         Args:
-            module: The module that was called.
-            arguments: Its arguments by name.
             protected_BN: The user's mask of tokens to keep (B, N), or None.
             image_BN: The user's mask of image tokens (B, N), or None.
-
-        Raises:
-            ValueError: Tokens would have to be chosen jointly with cached ones.
         """
         source = _source(arguments)
         cache: Any = arguments.get("past_key_values")

@@ -92,11 +92,7 @@ class DecoderLayerCall:
         return {**dict(zip(self.names, args)), **kwargs} if args else dict(kwargs)
 
     def groups(self, arguments: Mapping[str, Any]) -> TokenGroups | None:
-        """Return the groups of the tokens, or None when all of them run.
-
-        Raises:
-            RuntimeError: The layer was not called by the routed model.
-        """
+        """Return the groups of the tokens, or None when all of them run."""
         groups = arguments.get(GROUPS, _UNKNOWN)
         if groups is _UNKNOWN:
             raise RuntimeError(
@@ -136,9 +132,6 @@ class DecoderLayerCall:
         """Return the host forward's output for kept tokens that attend to all tokens.
 
         With a list `cached`, its keys and values are used; if it is empty, the call runs all tokens and fills it.
-
-        Raises:
-            ValueError: Flash attention, which has no mask for that.
         """
         if self._is_flash:
             raise ValueError(
@@ -189,11 +182,7 @@ class DecoderLayerCall:
         return bool(getattr(arguments.get("past_key_values"), "is_compileable", False))
 
     def open_cache(self, arguments: Mapping[str, Any]) -> None:
-        """Replace the dense cache layer by one of kept tokens, if there is a cache.
-
-        Raises:
-            ValueError: A cache that cannot hold different tokens in every layer, or flash attention and a static one.
-        """
+        """Replace the dense cache layer by one of kept tokens, if there is a cache."""
         cache = arguments.get("past_key_values")
         if cache is None:
             return
@@ -249,9 +238,6 @@ class DecoderLayerCall:
 
         Args:
             places: Offset to the layer's cache index; 0 for its first run, on all tokens.
-            arguments: The arguments of all tokens.
-            x_BND: All tokens.
-            routing: The decision.
         """
         if not places:
             return arguments

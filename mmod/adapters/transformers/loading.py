@@ -19,15 +19,7 @@ Change = Callable[[Any, Methods], None]
 
 
 def take_description(config: Any, folder: str | Path) -> Methods:
-    """Remove and return the methods from a config; the config of the dense model remains.
-
-    Args:
-        config: The config.
-        folder: The folder that it was read from.
-
-    Raises:
-        ValueError: It has no methods, or an unknown format version.
-    """
+    """Remove and return the methods from a config; the config of the dense model remains."""
     described, file = getattr(config, KEY, None), f"{str(folder)!r}, config.json"
     if not isinstance(described, dict):
         raise ValueError(
@@ -46,11 +38,7 @@ def take_description(config: Any, folder: str | Path) -> Methods:
 
 
 def forget_description(config: Any) -> None:
-    """Turn the config of a changed model into that of the dense model, in place.
-
-    Args:
-        config: The config.
-    """
+    """Turn the config of a changed model into that of the dense model, in place."""
     fields = vars(config)
     for value in fields.values():
         if isinstance(value, transformers.PreTrainedConfig):
@@ -69,19 +57,10 @@ def load(
     """Load a changed model that its `save_pretrained` saved.
 
     Args:
-        folder: The folder, with one or several files of weights.
-        change: Applies the methods to the model, before its weights are loaded.
-        args: Further arguments of the model's `__init__`.
         model_class: Class of the model; None takes the one in config.json.
-        config: The folder's config, or another place to read it from.
-        options: Options of the model's `from_pretrained`: `dtype`, `device_map`, `quantization_config` ...
 
     Returns:
         The model in evaluation mode, with `output_loading_info` as a tuple with the report.
-
-    Raises:
-        ValueError: The folder has no changed model, an unknown format version, or lacks weights that the methods added.
-            Other missing weights are reported as transformers does.
     """
     dense: Any = _class_of(folder) if model_class is None else host_of(model_class)
     descriptions: list[Methods] = []

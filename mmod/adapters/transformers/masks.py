@@ -30,10 +30,7 @@ def mask_of_kept(
 
     Args:
         mask: The mask of all tokens, bool or a bias (1 or B, H, N, columns); None where attention is causal.
-        x_BND: All tokens.
         routing: The decision; None keeps all tokens.
-        cache: The layer's cache, before the kept tokens are in it.
-        flash: Attention takes the validity of keys as its mask, as flash attention does.
         all_keys: The cache will hold all tokens of this step, not only the kept ones.
 
     Returns:
@@ -72,12 +69,6 @@ def mask_of_queries(mask: Tensor | None, x_BND: Tensor, routing: Routing, keys: 
 
     Args:
         mask: The mask of all tokens, bool or a bias (1 or B, H, N, L); None where attention is causal.
-        x_BND: All tokens.
-        routing: Which of them are queries.
-        keys: Number of keys L.
-
-    Returns:
-        A mask (B, 1 or H, K, L).
     """
     index_BK, tokens = routing.index_BK, x_BND.shape[1]
     if mask is None:
@@ -95,10 +86,6 @@ def first_column(columns: int, length: Tensor | int) -> Tensor | int:
     """Return the position of the first column of an attention mask.
 
     It is above 0 with a sliding window. In a static cache, trailing columns belong to future tokens.
-
-    Args:
-        columns: Their number.
-        length: Number of tokens so far, including this step.
     """
     return (length - columns).clamp(min=0) if isinstance(length, Tensor) else max(length - columns, 0)
 
@@ -153,8 +140,6 @@ def valid_tokens(mask: Any, source: Tensor, past: Tensor | int) -> Tensor:
 
     Args:
         mask: Of tokens (B, length), or of pairs (B, 1 or H, N, length); None where all are valid.
-        source: The tokens (B, N), or their embeddings (B, N, D).
-        past: Number of tokens before them.
     """
     samples, tokens = source.shape[:2]
     if isinstance(mask, Mapping):

@@ -30,14 +30,7 @@ class CompactRotary:
         return {"rotary": self.rotary, "_tables": {}}
 
     def __call__(self, x_BND: Tensor, before_B1: Tensor | int, slots: int, past: Tensor | int) -> tuple[Tensor, ...]:
-        """Return cosine and sine (1 or B, K, E) of the next compact positions.
-
-        Args:
-            x_BND: Tokens, which determine device and dtype.
-            before_B1: Number of earlier kept tokens, per sample or for all.
-            slots: Number of positions K.
-            past: Number of earlier tokens, kept or not.
-        """
+        """Return cosine and sine (1 or B, K, E) of the next compact positions."""
         fixed = isinstance(past, int) and getattr(self.rotary, "rope_type", None) in _FIXED
         if fixed and isinstance(before_B1, int) and not torch.compiler.is_compiling():
             return tuple(table[:, before_B1 : before_B1 + slots] for table in self._table(x_BND, before_B1 + slots))

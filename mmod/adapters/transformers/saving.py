@@ -91,27 +91,14 @@ class DescribedModel(nn.Module):
         }
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse continuous batching.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse continuous batching."""
         raise ValueError(
             "a routed model does not support continuous batching (generate_batch): its layers keep different tokens, "
             "unlike a paged cache. Use generate, which takes padded batches"
         )
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Save the model as its host does, with its methods in config.json.
-
-        Args:
-            save_directory: The folder.
-            args: Further arguments of the host's `save_pretrained`.
-            options: The same by name.
-
-        Raises:
-            ValueError: A router is a function, the model needs the model around it, or `distributed_checkpoint` is set.
-        """
+        """Save the model as its host does, with its methods in config.json."""
         host: Any = super()
         described = describe(self)
         if described is None:
@@ -139,23 +126,13 @@ class ChangedModel(DescribedModel, StandingModule):
 
 
 def describe_routing(model: nn.Module, layers: nn.Module) -> tuple[tuple[nn.Module, type[nn.Module], None], ...]:
-    """Return the models around routed layers, which must describe the routing, as companions of the layers.
-
-    Args:
-        model: The model to route.
-        layers: The layers in it.
-    """
+    """Return the models around routed layers, which must describe the routing, as companions of the layers."""
     around = _models_around(model, [layers])
     return tuple((module, DescribedModel, None) for module in around if not isinstance(module, DescribedModel))
 
 
 def describe_method(model: nn.Module, method: Any) -> None:
-    """Make a changed model, and models inside it with changed modules, describe the method.
-
-    Args:
-        model: The model.
-        method: The method, see `mmod.methods.base.Method`.
-    """
+    """Make a changed model, and models inside it with changed modules, describe the method."""
     for module in _models_around(model, [module for module in model.modules() if isinstance(module, StandingModule)]):
         convert(module, ChangedModel, method)
 
@@ -167,14 +144,7 @@ def _models_around(model: nn.Module, parts: Iterable[nn.Module]) -> list[nn.Modu
 
 
 def describe(model: nn.Module) -> dict[str, Any] | None:
-    """Return the methods of a model as plain values, or None for a dense model.
-
-    Args:
-        model: A routed model, or one that a method changed.
-
-    Raises:
-        ValueError: A router is a function, or the routing depends on the model around this one.
-    """
+    """Return the methods of a model as plain values, or None for a dense model."""
     parts = {
         module.part: module.config.to_dict() for module in model_hooks(model) if isinstance(module, DescribedRouting)
     }
@@ -220,11 +190,7 @@ def _refuse_dense(values: dict[str, Any]) -> None:
 
 
 def auto_classes(config_class: type) -> dict[str, Any]:
-    """Return the Auto classes of transformers that support a config class, by name.
-
-    Args:
-        config_class: The class.
-    """
+    """Return the Auto classes of transformers that support a config class, by name."""
     from transformers.models.auto import modeling_auto
 
     classes = {name: auto for name, auto in vars(modeling_auto).items() if name.startswith("AutoModel")}

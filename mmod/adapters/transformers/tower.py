@@ -78,14 +78,7 @@ class TowerImportance:
         self.hooks: list[tuple[nn.Module, ModelHook]] = [(attention.q_proj, self.query), (attention.k_proj, self.key)]
 
     def of(self, image_BN: Tensor) -> Tensor:
-        """Return the importance of image tokens (B, N), 0 at all other tokens.
-
-        Args:
-            image_BN: True at image tokens (B, N).
-
-        Raises:
-            ValueError: The tower did not process these images, with one patch per image token.
-        """
+        """Return the importance of image tokens (B, N), 0 at all other tokens."""
         query, key = self.query.take(), self.key.take()
         if query is None or key is None:
             raise ValueError(

@@ -21,9 +21,6 @@ from mmod.registry.weights import keep_new_routers
 def routed_name(dense: str) -> str:
     """Return the name of the routed entry: `_mod` after the patch size, so that the family comes first.
 
-    Args:
-        dense: Name of the dense entry.
-
     Example:
         >>> routed_name("deit_small_patch16_224")
         'deit_small_patch16_mod_224'
@@ -33,11 +30,7 @@ def routed_name(dense: str) -> str:
 
 
 def routed_cfgs(dense: Iterable[str]) -> dict[str, Any]:
-    """Return the pretrained configs of dense entries, tags included, under the names of the routed ones.
-
-    Args:
-        dense: Names of dense entries.
-    """
+    """Return the pretrained configs of dense entries, tags included, under the names of the routed ones."""
     return dict(
         generate_default_cfgs(
             {
@@ -54,8 +47,6 @@ def register_routed(module: str, host: ModuleType, dense: Iterable[str]) -> None
 
     Args:
         module: Name of the module that registers and holds `default_cfgs`, where timm looks for them.
-        host: timm's module with the dense entries.
-        dense: Their names.
     """
     for name in dense:
         entry = _routed_entry(getattr(host, name), routed_name(name), module)
@@ -67,15 +58,9 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
     """Build a dense model, route it, and only then load weights and pick features, as timm does it.
 
     Args:
-        dense: The entry that builds the dense model.
-        name: Name of the routed entry.
         pretrained: Load the dense model's published weights, or those of a routed model named by `pretrained_cfg`.
         kwargs: Fields of `RoutingConfig`, or `preset`, a name for `mmod.preset`, with fields to change; everything
             else goes to the dense entry.
-
-    Raises:
-        TypeError: An argument neither a routing option nor known to the model.
-        ValueError: A routing option that is out of range, or a plan that does not fit the model.
     """
     options = {option: kwargs.pop(option) for option in ROUTING_FIELDS if option in kwargs}
     method = kwargs.pop("preset", None)
