@@ -176,7 +176,11 @@ class Route(Method):
 
 
 def is_routed(model: nn.Module) -> bool:
-    """Return whether any block of a model is routed."""
+    """Return whether any block of a model is routed.
+
+    Args:
+        model: Any model.
+    """
     check_module(model)
     return any(isinstance(module, RoutedBlock) for module in model.modules())
 
