@@ -41,9 +41,11 @@ class SyntheticSet(Generic[Config]):
         format: Version of the generator. It changes when equal parameters give different bytes; older builds are then
             refused.
         difficulties: Named parameters, including "default".
-        compose: From parameters and a split to its samples: `__key__`, and bytes by extension.
+        compose: From parameters and a split to its scenes.
+        encode: From a key and a scene to the members of its sample, bytes by extension.
         counts: Name of the parameter with the number of samples per split.
-        digits: Digits of a shard's number.
+        shard_digits: Digits of a shard's number.
+        key_digits: Digits of a sample's key.
         added: Fields that were added within this format: at their defaults they are left out of the manifest.
         sizes: Also write `sizes.json`, from which open_clip's training program reads the number of samples.
     """
@@ -52,18 +54,16 @@ class SyntheticSet(Generic[Config]):
     title: str
     format: int
     difficulties: Mapping[str, Config]
-    compose: Callable[[Config, str], Iterator[dict[str, Any]]]
+    compose: Callable[[Config, str], Iterator[Any]]
+    encode: Callable[[str, Any], dict[str, bytes]]
     counts: str
-    digits: int = 6
+    shard_digits: int = 6
+    key_digits: int = 6
     added: tuple[str, ...] = ()
     sizes: bool = False
 
     def config(self, difficulty: str) -> Config:
-        """Return the parameters of a difficulty.
-
-        Raises:
-            ValueError: The difficulty is unknown.
-        """
+        """Return the parameters of a difficulty; raise a ValueError for an unknown one."""
         if difficulty not in self.difficulties:
             valid = ", ".join(self.difficulties)
             raise ValueError(f"difficulty {difficulty!r} of {self.title} is unknown; valid: {valid}")
@@ -76,10 +76,6 @@ class SyntheticSet(Generic[Config]):
             source: `NAME:DIFFICULTY/SPLIT`.
             root: Folder of the build; default `runs/data/TITLE-DIFFICULTY`.
             progress: Show a progress bar.
-
-        Raises:
-            ValueError: The difficulty or split is unknown.
-            FileExistsError: See `build`.
         """
         difficulty, _, split = source.removeprefix(f"{self.name}:").partition("/")
         config = self.config(difficulty)
@@ -132,13 +128,14 @@ class SyntheticSet(Generic[Config]):
         counts, size = getattr(config, self.counts), config.shard_size  # type: ignore[attr-defined]
         with progress_bar(desc="build", total=sum(counts.values()), unit=self.counts, shown=progress) as bar:
             for split in SPLITS:
-                samples = self.compose(config, split)
+                scenes = enumerate(self.compose(config, split))
                 for first in range(0, counts[split], size):
-                    path = folder / f"{split}-{first // size:0{self.digits}d}.tar"
+                    path = folder / f"{split}-{first // size:0{self.shard_digits}d}.tar"
                     count = min(size, counts[split] - first)
                     with open_shard(path) as writer:
-                        for sample in islice(samples, count):
-                            writer.write(sample)
+                        for index, scene in islice(scenes, count):
+                            key = f"{index:0{self.key_digits}d}"
+                            writer.write({"__key__": key, **self.encode(key, scene)})
                     shards[path.name] = {"samples": count, "sha256": _sha256(path)}
                     bar.update(count)
         return dict(sorted(shards.items()))
@@ -162,20 +159,11 @@ def _sha256(path: Path) -> str:
 
 
 def save_montage(path: str | Path, dataset: SyntheticSet[Any], config: Any) -> None:
-    """Save a picture of the first test images of a set, followed by their label maps if there are any.
-
-    Args:
-        path: PNG file to write.
-        dataset: The set.
-        config: Parameters of the set.
-
-    Raises:
-        FileExistsError: The file exists.
-    """
+    """Write a new PNG file with the first test images of a set, each followed by its label map if there is one."""
     scale, gap = max(1, 96 // config.canvas), 4
     cell = config.canvas * scale + gap
     sheet = np.full((_ROWS * cell + gap, _COLUMNS * cell + gap), 255, np.uint8)
-    samples = dataset.compose(config, "test")
+    samples = (dataset.encode("0", scene) for scene in dataset.compose(config, "test"))
     images = (sample[name] for sample in samples for name in sample if name.endswith("png"))
     for index, image in zip(range(_ROWS * _COLUMNS), images):
         top, left = gap + index // _COLUMNS * cell, gap + index % _COLUMNS * cell

@@ -11,27 +11,18 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from mmod.data.synthetic.build import SyntheticSet
-from mmod.data.synthetic.handwriting import (
-    SPLITS,
-    DrawnConfig,
-    SourceDigits,
-    draw_clutter,
-    encode_png,
-    load_split,
-    scale_digit,
-)
+from mmod.data.synthetic.handwriting import Box, DrawnConfig, Painter, encode_png, paste
 
 CLASSES = 11
 """Number of classes of a pixel: 0 is background, and digit d has class d + 1."""
 # Grey values of the classes in image viewers.
 _PALETTE = [grey for label in range(CLASSES) for grey in [25 * label] * 3]
-Box = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -100,7 +91,7 @@ class Crowd(NamedTuple):
         image: Grey values, uint8, (canvas, canvas).
         labels: Class of each pixel, of `CLASSES`, uint8, (canvas, canvas).
         sources: Index of each digit among the source images.
-        boxes: Left, top, right, bottom of each digit, in pixels, right and bottom exclusive; no two overlap.
+        boxes: Boxes of the digits; no two overlap.
         clutter: Indices of the fragments' source images.
     """
 
@@ -112,14 +103,7 @@ class Crowd(NamedTuple):
 
 
 def compose_crowds(config: CrowdsConfig, split: str) -> Iterator[Crowd]:
-    """Compose the scenes of a split, with one seed per scene.
-
-    Args:
-        config: Parameters of the build.
-        split: One of `SPLITS`.
-
-    Yields:
-        `config.scenes[split]` scenes.
+    """Compose the scenes of a split.
 
     Raises:
         ValueError: The split is unknown.
@@ -129,22 +113,21 @@ def compose_crowds(config: CrowdsConfig, split: str) -> Iterator[Crowd]:
         >>> scene.image.shape == scene.labels.shape, len(scene.boxes) in (1, 2)
         (True, True)
     """
-    sources, pool = load_split(config, split)
+    painter = Painter(config, split, config.grid)
     for index in range(config.scenes[split]):
-        yield _compose(config, sources, pool, np.random.default_rng([config.seed, SPLITS.index(split), index, 3]))
+        yield _compose(config, painter, np.random.default_rng([*painter.seeds, index, 3]))
 
 
-def _compose(config: CrowdsConfig, sources: SourceDigits, pool: np.ndarray, rng: np.random.Generator) -> Crowd:
-    canvas, labels = (np.zeros((config.canvas, config.canvas), np.uint8) for _ in range(2))
-    clutter = draw_clutter(canvas, sources, pool, config, config.digit_size, rng, config.grid)
+def _compose(config: CrowdsConfig, painter: Painter, rng: np.random.Generator) -> Crowd:
+    canvas, labels = painter.canvas(), painter.canvas()
+    clutter = painter.clutter(canvas, config.digit_size, rng)
     count = int(rng.integers(config.digits[0], config.digits[1] + 1))
-    chosen = tuple(int(source) for source in rng.choice(pool, count))
-    digits = [scale_digit(sources.images[source], config.digit_size, rng) for source in chosen]
+    chosen = tuple(int(source) for source in rng.choice(painter.pool, count))
+    digits = [painter.digit(source, config.digit_size, rng) for source in chosen]
     boxes = _place([len(digit) for digit in digits], config, rng)
     for source, digit, (left, top, right, bottom) in zip(chosen, digits, boxes):
-        region = canvas[top:bottom, left:right]
-        np.maximum(region, digit, out=region)
-        labels[top:bottom, left:right][digit >= 255 * config.ink] = sources.labels[source] + 1
+        paste(canvas, digit, left, top)
+        labels[top:bottom, left:right][digit >= 255 * config.ink] = painter.sources.labels[source] + 1
     return Crowd(canvas, labels, chosen, boxes, clutter)
 
 
@@ -165,24 +148,14 @@ def _apart(first: Box, second: Box) -> bool:
     return first[2] <= second[0] or second[2] <= first[0] or first[3] <= second[1] or second[3] <= first[1]
 
 
-def _samples(config: CrowdsConfig, split: str) -> Iterator[dict[str, Any]]:
-    for index, scene in enumerate(compose_crowds(config, split)):
-        made = {"sources": scene.sources, "boxes": scene.boxes, "clutter": scene.clutter}
-        yield {
-            "__key__": f"{index:06d}",
-            "png": encode_png(scene.image),
-            "seg.png": _encode_labels(scene.labels),
-            "json": json.dumps(made).encode(),
-        }
+def _encode(key: str, scene: Crowd) -> dict[str, bytes]:
+    # With a palette, the usual format of label maps.
+    labels, file = Image.fromarray(scene.labels, "P"), io.BytesIO()
+    labels.putpalette(_PALETTE)
+    labels.save(file, format="PNG")
+    made = {"sources": scene.sources, "boxes": scene.boxes, "clutter": scene.clutter}
+    return {"png": encode_png(scene.image), "seg.png": file.getvalue(), "json": json.dumps(made).encode()}
 
 
-def _encode_labels(labels: np.ndarray) -> bytes:
-    """Encode classes as a PNG file with a palette, the usual format of label maps."""
-    image, file = Image.fromarray(labels, "P"), io.BytesIO()
-    image.putpalette(_PALETTE)
-    image.save(file, format="PNG")
-    return file.getvalue()
-
-
-CROWDS = SyntheticSet("crowds", "crowded digits", 1, DIFFICULTIES, _samples, "scenes")
+CROWDS = SyntheticSet("crowds", "crowded digits", 1, DIFFICULTIES, compose_crowds, _encode, "scenes")
 """The set: shards of `KEY.png`, `KEY.seg.png` (the class of each pixel) and `KEY.json` (provenance)."""

@@ -15,16 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmod.data.synthetic.build import SyntheticSet
-from mmod.data.synthetic.handwriting import (
-    SPLITS,
-    DrawnConfig,
-    SourceDigits,
-    draw_clutter,
-    encode_png,
-    load_split,
-    paste,
-    scale_digit,
-)
+from mmod.data.synthetic.handwriting import Box, DrawnConfig, Painter, encode_png
 
 
 @dataclass(frozen=True)
@@ -81,26 +72,19 @@ class DigitScene(NamedTuple):
         image: Grey values, uint8, (canvas, canvas).
         label: Class of the target digit, 0 to 9.
         target: Index of the target among the source images.
-        box: Left, top, right, bottom of the target, in pixels, right and bottom exclusive.
+        box: Box of the target.
         clutter: Indices of the fragments' source images.
     """
 
     image: np.ndarray
     label: int
     target: int
-    box: tuple[int, int, int, int]
+    box: Box
     clutter: tuple[int, ...]
 
 
 def compose_scenes(config: DigitsConfig, split: str) -> Iterator[DigitScene]:
-    """Compose the scenes of a split, with one seed per scene.
-
-    Args:
-        config: Parameters of the build.
-        split: One of `SPLITS`.
-
-    Yields:
-        `config.scenes[split]` scenes. Every source image of the split is a target equally often.
+    """Compose the scenes of a split; every source image of the split is a target equally often.
 
     Raises:
         ValueError: The split is unknown.
@@ -110,33 +94,20 @@ def compose_scenes(config: DigitsConfig, split: str) -> Iterator[DigitScene]:
         >>> scene.image.shape, 0 <= scene.label <= 9
         ((32, 32), True)
     """
-    sources, pool = load_split(config, split)
-    split_seed = SPLITS.index(split)
-    targets = np.random.default_rng([config.seed, split_seed]).permutation(pool)
+    painter = Painter(config, split, config.grid)
+    targets = np.random.default_rng(painter.seeds).permutation(painter.pool)
     for index in range(config.scenes[split]):
-        rng = np.random.default_rng([config.seed, split_seed, index])
-        yield _compose(config, sources, pool, int(targets[index % len(targets)]), rng)
+        rng = np.random.default_rng([*painter.seeds, index])
+        target, canvas = int(targets[index % len(targets)]), painter.canvas()
+        clutter = painter.clutter(canvas, config.digit_size, rng)
+        box = painter.place(canvas, painter.digit(target, config.digit_size, rng), rng)
+        yield DigitScene(canvas, int(painter.sources.labels[target]), target, box, clutter)
 
 
-def _compose(
-    config: DigitsConfig, sources: SourceDigits, pool: np.ndarray, target: int, rng: np.random.Generator
-) -> DigitScene:
-    canvas = np.zeros((config.canvas, config.canvas), np.uint8)
-    clutter = draw_clutter(canvas, sources, pool, config, config.digit_size, rng, config.grid)
-    box = paste(canvas, scale_digit(sources.images[target], config.digit_size, rng), rng, config.grid)
-    return DigitScene(canvas, int(sources.labels[target]), target, box, clutter)
+def _encode(key: str, scene: DigitScene) -> dict[str, bytes]:
+    made = {"target": scene.target, "box": scene.box, "clutter": scene.clutter}
+    return {"png": encode_png(scene.image), "cls": str(scene.label).encode(), "json": json.dumps(made).encode()}
 
 
-def _samples(config: DigitsConfig, split: str) -> Iterator[dict[str, Any]]:
-    for index, scene in enumerate(compose_scenes(config, split)):
-        made = {"target": scene.target, "box": scene.box, "clutter": scene.clutter}
-        yield {
-            "__key__": f"{index:06d}",
-            "png": encode_png(scene.image),
-            "cls": str(scene.label).encode(),
-            "json": json.dumps(made).encode(),
-        }
-
-
-DIGITS = SyntheticSet("digits", "cluttered digits", 1, DIFFICULTIES, _samples, "scenes", added=("grid",))
+DIGITS = SyntheticSet("digits", "cluttered digits", 1, DIFFICULTIES, compose_scenes, _encode, "scenes", added=("grid",))
 """The set: shards of `KEY.png`, `KEY.cls` and `KEY.json` (provenance)."""

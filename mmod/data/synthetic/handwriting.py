@@ -15,17 +15,13 @@ from PIL import Image
 from mmod.values import Limit, check_fields, one_of
 
 SPLITS = ("train", "val", "test")
+Box = tuple[int, int, int, int]
+"""Left, top, right, bottom in pixels; right and bottom are exclusive."""
 _SOURCE_SHARES = {"train": 0.7, "val": 0.1, "test": 0.2}
 
 
 class SourceDigits(NamedTuple):
-    """scikit-learn's digits and their splits, read-only.
-
-    Attributes:
-        images: Grey values, uint8, (1797, 8, 8).
-        labels: Classes, (1797,).
-        splits: Indices of the images by split; a partition.
-    """
+    """scikit-learn's digits, read-only: uint8 images (1797, 8, 8), classes (1797), and disjoint indices by split."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -81,16 +77,7 @@ class DrawnConfig:
     seed: int = 0
 
     def check(self, counts: str, least: int = 1, **limits: Limit) -> None:
-        """Check the parameters.
-
-        Args:
-            counts: Name of the parameter with the number of samples per split.
-            least: Minimum of these numbers.
-            limits: Limits of further parameters, see `mmod.values.check_fields`.
-
-        Raises:
-            ValueError: A parameter is out of range.
-        """
+        """Raise a ValueError unless the parameters are in range, and the field `counts` has `least` for each split."""
         check_fields(self, "", clutter="[0, inf)", shard_size="[1, inf)", seed="[0, inf)", **limits)
         for name in ("fragment", "contrast"):
             low, high = getattr(self, name)
@@ -101,81 +88,63 @@ class DrawnConfig:
             raise ValueError(f"{counts}={samples} must give each of {SPLITS} a number of at least {least}")
 
 
-def load_split(config: DrawnConfig, split: str) -> tuple[SourceDigits, np.ndarray]:
-    """Load the source images, and the indices of a split.
+class Painter:
+    """Draws the handwriting of one split.
 
     Args:
         config: Parameters of a set; its seed determines the splits.
         split: One of `SPLITS`.
+        grid: Random positions are multiples of this, in pixels.
 
     Raises:
         ValueError: The split is unknown.
     """
-    one_of("split", split, SPLITS)
-    sources = load_sources(config.seed)
-    return sources, sources.splits[split]
+
+    def __init__(self, config: DrawnConfig, split: str, grid: int = 1) -> None:
+        one_of("split", split, SPLITS)
+        self.config, self.grid = config, grid
+        self.sources = load_sources(config.seed)
+        self.pool = self.sources.splits[split]
+        self.seeds = (config.seed, SPLITS.index(split))
+        """Seeds of everything that is drawn for the split."""
+        self.by_class = [self.pool[self.sources.labels[self.pool] == digit] for digit in range(10)]
+
+    def canvas(self) -> np.ndarray:
+        """Return a black image."""
+        return np.zeros((self.config.canvas, self.config.canvas), np.uint8)
+
+    def digit(self, source: int, sides: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
+        """Return a source image resized to a random side within two limits, both inclusive."""
+        side = int(rng.integers(sides[0], sides[1] + 1))
+        return np.asarray(Image.fromarray(self.sources.images[source]).resize((side, side), Image.Resampling.BILINEAR))
+
+    def clutter(self, canvas: np.ndarray, sides: tuple[int, int], rng: np.random.Generator) -> tuple[int, ...]:
+        """Draw fragments of digits with sides in these limits; return the indices of their source images."""
+        chosen = tuple(int(source) for source in rng.choice(self.pool, self.config.clutter))
+        for source in chosen:
+            self.place(canvas, self._fragment(self.digit(source, sides, rng), rng), rng)
+        return chosen
+
+    def _fragment(self, digit: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Cut a random rectangle from a digit and scale its ink."""
+        side = len(digit)
+        low, high = (max(1, round(side * share)) for share in self.config.fragment)
+        height, width = rng.integers(low, high + 1, 2)
+        top, left = rng.integers(0, side - height + 1), rng.integers(0, side - width + 1)
+        piece = digit[top : top + height, left : left + width]
+        return (piece * rng.uniform(*self.config.contrast)).astype(np.uint8)
+
+    def place(self, canvas: np.ndarray, patch: np.ndarray, rng: np.random.Generator) -> Box:
+        """Draw a patch at a random position of a canvas, and return its box."""
+        height, width = patch.shape
+        top = self.grid * int(rng.integers(0, (canvas.shape[0] - height) // self.grid + 1))
+        left = self.grid * int(rng.integers(0, (canvas.shape[1] - width) // self.grid + 1))
+        return paste(canvas, patch, left, top)
 
 
-def draw_clutter(
-    canvas: np.ndarray,
-    sources: SourceDigits,
-    pool: np.ndarray,
-    config: DrawnConfig,
-    sides: tuple[int, int],
-    rng: np.random.Generator,
-    grid: int = 1,
-) -> tuple[int, ...]:
-    """Draw fragments of digits at random positions of a canvas, in place.
-
-    Args:
-        canvas: Grey values, uint8, (rows, columns).
-        sources: The source images.
-        pool: Indices of the source images to use.
-        config: Number, size and ink of the fragments.
-        sides: Smallest and largest side of a digit's box, in pixels.
-        rng: Random generator.
-        grid: See `paste`.
-
-    Returns:
-        Indices of the fragments' source images.
-    """
-    chosen = rng.choice(pool, config.clutter)
-    for source in chosen:
-        digit = scale_digit(sources.images[source], sides, rng)
-        paste(canvas, _cut_fragment(digit, config.fragment, config.contrast, rng), rng, grid)
-    return tuple(int(source) for source in chosen)
-
-
-def scale_digit(digit: np.ndarray, sides: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
-    """Resize a square image to a random side within two limits, both inclusive."""
-    side = int(rng.integers(sides[0], sides[1] + 1))
-    return np.asarray(Image.fromarray(digit).resize((side, side), Image.Resampling.BILINEAR))
-
-
-def _cut_fragment(
-    digit: np.ndarray, shares: tuple[float, float], contrast: tuple[float, float], rng: np.random.Generator
-) -> np.ndarray:
-    """Cut a random rectangle from a digit and scale its ink; sizes are shares of the digit's side."""
-    side = len(digit)
-    low, high = (max(1, round(side * share)) for share in shares)
-    height, width = rng.integers(low, high + 1, 2)
-    top, left = rng.integers(0, side - height + 1), rng.integers(0, side - width + 1)
-    piece = digit[top : top + height, left : left + width]
-    return (piece * rng.uniform(*contrast)).astype(np.uint8)
-
-
-def paste(canvas: np.ndarray, patch: np.ndarray, rng: np.random.Generator, grid: int = 1) -> tuple[int, int, int, int]:
-    """Draw a patch at a random position of a canvas, in place; return its left, top, right and bottom.
-
-    Args:
-        canvas: Grey values (rows, columns).
-        patch: Grey values of the patch, not larger than the canvas.
-        rng: Random generator.
-        grid: The upper left corner is at multiples of this, in pixels.
-    """
+def paste(canvas: np.ndarray, patch: np.ndarray, left: int, top: int) -> Box:
+    """Draw a patch over a canvas, in place, and return its box."""
     height, width = patch.shape
-    top = grid * int(rng.integers(0, (canvas.shape[0] - height) // grid + 1))
-    left = grid * int(rng.integers(0, (canvas.shape[1] - width) // grid + 1))
     region = canvas[top : top + height, left : left + width]
     np.maximum(region, patch, out=region)
     return left, top, left + width, top + height

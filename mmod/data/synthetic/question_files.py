@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,7 @@ from mmod.io.progress import progress_bar
 
 
 def to_record(key: str, chat: SyntheticChat, images: list[str]) -> dict[str, Any]:
-    """Return a conversation as a record in LLaVA's format, with the question types as `kinds`.
-
-    Args:
-        key: The record's `id`.
-        chat: The conversation.
-        images: File names of its images.
-
-    Example:
-        >>> chat = next(compose_chats(DIFFICULTIES["tiny"], "test"))
-        >>> to_record("7", chat, ["7.png"])["conversations"][1]["from"]
-        'gpt'
-    """
+    """Return a conversation about these image files as a LLaVA record, with the question types as `kinds`."""
     record: dict[str, Any] = {"id": key, "kinds": [turn.question_type for turn in chat.turns]}
     if images:
         record["image"] = images[0] if len(images) == 1 else images
@@ -40,15 +28,13 @@ def to_record(key: str, chat: SyntheticChat, images: list[str]) -> dict[str, Any
     return record
 
 
-def _samples(config: QuestionsConfig, split: str) -> Iterator[dict[str, Any]]:
-    for index, chat in enumerate(compose_chats(config, split)):
-        key = f"{index:06d}"
-        images = {f"{number}.png": encode_png(scene.image) for number, scene in enumerate(chat.scenes)}
-        names = [f"{key}.{name}" for name in images]
-        yield {"__key__": key, "json": json.dumps(to_record(key, chat, names)).encode(), **images}
+def _encode(key: str, chat: SyntheticChat) -> dict[str, bytes]:
+    images = {f"{number}.png": encode_png(scene.image) for number, scene in enumerate(chat.scenes)}
+    names = [f"{key}.{name}" for name in images]
+    return {"json": json.dumps(to_record(key, chat, names)).encode(), **images}
 
 
-QUESTIONS = SyntheticSet("questions", "cluttered questions", 2, DIFFICULTIES, _samples, "conversations")
+QUESTIONS = SyntheticSet("questions", "cluttered questions", 2, DIFFICULTIES, compose_chats, _encode, "conversations")
 """The set: shards of `KEY.json`, a conversation in LLaVA's format with the question types under `kinds`, and its
 images as `KEY.0.png`, `KEY.1.png`."""
 
@@ -56,15 +42,7 @@ images as `KEY.0.png`, `KEY.1.png`."""
 def export_questions(
     root: str | Path, config: QuestionsConfig | str = "default", progress: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Write a build as LLaVA's files: `SPLIT.json` and a folder `images`.
-
-    Args:
-        root: Output folder; missing or empty.
-        config: Parameters, or the name of a difficulty.
-        progress: Show a progress bar.
-
-    Returns:
-        `samples` and `sha256` by name of the JSON file.
+    """Write LLaVA's files, `SPLIT.json` and a folder `images`; return `samples` and `sha256` of each JSON file.
 
     Raises:
         FileExistsError: `root` is not empty.

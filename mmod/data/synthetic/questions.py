@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
-from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig, SourceDigits, draw_clutter, load_split, scale_digit
+from mmod.data.synthetic.handwriting import DrawnConfig, Painter, paste
 
 ONE_IMAGE = ("count", "largest", "beside", "read")
 KINDS = (*ONE_IMAGE, "two", "text")
@@ -93,11 +94,7 @@ class QuestionScene(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A question and its answer, in words separated by spaces.
-
-    Attributes:
-        question_type: One of `KINDS`.
-    """
+    """A question of one of `KINDS` and its answer, in words separated by spaces."""
 
     question_type: str
     question: str
@@ -112,14 +109,7 @@ class SyntheticChat(NamedTuple):
 
 
 def compose_chats(config: QuestionsConfig, split: str) -> Iterator[SyntheticChat]:
-    """Compose the conversations of a split, with one seed per conversation.
-
-    Args:
-        config: Parameters of the build.
-        split: One of `SPLITS`.
-
-    Yields:
-        `config.conversations[split]` conversations.
+    """Compose the conversations of a split.
 
     Raises:
         ValueError: The split is unknown.
@@ -128,33 +118,34 @@ def compose_chats(config: QuestionsConfig, split: str) -> Iterator[SyntheticChat
         >>> next(compose_chats(DIFFICULTIES["tiny"], "test")).turns[0].question_type
         'count'
     """
-    painter = _Painter(config, *load_split(config, split))
+    painter = Painter(config, split)
     for index in range(config.conversations[split]):
-        rng = np.random.default_rng([config.seed, SPLITS.index(split), index, 2])
+        rng = np.random.default_rng([*painter.seeds, index, 2])
         if split != "train":
-            yield _single(KINDS[index % len(KINDS)], painter, rng)
+            yield _single(KINDS[index % len(KINDS)], config, painter, rng)
             continue
         draw = rng.random()
         if draw < sum(config.shares):
-            yield _single("two" if draw < config.shares[0] else "text", painter, rng, config.turns)
+            yield _single("two" if draw < config.shares[0] else "text", config, painter, rng, config.turns)
             continue
-        scene = painter.paint(int(rng.integers(config.digits[0], config.digits[1] + 1)), rng)
+        scene = _compose(config, painter, config.digits[0], rng)
         kinds = [question_type for question_type in ONE_IMAGE if len(scene.classes) >= _NEEDED[question_type]]
         chosen = [kinds[place] for place in rng.permutation(len(kinds))[: config.turns]]
         yield SyntheticChat((scene,), tuple(_ASK[question_type](scene, rng) for question_type in chosen))
 
 
-def _single(question_type: str, painter: _Painter, rng: np.random.Generator, turns: int = 1) -> SyntheticChat:
+def _single(
+    question_type: str, config: QuestionsConfig, painter: Painter, rng: np.random.Generator, turns: int = 1
+) -> SyntheticChat:
     """Compose a conversation of one question type, with one turn; up to `turns` for "two"."""
-    low, high = painter.config.digits
     if question_type == "text":
         first, second = (int(value) for value in rng.permutation(10)[:2])
         question = f"which is larger , {first} or {second} ?"
         return SyntheticChat((), (Turn(question_type, question, str(max(first, second))),))
     if question_type == "two":
-        scenes = tuple(painter.paint(int(rng.integers(max(low, 2), high + 1)), rng) for _ in range(2))
+        scenes = tuple(_compose(config, painter, 2, rng) for _ in range(2))
         return SyntheticChat(scenes, tuple(_ask_two(scenes, int(place)) for place in rng.permutation(2)[:turns]))
-    scene = painter.paint(int(rng.integers(max(low, _NEEDED[question_type]), high + 1)), rng)
+    scene = _compose(config, painter, _NEEDED[question_type], rng)
     return SyntheticChat((scene,), (_ASK[question_type](scene, rng),))
 
 
@@ -192,45 +183,35 @@ _ASK: dict[str, Callable[[QuestionScene, np.random.Generator], Turn]] = {
 _NEEDED = {"count": 1, "largest": 2, "beside": 2, "read": 1}
 
 
-class _Painter:
-    """Draws scenes from the handwriting of one split."""
+def _compose(config: QuestionsConfig, painter: Painter, least: int, rng: np.random.Generator) -> QuestionScene:
+    """Draw at least so many digits of different classes that do not overlap, one larger than the others."""
+    count = int(rng.integers(max(config.digits[0], least), config.digits[1] + 1))
+    canvas = painter.canvas()
+    painter.clutter(canvas, config.large, rng)
+    classes = [int(digit) for digit in rng.permutation(10)[:count]]
+    chosen = [int(rng.choice(painter.by_class[digit])) for digit in classes]
+    digits = [
+        painter.digit(source, config.small if place else config.large, rng) for place, source in enumerate(chosen)
+    ]
+    corners = _place(np.array([len(digit) for digit in digits]), config, rng)
+    for digit, (left, top) in zip(digits, corners):
+        paste(canvas, digit, left, top)
+    centres = [left + len(digit) / 2 for (left, _), digit in zip(corners, digits)]
+    order = sorted(range(count), key=centres.__getitem__)
+    return QuestionScene(canvas, tuple(classes[i] for i in order), order.index(0), tuple(chosen[i] for i in order))
 
-    def __init__(self, config: QuestionsConfig, sources: SourceDigits, pool: np.ndarray) -> None:
-        self.config = config
-        self.sources = sources
-        self.pool = pool
-        self.by_class = [pool[sources.labels[pool] == digit] for digit in range(10)]
 
-    def paint(self, count: int, rng: np.random.Generator) -> QuestionScene:
-        """Draw digits of different classes that do not overlap, one larger than the others."""
-        config = self.config
-        canvas = np.zeros((config.canvas, config.canvas), np.uint8)
-        draw_clutter(canvas, self.sources, self.pool, config, config.large, rng)
-        classes = [int(digit) for digit in rng.permutation(10)[:count]]
-        chosen = [int(rng.choice(self.by_class[digit])) for digit in classes]
-        digits = [
-            scale_digit(self.sources.images[source], config.small if place else config.large, rng)
-            for place, source in enumerate(chosen)
+def _place(sides: np.ndarray, config: QuestionsConfig, rng: np.random.Generator) -> list[list[int]]:
+    """Draw left and top of each box until none overlap and all centres differ enough horizontally."""
+    corners = np.zeros((len(sides), 2), int)
+    while True:
+        for place, side in enumerate(sides):
+            corners[place] = rng.integers(0, (config.canvas - side) // config.step + 1, 2) * config.step
+        centres = corners + sides[:, None] / 2
+        apart = [
+            across >= _GAP and max(across, down) >= (sides[i] + sides[j]) / 2
+            for i, j in combinations(range(len(sides)), 2)
+            for across, down in [abs(centres[i] - centres[j])]
         ]
-        lefts, tops = self._place([len(digit) for digit in digits], rng)
-        for digit, left, top in zip(digits, lefts, tops):
-            region = canvas[top : top + len(digit), left : left + len(digit)]
-            np.maximum(region, digit, out=region)
-        centres = [left + len(digit) / 2 for left, digit in zip(lefts, digits)]
-        order = sorted(range(count), key=centres.__getitem__)
-        return QuestionScene(canvas, tuple(classes[i] for i in order), order.index(0), tuple(chosen[i] for i in order))
-
-    def _place(self, sides: list[int], rng: np.random.Generator) -> tuple[list[int], list[int]]:
-        """Draw corners until no boxes overlap and all centres differ enough horizontally."""
-        corners, step = np.zeros((len(sides), 2), int), self.config.step
-        while True:
-            for place, side in enumerate(sides):
-                corners[place] = rng.integers(0, (self.config.canvas - side) // step + 1, 2) * step
-            if all(self._apart(corners, sides, i, j) for i in range(len(sides)) for j in range(i)):
-                return corners[:, 0].tolist(), corners[:, 1].tolist()
-
-    @staticmethod
-    def _apart(corners: np.ndarray, sides: list[int], one: int, other: int) -> bool:
-        reach = (sides[one] + sides[other]) / 2
-        across, down = abs(corners[one] - corners[other] + (sides[one] - sides[other]) / 2)
-        return bool(across >= _GAP and max(across, down) >= reach)
+        if all(apart):
+            return [[int(left), int(top)] for left, top in corners]

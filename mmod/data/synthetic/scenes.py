@@ -10,21 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mmod.data.synthetic.build import SyntheticSet
-from mmod.data.synthetic.handwriting import (
-    SPLITS,
-    DrawnConfig,
-    SourceDigits,
-    draw_clutter,
-    encode_png,
-    load_split,
-    paste,
-    scale_digit,
-)
+from mmod.data.synthetic.handwriting import Box, DrawnConfig, Painter, encode_png
 
 SIZES = ("large", "small")
 RELATIONS = ("left of", "above")
@@ -32,14 +23,7 @@ GROUNDS = ("clutter", "plain")
 
 
 class SceneContent(NamedTuple):
-    """Content of a scene, which its caption describes.
-
-    Attributes:
-        digits: Class of the left or upper digit, then of the other one.
-        sizes: Their sizes, of `SIZES`.
-        relation: Position of the first relative to the second, of `RELATIONS`.
-        ground: Background, of `GROUNDS`.
-    """
+    """Content of a scene: classes and sizes of the left or upper digit and of the other, their relation, the ground."""
 
     digits: tuple[int, int]
     sizes: tuple[str, str]
@@ -111,13 +95,13 @@ class Pair(NamedTuple):
         image: Grey values, uint8, (canvas, canvas).
         content: Its content.
         sources: Indices of the two digits among the source images.
-        boxes: Left, top, right, bottom of each digit, in pixels, right and bottom exclusive.
+        boxes: Boxes of the two digits.
     """
 
     image: np.ndarray
     content: SceneContent
-    sources: tuple[int, int]
-    boxes: tuple[tuple[int, int, int, int], tuple[int, int, int, int]]
+    sources: tuple[int, ...]
+    boxes: tuple[Box, ...]
 
 
 def zero_shot_prompts() -> tuple[list[str], list[str]]:
@@ -136,14 +120,7 @@ def zero_shot_prompts() -> tuple[list[str], list[str]]:
 
 
 def compose_pairs(config: ScenesConfig, split: str) -> Iterator[Pair]:
-    """Compose the scenes of a split, with one seed per scene.
-
-    Args:
-        config: Parameters of the build.
-        split: One of `SPLITS`.
-
-    Yields:
-        `config.scenes[split]` scenes, with contents as evenly frequent as possible.
+    """Compose the scenes of a split, with contents as evenly frequent as possible.
 
     Raises:
         ValueError: The split is unknown.
@@ -152,49 +129,42 @@ def compose_pairs(config: ScenesConfig, split: str) -> Iterator[Pair]:
         >>> next(compose_pairs(DIFFICULTIES["tiny"], "test")).content.caption
         'a small 1 above a large 0 on clutter'
     """
-    sources, pool = load_split(config, split)
-    split_seed = SPLITS.index(split)
-    contents = all_contents()
+    painter, contents = Painter(config, split), all_contents()
     for index in range(config.scenes[split]):
         turn, place = divmod(index, len(contents))
         if place == 0:
-            order = np.random.default_rng([config.seed, split_seed, turn]).permutation(len(contents))
-        rng = np.random.default_rng([config.seed, split_seed, index, 1])
-        yield _compose(config, sources, pool, contents[order[place]], rng)
+            order = np.random.default_rng([*painter.seeds, turn]).permutation(len(contents))
+        yield _compose(config, painter, contents[order[place]], np.random.default_rng([*painter.seeds, index, 1]))
 
 
-def _compose(
-    config: ScenesConfig, sources: SourceDigits, pool: np.ndarray, content: SceneContent, rng: np.random.Generator
-) -> Pair:
-    canvas = np.zeros((config.canvas, config.canvas), np.uint8)
+def _compose(config: ScenesConfig, painter: Painter, content: SceneContent, rng: np.random.Generator) -> Pair:
+    canvas, half = painter.canvas(), config.canvas // 2
     if content.ground == "clutter":
-        draw_clutter(canvas, sources, pool, config, config.large, rng)
-    half = config.canvas // 2
+        painter.clutter(canvas, config.large, rng)
     chosen, boxes = [], []
     for number, (digit_class, size) in enumerate(zip(content.digits, content.sizes)):
-        source = int(rng.choice(pool[sources.labels[pool] == digit_class]))
-        digit = scale_digit(sources.images[source], config.large if size == "large" else config.small, rng)
+        source = int(rng.choice(painter.by_class[digit_class]))
+        digit = painter.digit(source, config.large if size == "large" else config.small, rng)
         left, top = (number * half, 0) if content.relation == "left of" else (0, number * half)
         right, bottom = (left + half, config.canvas) if content.relation == "left of" else (config.canvas, top + half)
-        box = paste(canvas[top:bottom, left:right], digit, rng)
+        box = painter.place(canvas[top:bottom, left:right], digit, rng)
         chosen.append(source)
         boxes.append((box[0] + left, box[1] + top, box[2] + left, box[3] + top))
-    return Pair(canvas, content, (chosen[0], chosen[1]), (boxes[0], boxes[1]))
+    return Pair(canvas, content, tuple(chosen), tuple(boxes))
 
 
-def _samples(config: ScenesConfig, split: str) -> Iterator[dict[str, Any]]:
-    for index, pair in enumerate(compose_pairs(config, split)):
-        height, width = pair.image.shape
-        key, caption = f"{index:09d}", pair.content.caption
-        made = {"digits": pair.content.digits, "sources": pair.sources, "boxes": pair.boxes}
-        record = {"caption": caption, "key": key, "status": "success", "width": width, "height": height, **made}
-        yield {
-            "__key__": key,
-            "png": encode_png(pair.image),
-            "txt": caption.encode(),
-            "json": json.dumps(record).encode(),
-        }
+def _encode(key: str, pair: Pair) -> dict[str, bytes]:
+    height, width = pair.image.shape
+    caption = pair.content.caption
+    made = {"digits": pair.content.digits, "sources": pair.sources, "boxes": pair.boxes}
+    record = {"caption": caption, "key": key, "status": "success", "width": width, "height": height, **made}
+    return {"png": encode_png(pair.image), "txt": caption.encode(), "json": json.dumps(record).encode()}
 
 
-SCENES = SyntheticSet("scenes", "captioned scenes", 1, DIFFICULTIES, _samples, "scenes", digits=5, sizes=True)
+SCENES = SyntheticSet(
+    *("scenes", "captioned scenes", 1, DIFFICULTIES, compose_pairs, _encode, "scenes"),
+    shard_digits=5,
+    key_digits=9,
+    sizes=True,
+)
 """The set: shards of `KEY.png`, `KEY.txt` (the caption) and `KEY.json` (provenance)."""
