@@ -25,8 +25,8 @@ from mmod.audits.subject import Again, Sorted, Subject
 from mmod.data.config import DataConfig
 from mmod.data.readers.chat import IGNORED
 from mmod.data.readers.conversations import open_conversations
+from mmod.data.readers.source import spread
 from mmod.data.readers.text import create_eval_text
-from mmod.data.subset import spread
 from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
 from mmod.model import routing_configs
 from mmod.training.image.recipe import sample_images

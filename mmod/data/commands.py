@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,8 +13,8 @@ from jsonargparse import ArgumentParser
 
 from mmod.io.yaml import STRICT
 
-__all__ = ["COMMANDS", "main"]
-
+COMMANDS = ("digits", "crowds", "scenes", "questions")
+"""The embedded sets: modules of `mmod.data.synthetic`."""
 _BUILD = """Build the embedded set "{0.title}" as webdataset shards, or draw a picture of it.
 
 %(prog)s runs/data/mine
@@ -22,65 +23,30 @@ _BUILD = """Build the embedded set "{0.title}" as webdataset shards, or draw a p
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one of `COMMANDS` and print the files that it wrote.
-
-    Args:
-        arguments: Name of the command, and its arguments.
-
-    Raises:
-        SystemExit: With code 2 if the command line is wrong, with a one-line message if the command fails.
-    """
+    """Run one of `COMMANDS` with its arguments, and print the files that it wrote or a one-line error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=COMMANDS)
     name = parser.parse_args(arguments[:1]).command
     # A script's name already says which set it builds.
     prog = parser.prog if parser.prog.endswith(".py") else f"{parser.prog} {name}"
     try:
-        COMMANDS[name](arguments[1:], prog)
+        _run(name, arguments[1:], prog)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(f"error: {error}")
 
 
-def _digits(arguments: Sequence[str], prog: str) -> None:
-    from mmod.data.synthetic.digits import DIGITS
+def _run(name: str, arguments: Sequence[str], prog: str) -> None:
+    module = importlib.import_module(f"mmod.data.synthetic.{name}")
+    config = _build(getattr(module, name.upper()), arguments, prog, getattr(module, "export_questions", None))
+    if name == "questions" and config is not None:
+        from mmod.data.synthetic.priors import measure_prior
 
-    _build(DIGITS, arguments, prog)
-
-
-def _crowds(arguments: Sequence[str], prog: str) -> None:
-    from mmod.data.synthetic.crowds import CROWDS
-
-    _build(CROWDS, arguments, prog)
-
-
-def _scenes(arguments: Sequence[str], prog: str) -> None:
-    from mmod.data.synthetic.scenes import SCENES
-
-    _build(SCENES, arguments, prog)
-
-
-def _questions(arguments: Sequence[str], prog: str) -> None:
-    from mmod.data.synthetic.priors import measure_prior
-    from mmod.data.synthetic.question_files import QUESTIONS, export_questions
-
-    config = _build(QUESTIONS, arguments, prog, export_questions)
-    if config is not None:
         for question_type, share in measure_prior(config).items():
             print(f"accuracy without the image: {question_type} {100 * share:.1f} %")
 
 
 def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[..., Any] | None = None) -> Any:
-    """Build or draw a set; the difficulty selects the defaults of the other options.
-
-    Args:
-        dataset: A `SyntheticSet`.
-        arguments: The command line.
-        prog: Name of the program in its help.
-        export: Writes JSON and image files instead of shards.
-
-    Returns:
-        The parameters of the build; None for a picture.
-    """
+    """Build or draw a set, and return its parameters, None for a picture; `export` writes JSON instead of shards."""
     names: dict[str, Any] = {"choices": list(dataset.difficulties), "default": "default"}
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser = ArgumentParser(
@@ -120,12 +86,3 @@ def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[.
     for name, entry in written.items():
         print(f"{options.root}/{name}: {entry['samples']} {dataset.counts}, sha256 {entry['sha256'][:16]}")
     return config
-
-
-COMMANDS: dict[str, Callable[[Sequence[str], str], None]] = {
-    "digits": _digits,
-    "crowds": _crowds,
-    "scenes": _scenes,
-    "questions": _questions,
-}
-"""Functions of arguments and program name, by command."""

@@ -6,7 +6,7 @@ They are separate from the readers, so that a command line shows its options wit
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from mmod.data.corrupt import OnCorrupt
 from mmod.values import check_fields, one_of
@@ -195,17 +195,7 @@ class DataConfig:
 
 
 def check_name(name: str) -> None:
-    """Refuse data set names that timm does not know: timm would read `root` as an image folder instead.
-
-    Args:
-        name: Name for `timm.data.create_dataset`.
-
-    Raises:
-        ValueError: The name is unknown, or belongs to a stream without random access.
-
-    Example:
-        >>> check_name("hfds/user/flowers")
-    """
+    """Refuse data set names that timm does not know: it would read `root` as an image folder instead."""
     reader, _, dataset = name.partition("/")
     reader = reader.lower()
     if reader in _STREAMS and dataset:
@@ -236,12 +226,9 @@ class PairsConfig:
         on_corrupt: "raise" stops at a shard, image or caption that cannot be read. "skip" counts it in the report:
             training replaces it by the next readable sample, evaluation leaves it out.
         pin_memory: Return batches in pinned memory (for a GPU).
-        sampling: "exact": every training sample once per epoch.
-        samples: Must be None.
-        shuffle: Without effect.
 
     Raises:
-        ValueError: A value is out of range, or `sampling` asks for shards drawn with replacement.
+        ValueError: A value is out of range.
     """
 
     train: str | list[str] = "scenes:default/train"
@@ -251,18 +238,9 @@ class PairsConfig:
     workers: int = 0
     on_corrupt: OnCorrupt = "raise"
     pin_memory: bool = False
-    sampling: Literal["exact", "resampled"] = "exact"
-    samples: int | None = None
-    shuffle: int = 5000
 
     def __post_init__(self) -> None:
         check_fields(self, "data", batch_size="[1, inf)", workers="[0, inf)")
-        if self.sampling == "resampled" or self.samples is not None:
-            raise ValueError(
-                f"data.sampling={self.sampling!r}, data.samples={self.samples}: only open_clip's own program draws "
-                "shards with replacement; run mmod train open-clip with its option --dataset-resampled, or set "
-                "data.sampling to 'exact'"
-            )
 
 
 @dataclass

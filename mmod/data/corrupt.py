@@ -23,12 +23,7 @@ class CorruptDataError(ValueError):
 
 
 class UnusableError(ValueError):
-    """An item that cannot become a sample.
-
-    Args:
-        reason: The cause, one of a few that reports count by.
-        details: The path or value, and the error.
-    """
+    """An item that cannot become a sample: one of a few reasons that reports count by, and the path or value."""
 
     def __init__(self, reason: str, details: str) -> None:
         super().__init__(reason, details)
@@ -41,13 +36,7 @@ class UnusableError(ValueError):
 
 
 class Fault(NamedTuple):
-    """One corrupt file or sample.
-
-    Attributes:
-        file: The shard or image file.
-        sample: The sample within the shard; empty if the fault concerns the file.
-        reason: The error.
-    """
+    """One corrupt shard or image file, or with `sample` one sample of it, and the error."""
 
     file: str
     sample: str
@@ -65,9 +54,6 @@ class CorruptReport:
         on_corrupt: "raise" raises the first fault; "skip" counts faults.
         faults: The faults, in order of occurrence.
 
-    Raises:
-        ValueError: `on_corrupt` has another value.
-
     Example:
         >>> report = CorruptReport("skip")
         >>> report.add([Fault("a.tar", "7", "no .cls member")])
@@ -82,11 +68,7 @@ class CorruptReport:
         one_of("on_corrupt", self.on_corrupt, ("raise", "skip"))
 
     def add(self, faults: Iterable[Fault]) -> None:
-        """Count faults, or raise the first.
-
-        Raises:
-            CorruptDataError: There is a fault and `on_corrupt` is "raise".
-        """
+        """Count faults, or raise a CorruptDataError of the first if `on_corrupt` is "raise"."""
         for fault in faults:
             if self.on_corrupt == "raise":
                 raise CorruptDataError(f"{fault} (on_corrupt='skip' counts such samples and leaves them out)")
@@ -109,19 +91,9 @@ _RAISED = re.compile(r"^(?:(?P<module>[\w.]+)\.)?(?P<name>\w+)(?:: (?P<message>.
 
 @contextmanager
 def original_errors() -> Iterator[None]:
-    """Raise errors of a loader's worker processes with their original class and message.
+    """Raise errors of a loader's worker processes with their original class, or its nearest base with one argument.
 
-    torch replaces the message by the worker's traceback, and replaces errors with several arguments by a RuntimeError.
-
-    Raises:
-        Exception: The worker's error; for a class with several arguments, the nearest base class with one.
-
-    Example:
-        >>> from torch.utils.data import DataLoader
-        >>> with original_errors():
-        ...     list(DataLoader(["1", "x"], num_workers=1, collate_fn=lambda texts: int(texts[0])))
-        Traceback (most recent call last):
-        ValueError: invalid literal for int() with base 10: 'x'
+    torch replaces the message by the worker's traceback, and errors with several arguments by a RuntimeError.
     """
     try:
         yield

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from mmod.data.config import EMBEDDED, DataConfig
 from mmod.data.corrupt import CorruptReport
-from mmod.data.readers.source import ImageSource, UnreadableSampleError
+from mmod.data.readers.source import ImageSource, LabelledSource, Subset, UnreadableSampleError
 from mmod.data.stream import BatchStream, ImageReader, MemoryReader
-from mmod.data.subset import LabelledSource, Subset
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.crowds import CROWDS
 from mmod.data.synthetic.digits import DIGITS
@@ -56,15 +55,6 @@ def create_train_stream(config: DataConfig, seed: int, rank: int = 0, world: int
 
 def create_eval_stream(config: DataConfig, rank: int = 0, world: int = 1) -> BatchStream:
     """Create the stream of evaluation batches of one process: every sample once, in order.
-
-    Args:
-        config: The data set.
-        rank: Index of this process.
-        world: Number of processes.
-
-    Raises:
-        ValueError: The source is missing, has fewer samples than processes, or does not match the config.
-        CorruptDataError: A shard is damaged, unless `config.on_corrupt` is "skip".
 
     Example:
         >>> import tempfile

@@ -87,7 +87,6 @@ def pack_shards(
         Samples by shard number (five digits), and for each dropped item its number, label, reason and details.
 
     Raises:
-        FileNotFoundError: If the source does not exist.
         FileExistsError: If the output holds other files, or a conversion of another source or with other settings.
     """
     folder, numbered = _claim(config, free_keys), enumerate(items)
@@ -128,16 +127,7 @@ def pack_shards(
 
 
 def check_image(data: bytes, min_size: int, prefix: str = "") -> tuple[Image.Image, Image.Image]:
-    """Decode an image to its end, and return it as stored and in RGB.
-
-    Args:
-        data: The encoded file.
-        min_size: Minimum length of the shorter side, in pixels.
-        prefix: Text before the details of an error.
-
-    Raises:
-        UnusableError: If the image cannot be decoded or is too small.
-    """
+    """Decode an image, and return it as stored and in RGB; raise an `UnusableError` if it is damaged or too small."""
     try:
         opened = open_image(data)
         image = convert_image(opened, "RGB")
@@ -149,14 +139,7 @@ def check_image(data: bytes, min_size: int, prefix: str = "") -> tuple[Image.Ima
 
 
 def write_report(config: PackConfig, samples: int, dropped: Sequence[Sequence[Any]], **details: Any) -> dict[str, Any]:
-    """Write `report.json` with the counts and `dropped.csv` with every dropped item; return the report.
-
-    Args:
-        config: The settings.
-        samples: Number of items that became samples.
-        dropped: Number, label, reason and details of each dropped item.
-        details: Further entries of the report.
-    """
+    """Write `report.json` with the counts and these details, and `dropped.csv` with every dropped item."""
     reasons = dict(Counter(reason for _, _, reason, _ in dropped).most_common())
     report = {"items": samples + len(dropped), "samples": samples, "dropped": reasons, **details}
     text = io.StringIO()
@@ -169,17 +152,7 @@ def write_report(config: PackConfig, samples: int, dropped: Sequence[Sequence[An
 def run_conversion(
     settings: type[PackConfig], convert: Callable[[Any], dict[str, Any]], description: str, arguments: Sequence[str]
 ) -> None:
-    """Convert as a command line `SOURCE OUTPUT [--key value]` says, and print the report.
-
-    Args:
-        settings: The config's class, whose fields are the options.
-        convert: Converts, and returns the report.
-        description: Text of `--help`.
-        arguments: The command line without the program's name.
-
-    Raises:
-        SystemExit: With code 2 if the command line is wrong, with one line if the conversion fails.
-    """
+    """Convert as a command line `SOURCE OUTPUT [--key value]` says, and print the report or a one-line error."""
     config = auto_cli(
         settings,
         args=list(arguments),

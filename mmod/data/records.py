@@ -22,12 +22,7 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 
 
 class Message(NamedTuple):
-    """One message of a conversation.
-
-    Attributes:
-        role: "system", "user" or "assistant".
-        text: The text, with `<image>` placeholders.
-    """
+    """One message of a conversation: "system", "user" or "assistant", and a text with `<image>` placeholders."""
 
     role: str
     text: str
@@ -35,11 +30,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class BrokenLine:
-    """A line of a `.jsonl` file that is no JSON, or a record with a duplicate key.
-
-    Args:
-        reason: The error and the line.
-    """
+    """A line of a `.jsonl` file that is no JSON, or a record with a duplicate key."""
 
     reason: str
 
@@ -54,11 +45,6 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
     Raises:
         ValueError: The record is a broken line or has no conversation, an unknown role, roles out of turn, an empty
             message, text that UTF-8 cannot encode, or a different number of `<image>` and images.
-
-    Example:
-        >>> turns = [{"from": "human", "value": "<image>\\nWhat?"}, {"from": "gpt", "value": "A cat."}]
-        >>> check_record({"id": "1", "image": "1.jpg", "conversations": turns})[0].role
-        'user'
     """
     if isinstance(record, BrokenLine):
         raise ValueError(record.reason)
@@ -108,11 +94,7 @@ def _check_turns(messages: list[Message]) -> None:
 
 
 def image_names(record: Mapping[str, Any]) -> list[str]:
-    """Return the image paths of a record.
-
-    Raises:
-        ValueError: `image` is neither a path nor a list of paths.
-    """
+    """Return the image paths of a record; raise a ValueError if `image` holds anything else."""
     names = record.get("image")
     if names is None or isinstance(names, str):
         names = [names] if names else []
@@ -122,13 +104,9 @@ def image_names(record: Mapping[str, Any]) -> list[str]:
 
 
 def read_records(path: Path) -> list[Any]:
-    """Read the records of a `.json` file (a list) or a `.jsonl` file (one record per line).
-
-    Returns:
-        A JSON value or a `BrokenLine` for each record.
+    """Read a `.json` file with a list of records, or a `.jsonl` file; a line that is no JSON becomes a `BrokenLine`.
 
     Raises:
-        FileNotFoundError: The file does not exist.
         ValueError: It is no regular file, no JSON, or no list.
     """
     check_regular(path)

@@ -41,17 +41,11 @@ class BatchReader(Protocol):
         ...
 
     def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> Batch:
-        """Read one batch.
-
-        Args:
-            indices: Indices of the samples, (B,).
-            seeds: Seed of the stream, and the epoch.
-        """
+        """Read the samples with these indices, (B,); `seeds` are those of the stream and the epoch."""
         ...
 
 
 def _class_numbers(labels: list[Any]) -> Tensor:
-    """Return classes, per image or per patch, as a tensor."""
     return torch.tensor(labels, dtype=torch.int64)
 
 
@@ -113,9 +107,6 @@ class MemoryReader:
         mean: Mean per channel, in [0, 1], (C,).
         std: Standard deviation per channel on that scale, (C,).
         report: Counts unreadable samples.
-
-    Raises:
-        CorruptDataError: A sample cannot be read, unless the report says "skip"; or no sample can be read.
     """
 
     def __init__(
@@ -171,10 +162,6 @@ class BatchStream:
     Attributes:
         steps_per_epoch: Batches per epoch.
         num_samples: Samples of the source, over all processes.
-        report: Counts unreadable samples.
-
-    Raises:
-        ValueError: The rank is out of range, or there are too few samples for one batch per process.
     """
 
     def __init__(
@@ -202,17 +189,10 @@ class BatchStream:
         self.steps_per_epoch = len(self._order(0))
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over the batches of an epoch.
+        """Iterate over the images and labels of an epoch's batches, see `Batch`.
 
         `batches(e, s)` equals `batches(e)` without its first `s` batches, for any number of workers. The first batches
         are not read, and the caller's random state is neither used nor changed.
-
-        Args:
-            epoch: The epoch, from 0.
-            start: First batch.
-
-        Yields:
-            Images and labels, see `Batch`.
 
         Raises:
             ValueError: The epoch is negative or has no batch `start`.
@@ -249,8 +229,6 @@ class BatchStream:
 
 
 class _Batches(Dataset):
-    """A reader as a data set whose items are batches."""
-
     def __init__(self, reader: BatchReader, seeds: tuple[int, int]):
         self.reader = reader
         self.seeds = seeds
@@ -260,7 +238,6 @@ class _Batches(Dataset):
 
 
 def _checked(batches: Iterator[Batch], report: CorruptReport) -> Iterator[tuple[Tensor, Tensor]]:
-    """Count the faults of the batches, and yield their tensors."""
     while True:
         with original_errors():
             batch = next(batches, None)
@@ -273,7 +250,6 @@ def _checked(batches: Iterator[Batch], report: CorruptReport) -> Iterator[tuple[
 
 
 def _unchanged(batch: Any) -> Any:
-    """Return a batch unchanged: the reader has collated it."""
     return batch
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from mmod.io.files import read_json_object, write_atomically
 
-__all__ = ["FolderTakenError", "check_same", "claim_folder", "differences", "flatten", "read_claim"]
-
 
 class FolderTakenError(FileExistsError, ValueError):
     """A folder holds results of another config, or unrelated files."""
@@ -27,7 +25,7 @@ def claim_folder(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     write: bool = True,
 ) -> bool:
-    """Record a config in a free folder, or check it against the folder's record.
+    """Record a config in a free folder, or check it against the folder's record; return whether there was one.
 
     Args:
         folder: The folder, created if missing.
@@ -37,9 +35,6 @@ def claim_folder(
         free_keys: Dotted keys that may differ.
         defaults: Values for keys that an older record lacks.
         write: False only checks.
-
-    Returns:
-        Whether the folder had the record before.
 
     Raises:
         FolderTakenError: The folder holds another record (the message names the keys that differ), or files without
@@ -52,11 +47,6 @@ def claim_folder(
         False
         >>> claim_folder(folder, {"optim": {"lr": 0.1}}, file="config.json", kind="a run")
         True
-        >>> try:
-        ...     claim_folder(folder, {"optim": {"lr": 0.2}}, file="config.json", kind="a run")
-        ... except ValueError as error:
-        ...     print(str(error).split("; ")[1])
-        choose another folder. Differing keys: optim.lr: 0.1 there, 0.2 now
     """
     existing = read_claim(folder, file)
     if existing is not None:
@@ -69,11 +59,7 @@ def claim_folder(
 
 
 def read_claim(folder: str | Path, file: str) -> dict[str, Any] | None:
-    """Read the record of a folder; None if the folder is free.
-
-    Args:
-        folder: The folder. It is free if it holds only hidden files and empty folders, which a failed start may leave.
-        file: See `claim_folder`.
+    """Read the record of a folder; None if it holds only hidden files and empty folders, which failed starts may leave.
 
     Raises:
         FolderTakenError: The folder holds files but no record.
@@ -96,18 +82,7 @@ def check_same(
     kind: str,
     free_keys: Collection[str] = (),
 ) -> None:
-    """Raise unless two records agree.
-
-    Args:
-        path: File or folder of the existing record.
-        existing: The existing record.
-        record: The requested record.
-        kind: Content of the folder, see `claim_folder`.
-        free_keys: Dotted keys that may differ.
-
-    Raises:
-        FolderTakenError: They differ; the message names the keys and both values.
-    """
+    """Raise a FolderTakenError with the keys and both values unless two records agree; see `claim_folder`."""
     differing = differences(existing, record, free_keys)
     if differing:
         changes = "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in differing.items())
@@ -121,11 +96,6 @@ def differences(
 ) -> dict[str, tuple[Any, Any]]:
     """Return the dotted keys with different values in two records, with both values; a missing key counts as None.
 
-    Args:
-        existing: The first record.
-        record: The second record.
-        free_keys: Dotted keys to ignore.
-
     Example:
         >>> differences({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2}, "limit": None})
         {'optim.lr': (0.1, 0.2)}
@@ -137,10 +107,6 @@ def differences(
 
 def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
     """Return the leaves of nested mappings by their joined keys.
-
-    Args:
-        tree: The mappings.
-        separator: Separator of the keys.
 
     Example:
         >>> flatten({"optim": {"lr": 0.1, "betas": [0.9, 0.99]}, "args": {}})

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from mmod.io.names import near_names
 
-__all__ = ["config_names", "existing_config", "find_config", "main", "shipped_config"]
-
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -19,14 +17,9 @@ def config_names() -> list[str]:
 
 
 def find_config(path: str | Path) -> Path:
-    """Return the config file for a path or a name; an unknown path is returned unchanged.
+    """Return the config file for a path or a name, such as `tradeoff/digits`, or `digits` where only one has that name.
 
-    Args:
-        path: A file, or a shipped config: `configs/tradeoff/digits.yaml`, `tradeoff/digits`, or `digits` if that name
-            is unique.
-
-    Raises:
-        ValueError: Several shipped configs have that name.
+    An unknown path is returned unchanged.
 
     Example:
         >>> find_config("digits-smallest").name
@@ -37,14 +30,7 @@ def find_config(path: str | Path) -> Path:
 
 
 def shipped_config(path: str | Path) -> Path | None:
-    """Return a shipped config by path or name, see `find_config`; None if there is none.
-
-    Args:
-        path: A path or a name.
-
-    Raises:
-        ValueError: Several shipped configs have that name.
-    """
+    """Return a shipped config by path or name; None if there is none, a ValueError if there are several."""
     path, folder = Path(path), _folder()
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
     if path.is_absolute() or not parts:
@@ -58,14 +44,7 @@ def shipped_config(path: str | Path) -> Path | None:
 
 
 def existing_config(path: str | Path) -> Path:
-    """Return the config file for a path or a name, see `find_config`.
-
-    Args:
-        path: A path or a name.
-
-    Raises:
-        FileNotFoundError: There is no such file; the message suggests similar names.
-    """
+    """Return the config file for a path or a name; a FileNotFoundError suggests similar names."""
     file = find_config(path)
     if not file.is_file():
         is_shipped = file.parts[:1] == ("configs",)

@@ -29,26 +29,13 @@ class UnwrittenError(OSError):
 
 
 def check_regular(path: str | Path) -> None:
-    """Refuse paths other than regular files: reading a pipe blocks, and a device such as `/dev/zero` never ends.
-
-    Args:
-        path: The file; links are followed.
-
-    Raises:
-        OSError: The path does not exist.
-        ValueError: It is no regular file.
-    """
+    """Refuse all but regular files: reading a pipe blocks, and a device such as `/dev/zero` never ends."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError(f"{path} is no regular file")
 
 
 def parse_json(data: str | bytes, name: str, *, unique_keys: bool = True) -> Any:
-    """Parse JSON in any Unicode encoding, and refuse duplicate keys.
-
-    Args:
-        data: The text.
-        name: Name of the source, for messages.
-        unique_keys: Refuse duplicate keys; otherwise the last value wins.
+    """Parse JSON in any Unicode encoding; of duplicate keys the last wins if they are allowed.
 
     Raises:
         DuplicateKeyError: An object has a duplicate key.
@@ -77,11 +64,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a file with a JSON object.
-
-    Raises:
-        ValueError: The file holds something else.
-    """
+    """Read a file with a JSON object; raise a ValueError for anything else."""
     content = parse_json(path.read_bytes(), str(path))
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object")
@@ -90,16 +73,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None]:
-    """Turn the errors of a full disk into one that names the file.
+    """Turn the errors of a full disk into an `UnwrittenError` that names the file.
 
     Libraries raise different errors for a full disk, and most do not name the file.
 
     Args:
         target: The file or folder that the block writes.
         kept: Its previous version, for the message; by default `target` if it exists.
-
-    Raises:
-        UnwrittenError: The disk is full, or the file exceeds a size limit.
     """
     try:
         yield
@@ -139,17 +119,6 @@ def replacing(
     Raises:
         FileExistsError: `target` is a folder with files in it.
         UnwrittenError: The disk is full.
-
-    Example:
-        >>> import tempfile
-        >>> target = Path(tempfile.mkdtemp()) / "images"
-        >>> with replacing(target) as folder:
-        ...     folder.mkdir()
-        ...     _ = (folder / "0.txt").write_text("pixels")
-        ...     target.exists()
-        False
-        >>> target.exists()
-        True
     """
     target = Path(target)
     if target.is_dir() and any(target.iterdir()):
@@ -168,26 +137,14 @@ def replacing(
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write a file atomically: readers see the old or the new content.
-
-    Args:
-        path: The file, which may exist.
-        content: Bytes, or text to encode as UTF-8; characters without an encoding become escapes.
-    """
+    """Write bytes, or text as UTF-8 with escapes where it has no encoding: readers see the old or the new content."""
     with replacing(path) as partial:
         partial.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[Any]:
-    """Open a webdataset shard for writing; it is renamed to `path` when complete.
-
-    Args:
-        path: The shard, a tar file. Equal samples give equal bytes.
-
-    Yields:
-        A `webdataset.TarWriter` for samples with bytes as members.
-    """
+    """Write a webdataset shard of samples with bytes as members; equal samples give equal bytes."""
     from webdataset import TarWriter
 
     with (

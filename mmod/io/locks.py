@@ -8,8 +8,6 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-__all__ = ["LockedError", "locked"]
-
 
 class LockedError(RuntimeError):
     """Another process holds the lock of a folder."""
@@ -21,21 +19,7 @@ def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
 
     Args:
         folder: The folder, which may be missing; its parent is created.
-        wait: Wait for another process to release the lock.
-
-    Raises:
-        LockedError: Another process holds the lock and `wait` is False.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.mkdtemp() + "/run"
-        >>> with locked(folder, wait=False):
-        ...     try:
-        ...         with locked(folder, wait=False):
-        ...             pass
-        ...     except LockedError as error:
-        ...         print(str(error).partition(" '")[0])
-        another process is writing to
+        wait: Wait for another process to release the lock; otherwise raise a LockedError.
     """
     path = Path(folder).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,16 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["near_names"]
-
 
 def near_names(name: str, known: Iterable[str], listing: str) -> str:
-    """Return similar names, as a hint for the error message of an unknown name.
-
-    Args:
-        name: The unknown name.
-        known: The known names.
-        listing: Command that lists all known names, named if none is similar.
+    """Return similar names as a hint for an error message, or the command that lists all.
 
     Example:
         >>> near_names("vit_tinny", ["resnet18", "vit_tiny"], "timm.list_models()")

@@ -9,8 +9,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-__all__ = ["SECONDS", "progress_bar", "say"]
-
 SECONDS = 30
 """Seconds between two lines without a terminal."""
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed} elapsed, {remaining} left{postfix}"
@@ -20,14 +18,9 @@ say = tqdm.write
 
 
 def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> tqdm:
-    """Return a tqdm bar; without a terminal it prints lines without carriage returns.
+    """Return a tqdm bar with these options; without a terminal it prints lines without carriage returns.
 
     A line is printed every 30 seconds, and at the end unless `leave=False`.
-
-    Args:
-        items: The iterable; None for a bar that is updated by hand.
-        shown: False prints nothing.
-        options: Arguments of tqdm, such as `desc`, `total` and `unit`.
 
     Example:
         >>> [number**2 for number in progress_bar([1, 2, 3], shown=False)]

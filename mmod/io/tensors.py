@@ -12,18 +12,9 @@ from mmod.io.files import DamagedFileError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_whole", "read_tensors", "write_tensors"]
-
 
 def write_tensors(path: str | Path, state: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> None:
-    """Write tensors to a safetensors file.
-
-    Args:
-        path: The file. Use `mmod.io.files.replacing` around this call to write it atomically.
-        state: Tensors by name, on any device. Tensors that share memory are all written in full, because the format
-            has no sharing.
-        header: Strings for the file's header.
-    """
+    """Write tensors and header strings; those that share memory are written in full, as the format has no sharing."""
     from safetensors.torch import save_file
 
     stored: dict[str, Tensor] = {}
@@ -37,10 +28,7 @@ def write_tensors(path: str | Path, state: Mapping[str, Tensor], header: Mapping
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a safetensors file onto the CPU.
-
-    Returns:
-        Tensors by name, and the header.
+    """Read the tensors of a safetensors file onto the CPU, and its header.
 
     Raises:
         DamagedFileError: The file is missing, truncated or no safetensors file.
@@ -62,15 +50,8 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise DamagedFileError(f"{str(path)!r} is no complete safetensors file: {error}") from error
 
 
-def check_whole(folder: str | Path) -> None:
-    """Refuse a folder with a truncated checkpoint file, without reading tensors.
-
-    Args:
-        folder: The folder, searched with its subfolders.
-
-    Raises:
-        DamagedFileError: A `.safetensors`, `.pt` or `.pth` file is truncated.
-    """
+def check_complete(folder: str | Path) -> None:
+    """Raise a DamagedFileError if a checkpoint file in a folder is truncated, without reading tensors."""
     from safetensors import SafetensorError, safe_open
 
     for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):

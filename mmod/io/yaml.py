@@ -18,8 +18,6 @@ from yaml.scanner import ScannerError
 
 from mmod.io.configs import existing_config, shipped_config
 
-__all__ = ["STRICT", "merged", "parse_yaml", "read_yaml", "stack_configs"]
-
 STRICT = "strict"
 """`parser_mode` of a `jsonargparse.ArgumentParser` that reads files and values as this module does."""
 _DEPTH = 100
@@ -61,10 +59,6 @@ class _Composer(yaml.SafeLoader):
 def parse_yaml(text: str, source: str = "the value") -> Any:
     """Parse a YAML document into plain values.
 
-    Args:
-        text: The document.
-        source: Name of the document, for messages.
-
     Raises:
         ValueError: The text is no YAML, or has duplicate keys, aliases or custom tags.
 
@@ -90,28 +84,17 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         path: The file, in UTF-8, or the name of a shipped config, see `find_config`. Its `base` is a path relative to
             the file's folder, the name of a shipped config, or a list of them; later ones win, see `merged`.
 
-    Returns:
-        The mapping, without `base`.
-
     Raises:
-        FileNotFoundError: The file or a base does not exist.
         ValueError: The file holds no mapping, `parse_yaml` refuses it, or it is a base of itself.
     """
     return _stack(existing_config(path), ())
 
 
 def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Read and merge the configs of a command line.
-
-    Args:
-        arguments: `[CONFIG] [--config CONFIG ...] [--key value ...]`; later configs win, see `merged`.
+    """Merge the configs of a command line `[CONFIG] [--config CONFIG ...] [--key value ...]`; later ones win.
 
     Returns:
         The mapping, or None without a config; and the other arguments.
-
-    Raises:
-        FileNotFoundError: A file does not exist.
-        ValueError: See `read_yaml`.
     """
     words = list(arguments)
     first = [words.pop(0)] if words and not words[0].startswith("-") else []
@@ -136,8 +119,6 @@ def merged(fields: Mapping[str, Any], changes: Mapping[str, Any], null_removes: 
     Example:
         >>> merged({"a": 1, "b": {"c": 2, "d": 3}, "e": [5]}, {"b": {"d": 4}, "e": None})
         {'a': 1, 'b': {'c': 2, 'd': 4}, 'e': None}
-        >>> merged({"a": 1, "e": [5]}, {"e": None}, null_removes=True)
-        {'a': 1}
     """
     result = dict(fields)
     for name, value in changes.items():
@@ -171,7 +152,6 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read the mapping of a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -15,7 +15,7 @@ from mmod.io.files import (
     write_atomically,
     writing,
 )
-from mmod.io.tensors import check_whole, read_tensors, write_tensors
+from mmod.io.tensors import check_complete, read_tensors, write_tensors
 from tests.disk import small_disk
 
 
@@ -146,7 +146,7 @@ def test_a_file_that_is_cut_short_is_found_without_reading_it(tmp_path: Path, na
     state = {"x": torch.zeros(1000)}
     write_tensors(path, state) if path.suffix == ".safetensors" else torch.save(state, path)
     (tmp_path / "notes.txt").write_text("mine")
-    check_whole(tmp_path)
+    check_complete(tmp_path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(DamagedFileError, match=rf"'{path}' is "):
-        check_whole(tmp_path)
+        check_complete(tmp_path)

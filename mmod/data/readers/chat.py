@@ -156,7 +156,6 @@ class ChatCollator:
 
 
 def _pack(batch: dict[str, Any]) -> dict[str, Any]:
-    """Join the rows of a padded batch into one, without padding."""
     if "image_grid_thw" in batch:
         raise ValueError("samples of Qwen-VL models cannot be packed: the model computes their positions per row")
     mask_BN = batch.pop("attention_mask").bool()

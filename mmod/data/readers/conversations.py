@@ -21,7 +21,7 @@ from mmod.data.readers.image_files import ImageFiles, read_image
 from mmod.data.readers.images import IMAGE_EXTENSIONS, decode_image
 from mmod.data.readers.shards import Members, expand_pattern, read_at, read_samples
 from mmod.data.records import IMAGE, Message, check_record, image_names, read_records
-from mmod.data.synthetic.question_files import QUESTIONS
+from mmod.data.synthetic.questions import QUESTIONS
 from mmod.io.files import parse_json
 from mmod.io.progress import progress_bar
 from mmod.values import check_fields
@@ -31,14 +31,7 @@ Protected = Literal["question", "conversation"]
 
 
 class ChatSample(NamedTuple):
-    """One conversation, ready to be encoded.
-
-    Attributes:
-        key: Its `id`.
-        messages: The messages, from the first question to the last answer.
-        images: The decoded images, in order of their placeholders.
-        kinds: Type of each question; empty if the data names none.
-    """
+    """One conversation, ready to be encoded; `kinds` holds the type of each question, or is empty."""
 
     key: str
     messages: tuple[Message, ...]
@@ -100,9 +93,6 @@ class ChatDataset:
     Args:
         rows: `key`, `messages`, `kinds` and `images` per conversation; an image is a path, or [shard, offset, size].
         report: The records left out.
-
-    Raises:
-        ValueError: There is no conversation.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], report: CorruptReport) -> None:
@@ -159,7 +149,6 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
         progress: Show a progress bar.
 
     Raises:
-        FileNotFoundError: A file does not exist.
         ValueError: The source has an unknown format or holds no conversation.
         CorruptDataError: A record or shard is invalid or an image file is missing, unless `config.on_corrupt` is
             "skip".

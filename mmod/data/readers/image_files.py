@@ -15,18 +15,9 @@ from mmod.io.files import check_regular
 class ImageFiles:
     """Image files of a folder, by the paths of a data set.
 
-    Folders are listed once, which is much faster than one disk request per file.
-
     Args:
-        folder: The folder.
+        folder: The folder; it is listed once, which is much faster than one disk request per file.
         follow_links: Also accept files outside the folder that symbolic links in it point to.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> _ = Path(folder, "a.png").write_bytes(b"...")
-        >>> ImageFiles(folder).locate("a.png") == f"{folder}/a.png"
-        True
     """
 
     def __init__(self, folder: str | Path, follow_links: bool = False) -> None:
@@ -36,14 +27,7 @@ class ImageFiles:
         self._listed: dict[str, frozenset[str]] = {}
 
     def locate(self, name: str) -> str:
-        """Return the path of an image, after checking that it is a regular file in the folder.
-
-        Args:
-            name: Path relative to the folder, or absolute.
-
-        Raises:
-            UnusableError: There is no such file.
-        """
+        """Return the path of an image in the folder; an `UnusableError` unless it is a regular file there."""
         path = os.path.join(self.folder, name)
         parent, base = os.path.split(path)
         if parent not in self._listed:
@@ -57,11 +41,7 @@ class ImageFiles:
         return path
 
     def read(self, name: str) -> bytes:
-        """Read the bytes of an image.
-
-        Raises:
-            UnusableError: There is no such file, or it cannot be read.
-        """
+        """Read the bytes of an image; an `UnusableError` if that is impossible."""
         return read_image(self.locate(name))
 
     def _list(self, folder: str) -> frozenset[str]:
@@ -79,14 +59,7 @@ class ImageFiles:
 
 
 def read_image(path: str) -> bytes:
-    """Read the bytes of an image from a regular file.
-
-    Args:
-        path: The file; links are followed.
-
-    Raises:
-        UnusableError: There is no such file, it exceeds `MAX_BYTES`, or it cannot be read.
-    """
+    """Read an image of at most `MAX_BYTES` from a regular file; an `UnusableError` if that is impossible."""
     with _faults_of(path):
         check_regular(path)
         if os.path.getsize(path) > MAX_BYTES:

@@ -37,9 +37,6 @@ def open_image(data: bytes) -> Image.Image:
     Only the formats in `EXTENSIONS` are tried, because Pillow starts other programs for some formats. Of an animation
     or a multi-page file the first image is read. As in timm, torchvision and open_clip, EXIF orientation is ignored.
 
-    Args:
-        data: The encoded file.
-
     Raises:
         ValueError: The bytes cannot be decoded to the end, or have more than twice Pillow's `MAX_IMAGE_PIXELS`.
     """
@@ -58,13 +55,9 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def convert_image(image: Image.Image, mode: str) -> Image.Image:
-    """Convert an image to 8 bits per channel.
+    """Convert an image to 8 bits per channel, mode "L" or "RGB".
 
     Of 16 bits the upper 8 are kept, as Pillow does for colour. For grey, Pillow would turn all values above 255 white.
-
-    Args:
-        image: An image of any mode.
-        mode: PIL mode, "L" or "RGB".
 
     Raises:
         ValueError: The file does not state the range of the pixels (32-bit integers and floating-point numbers).
@@ -77,11 +70,7 @@ def convert_image(image: Image.Image, mode: str) -> Image.Image:
 
 
 def decode_image(data: bytes, mode: str) -> Image.Image:
-    """Decode an image completely, to 8 bits per channel.
-
-    Args:
-        data: The encoded file.
-        mode: PIL mode, "L" or "RGB".
+    """Decode an image completely, to 8 bits per channel, mode "L" or "RGB".
 
     Raises:
         ValueError: The bytes cannot be decoded to the end or converted.

@@ -17,26 +17,11 @@ from mmod.data.readers.source import UnreadableSampleError
 class MapSource:
     """The images of `ROOT/images/SPLIT`, each with a map of the same name and size in `ROOT/labels/SPLIT`.
 
-    Both are cropped to the central square and scaled. A map is a PNG file whose values or palette indices are classes.
-
-    Args:
-        root: The folder.
-        split: Name of the split.
-        side: Side of the square after scaling, in pixels.
-        patch: Side of a patch in the square, in pixels; see `patch_classes`.
+    Both are cropped to the central square and scaled to `side`. A map is a PNG file whose values or palette indices are
+    classes; a patch of `patch` pixels gets its most frequent one.
 
     Raises:
         ValueError: A folder is missing or holds no image, or an image has no map.
-
-    Example:
-        >>> import tempfile
-        >>> root = Path(tempfile.mkdtemp())
-        >>> for folder, mode in (("images", "RGB"), ("labels", "L")):
-        ...     (root / folder / "train").mkdir(parents=True)
-        ...     Image.new(mode, (60, 40), 3).save(root / folder / "train" / "street.png")
-        >>> image, classes = MapSource(root, "train", side=32, patch=16).read(0, "RGB")
-        >>> image.size, classes
-        ((32, 32), [3, 3, 3, 3])
     """
 
     def __init__(self, root: str | Path, split: str, side: int, patch: int) -> None:

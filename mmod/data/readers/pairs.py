@@ -23,7 +23,7 @@ Tokenizer = Callable[[list[str]], Tensor]
 def create_train_pairs(
     config: PairsConfig, transform: Transform, tokenizer: Tokenizer, seed: int, rank: int = 0, world: int = 1
 ) -> BatchStream:
-    """Create the stream of shuffled training batches of one process.
+    """Create the stream of shuffled training batches of one process: images (B, C, H, W) and tokens (B, L).
 
     Args:
         config: The data set.
@@ -32,9 +32,6 @@ def create_train_pairs(
         seed: Seed of order and augmentation, the same in all processes.
         rank: Index of this process.
         world: Number of processes.
-
-    Returns:
-        The stream, of images (B, C, H, W) and tokens (B, L).
 
     Raises:
         ValueError: A pattern matches no shard, or an epoch has no batch.
@@ -55,22 +52,7 @@ def create_train_pairs(
 def create_eval_pairs(
     config: PairsConfig, transform: Transform, tokenizer: Tokenizer, rank: int = 0, world: int = 1
 ) -> BatchStream:
-    """Create the stream of evaluation batches of one process: every sample once, in order.
-
-    Args:
-        config: The data set.
-        transform: From a PIL image to a tensor (C, H, W).
-        tokenizer: From captions to tokens (B, L).
-        rank: Index of this process.
-        world: Number of processes.
-
-    Returns:
-        The stream, of images (B, C, H, W) and tokens (B, L).
-
-    Raises:
-        ValueError: A pattern matches no shard, or there are fewer samples than processes.
-        CorruptDataError: A shard is damaged, unless `config.on_corrupt` is "skip".
-    """
+    """Create the stream of evaluation batches of one process: every sample once, in order."""
     return _create_stream(config, config.val, transform, tokenizer, (rank, world))
 
 

@@ -43,12 +43,7 @@ _URL = re.compile(r"^(pipe:|[a-z][a-z0-9+.-]*://)", re.IGNORECASE)
 
 
 class Target(NamedTuple):
-    """The label member of a sample.
-
-    Attributes:
-        extension: Its extension, in lower case.
-        parse: From its bytes to the label; raises a ValueError for invalid content.
-    """
+    """The label member of a sample: its lower-case extension, and a parser that raises a ValueError."""
 
     extension: str
     parse: Callable[[bytes], Any]
@@ -74,11 +69,7 @@ def parse_caption(data: bytes) -> str:
 
 
 def parse_patches(data: bytes, side: int) -> list[int]:
-    """Parse a label map into the class of each patch, row by row; see `patch_classes`.
-
-    Args:
-        data: The encoded image; classes are the values of mode L, or the palette indices of mode P.
-        side: Side of a patch, in pixels.
+    """Parse a label map, of mode L or P, into the class of each patch of `side` pixels; see `patch_classes`.
 
     Raises:
         ValueError: The image is no label map, not square, or does not divide into patches.
@@ -93,16 +84,9 @@ def parse_patches(data: bytes, side: int) -> list[int]:
 
 
 def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:
-    """Return the class of each patch of a label map.
+    """Return the class of each patch of a square label map, row by row.
 
     It is the most frequent class of the patch's pixels, the lowest in a tie.
-
-    Args:
-        labels_HH: Class of each pixel; H is a multiple of `side`.
-        side: Side of a patch, in pixels.
-
-    Returns:
-        Classes of the patches, row by row.
     """
     steps = len(labels_HH) // side
     patches = labels_HH.reshape(steps, side, steps, side).swapaxes(1, 2).reshape(steps**2, side**2)
@@ -111,7 +95,7 @@ def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:
 
 
 def label_map(side: int) -> Target:
-    """Return the target for one class per patch with this side in pixels; see `parse_patches`."""
+    """Return the target for one class per patch with this side in pixels."""
     return Target("seg.png", partial(parse_patches, side=side))
 
 
@@ -276,18 +260,15 @@ def _local(url: str, cache: str | Path | None) -> str:
 
 
 def read_samples(path: str, choose: Callable[[str, Members], Sample]) -> Iterator[Sample | Fault]:
-    """Iterate over the samples of a shard.
+    """Iterate over the samples of an uncompressed shard.
 
     Args:
-        path: The shard, not compressed.
+        path: The shard.
         choose: From a sample's key and its members by lower-case extension to an entry for it; raises a ValueError for
             an incomplete sample.
 
     Yields:
         The entries. Faults take the place of incomplete samples, and end damaged or empty shards.
-
-    Raises:
-        ValueError: The shard is compressed.
     """
     ends: list[Fault] = []
     keys: set[str] = set()

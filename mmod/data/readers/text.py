@@ -16,8 +16,6 @@ from mmod.data.config import TextConfig
 from mmod.data.corrupt import CorruptReport
 from mmod.data.stream import Batch, BatchStream
 
-__all__ = ["END", "TextReader", "create_eval_text", "create_train_text", "read_text"]
-
 END = 0
 """The byte that ends a file."""
 # Shares of the splits, in twentieths of the files.
@@ -27,19 +25,13 @@ _NOT_READ = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "
 
 
 def create_train_text(config: TextConfig, seed: int, rank: int = 0, world: int = 1) -> BatchStream:
-    """Create the stream of shuffled training batches of one process.
+    """Create the stream of shuffled training batches of one process: bytes and next bytes, both (B, L), int64.
 
     Args:
         config: The data set.
         seed: Seed of the order, the same in all processes.
         rank: Index of this process.
         world: Number of processes.
-
-    Returns:
-        The stream of bytes and next bytes, both (B, L), int64.
-
-    Raises:
-        ValueError: The pattern matches no file, or there are too few windows for one batch.
 
     Example:
         >>> stream = create_train_text(TextConfig(length=16, batch_size=4), seed=0)
@@ -52,34 +44,14 @@ def create_train_text(config: TextConfig, seed: int, rank: int = 0, world: int =
 
 
 def create_eval_text(config: TextConfig, rank: int = 0, world: int = 1) -> BatchStream:
-    """Create the stream of evaluation batches of one process: every window once, in order.
-
-    Args:
-        config: The data set.
-        rank: Index of this process.
-        world: Number of processes.
-
-    Returns:
-        The stream, as for training.
-
-    Raises:
-        ValueError: The pattern matches no file, or there are fewer windows than processes.
-    """
+    """Create the stream of evaluation batches of one process: every window once, in order."""
     reader = TextReader(read_text(config.source, config.val_split), config.length, config.val_limit)
     return _stream(reader, config, (rank, world), None)
 
 
 @functools.lru_cache(maxsize=4)
 def read_text(source: str, split: str) -> np.ndarray:
-    """Return the bytes of a split: all its files, each followed by `END`.
-
-    Args:
-        source: "python" or a pattern of files; see `TextConfig`.
-        split: "train", "val" or "test".
-
-    Raises:
-        ValueError: There is no file, or none in the split.
-    """
+    """Return the bytes of a split of `TextConfig.source`: all its files, each followed by `END`."""
     files = [path.read_bytes() for path in _paths(source)]
     if not files:
         raise ValueError(f"data.source={source!r} matches no file")
@@ -92,13 +64,7 @@ def read_text(source: str, split: str) -> np.ndarray:
 
 
 class TextReader:
-    """Windows of a text, with random access.
-
-    Args:
-        text: Bytes, uint8, (T,).
-        length: Window length in bytes.
-        limit: Number of windows, spread evenly over the text; None uses all.
-    """
+    """Windows of `length` bytes of a text, with random access; with a limit, so many spread evenly over it."""
 
     def __init__(self, text: np.ndarray, length: int, limit: int | None = None) -> None:
         self.text = text

@@ -32,16 +32,6 @@ class TimmSource:
     Raises:
         ValueError: The name is unknown, the split's folder is missing, a folder holds no image, or the class numbers
             differ from those of the training split.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> root = Path(tempfile.mkdtemp())
-        >>> for label in ("cat", "dog"):
-        ...     (root / "train" / label).mkdir(parents=True)
-        ...     Image.new("RGB", (8, 8)).save(root / "train" / label / "0.png")
-        >>> len(TimmSource("", str(root), "train"))
-        2
     """
 
     def __init__(

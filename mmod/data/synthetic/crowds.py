@@ -85,11 +85,9 @@ one patch of seventeen shows a digit, where patches are those of `grid`."""
 
 
 class Crowd(NamedTuple):
-    """A scene and its provenance.
+    """A scene, with the class of each pixel (of `CLASSES`, uint8), and its provenance.
 
     Attributes:
-        image: Grey values, uint8, (canvas, canvas).
-        labels: Class of each pixel, of `CLASSES`, uint8, (canvas, canvas).
         sources: Index of each digit among the source images.
         boxes: Boxes of the digits; no two overlap.
         clutter: Indices of the fragments' source images.

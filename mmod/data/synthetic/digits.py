@@ -66,11 +66,9 @@ DIFFICULTIES: dict[str, DigitsConfig] = {
 
 
 class DigitScene(NamedTuple):
-    """An image and its provenance.
+    """An image, the class of its target digit, and its provenance.
 
     Attributes:
-        image: Grey values, uint8, (canvas, canvas).
-        label: Class of the target digit, 0 to 9.
         target: Index of the target among the source images.
         box: Box of the target.
         clutter: Indices of the fragments' source images.

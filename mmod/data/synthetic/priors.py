@@ -9,16 +9,13 @@ from mmod.data.synthetic.questions import QuestionsConfig, SyntheticChat, compos
 
 
 def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, str, str]]) -> dict[str, float]:
-    """Return the accuracy of the most frequent training answer to a question, by question type.
+    """Return the accuracy, by question type, of the most frequent training answer to a question.
 
     For a question without a training example, the most frequent answer of its type is used.
 
     Args:
         train: Type, question and answer of each training turn.
         test: Type, question and answer of each test turn.
-
-    Returns:
-        Accuracy by type, in [0, 1].
 
     Example:
         >>> prior_of([("a", "q", "yes"), ("a", "q", "no"), ("a", "q", "yes")], [("a", "q", "no"), ("a", "q", "yes")])

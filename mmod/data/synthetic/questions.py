@@ -7,18 +7,26 @@ its answer; `priors` measures the accuracy that this allows. As in cluttered dig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmod.data.synthetic.handwriting import DrawnConfig, Painter, paste
+from mmod.data.records import IMAGE
+from mmod.data.synthetic.build import SyntheticSet
+from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig, Painter, encode_png, paste
+from mmod.io.files import replacing
+from mmod.io.progress import progress_bar
 
-ONE_IMAGE = ("count", "largest", "beside", "read")
+ONE_IMAGE = {"count": 1, "largest": 2, "beside": 2, "read": 1}
+"""Types of questions about one image, and how many digits it must show at least."""
 KINDS = (*ONE_IMAGE, "two", "text")
-"""Types of questions: four about one image, "two" about one of two images, "text" without an image."""
+"""Types of questions: those about one image, "two" about one of two images, "text" without an image."""
 WORDS = (
     *("is", "there", "?", "how", "many", "digits", "are", "which", "digit", "the", "largest", "left", "right", "of"),
     *(",", "from", "to", "in", "image", "first", "or", "second", "larger"),
@@ -78,14 +86,7 @@ DIFFICULTIES: dict[str, QuestionsConfig] = {
 
 
 class QuestionScene(NamedTuple):
-    """An image and its digits, from left to right.
-
-    Attributes:
-        image: Grey values, uint8, (canvas, canvas).
-        classes: Class of each digit.
-        largest: Index of the largest among them.
-        sources: Indices of their source images.
-    """
+    """An image, and class and source image of its digits from left to right; `largest` is an index among them."""
 
     image: np.ndarray
     classes: tuple[int, ...]
@@ -129,9 +130,9 @@ def compose_chats(config: QuestionsConfig, split: str) -> Iterator[SyntheticChat
             yield _single("two" if draw < config.shares[0] else "text", config, painter, rng, config.turns)
             continue
         scene = _compose(config, painter, config.digits[0], rng)
-        kinds = [question_type for question_type in ONE_IMAGE if len(scene.classes) >= _NEEDED[question_type]]
+        kinds = [question_type for question_type in ONE_IMAGE if len(scene.classes) >= ONE_IMAGE[question_type]]
         chosen = [kinds[place] for place in rng.permutation(len(kinds))[: config.turns]]
-        yield SyntheticChat((scene,), tuple(_ASK[question_type](scene, rng) for question_type in chosen))
+        yield SyntheticChat((scene,), tuple(_ask(question_type, scene, rng) for question_type in chosen))
 
 
 def _single(
@@ -144,43 +145,37 @@ def _single(
         return SyntheticChat((), (Turn(question_type, question, str(max(first, second))),))
     if question_type == "two":
         scenes = tuple(_compose(config, painter, 2, rng) for _ in range(2))
-        return SyntheticChat(scenes, tuple(_ask_two(scenes, int(place)) for place in rng.permutation(2)[:turns]))
-    scene = _compose(config, painter, _NEEDED[question_type], rng)
-    return SyntheticChat((scene,), (_ASK[question_type](scene, rng),))
+        questions = [
+            Turn(
+                "two",
+                f"which digit is the largest in the {('first', 'second')[place]} image ?",
+                str(scene.classes[scene.largest]),
+            )
+            for place in rng.permutation(2)[:turns]
+            for scene in [scenes[place]]
+        ]
+        return SyntheticChat(scenes, tuple(questions))
+    scene = _compose(config, painter, ONE_IMAGE[question_type], rng)
+    return SyntheticChat((scene,), (_ask(question_type, scene, rng),))
 
 
-def _ask_two(scenes: tuple[QuestionScene, ...], place: int) -> Turn:
-    question = f"which digit is the largest in the {('first', 'second')[place]} image ?"
-    return Turn("two", question, str(scenes[place].classes[scenes[place].largest]))
-
-
-def _ask_count(scene: QuestionScene, rng: np.random.Generator) -> Turn:
-    return Turn("count", "how many digits are there ?", str(len(scene.classes)))
-
-
-def _ask_largest(scene: QuestionScene, rng: np.random.Generator) -> Turn:
-    return Turn("largest", "which digit is the largest ?", str(scene.classes[scene.largest]))
-
-
-def _ask_beside(scene: QuestionScene, rng: np.random.Generator) -> Turn:
-    left = int(rng.integers(len(scene.classes) - 1))
-    first, second = scene.classes[left : left + 2]
-    if rng.integers(2):
-        return Turn("beside", f"which digit is left of the {second} ?", str(first))
-    return Turn("beside", f"which digit is right of the {first} ?", str(second))
-
-
-def _ask_read(scene: QuestionScene, rng: np.random.Generator) -> Turn:
-    return Turn("read", "which digits are there , from left to right ?", " ".join(map(str, scene.classes)))
-
-
-_ASK: dict[str, Callable[[QuestionScene, np.random.Generator], Turn]] = {
-    "count": _ask_count,
-    "largest": _ask_largest,
-    "beside": _ask_beside,
-    "read": _ask_read,
-}
-_NEEDED = {"count": 1, "largest": 2, "beside": 2, "read": 1}
+def _ask(question_type: str, scene: QuestionScene, rng: np.random.Generator) -> Turn:
+    """Ask a question of one type, of `ONE_IMAGE`."""
+    classes = scene.classes
+    if question_type == "count":
+        question, answer = "how many digits are there ?", str(len(classes))
+    elif question_type == "largest":
+        question, answer = "which digit is the largest ?", str(classes[scene.largest])
+    elif question_type == "read":
+        question, answer = "which digits are there , from left to right ?", " ".join(map(str, classes))
+    else:
+        left = int(rng.integers(len(classes) - 1))
+        first, second = classes[left : left + 2]
+        if rng.integers(2):
+            question, answer = f"which digit is left of the {second} ?", str(first)
+        else:
+            question, answer = f"which digit is right of the {first} ?", str(second)
+    return Turn(question_type, question, answer)
 
 
 def _compose(config: QuestionsConfig, painter: Painter, least: int, rng: np.random.Generator) -> QuestionScene:
@@ -215,3 +210,56 @@ def _place(sides: np.ndarray, config: QuestionsConfig, rng: np.random.Generator)
         ]
         if all(apart):
             return [[int(left), int(top)] for left, top in corners]
+
+
+def to_record(key: str, chat: SyntheticChat, images: list[str]) -> dict[str, Any]:
+    """Return a conversation about these image files as a LLaVA record, with the question types as `kinds`."""
+    record: dict[str, Any] = {"id": key, "kinds": [turn.question_type for turn in chat.turns]}
+    if images:
+        record["image"] = images[0] if len(images) == 1 else images
+    messages: list[dict[str, str]] = []
+    for number, turn in enumerate(chat.turns):
+        prefix = f"{IMAGE}\n" * len(images) if number == 0 else ""
+        messages += [{"from": "human", "value": prefix + turn.question}, {"from": "gpt", "value": turn.answer}]
+    record["conversations"] = messages
+    return record
+
+
+def _encode(key: str, chat: SyntheticChat) -> dict[str, bytes]:
+    images = {f"{number}.png": encode_png(scene.image) for number, scene in enumerate(chat.scenes)}
+    names = [f"{key}.{name}" for name in images]
+    return {"json": json.dumps(to_record(key, chat, names)).encode(), **images}
+
+
+QUESTIONS = SyntheticSet("questions", "cluttered questions", 2, DIFFICULTIES, compose_chats, _encode, "conversations")
+"""The set: shards of `KEY.json`, a conversation in LLaVA's format with the question types under `kinds`, and its
+images as `KEY.0.png`, `KEY.1.png`."""
+
+
+def export_questions(
+    root: str | Path, config: QuestionsConfig | str = "default", progress: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Write LLaVA's files, `SPLIT.json` and a folder `images`; return `samples` and `sha256` of each JSON file.
+
+    Raises:
+        FileExistsError: `root` is not empty.
+    """
+    config = QUESTIONS.config(config) if isinstance(config, str) else config
+    files = {}
+    # Not durable: flushing many small files one by one would take minutes.
+    with replacing(root, shared=True, durable=False) as partial:
+        (partial / "images").mkdir(parents=True)
+        for split in SPLITS:
+            records = []
+            chats = compose_chats(config, split)
+            for index, chat in enumerate(
+                progress_bar(chats, desc=split, total=config.conversations[split], shown=progress)
+            ):
+                names = [f"images/{split}-{index:06d}.{number}.png" for number in range(len(chat.scenes))]
+                for name, scene in zip(names, chat.scenes):
+                    (partial / name).write_bytes(encode_png(scene.image))
+                records.append(to_record(f"{split}-{index:06d}", chat, names))
+            text = json.dumps(records, indent=1) + "\n"
+            (partial / f"{split}.json").write_text(text)
+            files[f"{split}.json"] = {"samples": len(records), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return files

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -39,15 +40,8 @@ class SceneContent(NamedTuple):
 
 def all_contents() -> list[SceneContent]:
     """Return all possible contents, in a fixed order."""
-    return [
-        SceneContent((first, second), (first_size, second_size), relation, ground)
-        for first in range(10)
-        for second in range(10)
-        for first_size in SIZES
-        for second_size in SIZES
-        for relation in RELATIONS
-        for ground in GROUNDS
-    ]
+    parts = product(range(10), range(10), SIZES, SIZES, RELATIONS, GROUNDS)
+    return [SceneContent((first, second), (size, other), *place) for first, second, size, other, *place in parts]
 
 
 @dataclass(frozen=True)
@@ -89,14 +83,7 @@ DIFFICULTIES: dict[str, ScenesConfig] = {
 
 
 class Pair(NamedTuple):
-    """A scene and its provenance.
-
-    Attributes:
-        image: Grey values, uint8, (canvas, canvas).
-        content: Its content.
-        sources: Indices of the two digits among the source images.
-        boxes: Boxes of the two digits.
-    """
+    """A scene, its content, and the source images and boxes of its two digits."""
 
     image: np.ndarray
     content: SceneContent
@@ -105,10 +92,7 @@ class Pair(NamedTuple):
 
 
 def zero_shot_prompts() -> tuple[list[str], list[str]]:
-    """Return class names and templates for open_clip's zero-shot classifier of the first digit.
-
-    Returns:
-        The ten classes, and all captions with `{}` in place of the first digit.
+    """Return the ten classes, and all captions with `{}` for the first digit, for open_clip's zero-shot classifier.
 
     Example:
         >>> classes, templates = zero_shot_prompts()

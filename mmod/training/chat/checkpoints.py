@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from mmod.io.files import DamagedFileError, read_json_object
 from mmod.io.progress import progress_bar
-from mmod.io.tensors import check_whole
+from mmod.io.tensors import check_complete
 from mmod.training.engine.checkpoint import read_newest
 from mmod.training.engine.health import rows_of_logs, write_rows
 from mmod.training.engine.signals import StopRequest
@@ -105,4 +105,4 @@ def _check(checkpoint: Path) -> None:
         raise DamagedFileError(str(error)) from error
     if not is_written:
         raise DamagedFileError(f"{checkpoint / _STATE} holds no state")
-    check_whole(checkpoint)
+    check_complete(checkpoint)

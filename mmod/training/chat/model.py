@@ -14,7 +14,7 @@ from mmod import RoutingConfig, is_routed, route_, routed_blocks
 from mmod.adapters import find_parts
 from mmod.adapters.transformers.loading import take_description
 from mmod.blocks import RoutedBlock, model_hooks
-from mmod.io.tensors import check_whole
+from mmod.io.tensors import check_complete
 from mmod.pretrained import apply_again, load_pretrained
 from mmod.routing import BorrowedScore
 from mmod.training.chat.config import WITHOUT_WEIGHTS, ModelConfig, TrainConfig
@@ -195,7 +195,7 @@ def _create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     source = config.model
     if source.config is None and not on_meta:
         assert source.checkpoint is not None
-        check_whole(source.checkpoint)
+        check_complete(source.checkpoint)
         if _was_routed(source.checkpoint):
             return load_pretrained(source.checkpoint, **source.args)
         return AutoModelForImageTextToText.from_pretrained(source.checkpoint, **source.args)

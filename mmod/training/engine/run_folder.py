@@ -17,7 +17,7 @@ import yaml
 from mmod.io.claim import check_same, read_claim
 from mmod.io.files import DamagedFileError, parse_json, write_atomically
 from mmod.io.locks import locked
-from mmod.io.tensors import check_whole
+from mmod.io.tensors import check_complete
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
@@ -171,7 +171,7 @@ def read_result(folder: Path, make: Callable[[dict[str, Any]], Done]) -> Done | 
         return None
     try:
         for name in ("model", "ema"):
-            check_whole(folder / name)
+            check_complete(folder / name)
     except DamagedFileError as error:
         raise DamagedFileError(
             f"the run in {str(folder)!r} had finished, and its weights were damaged since: {error}. Remove the folder "

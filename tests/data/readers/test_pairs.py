@@ -192,9 +192,7 @@ def test_open_clip_shards_with_other_members_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"samples": 5}, "data.samples=5: only open_clip's own program draws"),
-        ({"sampling": "resampled"}, r"run mmod train open-clip with its option --dataset-resampled"),
-        ({"sampling": "all"}, "must be one of 'exact', 'resampled', got 'all'"),
+        ({"workers": -1}, "data.workers must be an integer of at least 0, got -1"),
         ({"batch_size": 0}, "data.batch_size must be an integer of at least 1, got 0"),
     ],
 )

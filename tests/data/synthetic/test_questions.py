@@ -11,8 +11,16 @@ import pytest
 
 from mmod.data.synthetic.handwriting import load_sources
 from mmod.data.synthetic.priors import measure_prior, prior_of
-from mmod.data.synthetic.question_files import QUESTIONS, export_questions
-from mmod.data.synthetic.questions import DIFFICULTIES, KINDS, WORDS, QuestionsConfig, SyntheticChat, compose_chats
+from mmod.data.synthetic.questions import (
+    DIFFICULTIES,
+    KINDS,
+    QUESTIONS,
+    WORDS,
+    QuestionsConfig,
+    SyntheticChat,
+    compose_chats,
+    export_questions,
+)
 
 TINY = DIFFICULTIES["tiny"]
 
