@@ -57,6 +57,9 @@ DIFFICULTIES: dict[str, DigitsConfig] = {
     "aligned-48": DigitsConfig(
         canvas=48, digit_size=(24, 24), scenes={"train": 5000, "val": 500, "test": 1000}, shard_size=500, grid=6
     ),
+    "filled": DigitsConfig(
+        digit_size=(20, 28), clutter=6, scenes={"train": 12000, "val": 500, "test": 1000}, shard_size=500, grid=4
+    ),
     "hard": DigitsConfig(digit_size=(10, 18), clutter=12, **_HARD),
     "64": DigitsConfig(canvas=64, digit_size=(14, 28), clutter=24, **_HARD),
     "96": DigitsConfig(canvas=96, digit_size=(14, 36), clutter=48, **_HARD),

@@ -1,0 +1,129 @@
+"""README and docs: their commands are valid, their links lead somewhere, and they stay short."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import yaml
+
+from mmod import cli
+from tests.scripts import ROOT, run_script
+
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md")]
+}
+# A fenced block with its language, or lines indented by four or more after an empty one.
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
+# Programs of others, which tests do not start; those of the repository that need a download.
+FOREIGN = ("pip ", "lmms_eval ", "apt-get ", "python train.py", "pytest", "ruff ", "mkdocs ", "MMOD_FUZZ")
+DOWNLOADS = ("python tools/run_timm_tests.py", "python tools/run_transformers_tests.py")
+HELPED = ("data", "report", "train open-clip")
+
+
+def commands_of(text: str) -> list[str]:
+    """Return the shell commands of a page, without variables of the shell, loops and comments."""
+    blocks = [body for language, body in FENCE.findall(text) if language in ("sh", "bash", "")]
+    blocks += INDENTED.findall(FENCE.sub("", text))
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    commands = [re.sub(r"\s+#.*", "", line).strip() for line in lines]
+    inline = [re.sub(r"\s+", " ", words) for words in re.findall(r"`(mmod [a-z][^`]+)`", FENCE.sub("", text))]
+    parts = [part.strip() for line in [*commands, *inline] for part in re.split(r"&&|; do |; done", line)]
+    return [re.sub(r"^.*-m mmod ", "mmod ", part) for part in parts]
+
+
+def is_command(line: str) -> bool:
+    return line.startswith(("mmod ", "python scripts/"))
+
+
+NAMED = sorted(
+    {(page, command) for page, text in PAGES.items() for command in commands_of(text) if is_command(command)}
+)
+
+
+def checked(words: list[str]) -> list[str]:
+    """Return a command that checks its options as the given one does, and does nothing."""
+    names = [[word for word in command.split() if word.islower()] for command in cli.COMMANDS]
+    (name,) = (name for name in names if words[: len(name)] == name)
+    options = words[len(name) :]
+    if not options or any(re.fullmatch(r"[A-Z_.]+", word) for word in options[:1]) or " ".join(name) in HELPED:
+        return [*name, "--help"]
+    options = [word.replace("text/$run", "text/mod").replace("$seed", "0") for word in options]
+    # A config stands for the run that was made with it, which is not there.
+    if options[0].startswith(("runs/", "$")):
+        options = ["text/mod" if "runs/text" in options[0] else "digits/a-mod", "--model.checkpoint", *options]
+    return [*name, *(word for word in options if word != "--dry-run"), "--print_config"]
+
+
+@pytest.mark.parametrize(("page", "command"), NAMED, ids=lambda value: value[:60])
+def test_commands_are_valid(page: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command)
+    if words[0] == "python":
+        assert run_script(words[1], "--help").returncode == 0
+        return
+    if words[1:2] == ["configs"] or "..." in words or words[1].startswith("-"):
+        return
+    with pytest.raises(SystemExit) as end:
+        cli.main(checked(words[1:]))
+    assert end.value.code in (0, None), command
+
+
+def test_every_command_of_a_page_is_known() -> None:
+    known = ("mmod ", "python scripts/", "python -m mmod", *FOREIGN, *DOWNLOADS, "for ", "done", "runs=", "#", "")
+    for page, text in PAGES.items():
+        for language, body in FENCE.findall(text):
+            for line in commands_of(f"```{language}\n{body}```") if language == "sh" else ():
+                assert not line or line.startswith(known[:-1]), f"{page}: {line}"
+
+
+def anchors_of(text: str) -> set[str]:
+    """Return the anchors that mkdocs makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.replace("`", "")).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+
+
+def test_links_lead_somewhere() -> None:
+    for page, text in PAGES.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+            if "://" in target:
+                continue
+            path, _, anchor = unquote(target).partition("#")
+            there = (ROOT / page).parent / path if path else ROOT / page
+            assert there.exists(), f"{page} links to {target}"
+            if anchor and there.suffix == ".md":
+                assert anchor in anchors_of(there.read_text()), f"{page} links to {target}"
+
+
+def test_every_page_is_in_the_menu() -> None:
+    text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text())
+    (parts,) = [part["nav"] for part in [yaml.safe_load(text)]]
+    assert [name for part in parts for name in part] == ["Get started", "Guides", "Results", "Reference"]
+    pages = [page for part in parts for entries in part.values() for entry in entries for page in entry.values()]
+    assert sorted(pages) == sorted(name.removeprefix("docs/") for name in PAGES if name.startswith("docs/"))
+
+
+def words_in(text: str) -> int:
+    """Count the words of a page without its tables."""
+    return sum(len(line.split()) for line in text.splitlines() if not line.startswith("|"))
+
+
+def test_pages_stay_short() -> None:
+    assert len(PAGES["README.md"].split()) <= 900
+    docs = [text for page, text in PAGES.items() if page.startswith("docs/") and not page.startswith("docs/api/")]
+    assert sum(map(words_in, docs)) < 25_000
+
+
+@pytest.mark.parametrize("page", ["docs/get_started.md"])
+def test_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, object] = {}
+    for language, body in FENCE.findall(PAGES[page]):
+        if language == "python":
+            exec(compile(body, page, "exec"), scope)
