@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mmod.adapters import BlockStack, find_parts, find_stacks
+from mmod.analysis.counting import PassCounts, ShapeCache, count_pass
 from mmod.analysis.flop_report import REST, BlockFlops, FlopReport
-from mmod.analysis.memory import ActivationMemory
-from mmod.analysis.trace import Trace, trace
+from mmod.analysis.trace import Trace
 from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
 from mmod.methods.base import methods_of, undo_
-from mmod.ops.intercept import AttentionCall, AttentionIntercept
-from mmod.routing import Routing
 from mmod.values import check_module
 
 if TYPE_CHECKING:
-    from torch.utils.flop_counter import FlopCounterMode
+    pass
 
 Shape = Sequence[int]
 
@@ -83,13 +78,13 @@ def flops(
                 "which tokens a routed language model may skip follows from the ids, which are not read here: use "
                 "mmod.analysis.prefill_flops(model, text_tokens, image_tokens)"
             )
-    inputs = _inputs(dense, stacks, input_size)
+    inputs, cache = _inputs(dense, stacks, input_size), ShapeCache()
     try:
-        dense_count = _follow(dense, stacks, inputs)
+        dense_count = count_pass(dense, _all_blocks(dense, stacks), inputs, cache)
     except AssertionError as error:
         shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in inputs.items())
         raise ValueError(f"this {type(model).__name__} cannot take {shapes}: {error}") from error
-    routed_count = dense_count if dense is routed else _follow(routed, stacks, inputs)
+    routed_count = dense_count if dense is routed else count_pass(routed, _all_blocks(routed, stacks), inputs, cache)
     rows = [
         _row(name, block, dense_names, dense_count, routed_count, images.get(name))
         for stack in stacks.values()
@@ -101,7 +96,7 @@ def flops(
     return FlopReport(
         inputs={name: tuple(value.shape[1:]) for name, value in inputs.items()},
         blocks=tuple(rows),
-        rest=BlockFlops(REST, 0, 0, dense_count.flops[REST], routed_count.flops[REST]),
+        rest=BlockFlops(REST, 0, 0, _outside(dense_count), _outside(routed_count)),
         parameters=parameters,
         added_parameters=parameters - dense_parameters,
         dense_activation_bytes=dense_count.activation_bytes,
@@ -117,6 +112,15 @@ def _blocks(model: nn.Module, stack: BlockStack) -> dict[str, nn.Module]:
     return {f"{container}.{name}": block for name, block in model.get_submodule(container).named_children()}
 
 
+def _all_blocks(model: nn.Module, stacks: Mapping[str, BlockStack]) -> dict[str, nn.Module]:
+    return {name: block for stack in stacks.values() for name, block in _blocks(model, stack).items()}
+
+
+def _outside(count: PassCounts) -> int:
+    """Return the FLOPs outside the blocks."""
+    return count.flops[""] - sum(count.flops[name] for name in count.tokens)
+
+
 def _paired(model: nn.Module, stack: BlockStack) -> Iterator[tuple[str, nn.Module, Sequence[str]]]:
     """Yield each block of a changed model with the names of the dense blocks in whose place it stands."""
     first = 0
@@ -127,7 +131,7 @@ def _paired(model: nn.Module, stack: BlockStack) -> Iterator[tuple[str, nn.Modul
 
 
 def _row(
-    name: str, block: nn.Module, dense_names: Sequence[str], dense: _Count, routed: _Count, images: float | None
+    name: str, block: nn.Module, dense_names: Sequence[str], dense: PassCounts, routed: PassCounts, images: float | None
 ) -> BlockFlops:
     total, router = routed.flops[name], routed.flops[f"{name}.router"]
     baseline, tokens = sum(dense.flops[each] for each in dense_names), dense.tokens[dense_names[0]]
@@ -140,7 +144,7 @@ def _row(
     return BlockFlops(name, tokens, kept, baseline, total, router, importance)
 
 
-def _importance(name: str, block: nn.Module, baseline: int, dense: _Count, routed: _Count) -> int:
+def _importance(name: str, block: nn.Module, baseline: int, dense: PassCounts, routed: PassCounts) -> int:
     """Return what a block spends on importance: a dense one beside its products, a routed one in its own attention."""
     if isinstance(block, ImportanceBlock):
         return routed.flops[name] - baseline
@@ -217,16 +221,6 @@ def _shares(kept: float | Mapping[str, float] | Trace, names: Iterable[str]) -> 
     return kept
 
 
-class _Count(NamedTuple):
-    """FLOPs by module, tokens and kept tokens by block, and bytes of one model."""
-
-    flops: Counter[str]
-    tokens: Mapping[str, int]
-    kept: Mapping[str, int]
-    activation_bytes: int
-    training_bytes: int
-
-
 def _stacks(model: nn.Module) -> dict[str, BlockStack]:
     """Return the stacks of blocks that have a row in the report; none where no part of a model can be routed."""
     try:
@@ -253,85 +247,3 @@ def _inputs(
         if stack.sequence is not None:
             inputs[name] = torch.zeros(1, stack.sequence, dtype=torch.int64, device="meta")
     return inputs
-
-
-def _follow(model: nn.Module, stacks: Mapping[str, BlockStack], inputs: dict[str, Tensor]) -> _Count:
-    """Run a model on the meta device and count what it computes and holds."""
-    tokens: dict[str, int] = {}
-    for stack in stacks.values():
-        for name, block in _blocks(model, stack).items():
-            # The hook stays: the model is a copy.
-            block.register_forward_pre_hook(lambda _, args, name=name: tokens.update({name: args[0].shape[1]}))
-    # Models of images alone name their argument as they like.
-    args, kwargs = (tuple(inputs.values()), {}) if set(inputs) == {"image"} else ((), inputs)
-    known = [*inputs.values(), *model.parameters(), *model.buffers()]
-    # Torch's counter takes no parameter that asks for a gradient where none is recorded.
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.requires_grad_(False)
-    counter = _flop_counter()
-    tracing: AbstractContextManager[Mapping[str, Routing]] = trace(model) if methods_of(model) else nullcontext({})
-    with tracing as decisions:
-        with torch.no_grad(), counter, _WithoutMaps(), ActivationMemory(known) as inference:
-            model(*args, **kwargs)
-        for parameter in learning:
-            parameter.requires_grad_()
-        with torch.enable_grad(), _WithoutMaps(), ActivationMemory(known) as training:
-            output = model(*args, **kwargs)
-        held = training.live
-        del output
-    # Not from the routers, which blocks that share a decision do not call.
-    kept = {name: routing.index_BK.shape[1] for name, routing in decisions.items() if name in tokens}
-    root = type(model).__name__
-    found = counter.get_flop_counts().items()
-    # Blocks that compute nothing are not in it.
-    counts = Counter({name.removeprefix(f"{root}."): sum(ops.values()) for name, ops in found})
-    counts[REST] = counter.get_total_flops() - sum(counts[name] for name in tokens)
-    return _Count(counts, tokens, kept, inference.peak, held)
-
-
-class _WithoutMaps(AttentionIntercept):
-    """Replaces attention by its shapes and what it holds."""
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        out: Tensor = _FusedAttention.apply(call.query, call.key, call.value)
-        return out
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Attention as far as shapes and memory go: it holds queries, keys, values and its output, and no map."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = fused_attention_shape(query, key, value)
-        ctx.save_for_backward(query, key, value, out)
-        return out
-
-
-@torch.library.custom_op("mmod::fused_attention_shape", mutates_args=())
-def fused_attention_shape(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return room for the output of attention, with heads behind tokens in memory; an operation to be counted."""
-    heads_first = (*query.shape[:-1], value.shape[-1])
-    return query.new_empty([heads_first[d] for d in (0, 2, 1, 3)]).transpose(1, 2)
-
-
-fused_attention_shape.register_fake(fused_attention_shape._init_fn)
-
-
-def _flop_counter() -> FlopCounterMode:
-    """Return torch's counter with what it lacks: attention without a backend, and products with vectors."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    def attention(query: Shape, key: Shape, value: Shape, **_: Any) -> int:
-        return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-
-    def refuse(*_: Any, **__: Any) -> int:
-        raise ValueError("cannot count the FLOPs of bilinear, which this model calls")
-
-    formulas: dict[Any, Callable[..., int]] = {
-        torch.ops.mmod.fused_attention_shape: attention,
-        torch.ops.aten.mv: lambda matrix, vector, **_: 2 * prod(matrix),
-        torch.ops.aten.addmv: lambda added, matrix, vector, **_: 2 * prod(matrix),
-        torch.ops.aten.dot: lambda left, right, **_: 2 * prod(left),
-        torch.ops.aten._trilinear: refuse,
-    }
-    return FlopCounterMode(display=False, custom_mapping=formulas)

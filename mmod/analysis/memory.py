@@ -49,11 +49,15 @@ class ActivationMemory(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operation and follow the storage of what it returns."""
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        result = self.compute(func, args, kwargs or {})
+        for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow(leaf.untyped_storage())
         return result
+
+    def compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the operation."""
+        return func(*args, **kwargs)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         address, size = storage._cdata, storage.nbytes()

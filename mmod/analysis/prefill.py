@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from mmod.adapters import find_stacks
@@ -16,7 +17,7 @@ from mmod.values import check_module
 
 
 class _Cost(NamedTuple):
-    """FLOPs of one multiplication in each kind of product.
+    """FLOPs of one multiplication by the type of product.
 
     Args:
         weights: With weights.
@@ -29,9 +30,22 @@ class _Cost(NamedTuple):
     stopped: int
 
 
+class _Prompt(NamedTuple):
+    """Counts of tokens, and the shares that are kept where they follow from the data."""
+
+    text: int
+    images: Sequence[int] = ()
+    kept: float | Mapping[str, float] | None = None
+    protected: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.text + sum(self.images)
+
+
 _FORWARD = _Cost(2, 2, 2)
-# A backward pass has two products for each with weights. Attention's has five for two, since it computes the scores
-# once more in the place of storing them.
+# A backward pass has two products for each with weights. Attention has five for two, since it computes the scores
+# again instead of storing them.
 _STEP = _Cost(6, 7, 4)
 
 
@@ -42,18 +56,18 @@ def prefill_flops(
     kept: float | Mapping[str, float] | None = None,
     protected_tokens: int = 0,
 ) -> PrefillFlops:
-    """Count what reading one prompt costs the language model of a transformers model, dense and as routed.
+    """Count the FLOPs of one prefill in the language model of a transformers model, dense and routed.
 
-    One FLOP is one multiplication or one addition. Attention counts all pairs of queries and keys that
-    are computed, as `torch.utils.flop_counter` does: a kernel that leaves the masked half out spends less. Vision tower
-    and projector are not counted.
+    One FLOP is one multiplication or one addition. Attention counts all computed pairs of queries and keys, as
+    `torch.utils.flop_counter` does; a kernel that skips the masked half spends less. Vision tower and projector are not
+    counted.
 
     Args:
         model: A model with a language part, routed or not.
         text_tokens: Text tokens of the prompt.
         image_tokens: Image tokens of the prompt, or those of each image.
-        kept: For threshold routing, whose cost follows from the data: the share kept of the tokens that may be
-            skipped, for all routed layers or by module name.
+        kept: For threshold routing, whose cost depends on the data: share kept of the tokens that may be skipped, for
+            all routed layers or by module name.
         protected_tokens: Text tokens that `protected_mask` keeps where text may be skipped.
 
     Returns:
@@ -63,59 +77,52 @@ def prefill_flops(
         ValueError: No language part, layers that are shared, no tokens, more protected tokens than text, or threshold
             routing without `kept`.
     """
-    return _count(_FORWARD, model, text_tokens, image_tokens, kept, protected_tokens)
+    images = [image_tokens] if isinstance(image_tokens, int) else list(image_tokens)
+    return _count(_FORWARD, model, _Prompt(text_tokens, images, kept, protected_tokens))
 
 
 def training_flops(model: nn.Module, tokens: int) -> int:
-    """Count what training spends on a text: forward and backward pass, with the logits of every token.
+    """Count the FLOPs of training on a text: forward and backward pass, with the logits of every token.
 
     A product with weights counts three times that of its forward pass, attention three and a half times. Importance has
-    no gradient and counts once; a predictor gives its input none.
+    no gradient and counts once; a predictor passes none to its input.
 
     Args:
         model: A transformers model with a language part, dense or routed by top-k.
         tokens: Tokens of the text.
 
     Raises:
-        ValueError: As `prefill_flops` does.
+        ValueError: As for `prefill_flops`.
     """
     # Training takes the top-k, whatever decides in evaluation.
     with deciding_together(model):
-        counts = _count(_STEP, model, tokens)
+        counts = _count(_STEP, model, _Prompt(tokens))
     return counts.routed + (tokens - 1) * counts.rest.routed
 
 
-def _count(
-    cost: _Cost,
-    model: nn.Module,
-    text_tokens: int,
-    image_tokens: int | Sequence[int] = 0,
-    kept: float | Mapping[str, float] | None = None,
-    protected_tokens: int = 0,
-) -> PrefillFlops:
+def _count(cost: _Cost, model: nn.Module, prompt: _Prompt) -> PrefillFlops:
     check_module(model)
     stack = find_stacks(model).get("language")
     if stack is None:
         raise ValueError(f"this {type(model).__name__} has no language part")
-    images = [image_tokens] if isinstance(image_tokens, int) else list(image_tokens)
-    tokens = text_tokens + sum(images)
-    if tokens < 1:
+    if prompt.tokens < 1:
         raise ValueError("a prompt needs at least one token")
-    if not 0 <= protected_tokens <= text_tokens:
-        raise ValueError(f"protected_tokens={protected_tokens} must lie between 0 and text_tokens={text_tokens}")
+    if not 0 <= prompt.protected <= prompt.text:
+        raise ValueError(f"protected_tokens={prompt.protected} must lie between 0 and text_tokens={prompt.text}")
     hooks: list[Any] = [hook for hook in model_hooks(model) if hasattr(hook, "tokens")]
-    free = [tokens - protected_tokens] if hooks and hooks[0].tokens == "all" else images
+    free = [prompt.tokens - prompt.protected] if hooks and hooks[0].tokens == "all" else prompt.images
     rows = []
     for name, block in zip(stack.names, stack.blocks):
-        own, share = tokens, None
+        kept, router = prompt.tokens, 0
         if isinstance(block, RoutedBlock):
-            share = kept.get(name) if isinstance(kept, Mapping) else kept
-            own = tokens - sum(free) + _kept(name, block, free, share)
-        rows.append(_row(cost, name, block, tokens, own, stack.dim))
+            share = prompt.kept.get(name) if isinstance(prompt.kept, Mapping) else prompt.kept
+            kept += _kept(name, block, free, share) - sum(free)
+            router = _router_flops(cost, block, prompt.tokens, stack.dim, skips=sum(free) > 0)
+        rows.append(_row(cost, name, block, prompt.tokens, kept, router, stack.dim))
     cached = _bytes_per_token(stack.blocks[0])
     heads = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "lm_head"]
     head = sum(cost.weights * stack.dim * int(module.out_features) for module in heads)
-    return PrefillFlops(tuple(rows), BlockFlops(REST, 0, 0, head, head), tokens, sum(images), cached)
+    return PrefillFlops(tuple(rows), BlockFlops(REST, 0, 0, head, head), prompt.tokens, sum(prompt.images), cached)
 
 
 def _kept(name: str, block: RoutedBlock, free: Sequence[int], share: float | None) -> int:
@@ -131,19 +138,29 @@ def _kept(name: str, block: RoutedBlock, free: Sequence[int], share: float | Non
     return sum(number * capacity.numerator // capacity.denominator for number in free)
 
 
-def _row(cost: _Cost, name: str, block: nn.Module, tokens: int, kept: int, dim: int) -> BlockFlops:
+def _router_flops(cost: _Cost, block: RoutedBlock, tokens: int, dim: int, *, skips: bool) -> int:
+    """Return what a block spends on its score, and on its predictor; `skips` is False where nothing can be skipped."""
+    score, state = block.router.config.router, block.mod_state
+    flops = tokens * _deciding(cost, block.router)
+    if block.router.config.language.shared:
+        flops += cost.weights * tokens * dim
+    # A score that blocks share is computed by the first of them, and carries no gradient.
+    if score.compares and skips and (not score.shared or state.writes or state.span is None):
+        channels = score.compared(torch.empty(1, 1, dim, device="meta")).shape[2]
+        flops += 2 * tokens**2 * channels
+    return flops
+
+
+def _row(cost: _Cost, name: str, block: nn.Module, tokens: int, kept: int, router: int, dim: int) -> BlockFlops:
     standing = {place: module for place, module in block.named_modules() if isinstance(module, StandingModule)}
     if "" in standing:
         raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
     attention: Any = block.get_submodule("self_attn")
     width = int(attention.config.num_attention_heads) * int(attention.head_dim)
-    router = importance = 0
+    importance = 0
     operator, context = "block", "kept"
     if isinstance(block, RoutedBlock):
         operator, context = str(block.router.config.operator), str(block.router.config.context)
-        router = tokens * _deciding(cost, block.router)
-        if block.router.config.language.shared:
-            router += cost.weights * tokens * dim
     elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
         importance = 2 * (1 if block.mod_state.average == "last_token" else tokens) * tokens * width
     added = tuple(f"{place}.{name}" for place, module in standing.items() for name in module.added_modules)
@@ -165,7 +182,7 @@ def _row(cost: _Cost, name: str, block: nn.Module, tokens: int, kept: int, dim: 
     keys = tokens if context == "all" else queries
     rows = tokens if operator == "attention" else kept
     for module in standing.values():
-        router += rows * sum(_deciding(cost, each) for each in module.choosing_modules())
+        router += rows * sum(_deciding(cost, chooser) for chooser in module.choosing_modules())
         rows = module.rows_of(rows)
     routed = layer(queries, keys, rows)
     dense = layer(tokens, tokens, tokens)
@@ -174,7 +191,8 @@ def _row(cost: _Cost, name: str, block: nn.Module, tokens: int, kept: int, dim: 
 
 def _deciding(cost: _Cost, module: nn.Module) -> int:
     """Return the FLOPs that a router or predictor spends on one token."""
-    stopped = {id(own.hidden.weight) for own in module.modules() if isinstance(own, Predictor)}
+    predictors = (predictor for predictor in module.modules() if isinstance(predictor, Predictor))
+    stopped = {id(predictor.hidden.weight) for predictor in predictors}
     weights = [weight for weight in module.parameters() if weight.ndim > 1]
     return sum((cost.stopped if id(weight) in stopped else cost.weights) * weight.numel() for weight in weights)
 

@@ -49,6 +49,7 @@ class Score:
             first of them computes it, unless it is importance.
         reads_importance: The score is the importance of the tokens in the dense block before.
         relative: A threshold is compared with the score over its mean in the image, so that 1 means average.
+        compares: The score multiplies all pairs of tokens, by what `compared` returns.
         positional: The score depends on the place of a token in its sequence. Where only some tokens may be skipped it
             is dealt out by their rank among those.
     """
@@ -58,6 +59,7 @@ class Score:
     shared: ClassVar[bool] = False
     reads_importance: ClassVar[bool] = False
     relative: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
     positional: ClassVar[bool] = False
 
     @property

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from typing import Any
 
 import pytest
 import timm
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmod
 from mmod.analysis import flops, trace
+from mmod.analysis.counting import _WithoutMaps
 from mmod.analysis.memory import ActivationMemory
 from tests.adapters.vlm_zoo import make_language
 from tests.counting import flop_counter
 from tests.quantized import quantize_
-from tests.zoo import make_model
+from tests.zoo import make_images, make_model
 
 # Small versions of every kind of block that can be routed: name, image side, further arguments.
 MODELS = {
@@ -270,6 +274,40 @@ def test_memory_follows_what_is_held() -> None:
     assert memory.live == 4 * kilobyte, "relu saves its result alone"
     del y
     assert memory.live == 0
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations that are run and not looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_equal_blocks_are_run_once() -> None:
+    counts = []
+    for depth in (6, 12):
+        model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=depth)
+        with _Operations() as operations:
+            flops(mmod.route_(model, mmod.RoutingConfig(router="linear")), 64)
+        counts.append(
+            {name: operations.counts[f"aten.{name}.default"] for name in ("addmm", "native_layer_norm", "gelu")}
+        )
+    assert counts[0] == counts[1]
+    assert all(counts[0])
+
+
+@pytest.mark.parametrize("name", ["test_vit3", "naflexvit_base_patch16_gap", "vit_so150m_patch16_reg4_gap_256"])
+def test_memory_is_that_of_a_pass_that_runs_every_operation(name: str) -> None:
+    model, images = make_model(name).to("meta"), make_images(name, 1).to("meta")
+    report = flops(model, tuple(images.shape[1:]))
+    with torch.no_grad(), _WithoutMaps(), ActivationMemory([images, *model.parameters(), *model.buffers()]) as memory:
+        model(images)
+    assert report.activation_bytes == memory.peak
 
 
 def test_routing_saves_memory_for_training() -> None:

@@ -69,6 +69,27 @@ def test_importance_is_counted_where_it_is_spent(importance: str) -> None:
         batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "router",
+    ["diversity", "important_diversity", {"name": "redundancy", "channels": 8}],
+    ids=lambda router: str(router),
+)
+def test_products_of_all_pairs_are_counted(router: Any) -> None:
+    config = mmod.RoutingConfig(router=router, blocks=(1, 2))
+    model: Any = mmod.route_(make_joint("llava", attention="eager"), language=config)
+    batch = prompt("llava", (2,))
+    images, tokens = int((batch["input_ids"] == IMAGE).sum()), batch["input_ids"].shape[1]
+    report = prefill_flops(model, tokens - images, [images // 2] * 2)
+    with FlopCounterMode(display=False) as counter:
+        model(**batch, logits_to_keep=1)
+    for row in report.blocks[1:3]:
+        counted = sum(counter.get_flop_counts()[f"{type(model).__name__}.{row.name}"].values())
+        assert row.routed == counted, row.name
+    assert report.blocks[1].router == 2 * tokens**2 * (8 if isinstance(router, dict) else 32)
+    assert prefill_flops(model, tokens).blocks[1].router == 0, "nothing may be skipped"
+
+
 def test_cache_share_is_the_kept_share() -> None:
     model = mmod.route_(make_joint("llava"), language=CONFIGS["linear"])
     report = prefill_flops(model, 5, PATCHES)

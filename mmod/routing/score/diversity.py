@@ -21,6 +21,7 @@ class Diversity(Score):
     """
 
     shared: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
@@ -37,6 +38,7 @@ class ImportantDiversity(WithImportance):
     """
 
     reads_importance: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""

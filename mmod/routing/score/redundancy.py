@@ -28,6 +28,7 @@ class Redundancy(Score):
     """
 
     shared: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
     channels: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,212 @@
+"""FLOPs and activation memory of one model, from forward passes on the meta device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from mmod.analysis.memory import ActivationMemory
+from mmod.analysis.trace import trace
+from mmod.methods.base import methods_of
+from mmod.ops.intercept import AttentionCall, AttentionIntercept
+
+Shape = Sequence[int]
+
+
+class PassCounts(NamedTuple):
+    """FLOPs by module name ("" for the model), tokens and kept tokens by block, and activation bytes."""
+
+    flops: Counter[str]
+    tokens: Mapping[str, int]
+    kept: Mapping[str, int]
+    activation_bytes: int
+    training_bytes: int
+
+
+class _Result(NamedTuple):
+    """FLOPs of an operation, and shape, strides and dtype of its outputs."""
+
+    flops: int
+    outputs: list[tuple[Shape, Shape, torch.dtype]]
+    is_single: bool
+
+
+class ShapeCache:
+    """Results of operations on the meta device by the shapes of their arguments.
+
+    Shape inference takes most of the time of a pass, and the blocks of a model repeat the same operations.
+    """
+
+    def __init__(self) -> None:
+        self.formulas = _flop_formulas()
+        self._results: dict[Any, _Result] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
+        """Return the outputs of an operation and its FLOPs."""
+        if isinstance(func, HigherOrderOperator) and func not in self.formulas:
+            raise ValueError(f"cannot count the FLOPs of {func}, which this model calls")
+        key = (func, _key(args), _key(tuple(kwargs.items()))) if _makes_tensors(func) else None
+        result = self._results.get(key)
+        if result is not None:
+            made = [torch.empty_strided(*output[:2], dtype=output[2], device="meta") for output in result.outputs]
+            return (made[0] if result.is_single else tuple(made)), result.flops
+        output = func(*args, **kwargs)
+        formula = self.formulas.get(getattr(func, "_overloadpacket", func))
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
+        outputs = [output] if isinstance(output, Tensor) else output
+        if key is not None and isinstance(outputs, (tuple, list)) and _are_new(outputs, (args, kwargs)):
+            shapes = [(value.shape, value.stride(), value.dtype) for value in outputs]
+            self._results[key] = _Result(flops, shapes, outputs is not output)
+        return output, flops
+
+
+class _CountingPass(ActivationMemory):
+    """Counts the FLOPs of the modules that are running, next to memory."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor], cache: ShapeCache) -> None:
+        super().__init__([*inputs.values(), *model.parameters(), *model.buffers()])
+        self.flops: Counter[str] = Counter()
+        self.running: set[str] = set()
+        self._cache = cache
+
+    def compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Look up or run the operation, and count it."""
+        result, flops = self._cache.run(func, args, kwargs)
+        if flops:
+            for name in self.running:
+                self.flops[name] += flops
+        return result
+
+
+def count_pass(
+    model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mapping[str, Tensor], cache: ShapeCache
+) -> PassCounts:
+    """Run a model in inference and with gradients, and count what it computes and holds.
+
+    Args:
+        model: A copy on the meta device; hooks stay on its blocks.
+        blocks: Its blocks by name.
+        inputs: Its arguments by name, on the meta device.
+        cache: Results of earlier passes.
+    """
+    tokens: dict[str, int] = {}
+    for name, block in blocks.items():
+        block.register_forward_pre_hook(lambda _, args, name=name: tokens.update({name: args[0].shape[1]}))
+    # Models of images alone name their argument as they like.
+    args, kwargs = (tuple(inputs.values()), {}) if set(inputs) == {"image"} else ((), inputs)
+    inference, training = (_CountingPass(model, inputs, cache) for _ in range(2))
+    with trace(model) if methods_of(model) else nullcontext({}) as decisions:
+        with torch.no_grad(), _running_modules(model, inference.running), _WithoutMaps(), inference:
+            model(*args, **kwargs)
+        with torch.enable_grad(), _WithoutMaps(), training:
+            output = model(*args, **kwargs)
+        held = training.live
+        del output
+    # Not from the routers, which blocks that share a decision do not call.
+    kept = {name: routing.index_BK.shape[1] for name, routing in decisions.items() if name in tokens}
+    return PassCounts(inference.flops, tokens, kept, inference.peak, held)
+
+
+@contextmanager
+def _running_modules(model: nn.Module, running: set[str]) -> Iterator[None]:
+    """Keep a set of the names of the model's modules whose forward is running."""
+    names = {module: name for name, module in model.named_modules()}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if module in names:
+            running.add(names[module])
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        running.discard(names.get(module, ""))
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    # 1, 1.0 and True are equal, and promote dtypes differently.
+    return tuple(map(_key, value)) if isinstance(value, (tuple, list)) else (type(value), value)
+
+
+def _makes_tensors(func: Any) -> bool:
+    """Return whether an operation is declared to return new tensors: no views, and nothing in place."""
+    schema = getattr(func, "_schema", None)
+    return schema is not None and not schema.is_mutable and all(value.alias_info is None for value in schema.returns)
+
+
+def _are_new(outputs: Sequence[Any], arguments: Any) -> bool:
+    """Return whether outputs are tensors on the meta device, each of which is all of a storage that is new."""
+    storages = {leaf.untyped_storage()._cdata for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
+    for value in outputs:
+        if type(value) is not Tensor or value.device.type != "meta" or value.storage_offset():
+            return False
+        storage = value.untyped_storage()
+        last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+        size = (last + 1) * value.element_size() if value.numel() else 0
+        if storage._cdata in storages or storage.nbytes() != size:
+            return False
+        storages.add(storage._cdata)
+    return True
+
+
+class _WithoutMaps(AttentionIntercept):
+    """Replaces attention by its shapes and what it holds."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        out: Tensor = _FusedAttention.apply(call.query, call.key, call.value)
+        return out
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Attention as far as shapes and memory go: it holds queries, keys, values and its output, and no map."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = fused_attention_shape(query, key, value)
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+
+@torch.library.custom_op("mmod::fused_attention_shape", mutates_args=())
+def fused_attention_shape(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return room for the output of attention, with heads behind tokens in memory; an operation to be counted."""
+    heads_first = (*query.shape[:-1], value.shape[-1])
+    return query.new_empty([heads_first[d] for d in (0, 2, 1, 3)]).transpose(1, 2)
+
+
+fused_attention_shape.register_fake(fused_attention_shape._init_fn)
+
+
+def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
+    """Return torch's formulas and those that it lacks: attention without a backend, and products with vectors."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def attention(query: Shape, key: Shape, value: Shape, **_: Any) -> int:
+        return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+    def refuse(*_: Any, **__: Any) -> int:
+        raise ValueError("cannot count the FLOPs of bilinear, which this model calls")
+
+    formulas: dict[Any, Callable[..., int]] = {
+        torch.ops.mmod.fused_attention_shape: attention,
+        torch.ops.aten.mv: lambda matrix, vector, **_: 2 * prod(matrix),
+        torch.ops.aten.addmv: lambda added, matrix, vector, **_: 2 * prod(matrix),
+        torch.ops.aten.dot: lambda left, right, **_: 2 * prod(left),
+        torch.ops.aten._trilinear: refuse,
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas).flop_registry
