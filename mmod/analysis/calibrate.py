@@ -1,4 +1,4 @@
-"""Calibration of thresholds, so that they keep as many tokens as top-k does.
+"""Calibration of thresholds to the kept count of top-k.
 
 Axes: B images, N tokens.
 """
@@ -12,21 +12,21 @@ from mmod.analysis.trace import trace
 from mmod.model import routed_blocks
 from mmod.routing import kept_count
 
-# The kept count may miss that of top-k by this share, so that the threshold can lie in a wide gap between two levels.
+# The kept count may differ from that of top-k by this share, so the threshold can lie in a wide gap between scores.
 SLACK = 0.005
 
 
 @torch.no_grad()
 def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
-    """Give every routed block the threshold at which it keeps as many tokens of these images as its capacity would.
+    """Set every routed block's threshold so that it keeps as many tokens of these images as its capacity would.
 
-    Blocks are taken in order, each on what those before it let through; images keep different numbers of tokens, and
-    their mean is that of top-k to within half a percent.
+    Blocks are calibrated in order. Images keep different numbers of tokens; their mean is within half a percent of
+    top-k's.
 
     Args:
-        model: A model routed by threshold, in evaluation; it is changed in place.
+        model: A model routed by threshold, in evaluation mode; changed in place.
         images: Images (B, C, height, width).
-        static: Set `max_tokens` to the largest number kept of an image, so that shapes do not depend on the data.
+        static: Set `max_tokens` to the largest count of an image, so that shapes do not depend on the data.
     """
     for name, block in routed_blocks(model).items():
         router = block.router
@@ -43,17 +43,12 @@ def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
 
 
 def between(level: Tensor, count: int) -> float:
-    """Return a number that about `count` levels reach, in the widest gap nearby.
-
-    Args:
-        level: Levels, of one dimension.
-        count: How many are to reach it.
-    """
+    """Return a threshold that about `count` of the levels (L,) reach, in the widest gap nearby."""
     ranked = level.double().sort(descending=True).values
     slack = int(count * SLACK)
     first, last = max(count - slack, 1), min(count + slack, len(ranked) - 1)
     if not first <= last:
-        # All or none: anything beyond the ends will do.
+        # All or none.
         return float(ranked[-1] - 1) if count else float(ranked[0] + 1)
     gap = ranked[first - 1 : last] - ranked[first : last + 1]
     best = first + int(gap.argmax())

@@ -90,14 +90,7 @@ class _CountingPass(ActivationMemory):
 def count_pass(
     model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mapping[str, Tensor], cache: ShapeCache
 ) -> PassCounts:
-    """Run a model in inference and with gradients, and count what it computes and holds.
-
-    Args:
-        model: A copy on the meta device; hooks stay on its blocks.
-        blocks: Its blocks by name.
-        inputs: Its arguments by name, on the meta device.
-        cache: Results of earlier passes.
-    """
+    """Run a model in inference and with gradients, and count what it computes and holds."""
     tokens: dict[str, int] = {}
     for name, block in blocks.items():
         block.register_forward_pre_hook(lambda _, args, name=name: tokens.update({name: args[0].shape[1]}))

@@ -1,10 +1,12 @@
-"""Reports of FLOPs, as values and as tables."""
+"""Reports of FLOPs, as values, text and HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from mmod.analysis.tables import html_table, text_table
 
 REST = ""
 
@@ -17,10 +19,10 @@ class BlockFlops:
         name: Module name; empty for everything outside the blocks.
         tokens: Tokens that enter it (N).
         kept: Tokens it computes (K).
-        dense: FLOPs without routing.
-        routed: FLOPs as routed, with `router` and `importance`.
+        dense: FLOPs of the dense block.
+        routed: FLOPs of the routed block, including `router` and `importance`.
         router: FLOPs of its router.
-        importance: FLOPs of the importance it computes for others.
+        importance: FLOPs of the importance that it computes.
         cached: Tokens whose keys and values it caches, in a language model.
     """
 
@@ -36,10 +38,10 @@ class BlockFlops:
 
 @dataclass(frozen=True)
 class FlopCounts:
-    """FLOPs of a model by block.
+    """FLOPs of a model by block; `print` shows a summary and a table, notebooks the same as HTML.
 
     Args:
-        blocks: One row for each block, in order.
+        blocks: One row per block, in order.
         rest: Everything outside the blocks: embedding, head, pooling.
     """
 
@@ -48,57 +50,68 @@ class FlopCounts:
 
     @property
     def dense(self) -> int:
-        """FLOPs without routing."""
+        """FLOPs of the dense model."""
         return self.rest.dense + sum(row.dense for row in self.blocks)
 
     @property
     def routed(self) -> int:
-        """FLOPs as routed, with routers and importance."""
+        """FLOPs of the routed model, with routers and importance."""
         return self.rest.routed + sum(row.routed for row in self.blocks)
 
     @property
     def importance(self) -> int:
-        """FLOPs spent on importance, contained in `routed`."""
+        """FLOPs of importance, included in `routed`."""
         return sum(row.importance for row in self.blocks)
 
     @property
     def speedup(self) -> float:
-        """FLOPs without routing over those with it."""
+        """FLOPs of the dense model over those of the routed one."""
         return self.dense / self.routed
 
     @property
     def share(self) -> float:
-        """Share of the dense model's FLOPs that is spent."""
+        """FLOPs of the routed model over those of the dense one."""
         return self.routed / self.dense
 
-    def table(self) -> str:
-        """Return the counts as a table, in MFLOPs."""
-        width = max(len(name) for name in ("everything else", *(row.name for row in self.blocks)))
-        form = f"{{:<{width}}}  {{:>6}}  {{:>6}}  {{:>10}}  {{:>10}}  {{:>8}}  {{:>10}}"
-        lines = [form.format("block", "tokens", "kept", "dense", "routed", "router", "importance")]
+    def summary(self) -> list[str]:
+        """Return the main figures, one line each."""
+        cheaper = [row for row in self.blocks if row.kept < row.tokens]
+        if not cheaper:
+            return [f"{len(self.blocks)} blocks, which compute all tokens"]
+        share = sum(row.kept for row in cheaper) / sum(row.tokens for row in cheaper)
+        return [f"{len(cheaper)} of {len(self.blocks)} blocks compute {share:.3f} of their tokens"]
+
+    def rows(self) -> list[list[str]]:
+        """Return the counts in MFLOPs as rows of a table, header first."""
+        rows = [["block", "tokens", "kept", "dense", "routed", "router", "importance"]]
         for row in self.blocks:
             counts = (row.dense, row.routed, row.router, row.importance)
-            lines.append(form.format(row.name, row.tokens, row.kept, *map(_mega, counts)))
-        lines.append(form.format("everything else", "", "", _mega(self.rest.dense), _mega(self.rest.routed), "-", "-"))
-        router = sum(row.router for row in self.blocks)
-        totals = map(_mega, (self.dense, self.routed, router, self.importance))
-        return "\n".join([*lines, form.format("total MFLOPs", "", "", *totals)])
+            rows.append([row.name, str(row.tokens), str(row.kept), *map(_mega, counts)])
+        rows.append(["everything else", "", "", _mega(self.rest.dense), _mega(self.rest.routed), "-", "-"])
+        totals = (self.dense, self.routed, sum(row.router for row in self.blocks), self.importance)
+        return [*rows, ["total MFLOPs", "", "", *map(_mega, totals)]]
+
+    def __str__(self) -> str:
+        return "\n".join([*self.summary(), text_table(self.rows())])
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows(), self.summary())
 
 
 @dataclass(frozen=True)
 class FlopReport(FlopCounts):
-    """The cost of a model for one image, one caption, or both; `print(report)` shows it as a table.
+    """The cost of a model for one image, one caption, or both.
 
     Args:
-        blocks: One row for each block, in order.
+        blocks: One row per block, in order.
         rest: Everything outside the blocks: embedding, head, pooling.
         inputs: Shape of each input by name, such as channels, height and width of an image.
-        parameters: Parameters, those that methods add included.
-        added_parameters: Parameters beyond those of the dense model; below 0 where blocks are shared.
-        dense_activation_bytes: Most activation memory held at once in inference, without routing.
-        activation_bytes: The same as routed.
-        dense_training_bytes: Activations held for the backward pass when the forward pass ends, without routing.
-        training_bytes: The same as routed.
+        parameters: Number of parameters.
+        added_parameters: Parameters beyond those of the dense model; negative where blocks share weights.
+        dense_activation_bytes: Peak activation memory in inference, dense.
+        activation_bytes: The same, routed.
+        dense_training_bytes: Activations held for the backward pass at the end of the forward pass, dense.
+        training_bytes: The same, routed.
     """
 
     inputs: Mapping[str, tuple[int, ...]]
@@ -114,30 +127,31 @@ class FlopReport(FlopCounts):
         totals = {name: getattr(self, name) for name in ("dense", "routed", "importance", "speedup")}
         return {**asdict(self), **totals, "inputs": {name: list(shape) for name, shape in self.inputs.items()}}
 
-    def __str__(self) -> str:
-        """Return the report as a table, in MFLOPs."""
+    def summary(self) -> list[str]:
+        """Return the main figures, one line each."""
         inputs = ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in self.inputs.items())
-        return "\n".join([
-            self.table(),
-            f"{self.speedup:.3f} times fewer FLOPs than dense (2 per multiply-add) for {inputs}",
+        return [
+            f"{self.speedup:.3f} times fewer FLOPs than dense (2 per multiply-add) for {inputs}: "
+            f"{_mega(self.routed)} of {_mega(self.dense)} MFLOPs",
+            *super().summary(),
             f"{self.parameters:,} parameters, {self.added_parameters:+,} against the dense model",
-            f"activations held at once in inference: {_mebi(self.activation_bytes)} "
+            f"peak activations in inference: {_mebi(self.activation_bytes)} "
             f"(dense {_mebi(self.dense_activation_bytes)})",
-            f"activations held for a backward pass: {_mebi(self.training_bytes)} "
+            f"activations held for the backward pass: {_mebi(self.training_bytes)} "
             f"(dense {_mebi(self.dense_training_bytes)})",
-        ])  # fmt: skip
+        ]
 
 
 @dataclass(frozen=True)
 class PrefillFlops(FlopCounts):
-    """The cost of reading one prompt; `print(report)` shows it as a table.
+    """The cost of reading one prompt.
 
     Args:
-        blocks: One row for each decoder layer, in order.
+        blocks: One row per decoder layer, in order.
         rest: The logits of the last token.
         tokens: Tokens of the prompt.
         image_tokens: Image tokens among them.
-        cache_bytes_per_token: Bytes of the keys and values of one token in one layer, in the model's own type.
+        cache_bytes_per_token: Bytes of one token's keys and values in one layer, in the model's dtype.
     """
 
     tokens: int
@@ -146,20 +160,21 @@ class PrefillFlops(FlopCounts):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the keys and values that all layers hold of the prompt."""
+        """Bytes of the KV cache of the prompt, over all layers."""
         return self.cache_bytes_per_token * sum(row.cached for row in self.blocks)
 
     @property
     def cache_share(self) -> float:
-        """Share of the dense model's cache of keys and values that is held."""
+        """KV cache of the prompt over that of the dense model."""
         return sum(row.cached for row in self.blocks) / (self.tokens * len(self.blocks))
 
-    def __str__(self) -> str:
-        """Return the report as a table, in MFLOPs."""
-        return (
-            f"{self.table()}\na prompt of {self.tokens} tokens, {self.image_tokens} of images: {self.share:.3f} of the "
-            f"FLOPs (2 per multiply-add), {self.cache_share:.3f} of the cache, {self.cache_bytes:,} bytes"
-        )
+    def summary(self) -> list[str]:
+        """Return the main figures, one line each."""
+        return [
+            f"a prompt of {self.tokens} tokens, {self.image_tokens} of images: {self.share:.3f} of the FLOPs (2 per "
+            f"multiply-add), {self.cache_share:.3f} of the cache, {self.cache_bytes:,} bytes",
+            *super().summary(),
+        ]
 
 
 def _mega(count: int) -> str:

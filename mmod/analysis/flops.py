@@ -1,4 +1,4 @@
-"""FLOPs per block and in all, parameters and activation memory of a model, from shapes alone."""
+"""FLOPs by block, parameters and activation memory of a model, from shapes alone."""
 
 from __future__ import annotations
 
@@ -29,37 +29,31 @@ def flops(
     input_size: int | tuple[int, int, int] | Mapping[str, Tensor],
     kept: float | Mapping[str, float] | Trace | None = None,
 ) -> FlopReport:
-    """Count what one image costs a model, dense and as routed, without running it on data; one caption too, of CLIP.
+    """Count the FLOPs and activation memory of a model for one image (and one caption, for CLIP), without running it.
 
-    One FLOP is one multiplication or one addition, so a matrix product of (n, k) and (k, m) counts `2 n k m`; norms,
-    activations, softmax, sorting and moving rows count nothing. The forward pass is followed on the meta device by
-    `torch.utils.flop_counter`, which is told what it lacks: products of matrices and vectors, as a router's.
+    One FLOP is one multiplication or one addition: a matrix product of (n, k) and (k, m) has `2 n k m`. Norms,
+    activations, softmax, sorting and row movement count nothing. The model runs on the meta device, with the formulas
+    of `torch.utils.flop_counter` and formulas for matrix-vector products.
 
-    Importance counts as one more product of queries and keys in each block that computes it, which is what runs on a
-    GPU and in other types than fp32. Plain attention in fp32 on a CPU shares its probabilities with it: there,
-    `report.importance` of the FLOPs are not spent, but for the one query that "class_token" reads.
+    Importance counts as an additional product of queries and keys, as on a GPU and in dtypes other than fp32. Attention
+    in fp32 on a CPU computes importance from its probabilities and saves `report.importance` FLOPs, except those of the
+    one query that "class_token" reads.
 
-    Where whole images are kept or skipped, counts are means over images, and memory is that of an image that is kept.
-
-    Memory is that of activations in the parameters' dtype, without weights and input, with attention that stores no
-    map, in an allocator without gaps.
+    Where images are kept or skipped as a whole, counts are means over images and memory is that of a kept image. Memory
+    is that of activations in the parameters' dtype, with attention that stores no map.
 
     Args:
-        model: A model of a supported library, routed or not. It is not changed. One without blocks that can be routed,
-            as a ResNet, is counted as a whole.
-        input_size: Channels, height and width of the image; one number means a square image of three channels. Or
-            the model's arguments by name, to count that call: `{"text": ids}` is the text tower of a CLIP model.
-        kept: For threshold routing, whose cost follows from the data: the share of tokens kept in [0, 1], one for
-            all routed blocks, by module name, or a trace of a pass over representative images. Counts are rounded
-            down to whole tokens. Of blocks that keep whole images it is the share of images. Blocks with `max_tokens`
-            run so many slots, empty ones too, whatever the share.
-
-    Returns:
-        Counts per block and in all.
+        model: A model of a supported library, routed or dense; it stays unchanged. A model without blocks that can be
+            routed, such as a ResNet, is counted as a whole.
+        input_size: Channels, height and width of the image, or one number for a square RGB image. Or the model's
+            arguments by name: `{"text": ids}` counts the text tower of a CLIP model.
+        kept: For threshold routing, whose cost depends on the data: share of tokens (or images) kept in [0, 1], for
+            all routed blocks or by module name, or a trace over representative images. Counts are rounded down to
+            tokens. Blocks with `max_tokens` run that many slots, including empty ones.
 
     Raises:
-        ValueError: A model of no supported library, threshold routing without `kept`, `kept` for a model without
-            threshold routing, a routed language model (see `prefill_flops`), or an operation that cannot be counted.
+        ValueError: An unsupported model, threshold routing without `kept`, `kept` for a model without threshold
+            routing, a routed language model (see `prefill_flops`), or an operation that cannot be counted.
 
     Example:
         >>> import timm, mmod
@@ -107,7 +101,7 @@ def flops(
 
 
 def _blocks(model: nn.Module, stack: BlockStack) -> dict[str, nn.Module]:
-    """Return the blocks of a model by name, given those that it has when it is dense."""
+    """Return the blocks of a model by name, from the stack of its dense version."""
     container = stack.names[0].rpartition(".")[0]
     return {f"{container}.{name}": block for name, block in model.get_submodule(container).named_children()}
 
@@ -122,7 +116,7 @@ def _outside(count: PassCounts) -> int:
 
 
 def _paired(model: nn.Module, stack: BlockStack) -> Iterator[tuple[str, nn.Module, Sequence[str]]]:
-    """Yield each block of a changed model with the names of the dense blocks in whose place it stands."""
+    """Yield the blocks of a changed model, with the names of the dense blocks that each one replaces."""
     first = 0
     for name, block in _blocks(model, stack).items():
         count = block.dense_blocks if isinstance(block, Deciding) else 1
@@ -134,29 +128,29 @@ def _row(
     name: str, block: nn.Module, dense_names: Sequence[str], dense: PassCounts, routed: PassCounts, images: float | None
 ) -> BlockFlops:
     total, router = routed.flops[name], routed.flops[f"{name}.router"]
-    baseline, tokens = sum(dense.flops[each] for each in dense_names), dense.tokens[dense_names[0]]
+    baseline, tokens = sum(dense.flops[dense_name] for dense_name in dense_names), dense.tokens[dense_names[0]]
     importance = _importance(name, block, baseline, dense, routed)
     kept = routed.kept.get(name, routed.tokens[name])
     if images is not None:
         assert isinstance(block, Deciding)
-        # All images ran, and what the others miss was counted.
+        # The pass ran all images, so the FLOPs that skipped images save are subtracted.
         total, kept = total - round((1 - images) * block.missed(routed.flops, name)), int(images * kept)
     return BlockFlops(name, tokens, kept, baseline, total, router, importance)
 
 
 def _importance(name: str, block: nn.Module, baseline: int, dense: PassCounts, routed: PassCounts) -> int:
-    """Return what a block spends on importance: a dense one beside its products, a routed one in its own attention."""
+    """Return the FLOPs of importance: in a dense block those beyond the baseline, in a routed one of attention."""
     if isinstance(block, ImportanceBlock):
         return routed.flops[name] - baseline
     if not isinstance(block, RoutedBlock) or not block.mod_state.observes:
         return 0
-    # It observes before it decides, so that attention runs on all tokens, as in the dense model.
+    # Its attention comes before the decision and runs on all tokens, as in the dense model.
     attention = f"{name}.{block.mod_state.call.operators['attention']}"
     return routed.flops[attention] - dense.flops[attention]
 
 
 class _ToMeta(TorchFunctionMode):
-    """Makes deep copies of tensors on the meta device, those that are neither parameter nor buffer too."""
+    """Makes deep copies of tensors on the meta device, including those that are neither parameter nor buffer."""
 
     def __torch_function__(
         self,
@@ -171,24 +165,21 @@ class _ToMeta(TorchFunctionMode):
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
-    """Return a plain tensor on the meta device in the place of any, such as a quantized one."""
+    """Return a plain meta tensor of the same shape, for quantized tensors too."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:
-    """Return the model on the meta device; its weights are neither moved nor copied."""
+    """Return a copy of the model on the meta device, without copying weights."""
     parameters = {id(p): nn.Parameter(_shape_of(p), requires_grad=p.is_floating_point()) for p in model.parameters()}
     with _ToMeta():
         return copy.deepcopy(model, parameters).eval()
 
 
 def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> dict[str, float]:
-    """Make what data decides cost what it would at the shares that are said to be kept.
+    """Fix the kept shares of modules whose cost depends on the data; return the shares of images by module.
 
-    Blocks that keep whole images run all of them instead, and those that keep nothing run one token.
-
-    Returns:
-        The shares that such blocks keep, by name.
+    Modules that skip images run all of them instead, and those that keep nothing run one token.
     """
     by_data = {name: module for name, module in deciding_modules(model).items() if module.cost_follows_data}
     if not by_data:
@@ -197,7 +188,7 @@ def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | No
         return {}
     if kept is None:
         raise ValueError(
-            f"what {', '.join(by_data)} cost follows from the data: give kept, the share of tokens or images that they "
+            f"what {', '.join(by_data)} cost follows from the data: pass kept, the share of tokens or images that they "
             "keep, or a trace over representative images"
         )
     shares = _shares(kept, by_data)
@@ -222,7 +213,7 @@ def _shares(kept: float | Mapping[str, float] | Trace, names: Iterable[str]) -> 
 
 
 def _stacks(model: nn.Module) -> dict[str, BlockStack]:
-    """Return the stacks of blocks that have a row in the report; none where no part of a model can be routed."""
+    """Return the stacks of blocks that have a row in the report; none if nothing in the model can be routed."""
     try:
         return find_stacks(model)
     except ValueError:
@@ -230,17 +221,17 @@ def _stacks(model: nn.Module) -> dict[str, BlockStack]:
 
 
 def _inputs(
-    model: nn.Module, stacks: Mapping[str, BlockStack], given: int | tuple[int, int, int] | Mapping[str, Tensor]
+    model: nn.Module, stacks: Mapping[str, BlockStack], input_size: int | tuple[int, int, int] | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a model's arguments by name, without data."""
-    if isinstance(given, Mapping) and all(isinstance(value, Tensor) for value in given.values()):
-        return {name: value.to("meta") for name, value in given.items()}
+    if isinstance(input_size, Mapping) and all(isinstance(value, Tensor) for value in input_size.values()):
+        return {name: value.to("meta") for name, value in input_size.items()}
     if "image" not in find_parts(model):
         raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
-    size = (3, given, given) if isinstance(given, int) else given
+    size = (3, input_size, input_size) if isinstance(input_size, int) else input_size
     if not isinstance(size, (tuple, list)) or len(size) != 3 or not all(isinstance(x, int) and x > 0 for x in size):
         raise ValueError(
-            f"input_size must be (channels, height, width), one number or arguments by name, got {given!r}"
+            f"input_size must be (channels, height, width), one number or arguments by name, got {input_size!r}"
         )
     inputs = {"image": torch.empty(1, *size, device="meta", dtype=next(model.parameters()).dtype)}
     for name, stack in stacks.items():

@@ -1,4 +1,4 @@
-"""Activation memory: counted from shapes, measured while a function runs, and held by each block for training."""
+"""Activation memory: from shapes, measured in a run, and held by blocks for the backward pass."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mmod.analysis.modes import in_mode
 
 
 class ActivationMemory(TorchDispatchMode):
-    """Context manager that follows the storage made inside it, on any device, the meta device included.
+    """Context manager that tracks the storage allocated inside it, on any device including meta.
 
     Args:
-        known: Tensors that are no activations, such as parameters and inputs; their storage and views of it are free.
+        known: Tensors that do not count, such as parameters and inputs, nor do views of them.
 
     Attributes:
-        live: Bytes made inside and still held.
-        peak: The largest `live` seen.
+        live: Bytes allocated inside and still held.
+        peak: The largest `live` so far.
 
     Example:
         >>> x = torch.zeros(256, device="meta")
@@ -48,7 +48,7 @@ class ActivationMemory(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operation and follow the storage of what it returns."""
+        """Run the operation and track the storage of its results."""
         result = self.compute(func, args, kwargs or {})
         for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -74,14 +74,10 @@ class ActivationMemory(TorchDispatchMode):
 
 
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
-    """Return the most memory a function holds at once beyond what is held when it starts, its result included.
+    """Return the peak memory of a function in bytes beyond that at its start, including its result.
 
-    Every allocation of torch's allocator counts, those inside custom ops too; scratch memory that a library (oneDNN,
-    MKL, cuBLAS) takes on its own does not.
-
-    Args:
-        function: Called once.
-        device: Where it runs: on a GPU the allocator keeps count, elsewhere the profiler does.
+    Every allocation of torch counts, also inside custom ops; scratch memory of libraries (oneDNN, MKL, cuBLAS) does
+    not. The allocator counts on a GPU, the profiler elsewhere.
 
     Example:
         >>> x = torch.zeros(1024)
@@ -95,7 +91,7 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    # The profiler's own log, read once, which would tell of its start and stop in the middle of a progress bar.
+    # The profiler reads this once; its messages would break into progress bars.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
@@ -111,11 +107,11 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
 
 
 class HeldBytes(NamedTuple):
-    """Memory that one block of a model holds for the backward pass.
+    """Memory that a block holds for the backward pass.
 
     Args:
-        block: Bytes made inside it and still held when it returns, its output included.
-        stream: Bytes of its output, the tokens that it hands on.
+        block: Bytes allocated inside it and still held when it returns, including its output.
+        stream: Bytes of its output.
     """
 
     block: int
@@ -123,12 +119,7 @@ class HeldBytes(NamedTuple):
 
 
 def held_by_blocks(model: nn.Module, images: Tensor) -> dict[str, HeldBytes]:
-    """Run a training forward pass and return what each block holds for the backward pass, by module name.
-
-    Args:
-        model: A model of a supported library, dense or routed; left in evaluation or training as it was.
-        images: Images (B, C, height, width).
-    """
+    """Run a forward pass in training mode and return the memory held for the backward pass, by block."""
     stack, held = find_stack(model), {}
     memory = ActivationMemory([images, *model.parameters(), *model.buffers()])
     hooks = []

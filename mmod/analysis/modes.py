@@ -1,4 +1,4 @@
-"""Models in training or evaluation mode for a while."""
+"""A context for training or evaluation mode."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from contextlib import contextmanager
 
 from torch import nn
 
-__all__ = ["in_mode"]
-
 
 @contextmanager
 def in_mode(training: bool, *models: nn.Module | None) -> Iterator[None]:
-    """Put models into training or evaluation mode, and each of their modules back into its own at the end.
-
-    Args:
-        training: Whether it is training mode.
-        models: The models; None is passed over.
+    """Put models into training or evaluation mode, and restore the mode of every module at the end.
 
     Example:
         >>> from torch import nn
@@ -27,9 +21,9 @@ def in_mode(training: bool, *models: nn.Module | None) -> Iterator[None]:
         >>> model[0].training, model[1].training
         (True, False)
     """
-    given = [model for model in models if model is not None]
-    modes = {module: module.training for model in given for module in model.modules()}
-    for model in given:
+    present = [model for model in models if model is not None]
+    modes = {module: module.training for model in present for module in model.modules()}
+    for model in present:
         model.train(training)
     try:
         yield

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["RoutingMaps", "draw_routing_maps", "draw_tradeoff", "sample_maps"]
-
 # A veil that is neither black nor white, so that dark and bright patches alike show whether they were kept.
 VEIL_COLOUR, VEIL_OPACITY = (0.60, 0.68, 0.80), 0.82
 # With more points than these, a legend names the series, and points show their names where one points at them.
@@ -53,14 +51,7 @@ class RoutingMaps(NamedTuple):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RoutingMaps:
-        """Return the maps that `to_dict` wrote.
-
-        Args:
-            values: The plain values.
-
-        Raises:
-            ValueError: Images that are no PNGs within the values, or patches outside of the grid.
-        """
+        """Return the maps that `to_dict` wrote."""
         if not all(isinstance(url, str) and url.startswith(_PNG) for url in values["images"]):
             raise ValueError("images must be PNGs that the file itself holds")
         check_value("grid", values["grid"], list[int], "[1, inf)")
@@ -76,11 +67,7 @@ class RoutingMaps(NamedTuple):
 
     @name_missing_extra()
     def draw(self, labels: Sequence[str] | None = None) -> Figure:
-        """Draw what `draw_routing_maps` draws.
-
-        Args:
-            labels: A text for each image, or None.
-        """
+        """Draw what `draw_routing_maps` draws."""
         pictures = _pictures(self.images)
         if labels is not None and len(labels) != len(pictures):
             raise ValueError(f"{len(pictures)} images need as many labels, got {len(labels)}")
@@ -109,10 +96,6 @@ class RoutingMaps(NamedTuple):
 
 def sample_maps(model: nn.Module, images: Tensor) -> RoutingMaps:
     """Return what the routed blocks of an image model keep of some images.
-
-    Args:
-        model: A routed model of one stack of blocks, on any device.
-        images: What it takes (B, C, height, width); the range of their values is what is shown.
 
     Example:
         >>> import timm, mmod

@@ -129,7 +129,7 @@ def _kept(name: str, block: RoutedBlock, free: Sequence[int], share: float | Non
     config, capacity = block.router.config, block.router.capacity
     if config.select != "topk" or config.language.inference_threshold is not None:
         if share is None:
-            raise ValueError(f"what {name} keeps follows from the data: give kept, the share of tokens it keeps")
+            raise ValueError(f"what {name} keeps follows from the data: pass kept, the share of tokens it keeps")
         return int(sum(free) * share)
     if isinstance(config.language.frames, int):
         free = [config.language.frames] * (sum(free) // config.language.frames)

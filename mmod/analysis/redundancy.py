@@ -1,4 +1,4 @@
-"""Redundancy of images: how many of their patches are flat, and how few hold the variance of the pixels.
+"""Redundancy of images: share of flat patches, and share of patches that hold most of the variance.
 
 Axes: B images, C channels, N patches, P pixels of a patch.
 """
@@ -16,13 +16,13 @@ from mmod.values import check_finite, check_value
 
 @dataclass(frozen=True)
 class Redundancy:
-    """What can be dropped from images before any model sees them; `print(...)` says it in one line.
+    """Redundancy of images before any model sees them; `print` shows it in one line.
 
     Args:
-        images: Images measured.
+        images: Number of images.
         patch_size: Side of a patch in pixels.
-        flat: Share of patches that are flat, in [0, 1].
-        kept_99: Share of an image's patches that hold 99 % of the variance within its patches, mean over images.
+        flat: Share of flat patches, in [0, 1].
+        kept_99: Smallest share of an image's patches that holds 99 % of the within-patch variance, mean over images.
         kept_95: The same for 95 %.
     """
 
@@ -40,21 +40,21 @@ class Redundancy:
 
 
 def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: float = 0.01) -> Redundancy:
-    """Measure how redundant images are at the size at which a model cuts them into patches.
+    """Measure the redundancy of images at a model's patch size.
 
-    Accuracy that survives merging or dropping tokens says little on images that are mostly flat: state this beside it.
+    Robustness to dropped tokens means little on mostly flat images, so report both.
 
     Args:
         images: A batch (B, C, H, W), or batches of them.
-        patch_size: Side of a patch in pixels. Pixels behind the last whole patch are left out.
-        tolerance: A patch is flat where the standard deviation of every channel is below this share of the range of
-            values in its batch.
+        patch_size: Side of a patch in pixels; pixels beyond the last full patch are ignored.
+        tolerance: A patch is flat if the standard deviation of every channel is below this share of the batch's value
+            range.
 
     Returns:
-        Shares of patches; an image without any variance keeps one patch.
+        Shares of patches; an image without variance keeps one patch.
 
     Raises:
-        TypeError: An image batch that is no tensor.
+        TypeError: A batch is not a tensor.
         ValueError: No images, values that are not finite, or images smaller than a patch.
 
     Example:

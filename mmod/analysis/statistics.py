@@ -1,172 +1,137 @@
-"""Figures with intervals, by the bootstrap over images or Student's t over seeds; tests by random signs, Holm's method.
+"""Confidence intervals by the bootstrap, the jackknife or Student's t; permutation tests with Holm's correction.
 
 Axes: I or N images, B images of a batch, C columns, S draws.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = [
-    "BySeed",
-    "Difference",
-    "Estimate",
-    "Resampling",
-    "RunningMean",
-    "adjusted",
-    "difference",
-    "estimate_of",
-    "pseudo_mean",
-    "resampled_means",
-    "sign_test",
-    "simultaneous",
-]
-
 Values = NDArray[np.float64]
 BySeed = Mapping[int, float]
 """The figure of one model for each seed."""
-# Numbers that are drawn at once, so that memory does not grow with the images.
-_AT_ONCE = 4_000_000
+# Numbers that are drawn at once, which bounds memory.
+_CHUNK = 4_000_000
 _NORMAL = 1.959964
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % interval.
+    """A figure with its 95 % confidence interval.
 
     Args:
         value: The figure.
-        low: Lower end of the interval.
+        low: Lower end of the interval; NaN without an interval.
         high: Upper end.
+        seeds: Number of paired seeds if this is a difference between two models, which is printed with its sign; None
+            otherwise.
 
     Example:
         >>> print(Estimate(91.25, 89.5, 93.0))
         91.2 [89.5, 93.0]
+        >>> print(Estimate(-0.5, -0.8, -0.2, seeds=5), Estimate(-0.5, seeds=1))
+        -0.5 [-0.8, -0.2] -0.5
     """
 
     value: float
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
+    seeds: int | None = None
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether there is an interval; one seed gives none."""
+        return not math.isnan(self.low)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.low > 0 or self.high < 0
 
     def __rmul__(self, factor: float) -> Estimate:
-        return Estimate(factor * self.value, factor * self.low, factor * self.high)
+        return Estimate(factor * self.value, factor * self.low, factor * self.high, self.seeds)
 
     def __format__(self, form: str) -> str:
-        form = form or ".1f"
-        return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
+        form = form or (".1f" if self.seeds is None else "+.1f")
+        interval = "" if self.seeds == 1 and not self.has_interval else f" [{self.low:{form}}, {self.high:{form}}]"
+        return f"{self.value:{form}}{interval}"
 
     def __str__(self) -> str:
         return format(self)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Mean difference between two models over the seeds they share.
+def published(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a dataclass as reports name them, for `dataclasses.asdict(..., dict_factory=published)`.
 
-    Args:
-        mean: The mean difference.
-        low: Lower end of its 95 % interval; None with one seed.
-        high: Upper end.
-        seeds: Number of shared seeds.
-
-    Example:
-        >>> print(Difference(-0.5, -0.8, -0.2, seeds=5), Difference(-0.5, -0.8, -0.2, seeds=5).is_clear)
-        -0.5 [-0.8, -0.2] True
+    An estimate has the keys value, low and high; a difference between models has mean, low, high and seeds.
     """
-
-    mean: float
-    low: float | None
-    high: float | None
-    seeds: int
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval leaves out zero."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
-
-    def __str__(self) -> str:
-        interval = "" if self.low is None else f" [{self.low:+.1f}, {self.high:+.1f}]"
-        return f"{self.mean:+.1f}{interval}"
+    named = dict(fields)
+    if list(named) != ["value", "low", "high", "seeds"]:
+        return named
+    value, low, high, seeds = named.values()
+    if seeds is None:
+        return {"value": value, "low": low, "high": high}
+    low, high = (None if math.isnan(end) else end for end in (low, high))
+    return {"mean": value, "low": low, "high": high, "seeds": seeds}
 
 
-def difference(own: BySeed, other: BySeed) -> Difference:
-    """Return how much higher `own` is than `other`, paired by seed.
-
-    Args:
-        own: Figures of a model by seed.
-        other: Figures of the model it is compared with.
-
-    Returns:
-        The mean with its interval by Student's t distribution.
+def difference(one: BySeed, other: BySeed) -> Estimate:
+    """Return the mean of `one` minus `other`, paired by seed, with its interval by Student's t distribution.
 
     Raises:
-        ValueError: If they share no seed.
+        ValueError: They share no seed.
 
     Example:
         >>> print(difference({0: 95.0, 1: 94.0, 2: 96.0}, {0: 94.0, 1: 93.2, 2: 94.8}))
         +1.0 [+0.5, +1.5]
     """
-    shared = sorted(set(own) & set(other))
+    shared = sorted(set(one) & set(other))
     if not shared:
-        raise ValueError(f"no shared seed: one has seeds {sorted(own)}, the other {sorted(other)}")
-    gaps = [own[seed] - other[seed] for seed in shared]
+        raise ValueError(f"no shared seed: one has seeds {sorted(one)}, the other {sorted(other)}")
+    gaps = [one[seed] - other[seed] for seed in shared]
     middle = mean(gaps)
     if len(gaps) == 1:
-        return Difference(middle, None, None, 1)
-    half = _quantile(len(gaps) - 1) * stdev(gaps) / len(gaps) ** 0.5
-    return Difference(middle, middle - half, middle + half, len(gaps))
+        return Estimate(middle, seeds=1)
+    from scipy.special import stdtrit
+
+    half = float(stdtrit(len(gaps) - 1, 0.975)) * stdev(gaps) / len(gaps) ** 0.5
+    return Estimate(middle, middle - half, middle + half, len(gaps))
 
 
 def resampled_means(value_IC: Values, draws: int, seed: int) -> Values:
-    """Return the means of columns over images drawn with replacement, the same images for all columns (draws, C).
-
-    Args:
-        value_IC: A row for each image.
-        draws: How often images are drawn.
-        seed: Chooses the draws.
+    """Return column means over images drawn with replacement, the same images for all columns (draws, C).
 
     Source: Efron, The Annals of Statistics 7 (1979): the bootstrap.
     """
-    return np.concatenate([count_SI @ value_IC / len(value_IC) for count_SI in _drawn(len(value_IC), draws, seed)])
+    return np.concatenate([count_SI @ value_IC / len(value_IC) for count_SI in _draws(len(value_IC), draws, seed)])
 
 
 def estimate_of(value: float, resampled: Values) -> Estimate:
-    """Return a figure with the percentile interval of what it is in the resamples.
-
-    Args:
-        value: The figure.
-        resampled: The same in each resample.
-    """
+    """Return a figure with the percentile interval of its bootstrap resamples."""
     low, high = np.percentile(resampled, (2.5, 97.5))
     return Estimate(float(value), float(low), float(high))
 
 
 class Resampling:
-    """Bootstrap over images: draws with replacement, the same for all that is compared.
-
-    Args:
-        images: Number of images.
-        draws: Number of draws.
-        seed: Seed of the draws.
+    """The bootstrap over images, with the same draws for all figures that are compared.
 
     Source: Efron, Bootstrap methods: another look at the jackknife, Annals of Statistics 7 (1979).
     """
 
     def __init__(self, images: int, draws: int = 2000, seed: int = 0) -> None:
         # How often each image is drawn, as a share of all.
-        self.weight_SN = np.concatenate([own.astype(np.float32) / images for own in _drawn(images, draws, seed)])
+        self.weight_SN = np.concatenate([count.astype(np.float32) / images for count in _draws(images, draws, seed)])
 
-    def mean(self, values: np.ndarray) -> Difference:
-        """Return the mean of a figure over the images, with its 95 % interval.
-
-        Args:
-            values: The figure of each image (images,); of a paired difference, the difference.
+    def mean(self, values: np.ndarray) -> Estimate:
+        """Return the mean over images of a paired difference (images,).
 
         Example:
             >>> print(Resampling(4).mean(np.full(4, 2.0)))
@@ -174,40 +139,32 @@ class Resampling:
         """
         return self.of(lambda weight_SN: weight_SN @ values.astype(np.float64))
 
-    def of(self, figure: Callable[[np.ndarray], np.ndarray]) -> Difference:
-        """Return a figure of the images, with its 95 % interval.
-
-        Args:
-            figure: From the weight of each image in each draw (draws, images) to the figure in each draw (draws,).
-        """
+    def of(self, figure: Callable[[np.ndarray], np.ndarray]) -> Estimate:
+        """Return a difference that `figure` computes from the weights of the images (draws, images) in each draw."""
         images = self.weight_SN.shape[1]
-        whole = estimate_of(figure(np.full((1, images), 1 / images))[0], figure(self.weight_SN))
-        return Difference(whole.value, whole.low, whole.high, seeds=1)
+        estimate = estimate_of(figure(np.full((1, images), 1 / images))[0], figure(self.weight_SN))
+        return Estimate(estimate.value, estimate.low, estimate.high, seeds=1)
 
 
 def simultaneous(value_C: Values, resampled: Values) -> list[Estimate]:
-    """Return figures with intervals that hold for all of them together in 95 of 100 cases.
+    """Return figures with intervals that cover all of them together with 95 % probability.
 
-    All are as wide in standard errors as the largest error in a resample is in 95 of 100 resamples.
-
-    Args:
-        value_C: The figures.
-        resampled: The same in each resample (draws, C).
+    Every half-width is the same number of standard errors: the 95th percentile of the largest error in a resample.
 
     Source: Romano and Wolf, Econometrica 73 (2005), section 4: studentized maxima.
     """
     error = resampled.std(axis=0)
-    far = np.abs(resampled - resampled.mean(axis=0)) / np.where(error > 0, error, 1.0)
-    half_C = np.percentile(far.max(axis=1), 95) * error
+    deviation = np.abs(resampled - resampled.mean(axis=0)) / np.where(error > 0, error, 1.0)
+    half_C = np.percentile(deviation.max(axis=1), 95) * error
     return [Estimate(value, value - half, value + half) for value, half in zip(value_C.tolist(), half_C.tolist())]
 
 
 def pseudo_mean(value: float, left_out_G: Tensor) -> Estimate:
-    """Return a figure without the bias of small samples, and its normal interval, from groups left out one by one.
+    """Return the jackknife estimate of a figure, without its small-sample bias, and the normal interval.
 
     Args:
-        value: The figure of all images.
-        left_out_G: The same without each group of images (G,).
+        value: The figure on all images.
+        left_out_G: The figure without each group of images (G,).
 
     Source: Tukey, The Annals of Mathematical Statistics 29 (1958): the jackknife's pseudo-values.
 
@@ -223,15 +180,12 @@ def pseudo_mean(value: float, left_out_G: Tensor) -> Estimate:
 
 
 def sign_test(gap_IC: Values, draws: int, seed: int) -> Values:
-    """Return for each column how likely a mean as far from 0 is where signs are a matter of chance.
+    """Return the two-sided p-value of each column's mean under random sign flips, at least 1 / (draws + 1).
 
     Args:
         gap_IC: Paired differences, a row for each image.
-        draws: How often signs are drawn.
-        seed: Chooses the draws.
-
-    Returns:
-        Two-sided p-values, never below 1 / (draws + 1).
+        draws: Number of sign vectors.
+        seed: Seed of the draws.
 
     Source: Fisher, The Design of Experiments (1935), section 21.
 
@@ -240,21 +194,17 @@ def sign_test(gap_IC: Values, draws: int, seed: int) -> Values:
         [0.001, 1.0]
     """
     images, rng = len(gap_IC), np.random.default_rng(seed)
-    # Rounding of sums must not tell equal ones apart.
-    far = np.abs(gap_IC.sum(axis=0)) - 1e-9
-    beyond = np.zeros(gap_IC.shape[1])
-    for start in range(0, draws, _step(images)):
-        size = min(_step(images), draws - start)
+    # Rounding must not make equal sums differ.
+    observed = np.abs(gap_IC.sum(axis=0)) - 1e-9
+    exceeding = np.zeros(gap_IC.shape[1])
+    for size in _chunks(images, draws):
         signs = rng.integers(0, 2, size=(size, images), dtype=np.int8) * 2.0 - 1
-        beyond += (np.abs(signs @ gap_IC) >= far).sum(axis=0)
-    return (beyond + 1) / (draws + 1)
+        exceeding += (np.abs(signs @ gap_IC) >= observed).sum(axis=0)
+    return (exceeding + 1) / (draws + 1)
 
 
 def adjusted(p: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number, by Holm's method.
-
-    Args:
-        p: The p-values.
+    """Return p-values corrected for multiple testing by Holm's method.
 
     Source: Holm, Scandinavian Journal of Statistics 6 (1979).
 
@@ -262,57 +212,43 @@ def adjusted(p: Sequence[float]) -> list[float]:
         >>> adjusted([0.01, 0.04, 0.03])
         [0.03, 0.06, 0.06]
     """
-    found, worst = [0.0] * len(p), 0.0
-    for rank, place in enumerate(np.argsort(p, kind="stable")):
-        worst = max(worst, min(1.0, (len(p) - rank) * p[place]))
-        found[place] = worst
-    return found
+    corrected, largest = [0.0] * len(p), 0.0
+    for rank, index in enumerate(np.argsort(p, kind="stable")):
+        largest = max(largest, min(1.0, (len(p) - rank) * p[index]))
+        corrected[index] = largest
+    return corrected
 
 
 class RunningMean:
-    """Running mean and variance of a value per image, in constant memory.
-
-    Args:
-        sums: How many figures there were, their sum and that of their squares.
-    """
+    """Mean and variance of a figure per image in constant memory: `sums` are the count, the sum and that of squares."""
 
     def __init__(self, sums: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
         self.sums = np.array(sums)
 
     def add(self, value_B: Tensor) -> None:
-        """Add the figures of a batch; those that are not finite do not count.
-
-        Args:
-            value_B: One value per image (B,).
-        """
+        """Add the figures of a batch (B,), without those that are not finite."""
         value_B = value_B[value_B.isfinite()].double()
         self.sums += [len(value_B), float(value_B.sum()), float(value_B.square().sum())]
 
     def mean(self) -> Estimate:
-        """Return the mean over the images with its normal interval, NaN where there are none."""
+        """Return the mean over images with its normal interval; NaN without images."""
         count, total, squares = self.sums.tolist()
         if not count:
-            return Estimate(float("nan"), float("nan"), float("nan"))
+            return Estimate(math.nan)
         mean = total / count
         variance = max(0.0, squares / count - mean**2) * count / max(1.0, count - 1)
         half = _NORMAL * (variance / count) ** 0.5
         return Estimate(mean, mean - half, mean + half)
 
 
-def _drawn(images: int, draws: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Yield how often each image is drawn, with replacement, in some of the draws (S, I)."""
+def _draws(images: int, draws: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Yield how often each image is drawn, in some of the draws (S, I)."""
     rng = np.random.default_rng(seed)
-    for start in range(0, draws, _step(images)):
-        size = min(_step(images), draws - start)
+    for size in _chunks(images, draws):
         yield rng.multinomial(images, np.full(images, 1 / images), size=size)
 
 
-def _step(images: int) -> int:
-    return max(1, _AT_ONCE // images)
-
-
-def _quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, 0.975))
+def _chunks(images: int, draws: int) -> Iterator[int]:
+    step = max(1, _CHUNK // images)
+    for start in range(0, draws, step):
+        yield min(step, draws - start)

@@ -21,22 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
-__all__ = [
-    "FAINT",
-    "INK",
-    "MARKERS",
-    "PALETTE",
-    "PAPER",
-    "add_hint",
-    "add_legend",
-    "inline_svg",
-    "looks",
-    "new_figure",
-    "place_labels",
-    "svg_of",
-    "tidy",
-]
-
 INK, FAINT, LINE, PAPER = "#1c1e21", "#6b727b", "#d5d9de", "#ffffff"
 PALETTE = ("#2080c4", "#d55e00", "#00876a", "#b8559b", "#a87400", "#7a68c8", "#2a8ca8", "#a5603f", "#6f8a1f")
 """Colours with a contrast of 3 and more on white and on the dark page, that differ in lightness and hue."""
@@ -58,9 +42,6 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
     Colours follow from names alone, so a series has one colour in all figures. Markers do too, unless two series of
     one figure would look alike. The dense model is a star in ink; controls, such as "random", are grey and dashed.
-
-    Args:
-        names: The series of a figure.
 
     Example:
         >>> looks(["mod", "random"])["mod"] == looks(["mod", "p-mod", "dense"])["mod"]
@@ -86,12 +67,7 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 @name_missing_extra()
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure whose parts find their own room.
-
-    Args:
-        width: Width in inches.
-        height: Height in inches.
-    """
+    """Return an empty figure whose parts find their own room."""
     # A figure of its own rather than pyplot's, which would keep every figure alive and choose a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -102,12 +78,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def tidy(axis: Axes, grid: Literal["x", "y", "both"] = "y") -> None:
-    """Give axes the colours of all figures, with thin lines at ticks.
-
-    Args:
-        axis: The axes.
-        grid: Which axis has lines: "x", "y" or "both".
-    """
+    """Give axes the colours of all figures, with thin lines at ticks."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color(FAINT)
     axis.tick_params(colors=FAINT, labelcolor=INK, length=3, labelsize=9)
@@ -118,13 +89,7 @@ def tidy(axis: Axes, grid: Literal["x", "y", "both"] = "y") -> None:
 
 
 def add_legend(figure: Figure, handles: Mapping[str, Any], columns: int) -> None:
-    """Name colours and markers below the panels of a figure.
-
-    Args:
-        figure: The figure.
-        handles: Names to what they look like.
-        columns: Names beside each other.
-    """
+    """Name colours and markers below the panels of a figure."""
     figure.legend(
         [*handles.values()], [*handles], loc="outside lower center", ncols=min(columns, len(handles)), fontsize=9,
         frameon=False, labelcolor=INK,
@@ -132,24 +97,13 @@ def add_legend(figure: Figure, handles: Mapping[str, Any], columns: int) -> None
 
 
 def add_hint(artist: Artist, text: str) -> None:
-    """Give an artist a text that a browser shows where one points at it.
-
-    Args:
-        artist: Part of a figure.
-        text: The text.
-    """
+    """Give an artist a text that a browser shows where one points at it."""
     artist.set_gid(f"{_HINT}{text}")
 
 
 @name_missing_extra()
 def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> None:
-    """Move texts apart so that none lies on another, on a mark or outside; a text without any room is removed.
-
-    Args:
-        axis: Axes whose layout is final.
-        texts: Texts at the points that they name, the most important first.
-        marks: What they must not lie on, in pixels.
-    """
+    """Move texts apart so that none lies on another, on a mark or outside; a text without any room is removed."""
     from adjustText import adjust_text
 
     if not texts:
@@ -197,9 +151,6 @@ def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequenc
 def svg_of(figure: Figure) -> str:
     """Return a figure as SVG: texts stay texts, and hints are titles that browsers show.
 
-    Args:
-        figure: The figure.
-
     Example:
         >>> figure = new_figure(2, 2)
         >>> add_hint(figure.subplots().plot([1, 2])[0], "rising")
@@ -217,13 +168,7 @@ def svg_of(figure: Figure) -> str:
 
 
 def inline_svg(svg: str, name: str, text: str) -> str:
-    """Return SVG as a part of a page, in the page's colours and with ids that no other figure has.
-
-    Args:
-        svg: As of `svg_of`.
-        name: Name of the figure.
-        text: What it shows, for those who do not see it.
-    """
+    """Return SVG as a part of a page, in the page's colours and with ids that no other figure has."""
     slug = re.sub(r"[^\w-]+", "-", name)
     svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(text)}"', 1)
     for colour, variable in _THEME.items():

@@ -1,4 +1,4 @@
-"""Interleaved timing: functions take turns in random order, so that a machine's drift affects all of them alike."""
+"""Interleaved timing: functions take turns in random order, so that drift of the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -50,20 +50,16 @@ def ratios(numerator: list[float], denominator: list[float]) -> Spread:
 
 
 def relative_times(times: Mapping[Name, list[float]], base: Name) -> dict[Name, tuple[float, float]]:
-    """Return milliseconds and speed-up over one of several functions that were timed in rounds, by name.
+    """Return milliseconds and speed-up over the function `base`, by name, from times by round.
 
-    The speed-up is the median over the rounds, in each of which the machine's load was nearly the same for all.
-    Milliseconds are the median of the base over it, so that the two never disagree.
-
-    Args:
-        times: Milliseconds of each function, by round.
-        base: Name of the function that speed-ups refer to.
+    The speed-up is the median over rounds, since the load of the machine hardly changes within a round. Milliseconds
+    are the median of the base divided by it, so that both agree.
 
     Example:
         >>> relative_times({"dense": [4.0, 8.0, 4.0], "a": [2.0, 4.0, 9.0]}, "dense")
         {'dense': (4.0, 1.0), 'a': (2.0, 2.0)}
     """
-    speedups = {name: ratios(times[base], own).median for name, own in times.items()}
+    speedups = {name: ratios(times[base], values).median for name, values in times.items()}
     return {name: (statistics.median(times[base]) / speedup, speedup) for name, speedup in speedups.items()}
 
 
@@ -77,23 +73,14 @@ def interleave(
     seed: int = 0,
     prepare: Callable[[], object] | None = None,
 ) -> dict[Name, list[float]]:
-    """Time functions in rounds; each round calls each of them once, in random order.
+    """Time functions in rounds, which call every function once, in random order.
 
-    Args:
-        functions: What to time, by name.
-        seconds: Go on for at least this long.
-        rounds: And for at least this many rounds.
-        device: Where they run; on a GPU each call is timed by events and waited for.
-        warmup: Rounds that are not counted.
-        seed: Seed of the order.
-        prepare: Called before each timed call, outside the time, for example to empty caches.
+    There are at least `rounds` rounds and at least `seconds` seconds of them, after `warmup` rounds. `prepare` runs
+    before every timed call, outside the time. Calls on a GPU are timed by events.
 
     Returns:
-        Milliseconds of every counted call by name; entry i of each list comes from round i. On a CPU with one thread
-        they are that thread's CPU time, otherwise time that has passed.
-
-    Raises:
-        ValueError: No rounds.
+        Milliseconds of every call by name and round. On a CPU with one thread this is the CPU time of the thread,
+        otherwise wall time.
 
     Example:
         >>> times = interleave({"a": lambda: None}, seconds=0, rounds=3, device=torch.device("cpu"))
@@ -118,7 +105,7 @@ def interleave(
 
 
 def _time_on_cpu(function: Callable[[], Any], prepare: Callable[[], object] | None) -> float:
-    # A single thread's own time, which other processes on the machine take no part of.
+    # CPU time of the thread excludes other processes.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     if prepare is not None:
         prepare()
@@ -131,7 +118,7 @@ def _time_on_gpu(function: Callable[[], Any], prepare: Callable[[], object] | No
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     if prepare is not None:
-        # Not waited for: while the GPU is busy with it, the host queues the timed call, so launches cost no time.
+        # Not synchronized: the host queues the timed call while the GPU is busy, so launches cost no time.
         prepare()
     start.record()
     function()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from mmod.analysis.tables import html_table, text_table
 from mmod.blocks import deciding_modules
 from mmod.methods.base import methods_of
 from mmod.routing import Routing
@@ -17,12 +18,12 @@ from mmod.values import check_module
 class Trace(Mapping[str, Routing]):
     """The last decision of every place in a model that decides, by name, without gradients.
 
-    A routed block is one place. The other methods decide in several: `blocks.1.mlp.expert2` is an expert,
-    `layers.2.recursion1` a recursion. Where whole images leave a model, a decision has one token for each image; in a
-    ResNet its tokens are channels.
+    `print(trace)` shows the kept shares, and notebooks show them as a table. A routed block is one place; other methods
+    decide in several, such as `blocks.1.mlp.expert2` (an expert) or `layers.2.recursion1`. A decision on full images
+    has one token per image; in a ResNet its tokens are channels.
 
     Args:
-        model: The model that is traced.
+        model: The traced model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,7 +45,7 @@ class Trace(Mapping[str, Routing]):
 
     @property
     def names(self) -> list[str]:
-        """The names of all places, in order, whether they have decided yet or not."""
+        """The names of all places, in order, including those without a decision yet."""
         return [_name(name, place) for name, module in self._modules.items() for place in module.places()]
 
     def start(self) -> None:
@@ -54,14 +55,14 @@ class Trace(Mapping[str, Routing]):
             module.record.decisions.clear()
 
     def take(self) -> dict[str, Routing]:
-        """Return the decisions since the last call, and forget them: each pass by itself, where several are made."""
+        """Return the decisions since the last call, and forget them."""
         decisions = self._routings()
         for module in self._modules.values():
             module.record.decisions.clear()
         return decisions
 
     def close(self) -> None:
-        """Stop recording, and keep what was decided so far whatever the model does next."""
+        """Stop recording, and keep the decisions."""
         self._closed = self._routings()
         for module in self._modules.values():
             module.record.traced = False
@@ -86,8 +87,8 @@ class Trace(Mapping[str, Routing]):
         Args:
             prefix: Leading tokens that are not patches.
             grid: Rows and columns of patches.
-            image_BN: True where a token is a patch, in sequences of text and images (B, N); None where all tokens
-                after the prefix are.
+            image_BN: True where a token is a patch, in sequences of text and images (B, N); None if all tokens after
+                the prefix are.
 
         Returns:
             True where kept (blocks, images, rows, columns); images in the order in which they stand.
@@ -104,6 +105,22 @@ class Trace(Mapping[str, Routing]):
         if kept.shape[-1] != grid[0] * grid[1]:
             raise ValueError(f"a grid of {grid[0]} x {grid[1]} does not hold {kept.shape[-1]} patches")
         return kept.unflatten(-1, grid)
+
+    def _summary(self) -> str:
+        shares = list(self.kept_shares().values())
+        mean = f", {sum(shares) / len(shares):.3f} of the tokens kept on average" if shares else ""
+        return f"{len(shares)} decisions{mean}"
+
+    def _rows(self) -> list[list[str]]:
+        tokens = {name: routing.keep_BN.shape[1] for name, routing in self.items()}
+        shares = [[name, str(tokens[name]), f"{share:.3f}"] for name, share in self.kept_shares().items()]
+        return [["decision", "tokens", "kept"], *shares]
+
+    def __str__(self) -> str:
+        return f"{self._summary()}\n{text_table(self._rows())}"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows(), [self._summary()])
 
 
 def _name(module: str, place: str) -> str:
@@ -130,6 +147,12 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         ...     _ = model(torch.randn(1, 3, 160, 160))
         >>> decisions["blocks.1"].index_BK.shape
         torch.Size([1, 50])
+        >>> print(decisions)
+        3 decisions, 0.495 of the tokens kept on average
+        decision  tokens   kept
+        blocks.1     101  0.495
+        blocks.3     101  0.495
+        blocks.5     101  0.495
     """
     decisions = Trace(model)
     if not decisions.names and not methods_of(model):

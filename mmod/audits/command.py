@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmod.analysis.statistics import published
 from mmod.audits.config import AUDITS, AnyConfig, PairsAuditConfig, TextAuditConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import kind_of, recipe_of, split_kind
@@ -20,28 +21,12 @@ if TYPE_CHECKING:
     from mmod import Audit
     from mmod.audits.subject import Subject
 
-__all__ = ["audit_run", "main"]
-
 _RECORD, _FOUND, _PARTIAL = "config.json", "audit.json", "partial.json"
 _RUN = "config.yaml"
 
 
 def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool = True) -> Audit:
-    """Audit the model that a run would start from, and write what was found into the folder `audit` of its output.
-
-    Args:
-        config: The model with its weights, the data, and how to audit.
-        command: The command line to note beside the findings.
-        progress: Show a bar.
-
-    Returns:
-        What was found; it is written as JSON, Markdown and pictures. A finished audit is read and not done again, and
-        one that was cut goes on.
-
-    Raises:
-        FolderTakenError: If the folder holds the audit of another config.
-        ValueError: If the config starts from no weights, or routes nothing.
-    """
+    """Audit the model that a run would start from, and write what was found into the folder `audit` of its output."""
     from mmod import is_routed
     from mmod.analysis.audit.plots import draw_audit
     from mmod.analysis.audit.result import read_audit
@@ -76,7 +61,7 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
         "audit": found.to_dict(),
         "flops": cost,
         "beside_flops": costs,
-        "generation": None if generation is None else dataclasses.asdict(generation),
+        "generation": None if generation is None else dataclasses.asdict(generation, dict_factory=published),
         "maps": None if maps is None else maps.to_dict(),
     }
     if maps is not None:
@@ -183,15 +168,7 @@ def _environment() -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> Path:
-    """Audit as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print what was found.
-
-    Args:
-        arguments: The command line without the program's name: a run folder of a routed model or a training config,
-            then options.
-
-    Returns:
-        The audited folder.
-    """
+    """Audit as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print what was found."""
     arguments = list(arguments)
     command = shlex.join(["mmod", "audit", *arguments])
     if arguments and (Path(arguments[0]) / _RUN).is_file():

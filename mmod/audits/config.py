@@ -11,16 +11,6 @@ from mmod.training.pairs import config as pairs
 from mmod.training.text import config as text
 from mmod.values import check_fields
 
-__all__ = [
-    "AUDITS",
-    "AnyConfig",
-    "AuditConfig",
-    "AuditOptions",
-    "ChatAuditConfig",
-    "PairsAuditConfig",
-    "TextAuditConfig",
-]
-
 
 @dataclass(frozen=True)
 class AuditOptions:

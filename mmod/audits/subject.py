@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from mmod.analysis.audit.generation import Generation
     from mmod.analysis.plots import RoutingMaps
 
-__all__ = ["Again", "Sorted", "Subject"]
-
 Config = TypeVar("Config")
 
 
@@ -78,21 +76,13 @@ class Subject(ABC, Generic[Config]):
         self.recipe: Any = recipe_of(config)
 
     def conditions(self, options: AuditOptions) -> list[str]:
-        """Return the names of the choices of tokens that are compared.
-
-        Args:
-            options: How to audit.
-        """
+        """Return the names of the choices of tokens that are compared."""
         if options.conditions is not None:
             return options.conditions
         return [name for name in default_choices(options.reference is not None) if name not in self.unasked]
 
     def create(self, reference: str | None = None) -> nn.Module:
-        """Make the model, in evaluation mode and on its device.
-
-        Args:
-            reference: Folder of a dense run whose model is made instead.
-        """
+        """Make the model, in evaluation mode and on its device."""
         kind = type(self.recipe)
         plain = kind(self.recipe.plain())
         if reference is not None:
@@ -102,31 +92,16 @@ class Subject(ABC, Generic[Config]):
 
     @abstractmethod
     def batches(self, changes: Mapping[str, Any] = MappingProxyType({})) -> Iterable[Sorted]:
-        """Return the evaluation set.
-
-        Args:
-            changes: Keys of `data` in which another set differs.
-
-        Raises:
-            ValueError: A key that there is not.
-        """
+        """Return the evaluation set."""
 
     def data(self, changes: Mapping[str, Any]) -> Any:
-        """Return the config of another set.
-
-        Args:
-            changes: As for `batches`.
-        """
+        """Return the config of another set."""
         config: Any = self.config
         refuse_unknown("key of data", changes, [field.name for field in dataclasses.fields(config.data)])
         return dataclasses.replace(config.data, **changes)
 
     def stream(self, changes: Mapping[str, Any]) -> BatchStream:
-        """Return the batches of another set as the model reads them.
-
-        Args:
-            changes: As for `batches`.
-        """
+        """Return the batches of another set as the model reads them."""
         config: Any = self.config
         other = type(self.recipe)(dataclasses.replace(config, data=self.data(changes)))
         stream: BatchStream = other.create_eval_stream(Process(0, 1, other.device), self.model)
@@ -148,11 +123,7 @@ class Subject(ABC, Generic[Config]):
         return None if report is None else dict(report.to_dict())
 
     def cost(self, model: nn.Module) -> float:
-        """Return the FLOPs of a sample of the set in a model of another run, on average where these follow from it.
-
-        Args:
-            model: The model.
-        """
+        """Return the FLOPs of a sample of the set in a model of another run, on average where these follow from it."""
         kept, found = KeptShares(model, next(model.parameters()).device), RoutedResult()
         for own in self.batches():
             with torch.inference_mode(), kept.watch():
@@ -169,14 +140,7 @@ class Subject(ABC, Generic[Config]):
         return None
 
     def shifts(self, options: AuditOptions) -> dict[str, Shift]:
-        """Return the shifts that are asked for, as functions of batches.
-
-        Args:
-            options: How to audit.
-
-        Raises:
-            ValueError: One that there is not.
-        """
+        """Return the shifts that are asked for, as functions of batches."""
         refuse_unknown("shift of audit.shifts", options.shifts, list(SHIFTS))
 
         def shift_of(name: str) -> Shift:

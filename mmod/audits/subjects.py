@@ -32,19 +32,13 @@ from mmod.model import routing_configs
 from mmod.training.image.recipe import sample_images
 from mmod.training.text.config import BYTES
 
-__all__ = ["ChatSubject", "ImageSubject", "PairsSubject", "TextSubject", "subject_of"]
-
 _DIGITS = "digits"
 _PIXELS = "pixel_values"
 _KIND = "kind of question"
 
 
 def subject_of(config: AnyConfig) -> Subject[Any]:
-    """Return what is audited.
-
-    Args:
-        config: A config of an audit.
-    """
+    """Return what is audited."""
     kinds: dict[type, type[Subject[Any]]] = {
         AuditConfig: ImageSubject,
         PairsAuditConfig: PairsSubject,

@@ -58,4 +58,4 @@ def _figures(record: AuditRecord) -> dict[str, float]:
 def _told(figure: str, values: Sequence[float]) -> str:
     """Return the mean of a figure with its interval."""
     over = difference(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
-    return f"{over.mean:+.2f} [{over.low:+.2f}, {over.high:+.2f}]" if figure.startswith(_RANKS) else str(over)
+    return format(over, "+.2f" if figure.startswith(_RANKS) else "+.1f")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod import is_routed, routed_blocks
-from mmod.analysis.statistics import Difference, Resampling
+from mmod.analysis.statistics import Estimate, Resampling
 from mmod.data.config import DataConfig
 from mmod.data.loader import BatchStream, create_eval_stream
 from mmod.io.claim import check_same, claim_folder, read_claim
@@ -216,7 +216,7 @@ class FeaturesStudy(TimmStudy[Judged]):
         self.folders[job.name] = _folder(job) / _TESTED
         return super().examine(job, found)
 
-    def compare(self, scores: Scores, partners: Mapping[str, str | None]) -> dict[str, Difference | None]:
+    def compare(self, scores: Scores, partners: Mapping[str, str | None]) -> dict[str, Estimate | None]:
         """Return each model's difference to its partner, paired by image."""
         return {name: self._gap(name, partners.get(name), self.score) for name in scores}
 
@@ -250,7 +250,7 @@ class FeaturesStudy(TimmStudy[Judged]):
             completed.append({**row, **gaps, "cosine": self._cosine(own, dense_ND)})
         return completed
 
-    def _gap(self, own: str, other: str | None, probe: str) -> Difference | None:
+    def _gap(self, own: str, other: str | None, probe: str) -> Estimate | None:
         if other is None or other == own or other not in self.found_by:
             return None
         one, two = self.found_by[own], self.found_by[other]

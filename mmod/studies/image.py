@@ -186,12 +186,12 @@ class TimmStudy(Study[TrainConfig, Found]):
         """Say which models none as fast is clearly better than; all are compared before time is measured."""
         times = self._times(costs, scores)
         to_dense = self.compare(scores, dict.fromkeys(scores, DENSE)).values()
-        if not times or not any(gap is not None and gap.low is not None for gap in to_dense):
+        if not times or not any(gap is not None and gap.has_interval for gap in to_dense):
             return self.verdict(scores)
 
         def is_better(one: str, other: str) -> bool:
             gap = self.compare(scores, {one: other})[one]
-            return gap is not None and gap.is_clear and gap.mean > 0
+            return gap is not None and gap.is_clear and gap.value > 0
 
         found = {size: ", ".join(map(quoted, unbeaten(ms, is_better))) for size, ms in times.items()}
         return "\n\n".join(

@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from statistics import stdev
 
-from mmod.analysis.statistics import BySeed, Difference, difference
+from mmod.analysis.statistics import BySeed, Estimate, difference
 
 __all__ = ["as_fast", "compare", "quoted", "spread", "unbeaten", "verdict"]
 
 
-def compare(figures: Mapping[str, BySeed], partners: Mapping[str, str | None]) -> dict[str, Difference | None]:
+def compare(figures: Mapping[str, BySeed], partners: Mapping[str, str | None]) -> dict[str, Estimate | None]:
     """Return each model's difference to its partner.
 
     Args:
         figures: Figures by seed of each model.
         partners: Name of the model that each is compared with; itself, None or a missing one gives None.
     """
-    found: dict[str, Difference | None] = {}
+    found: dict[str, Estimate | None] = {}
     for name, own in figures.items():
         partner = partners.get(name)
         other = {} if partner is None or partner == name else figures.get(partner, {})

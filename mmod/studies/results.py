@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from mmod.analysis.statistics import Difference
+from mmod.analysis.statistics import Estimate, published
 from mmod.analysis.tables import markdown_table
 from mmod.io.files import write_atomically
 from mmod.studies.paired import spread
@@ -45,9 +45,9 @@ class Point:
     capacity: float | None
     cost: dict[str, float]
     figures: dict[int, dict[str, float]]
-    to_dense: Difference | None
-    to_control: Difference | None
-    to_rivals: Mapping[str, Difference | str | None] = field(default_factory=dict)
+    to_dense: Estimate | None
+    to_control: Estimate | None
+    to_rivals: Mapping[str, Estimate | str | None] = field(default_factory=dict)
 
     def values(self, figure: str) -> list[float]:
         """Return a figure's value for each seed that has one."""
@@ -136,6 +136,6 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with a column `NAME/FIELD` for each field of a difference."""
     columns: dict[str, Any] = {}
     for name, value in row.items():
-        parts = dataclasses.asdict(value) if isinstance(value, Difference) else {"": value}
+        parts = dataclasses.asdict(value, dict_factory=published) if isinstance(value, Estimate) else {"": value}
         columns |= {f"{name}/{part}".rstrip("/"): number for part, number in parts.items()}
     return columns

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mmod.analysis.plots import draw_tradeoff
-from mmod.analysis.statistics import Difference
+from mmod.analysis.statistics import Estimate, published
 from mmod.analysis.timing import interleave, relative_times
 from mmod.io.claim import differences
 from mmod.io.files import parse_json, write_atomically
@@ -160,7 +160,7 @@ class Study(ABC, Generic[Config, Found]):
         """Draw the points; return figures by the name of their file."""
         return {"tradeoff": draw_tradeoff(rows, self.score, self.measure, self.costs)}
 
-    def compare(self, scores: Scores, partners: Mapping[str, str | None]) -> dict[str, Difference | None]:
+    def compare(self, scores: Scores, partners: Mapping[str, str | None]) -> dict[str, Estimate | None]:
         """Return each model's difference to the model that is its partner."""
         return compare(scores, partners)
 
@@ -312,7 +312,7 @@ class Study(ABC, Generic[Config, Found]):
         folder, rows = Path(self.config.output), self.complete([point.row() for point in points])
         record = {"config": dataclasses.asdict(self.config), **runner.facts, **self.facts()}
         record["picture"] = {"score": self.score, "measure": self.measure, "costs": self.costs}
-        record["points"] = [dataclasses.asdict(point) for point in points]
+        record["points"] = [dataclasses.asdict(point, dict_factory=published) for point in points]
         result = StudyResult(folder, points, f"{self.table(rows)}\n\n{told}", record["cpu_seconds"])
         write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], result.table, self.pictures(rows))
         runner.say(f"{len(points)} models after {result.cpu_seconds:.0f} CPU seconds: {folder}/tradeoff.{{md,png}}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import timm
@@ -176,7 +177,7 @@ def test_the_model_is_left_alone() -> None:
 def test_threshold_needs_what_was_kept() -> None:
     model, side = make("vit")
     mmod.route_(model, mmod.RoutingConfig(router="norm", select=mmod.Threshold(1.0)))
-    with pytest.raises(ValueError, match=r"blocks\.1, .* give kept"):
+    with pytest.raises(ValueError, match=r"blocks\.1, .* pass kept"):
         flops(model, side)
     with pytest.raises(ValueError, match=r"names no share for blocks\.11"):
         flops(model, side, kept={"blocks.1": 0.5})
@@ -322,3 +323,20 @@ def test_images_that_a_model_cannot_take_are_refused_in_one_line(size: object) -
     with pytest.raises(ValueError, match=r"cannot take image|input_size must be") as error:
         mmod.flops(model, size)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
+
+
+def test_reports_and_traces_say_what_matters_first() -> None:
+    model = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig(router="norm")).eval()
+    report = flops(model, 160)
+    first, second = str(report).splitlines()[:2]
+    assert first.startswith(f"{report.speedup:.3f} times fewer FLOPs than dense")
+    assert second == f"3 of 6 blocks compute {50 / 101:.3f} of their tokens"
+    with trace(model) as decisions:
+        model(torch.rand(1, 3, 160, 160))
+    for shown, texts in (
+        (report, [first, second, "blocks.5"]),
+        (decisions, [str(decisions).splitlines()[0], "blocks.5"]),
+    ):
+        page = ElementTree.fromstring(f"<div>{shown._repr_html_()}</div>".replace("<br>", "<br/>"))
+        assert all(text in "\n".join(page.itertext()) for text in [*texts, "blocks.5"])
+        assert len(page.findall("table/tr")) == len(str(shown).splitlines()) - len(page.findall("p/br")) - 1

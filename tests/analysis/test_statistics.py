@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
-from mmod.analysis.statistics import Resampling, estimate_of, resampled_means
+from mmod.analysis.statistics import Estimate, Resampling, difference, estimate_of, published, resampled_means
 
 # What both bootstraps gave before they became one: value, and the ends of both intervals.
 FIGURES = [
@@ -21,7 +24,7 @@ def test_figures_of_a_seed_stay(images: int, draws: int, seed: int, value: str, 
     found = Resampling(images, draws, seed).mean(values)
     expected = [float.fromhex(text) for text in (value, low, high)]
     # Products of matrices are summed in an order that depends on the processor.
-    assert [found.mean, found.low, found.high] == pytest.approx(expected, rel=1e-9)
+    assert [found.value, found.low, found.high] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(("images", "draws", "seed"), [figures[:3] for figures in FIGURES])
@@ -31,3 +34,20 @@ def test_studies_and_audits_draw_the_same_images(images: int, draws: int, seed: 
     study = Resampling(images, draws, seed).mean(values)
     # Studies hold all draws at once, in single precision.
     assert (study.low, study.high) == pytest.approx((audit.low, audit.high), rel=1e-6)
+
+
+@dataclass(frozen=True)
+class _Row:
+    accuracy: Estimate
+    to_dense: Estimate
+    one_seed: Estimate
+
+
+def test_audits_and_studies_publish_one_type_under_their_names() -> None:
+    gap = difference({0: 2.0, 1: 4.0}, {0: 1.0, 1: 1.0})
+    row = _Row(Estimate(91.0, 90.0, 92.0), gap, difference({0: 2.0}, {0: 1.0}))
+    assert dataclasses.asdict(row, dict_factory=published) == {
+        "accuracy": {"value": 91.0, "low": 90.0, "high": 92.0},
+        "to_dense": {"mean": 2.0, "low": gap.low, "high": gap.high, "seeds": 2},
+        "one_seed": {"mean": 1.0, "low": None, "high": None, "seeds": 1},
+    }

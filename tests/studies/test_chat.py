@@ -58,7 +58,7 @@ def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypat
     for name in ("p-mod", "random"):
         gap = points[name].to_dense
         assert gap is not None
-        assert gap.mean == pytest.approx(points[name].row()["right"] - dense.row()["right"])
+        assert gap.value == pytest.approx(points[name].row()["right"] - dense.row()["right"])
         assert (points[name].to_control is None) == (name == "random")
     # Every image token that a layer skips leaves the keys and values of one token, fp32, out of its cache.
     per_token = 2 * 32 * 4

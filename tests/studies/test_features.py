@@ -120,14 +120,14 @@ def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -
     assert dense["to_dense"] is None
     assert same["cosine"] == pytest.approx(1)
     for gap in (same["to_dense"], same["knn_to_dense"]):
-        assert (gap.mean, gap.low, gap.high) == (0, 0, 0)
+        assert (gap.value, gap.low, gap.high) == (0, 0, 0)
     for row in rows:
         assert row["gflops"] > 0
         assert all(row[column] > 0 for column in ("latency_ms", "latency_ms_b1", "speedup", "speedup_b1", "peak_mb"))
         for gap in (row["to_dense"], row["knn_to_dense"], row["to_control"], row["to_rival_b2"]):
-            assert gap is None or gap.low <= gap.mean <= gap.high
+            assert gap is None or gap.low <= gap.value <= gap.high
         for probe, gap in (("knn", row["knn_to_dense"]), ("linear", row["to_dense"])):
-            assert row["name"] == "dense" or gap.mean == pytest.approx(row[probe] - dense[probe], abs=1e-4)
+            assert row["name"] == "dense" or gap.value == pytest.approx(row[probe] - dense[probe], abs=1e-4)
     assert by_name["resolution-0.6"]["gflops"] < dense["gflops"]
     assert by_name["attention-0.5"]["kept"] < 1
     assert by_name["attention-0.5"]["to_control"] is not None
@@ -136,7 +136,7 @@ def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -
         rival = by_name.get(row["rival_b2"] or "")
         assert rival is None or rival["series"] not in ("attention", "random", "small")
         for column, probe in (("linear_to_rival_b2", "linear"), ("knn_to_rival_b2", "knn")):
-            assert rival is None or row[column].mean == pytest.approx(row[probe] - rival[probe], abs=1e-4)
+            assert rival is None or row[column].value == pytest.approx(row[probe] - rival[probe], abs=1e-4)
     assert "36 images; 95 % intervals" in result.table
     assert "which are not ranked" in result.table
     for picture in ("tradeoff", "maps-attention-0.5"):
@@ -281,7 +281,7 @@ def test_features_are_what_the_model_says_before_its_classifier() -> None:
 def test_intervals_contain_the_mean_and_follow_scale(values: list[float], scale: float, seed: int) -> None:
     draws, figures = Resampling(len(values), 200, seed), np.array(values)
     own, larger = draws.mean(figures), draws.mean(scale * figures)
-    assert own.low is not None
+    assert own.has_interval
     assert own.high is not None
     assert min(values) - 1e-6 <= own.low <= own.high <= max(values) + 1e-6
     assert (larger.low, larger.high) == pytest.approx((scale * own.low, scale * own.high), abs=1e-4)

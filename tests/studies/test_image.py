@@ -63,7 +63,7 @@ def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypa
     for name, point in points.items():
         own, dense = point.values("top1"), points["dense"].values("top1")
         gaps = [own[seed] - dense[seed] for seed in (0, 1)]
-        assert point.to_dense is None if name == "dense" else point.to_dense.mean == pytest.approx(mean(gaps))
+        assert point.to_dense is None if name == "dense" else point.to_dense.value == pytest.approx(mean(gaps))
         assert (point.to_control is None) == (name in ("dense", "random-0.5", "isoflop-3"))
         assert point.cost["latency_ms"] > 0
         assert point.cost["speedup"] > 0

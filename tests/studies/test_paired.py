@@ -19,7 +19,7 @@ def test_the_interval_is_that_of_a_paired_t_test() -> None:
     gaps = [own[s] - other[s] for s in range(5)]
     half = 2.776 * math.sqrt(sum((gap - mean(gaps)) ** 2 for gap in gaps) / 4) / math.sqrt(5)
     found = difference(own, other)
-    assert found.mean == mean(gaps)
+    assert found.value == mean(gaps)
     assert (found.low, found.high) == pytest.approx((mean(gaps) - half, mean(gaps) + half), abs=1e-3)
     assert found.seeds == 5
 
@@ -33,15 +33,15 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
 def test_what_all_seeds_share_does_not_count() -> None:
     own = {0: 95.0, 1: 65.0, 2: 80.0}
     found = difference(own, {seed: value - 1 for seed, value in own.items()})
-    assert found.mean == found.low == found.high == 1
-    assert difference({0: 1.0, 7: 5.0}, {0: 3.0, 9: 4.0}).mean == -2
+    assert found.value == found.low == found.high == 1
+    assert difference({0: 1.0, 7: 5.0}, {0: 3.0, 9: 4.0}).value == -2
     with pytest.raises(ValueError, match="no shared seed"):
         difference({0: 1.0}, {1: 1.0})
 
 
 def test_one_seed_claims_nothing() -> None:
     found = difference({0: 95.0}, {0: 70.0})
-    assert (found.low, found.high, found.is_clear, str(found)) == (None, None, False, "+25.0")
+    assert (found.has_interval, found.is_clear, str(found)) == (False, False, "+25.0")
     assert verdict({"a": {0: 95.0}, "b": {0: 70.0}}) == "One seed: which model is better is not said."
 
 
@@ -77,5 +77,5 @@ def test_models_without_a_partner_are_not_compared() -> None:
     assert found["dense"] is None
     assert found["late"] is None
     assert found["a"] is not None
-    assert found["a"].mean == -1
+    assert found["a"].value == -1
     assert set(compare(figures, {}).values()) == {None}

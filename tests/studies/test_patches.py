@@ -56,7 +56,7 @@ def test_a_study_of_patches(study: ImageStudyConfig) -> None:
         assert (
             row["to_dense"] is None
             if name == "dense"
-            else row["to_dense"].mean == pytest.approx(row["mean_iou"] - dense["mean_iou"])
+            else row["to_dense"].value == pytest.approx(row["mean_iou"] - dense["mean_iou"])
         )
     assert "mean IoU %" in result.table
     assert (result.folder / "maps-a-mod-0.5.png").exists()

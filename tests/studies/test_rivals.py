@@ -50,7 +50,7 @@ def test_rivals_are_tuned_costed_timed_and_compared(study: ImageStudyConfig) -> 
             if rival is not None:
                 assert rival not in (name, "random-0.5", "recursions-0.5")
                 assert rows[rival][ms] <= 1.02 * row[ms]
-                assert row[f"to_rival_b{size}"].mean == pytest.approx(row["top1"] - rows[rival]["top1"])
+                assert row[f"to_rival_b{size}"].value == pytest.approx(row["top1"] - rows[rival]["top1"])
     assert 0 < rows["exit-0.5"]["kept"] < 1
     assert "ms / image b1" in result.table
     assert result.table.count(" 1 + 1 |") == len(rows) - len(ANEW)

@@ -91,7 +91,7 @@ def test_every_model_answers_every_patch(study: SegmentationStudyConfig) -> None
         assert 0 <= row["mean_iou"] <= row["patches"] <= 100
         gap = row["mean_iou_to_dense"]
         if name != "dense":
-            assert gap.mean == pytest.approx(row["mean_iou"] - dense["mean_iou"], abs=1e-6)
+            assert gap.value == pytest.approx(row["mean_iou"] - dense["mean_iou"], abs=1e-6)
             assert gap.low <= gap.high
     assert by_name["merged-0.5"]["to_control"] is not None
     assert "10 images; 95 % intervals" in table

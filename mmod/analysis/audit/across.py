@@ -18,8 +18,6 @@ from torch import Tensor
 from mmod.analysis.audit.information import Information, KindCounts
 from mmod.analysis.statistics import Estimate, RunningMean
 
-__all__ = ["Across", "Counter"]
-
 # What `returning` is between 0, where tokens leave for good, and 1, where decisions are independent.
 _HALF = 0.5
 _POSITION = "position"
@@ -78,16 +76,7 @@ class Counter:
         free: Mapping[str, Tensor],
         kinds: Mapping[str, ArrayLike] = MappingProxyType({}),
     ) -> None:
-        """Count the decisions of a batch.
-
-        Args:
-            kept: For each decision, True where a token is kept (B, N).
-            free: The same where a token may be skipped.
-            kinds: What is known of the tokens, see `KindsOf`; it says of decisions on as many images and tokens.
-
-        Raises:
-            ValueError: No decision is about as many tokens as have kinds.
-        """
+        """Count the decisions of a batch."""
         self.decisions = self.decisions or list(kept)
         shapes = {name: tuple(keep_BN.shape) for name, keep_BN in kept.items()}
         for known, names in kinds.items():
@@ -140,11 +129,7 @@ class Counter:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from counts.
-
-        Args:
-            state: As `state` returns it.
-        """
+        """Go on from counts."""
         self.decisions, self._images = state["decisions"], state["images"]
         self._pairs = {(before, name): RunningMean(sums) for before, name, sums in state["pairs"]}
         self._never = {name: RunningMean(sums) for name, sums in state["never"].items()}
@@ -154,12 +139,7 @@ class Counter:
         }
 
     def frequency(self, name: str, tokens: int) -> Tensor:
-        """Return how often a decision keeps each of the tokens that may be skipped, by their order, in [0, 1] (F,).
-
-        Args:
-            name: The decision.
-            tokens: Number of such tokens F.
-        """
+        """Return how often a decision keeps each of the tokens that may be skipped, by their order, in [0, 1] (F,)."""
         return self._kinds[name][_POSITION].frequency(tokens)
 
     def result(self) -> Across:

@@ -27,8 +27,6 @@ from mmod.analysis.statistics import Values
 from mmod.model import routed_blocks
 from mmod.routing import Routing
 
-__all__ = ["Auditor", "Judge", "Shift"]
-
 Shift = Callable[[Any, range], Any]
 """Maps a batch and the indices of its images to a changed batch."""
 
@@ -97,27 +95,14 @@ class Auditor:
         self._outcomes: dict[tuple[str, str], list[tuple[Values, Values]]] = {}
 
     def learn(self, batch: Any) -> None:
-        """Count kept tokens by position.
-
-        Args:
-            batch: A batch.
-        """
+        """Count kept tokens by position."""
         _, _, learned = self._as_learned(batch)
         self.positions.add({name: routing.keep_BN for name, routing in learned.items()}, self._free(learned))
 
     def judge_batch(
         self, batch: Any, kinds: Mapping[str, ArrayLike], *, leave_one_out: bool = False
     ) -> tuple[int, Tensor | None]:
-        """Evaluate a batch with every choice of tokens.
-
-        Args:
-            batch: A batch.
-            kinds: Labels of its tokens.
-            leave_one_out: Also leave out every token once.
-
-        Returns:
-            Number of its images, and the dense model's loss (B,), None without a dense model.
-        """
+        """Evaluate a batch with every choice of tokens."""
         evaluated, loss_B = self._see(batch)
         dense = self.reference
         if dense is not None:
@@ -141,12 +126,7 @@ class Auditor:
         return len(evaluated.images), None if evaluated.reference is None else evaluated.reference.loss_B
 
     def judge_other(self, name: str, batch: Any) -> None:
-        """Evaluate a batch of another set, with the learned and with the random choice.
-
-        Args:
-            name: Name of the set.
-            batch: A batch.
-        """
+        """Evaluate a batch of another set, with the learned and with the random choice."""
         evaluated, _ = self._see(batch, name, of=name)
         self._note((RANDOM, name), *self._judge(evaluated, self.made[RANDOM]))
         self._images[name] = evaluated.images.stop
@@ -165,11 +145,7 @@ class Auditor:
         return {"images": self._images, "last": last, "outcomes": outcomes, **parts}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from intermediate results.
-
-        Args:
-            state: The result of `state`.
-        """
+        """Resume from intermediate results."""
         self._images = state["images"]
         self._last = {
             of: {name: Kept(*map(torch.from_numpy, own)) for name, own in decisions.items()}
@@ -180,11 +156,7 @@ class Auditor:
             getattr(self, name).restore(state[name])
 
     def identity(self, first: Any) -> dict[str, Any]:
-        """Return plain values that identify the audit: options, and losses of the first batch.
-
-        Args:
-            first: The first batch, whose loss identifies model and data; None without batches.
-        """
+        """Return plain values that identify the audit: options, and losses of the first batch."""
         models = {"beside": self.beside, "reference": {} if self.reference is None else {"": self.reference}}
         losses: dict[str, Any] = {"model and data": None}
         if first is not None:
@@ -195,15 +167,7 @@ class Auditor:
         return names | {"draws": self.draws, "grid": self.given_grid and list(self.given_grid)} | losses
 
     def outcomes(self, choice: str, shift: str = "") -> tuple[Values, Values]:
-        """Return accuracy and loss of the images with a choice of tokens.
-
-        Args:
-            choice: `LEARNED`, or the name of another one.
-            shift: Name of a shift or of another set, for the learned and the random choice; "" for the audited set.
-
-        Raises:
-            ValueError: If there were fewer than two images.
-        """
+        """Return accuracy and loss of the images with a choice of tokens."""
         images = self._images.get("", 0)
         if images < 2:
             raise ValueError(f"an audit needs two images or more, got {images}")
@@ -211,19 +175,11 @@ class Auditor:
         return accuracy_I, loss_I
 
     def against_random(self, shift: str = "") -> Outcomes:
-        """Return the outcomes of the learned and the random choice.
-
-        Args:
-            shift: As for `outcomes`.
-        """
+        """Return the outcomes of the learned and the random choice."""
         return Outcomes(*self.outcomes(LEARNED, shift), *self.outcomes(RANDOM, shift))
 
     def against(self, other: str) -> Outcomes:
-        """Return the outcomes of the learned choice and of another model.
-
-        Args:
-            other: Its name.
-        """
+        """Return the outcomes of the learned choice and of another model."""
         return Outcomes(*self.outcomes(LEARNED), *self.outcomes(other, _BESIDE))
 
     def _note(self, name: tuple[str, str], loss_B: Tensor, accuracy_B: Tensor) -> None:

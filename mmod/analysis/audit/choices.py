@@ -16,19 +16,6 @@ from torch import Tensor
 from mmod.routing import Routing
 from mmod.routing.score.stride import spread_evenly
 
-__all__ = [
-    "CHOICES",
-    "DENSE_ATTENTION",
-    "RANDOM",
-    "REFERENCE_ENTROPY",
-    "Choice",
-    "Family",
-    "DecisionContext",
-    "choices",
-    "default_choices",
-    "first",
-]
-
 Family = Literal["random", "position", "other"]
 RANDOM, DENSE_ATTENTION, REFERENCE_ENTROPY = "random", "dense attention", "reference entropy"
 
@@ -147,12 +134,7 @@ def _reference_entropy(place: DecisionContext) -> Tensor:
 
 
 def first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
-    """Return ranks by score, from 0, with marked tokens above all others (B, N).
-
-    Args:
-        first_BN: True where a token is marked.
-        score_BN: Scores.
-    """
+    """Return ranks by score, from 0, with marked tokens above all others (B, N)."""
     order_BN = score_BN.double().argsort(dim=1, stable=True)
     places = torch.arange(score_BN.shape[1], device=score_BN.device).expand(score_BN.shape)
     rank_BN = torch.empty_like(order_BN).scatter_(1, order_BN, places)
@@ -178,9 +160,6 @@ _OF_REFERENCE = (DENSE_ATTENTION, REFERENCE_ENTROPY)
 def default_choices(has_reference: bool) -> list[str]:
     """Return the names of an audit's default conditions.
 
-    Args:
-        has_reference: Whether there is a dense model.
-
     Example:
         >>> sorted(set(default_choices(True)) - set(default_choices(False)))
         ['dense attention', 'reference entropy']
@@ -194,16 +173,7 @@ def choices(
     *,
     has_reference: bool = False,
 ) -> dict[str, Choice]:
-    """Return the choices of an audit, by name.
-
-    Args:
-        conditions: Names from `CHOICES`, None for all.
-        custom: Further choices, as functions from a `DecisionContext` to ranks (B, N).
-        has_reference: Whether there is a dense model.
-
-    Raises:
-        ValueError: An unknown, duplicate or reserved name, no random choice, or a choice that needs a dense model.
-    """
+    """Return the choices of an audit, by name."""
     names, custom = default_choices(has_reference) if conditions is None else list(conditions), custom or {}
     unknown = sorted(set(names) - set(CHOICES))
     if unknown:

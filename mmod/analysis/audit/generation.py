@@ -19,8 +19,6 @@ from mmod.analysis.trace import trace
 from mmod.model import routed_blocks
 from mmod.routing.groups import assign_groups, select_within
 
-__all__ = ["Generation", "Stretch", "generation_rows", "judge_generation", "read_generation"]
-
 _TEXTS = ("written", "generated")
 
 
@@ -170,11 +168,7 @@ def _mean(value_B: Tensor) -> Estimate:
 
 
 def generation_rows(found: Generation) -> Sequence[list[str]]:
-    """Return what was found as a table, its header first.
-
-    Args:
-        found: What was found.
-    """
+    """Return what was found as a table, its header first."""
     return [["text", "tokens", "nats a token", "kept", "as the top-k", "above chance"]] + [
         [own.text, f"{own.first} to {own.last}", f"{own.loss:.3f}", f"{own.kept:.3f}", f"{own.agreement:.3f}",
          f"{own.above_chance:.2f}"]
@@ -183,11 +177,7 @@ def generation_rows(found: Generation) -> Sequence[list[str]]:
 
 
 def read_generation(fields: Mapping[str, Any]) -> Generation:
-    """Return what was found from its plain values, as `dataclasses.asdict` gives them.
-
-    Args:
-        fields: The values.
-    """
+    """Return what was found from its plain values, as `dataclasses.asdict` gives them."""
 
     def estimates(values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: Estimate(**own) if isinstance(own, Mapping) else own for name, own in values.items()}

@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_map
 from mmod.analysis.audit.information import KindCounts
 from mmod.analysis.statistics import Estimate, pseudo_mean
 
-__all__ = ["Influence", "InfluenceCounts", "roll_patches"]
-
 
 @dataclass(frozen=True)
 class Influence:
@@ -67,14 +65,7 @@ class InfluenceCounts:
         grid: tuple[int, int],
         images: range,
     ) -> None:
-        """Move the content of a batch twice and count what is kept; nothing where it has no images on the first grid.
-
-        Args:
-            batch: A batch, as a tensor or as tuples, lists and dicts of them.
-            decide: Runs the model on a batch and returns for each decision on that grid what it keeps (B, F).
-            grid: Rows and columns of patches.
-            images: Numbers of the images.
-        """
+        """Roll the images of a batch twice and count the kept patches; `decide` returns what a pass keeps (B, F)."""
         if math.prod(grid) < 2:
             return
         # Two different places for all content, so that what stays in place is not taken for what stays with content.
@@ -111,11 +102,7 @@ class InfluenceCounts:
         return {"images": self._images, "grid": self._grid, "counts": counts}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from counts.
-
-        Args:
-            state: As `state` returns it.
-        """
+        """Go on from counts."""
         self._images, grid = state["images"], state["grid"]
         self._grid = grid and (grid[0], grid[1])
         self._counts = {
@@ -126,12 +113,6 @@ class InfluenceCounts:
 
 def roll_patches(batch: Any, shift_B2: Tensor, grid: tuple[int, int]) -> Any:
     """Return a batch whose images are rolled by whole patches; None where it has none that the grid divides.
-
-    Args:
-        batch: A batch, as a tensor or as tuples, lists and dicts of them. Its images are floating-point tensors
-            (B, channels, height, width).
-        shift_B2: Rows and columns of patches by which each image moves down and right, around the edge (B, 2).
-        grid: Rows and columns of patches.
 
     Example:
         >>> roll_patches(torch.arange(4.0).view(1, 1, 2, 2), torch.tensor([[0, 1]]), (2, 2)).flatten().tolist()

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from mmod.analysis.statistics import Estimate, pseudo_mean
 
-__all__ = ["Information", "KindCounts", "KindsOf", "information_rows"]
-
 KindsOf = Callable[[Any], Mapping[str, ArrayLike]]
 """From a batch to what is known of its tokens: the names of their kinds (B, N), prefix tokens and padding included."""
 
@@ -65,14 +63,7 @@ class KindCounts:
         self.counts_G2K = torch.zeros(_GROUPS, 2, 0, dtype=torch.float64) if counts is None else torch.tensor(counts)
 
     def add(self, kind_BN: Tensor, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
-        """Count the tokens of a batch.
-
-        Args:
-            kind_BN: Number of each token's kind.
-            keep_BN: True where a token is kept.
-            free_BN: True where it may be skipped; others do not count.
-            images: Numbers of the images.
-        """
+        """Count the tokens of a batch."""
         known, kinds = self.counts_G2K.shape[2], int(kind_BN.max()) + 1
         if kinds > known:
             self.counts_G2K = torch.nn.functional.pad(self.counts_G2K, (0, kinds - known))
@@ -86,25 +77,14 @@ class KindCounts:
         self.counts_G2K += torch.stack(counts, dim=1).to(self.counts_G2K)
 
     def add_names(self, names: ArrayLike, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
-        """Count the tokens of a batch whose kinds have names.
-
-        Args:
-            names: The name of each token's kind (B, N).
-            keep_BN: As for `add`.
-            free_BN: As for `add`.
-            images: As for `add`.
-        """
+        """Count the tokens of a batch whose kinds have names."""
         there, inverse = np.unique(np.asarray(names, dtype=str), return_inverse=True)
         self.names += [str(name) for name in there if name not in self.names]
         numbers = torch.tensor([self.names.index(name) for name in there], device=keep_BN.device)
         self.add(numbers[torch.from_numpy(inverse).to(keep_BN.device).view(keep_BN.shape)], keep_BN, free_BN, images)
 
     def frequency(self, kinds: int) -> Tensor:
-        """Return how often tokens of each kind are kept, in [0, 1] (K).
-
-        Args:
-            kinds: Number of kinds K.
-        """
+        """Return how often tokens of each kind are kept, in [0, 1] (K)."""
         missing = max(0, kinds - self.counts_G2K.shape[2])
         kept_K, there_K = torch.nn.functional.pad(self.counts_G2K.sum(0), (0, missing))[:, :kinds]
         return kept_K / there_K.clamp(min=1)
@@ -140,11 +120,7 @@ def _entropy(share: Tensor) -> Tensor:
 
 
 def information_rows(information: Mapping[str, Mapping[str, Information]]) -> Sequence[list[str]]:
-    """Return a table of what is known of tokens and says of decisions, its header first.
-
-    Args:
-        information: By decision and by what is known.
-    """
+    """Return a table of what is known of tokens and says of decisions, its header first."""
     rows = [["decision", "known of a token", "bits", "% of the decision's entropy", "kept"]]
     for decision, known in information.items():
         for name, own in known.items():

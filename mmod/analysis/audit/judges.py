@@ -10,8 +10,6 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["judge_answers", "judge_classes"]
-
 _IGNORED = -100
 _PASS_JUDGE = "pass `judge`, which returns the loss and the accuracy of each image of such a batch"
 # Entries of a batch that the forward pass does not take.

@@ -16,8 +16,6 @@ from mmod.analysis.audit.choices import Choice, DecisionContext, first
 from mmod.analysis.statistics import Estimate, RunningMean
 from mmod.routing import Routing
 
-__all__ = ["LeaveOneOut", "TokenValues", "rank_agreement"]
-
 # Judges the batch with a choice of tokens and returns the loss of each image (B,).
 Judged = Callable[[Choice], Tensor]
 
@@ -68,15 +66,7 @@ class TokenValues:
     def add(
         self, judged: Judged, loss_B: Tensor, learned: dict[str, Routing], free: dict[str, Tensor], random: Choice
     ) -> None:
-        """Leave out, or let in, each token of a batch.
-
-        Args:
-            judged: Judges the batch with a choice of tokens.
-            loss_B: The loss with the learned one.
-            learned: The decisions.
-            free: Where a token may be skipped.
-            random: The random choice.
-        """
+        """Leave out, or let in, each token of a batch."""
         worth: dict[str, Tensor] = {}
         for name, routing in learned.items():
             norms: dict[str, Tensor] = {}
@@ -105,11 +95,7 @@ class TokenValues:
         return {"images": self._images, "sums": sums}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was gathered.
-
-        Args:
-            state: As `state` returns it.
-        """
+        """Go on from what was gathered."""
         self._images = state["images"]
         self._sums = {
             what: {name: RunningMean(own) for name, own in sums.items()} for what, sums in state["sums"].items()
@@ -141,11 +127,6 @@ def _worth(
 
 def rank_agreement(one_BN: Tensor, other_BN: Tensor, free_BN: Tensor) -> Tensor:
     """Return the rank correlation of two values of the tokens of each image, NaN where either is all the same (B,).
-
-    Args:
-        one_BN: A value for each token (B, N).
-        other_BN: The other.
-        free_BN: True where a token counts.
 
     Source: Spearman, The American Journal of Psychology 15 (1904).
 

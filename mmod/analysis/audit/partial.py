@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from mmod.io.files import check_regular, parse_json, write_atomically
 
-__all__ = ["Partial"]
-
 # Seconds between two times that it is written.
 _EVERY = 10.0
 _ARRAY = "array"
@@ -57,14 +55,7 @@ class Partial:
         self._written = time.monotonic()
 
     def read(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return what was kept; None where there is nothing.
-
-        Args:
-            identity: What decides the outcome, as plain values.
-
-        Raises:
-            ValueError: The file is damaged, or belongs to another audit.
-        """
+        """Return what was kept; None where there is nothing."""
         self._identity = identity
         if self.path is None or not Path(self.path).exists():
             return None
@@ -85,15 +76,7 @@ class Partial:
         return state
 
     def left(self, name: str, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches with which something was not done yet.
-
-        Args:
-            name: What is done.
-            batches: All of them.
-
-        Raises:
-            ValueError: Those that were done are others, or more.
-        """
+        """Yield the batches with which something was not done yet."""
         done, number, check = self.done.get(name, 0), 0, 0
         for number, batch in enumerate(batches, 1):
             check = 0 if self.path is None else _check_of(batch, check)
@@ -106,22 +89,13 @@ class Partial:
             raise self._refused(f"belongs to another audit: it did {done} batches of {name!r}, and there are {number}")
 
     def add(self, name: str, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Note that one more batch is done, and write what is known by now if that was long ago.
-
-        Args:
-            name: What was done with it.
-            state: Returns what is known, as plain values and arrays.
-        """
+        """Note that one more batch is done, and write what is known by now if that was long ago."""
         self.done[name] = self.done.get(name, 0) + 1
         if time.monotonic() - self._written >= _EVERY:
             self.write(state)
 
     def write(self, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Write what is known by now.
-
-        Args:
-            state: As for `add`.
-        """
+        """Write what is known by now."""
         if self.path is not None:
             own = {"of": self._identity, "done": self.done, "checks": self._checks, "state": state()}
             content = json.dumps({"format": _FORMAT, **own}, default=_packed)

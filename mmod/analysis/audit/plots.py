@@ -16,20 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_audit", "draw_flops", "draw_gaps", "draw_kept", "flops_by_part"]
-
 _COLOURS = {"learned": INK, "random": FAINT, "position": PALETTE[1], "other": PALETTE[0]}
 
 
 def draw_audit(audit: Audit) -> Figure:
-    """Draw accuracy with each choice of tokens, and how often a token kept in one block is kept in another.
-
-    Args:
-        audit: What an audit found.
-
-    Returns:
-        A figure with two panels, the second only where the model decides more than once.
-    """
+    """Draw accuracy with each choice of tokens, and how often a token kept in one block is kept in another."""
     panels = 1 + (len(audit.across.decisions) > 1)
     side = 0.5 * len(audit.across.decisions) + 1.8 if panels > 1 else 0.0
     figure = new_figure(5.2 + side, max(0.36 * len(audit.conditions) + 1.2, side - 0.4))
@@ -46,12 +37,7 @@ def draw_audit(audit: Audit) -> Figure:
 
 
 def draw_gaps(strata: Sequence[Stratum], other: str) -> Figure:
-    """Draw how far a model is above what it is compared with in each stratum, with intervals that hold together.
-
-    Args:
-        strata: The strata, at least one.
-        other: What it is compared with.
-    """
+    """Draw how far a model is above what it is compared with in each stratum, with intervals that hold together."""
     groups = list(dict.fromkeys(stratum.group for stratum in strata))
     figure = new_figure(7.6, 0.34 * len(strata) + 0.9)
     axis = figure.subplots()
@@ -65,11 +51,7 @@ def draw_gaps(strata: Sequence[Stratum], other: str) -> Figure:
 
 
 def draw_kept(across: Across) -> Figure:
-    """Draw the share of tokens that each block keeps.
-
-    Args:
-        across: How the decisions of the blocks hang together.
-    """
+    """Draw the share of tokens that each block keeps."""
     names = [block for blocks in across.blocks.values() for block in blocks]
     figure = new_figure(max(4.0, 0.6 * len(names) + 1.2), 2.6)
     axis = figure.subplots()
@@ -88,11 +70,7 @@ def draw_kept(across: Across) -> Figure:
 
 
 def flops_by_part(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return the FLOPs of a sample in each part of a model, dense and routed.
-
-    Args:
-        report: As of `mmod.analysis.FlopReport.to_dict`.
-    """
+    """Return the FLOPs of a sample in each part of a model, dense and routed."""
     kinds: dict[str, list[Mapping[str, Any]]] = {"dense blocks": [], "routed blocks": []}
     for block in report["blocks"]:
         kinds["routed blocks" if block["kept"] < block["tokens"] else "dense blocks"].append(block)
@@ -106,11 +84,7 @@ def flops_by_part(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def draw_flops(report: Mapping[str, Any]) -> Figure:
-    """Draw the FLOPs of a sample by part, dense and routed.
-
-    Args:
-        report: As of `mmod.analysis.FlopReport.to_dict`.
-    """
+    """Draw the FLOPs of a sample by part, dense and routed."""
     figure = new_figure(7.6, 2.3)
     axis = figure.subplots()
     left, handles = [0.0, 0.0], {}

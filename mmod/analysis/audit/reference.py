@@ -18,8 +18,6 @@ from mmod.ops.capture import capture_importance
 from mmod.ops.intercept import inside
 from mmod.routing import Routing
 
-__all__ = ["Reference", "consult", "token_entropy"]
-
 
 class Reference(NamedTuple):
     """What a dense model says of a batch.
@@ -38,17 +36,7 @@ class Reference(NamedTuple):
 def consult(
     model: nn.Module, judged: Callable[[], Tensor], learned: Mapping[str, Routing], wanted: Collection[str]
 ) -> Reference:
-    """Ask a dense model of a batch, in one pass.
-
-    Args:
-        model: The dense model.
-        judged: Runs it on the batch and returns the loss (B,).
-        learned: The decisions of the routed model on the batch.
-        wanted: Names of the conditions that are made, of which some need it.
-
-    Raises:
-        ValueError: It says nothing of the tokens that a condition is about.
-    """
+    """Ask a dense model of a batch, in one pass."""
     captured: dict[str, capture_importance] = {}
     if DENSE_ATTENTION in wanted:
         modules = dict(model.named_modules())
@@ -84,15 +72,6 @@ def token_entropy(model: nn.Module) -> Iterator[list[Tensor]]:
     A language model, or a classifier of patches, answers for each token: it is the entropy of that answer, of a
     language model that of what it expects next. An image classifier's own head answers for one image: it is given each
     token's final state in the place of a whole image.
-
-    Args:
-        model: A dense model of transformers with a head over its vocabulary, or a classifier of timm.
-
-    Yields:
-        The entropies in nats (B, N), one tensor for each pass. It is empty until there was one.
-
-    Raises:
-        ValueError: A model with no such head.
 
     Example:
         >>> import timm

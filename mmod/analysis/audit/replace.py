@@ -18,8 +18,6 @@ from mmod.ops.gate import apply_gate
 from mmod.routing import Router, Routing
 from mmod.routing.grouping import Grouping
 
-__all__ = ["Replace", "free_tokens", "keep_best", "only_free", "replaced_decisions"]
-
 Replace = Callable[[str, Tensor, Routing, "Tensor | None"], "Routing | None"]
 """From the name of a block, the tokens' states (B, N, D), what its router decided, and where a token is left to choose
 (B, N), None for all, to another decision, or None. Which kept tokens the others join is left to the router."""
@@ -32,13 +30,6 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
     Blocks that share a decision ask one router, so that it is replaced once for all of them. Where tokens join others,
     they join by the router's own rule, and later blocks of a span choose among those that the replaced one keeps.
 
-    Args:
-        model: A routed model.
-        replace: Is told every decision.
-
-    Raises:
-        ValueError: Nothing in the model is routed, tokens join the first of a group that the score has formed, or
-            images are skipped as a whole.
     """
     blocks = routed_blocks(model)
     for name, block in blocks.items():
@@ -72,12 +63,7 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
 
 
 def free_tokens(routing: Routing, prefix: int) -> Tensor:
-    """Return where a token may be skipped (B, N).
-
-    Args:
-        routing: A decision.
-        prefix: Leading tokens that its router always keeps, unless it is told of others.
-    """
+    """Return where a token may be skipped (B, N)."""
     if routing.groups is not None:
         return routing.groups.free_BN
     if routing.protect_BN is not None and prefix:
@@ -90,10 +76,6 @@ def free_tokens(routing: Routing, prefix: int) -> Tensor:
 
 def only_free(value_BN: Tensor, free_BN: Tensor) -> Tensor:
     """Return values of the tokens that may be skipped, in order, and 0 after the last one of a sample (B, F).
-
-    Args:
-        value_BN: A value for each token (B, N).
-        free_BN: True where a token may be skipped (B, N).
 
     Example:
         >>> only_free(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[True, False, True], [False, False, True]]))
@@ -111,13 +93,6 @@ def keep_best(
 
     A kept token is weighed as its router weighs it, by its score and not by its rank. Ties go to the lowest index and
     NaN ranks last.
-
-    Args:
-        rank_BN: Ranks (B, N).
-        learned: The decision whose number of tokens is kept.
-        own: What the router decided in this forward pass.
-        router: The router.
-        left_BN: True where a token is left to choose (B, N); None for all.
 
     Example:
         >>> import torch, mmod

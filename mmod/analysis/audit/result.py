@@ -16,10 +16,16 @@ from mmod.analysis.audit.information import Information, information_rows
 from mmod.analysis.audit.oracle import LeaveOneOut
 from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
 from mmod.analysis.audit.verdict import Kind, judge
-from mmod.analysis.statistics import Estimate, Values, adjusted, estimate_of, resampled_means, sign_test
+from mmod.analysis.statistics import (
+    Estimate,
+    Values,
+    adjusted,
+    estimate_of,
+    published,
+    resampled_means,
+    sign_test,
+)
 from mmod.analysis.tables import markdown_table
-
-__all__ = ["LEARNED", "Audit", "Condition", "compare", "read_audit"]
 
 LEARNED = "as learned"
 _LEVEL = 0.05
@@ -90,7 +96,7 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain JSON values."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self, dict_factory=published)
 
     def rows(self) -> list[list[str]]:
         """Return the conditions as rows of a table, its header first."""
@@ -159,11 +165,7 @@ def _cells(own: Condition) -> list[str]:
 
 
 def read_audit(fields: Mapping[str, Any]) -> Audit:
-    """Return the audit whose plain values are given, see `Audit.to_dict`.
-
-    Args:
-        fields: The values.
-    """
+    """Return the audit whose plain values are given, see `Audit.to_dict`."""
     conditions = [
         Condition(**{name: _estimate(value) for name, value in condition.items()}) for condition in fields["conditions"]
     ]
@@ -211,17 +213,7 @@ def compare(
     outcomes: Mapping[str, tuple[Values, Values]], made: Mapping[str, Choice], *, resamples: int, margin: float,
     draws: int, across: Across, influence: Influence | None,
 ) -> Audit:  # fmt: skip
-    """Compare the conditions of an audit.
-
-    Args:
-        outcomes: For each condition, `LEARNED` first, accuracy in [0, 1] and loss on each image.
-        made: The choices by name.
-        resamples: How often images are resampled, and signs drawn.
-        margin: Points of accuracy below which a gap counts as none.
-        draws: Random choices that were averaged.
-        across: What was counted across decisions.
-        influence: What decides where content is moved.
-    """
+    """Compare the conditions of an audit."""
     names = list(outcomes)
     accuracies, losses = zip(*outcomes.values())
     value_IC = np.stack([*(100 * accuracy for accuracy in accuracies), *losses], axis=1)

@@ -25,8 +25,6 @@ from mmod.analysis.modes import in_mode
 from mmod.io.progress import progress_bar
 from mmod.values import check_value
 
-__all__ = ["audit"]
-
 _AUDIT = "audit"
 # Batches, and the function that processes one.
 _Step = tuple[Iterable[Any], Callable[[Any], None]]
@@ -217,14 +215,7 @@ def _go_on(
 def _strata_of(
     auditor: Auditor, sorted_by: Strata, elsewhere: Sequence[str], beside: Iterable[str]
 ) -> tuple[dict[tuple[str, str], Outcomes], dict[tuple[str, str], Outcomes]]:
-    """Return outcomes by group and name, against random tokens and against other models.
-
-    Args:
-        auditor: Has judged all batches.
-        sorted_by: Strata of the images.
-        elsewhere: Names of shifts and other sets.
-        beside: Names of other models.
-    """
+    """Return outcomes by group and name, against random tokens and against other models."""
     overall, members = auditor.against_random(), sorted_by.members()
     parts = {names: overall.of(chosen) for names, chosen in members.items()}
     if elsewhere:

@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["SHIFTS", "ImageShift"]
-
 ImageShift = Callable[[Tensor, range], Tensor]
 """From images (B, C, H, W) and their numbers in the set to images of the same size."""
 

@@ -20,20 +20,6 @@ from mmod.analysis.statistics import (
     simultaneous,
 )
 
-__all__ = [
-    "ALL",
-    "DIFFICULTY",
-    "SHIFT",
-    "Outcomes",
-    "Strata",
-    "Stratum",
-    "StratumOf",
-    "beside_told",
-    "compare_strata",
-    "strata_rows",
-    "strata_told",
-]
-
 StratumOf = Callable[[Any], Mapping[str, "Sequence[str] | Sequence[float] | Tensor"]]
 """From a batch to what its images are sorted by: names, or numbers of which thirds are made, (B,) each."""
 
@@ -81,11 +67,7 @@ class Outcomes:
     random_loss: Values
 
     def of(self, chosen: Any) -> Outcomes:
-        """Return those of some images.
-
-        Args:
-            chosen: Their numbers, or True where an image is one of them.
-        """
+        """Return those of some images."""
         return Outcomes(*(own[chosen] for own in (self.accuracy, self.loss, self.random_accuracy, self.random_loss)))
 
 
@@ -104,15 +86,7 @@ class Strata:
         self._images = 0
 
     def add(self, values: Mapping[str, Sequence[Any] | Tensor], images: int) -> None:
-        """Add a batch.
-
-        Args:
-            values: What its images are sorted by.
-            images: Number of its images.
-
-        Raises:
-            ValueError: Other names than before, or not one value for each image.
-        """
+        """Add a batch."""
         if self._images and values.keys() != self._values.keys():
             raise ValueError(f"strata name {', '.join(values)} and named {', '.join(self._values)} before")
         for name, own in values.items():
@@ -127,11 +101,7 @@ class Strata:
         return {"values": self._values, "images": self._images}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was gathered.
-
-        Args:
-            state: As `state` returns it.
-        """
+        """Go on from what was gathered."""
         self._values, self._images = state["values"], state["images"]
 
     def members(self) -> dict[tuple[str, str], Any]:
@@ -150,12 +120,7 @@ class Strata:
 
 
 def compare_strata(strata: Mapping[tuple[str, str], Outcomes], resamples: int) -> list[Stratum]:
-    """Compare the learned with the random choice in each stratum; those of one image are left out.
-
-    Args:
-        strata: Outcomes by group and name.
-        resamples: How often images are resampled, and signs drawn.
-    """
+    """Compare the learned with the random choice in each stratum; those of one image are left out."""
     kept = {names: own for names, own in strata.items() if len(own.loss) > 1}
     if not kept:
         return []
@@ -180,12 +145,7 @@ def compare_strata(strata: Mapping[tuple[str, str], Outcomes], resamples: int) -
 
 
 def strata_rows(strata: Sequence[Stratum], other: str) -> list[list[str]]:
-    """Return a table of strata, its header first.
-
-    Args:
-        strata: The strata.
-        other: What the learned choice is compared with.
-    """
+    """Return a table of strata, its header first."""
     header = ["by", "stratum", "images", "accuracy %", f"{other} %", "gap", "p", "loss gap", "p of loss"]
     return [header] + [
         [own.group, own.name, str(own.images), f"{own.accuracy:.1f}", f"{own.random:.1f}", f"{own.gap:+.1f}",
@@ -195,11 +155,7 @@ def strata_rows(strata: Sequence[Stratum], other: str) -> list[list[str]]:
 
 
 def strata_told(strata: Sequence[Stratum]) -> list[str]:
-    """Return a sentence for each group: where the learned choice is worth most and least, and if that can be told.
-
-    Args:
-        strata: The strata.
-    """
+    """Return a sentence for each group: where the learned choice is worth most and least, and if that can be told."""
     told = []
     for group in dict.fromkeys(own.group for own in strata):
         ends = _ends([own for own in strata if own.group == group])
@@ -213,11 +169,7 @@ def strata_told(strata: Sequence[Stratum]) -> list[str]:
 
 
 def beside_told(strata: Sequence[Stratum]) -> list[str]:
-    """Return a sentence for each other model: how far this one is above it, and where most and least.
-
-    Args:
-        strata: All images and strata, by other model.
-    """
+    """Return a sentence for each other model: how far this one is above it, and where most and least."""
     told = []
     for group in dict.fromkeys(own.group for own in strata):
         whole, *parts = (own for own in strata if own.group == group)

@@ -7,8 +7,6 @@ from typing import Literal
 from mmod.analysis.audit.influence import Influence
 from mmod.analysis.statistics import Estimate
 
-__all__ = ["Kind", "judge"]
-
 Kind = Literal["content", "position", "both", "no better than random", "cannot be told"]
 # Shares of position, of what content and position decide, between which a router uses both.
 _BOTH = (0.25, 0.75)
@@ -24,16 +22,7 @@ def judge(
     gap: Estimate, explained: Estimate | None, best: str | None, margin: float, influence: Influence | None, *,
     is_clear: bool,
 ) -> tuple[Kind, str]:  # fmt: skip
-    """Return what a router uses, and sentences that say so, what it is worth, and what a fixed position would do.
-
-    Args:
-        gap: Points of accuracy of the learned choice above the random one.
-        explained: Share of the gap that the best fixed position reaches; None without a clear gap or a position.
-        best: Its name.
-        margin: Points of accuracy below which a gap counts as none.
-        influence: What decides where content is moved; None where it was not.
-        is_clear: Whether the gap is above 0 by interval and by test.
-    """
+    """Return what a router uses, and sentences that say so, what it is worth, and what a fixed position would do."""
     is_none = not is_clear and gap.high < margin
     if influence is None:
         kind, why = _without_moves(explained, is_none=is_none)

@@ -202,5 +202,4 @@ def _least(curves: Mapping[int, Mapping[Group, Curve]], group: Group) -> dict[in
 def _in_nats(gap: Any) -> str | None:
     if gap is None:
         return None
-    interval = "" if gap.low is None else f" [{gap.low:+.4f}, {gap.high:+.4f}]"
-    return f"{gap.mean:+.4f}{interval} ({gap.seeds} seeds)"
+    return f"{gap:+.4f} ({gap.seeds} seeds)"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmod.analysis.statistics import published
 from mmod.studies.isoflop.config import IsoflopConfig
 from mmod.studies.isoflop.grid import Place, plan
 from mmod.studies.isoflop.report import draw, optima, point_of, table
@@ -123,7 +124,7 @@ def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) 
     folder = Path(config.output)
     text = table(points, config.score)
     least = [
-        {**row, "difference": None if row["difference"] is None else dataclasses.asdict(row["difference"])}
+        {**row, "difference": row["difference"] and dataclasses.asdict(row["difference"], dict_factory=published)}
         for row in optima(points, config.score)
     ]
     facts = runner.facts

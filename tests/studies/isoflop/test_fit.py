@@ -56,7 +56,7 @@ def test_differences_are_those_of_the_least_losses_of_each_seed() -> None:
     assert [round(row["parameters"], -2) for row in rows] == [1e5, 1e5, 2e5, 2e5]
     for row in rows:
         if row["series"] == "mod":
-            assert (row["difference"].mean, row["difference"].seeds) == (pytest.approx(-0.1), 3)
+            assert (row["difference"].value, row["difference"].seeds) == (pytest.approx(-0.1), 3)
         else:
             assert row["difference"] is None
     assert len(curves_of(points, "loss", seed=2)) == 4
