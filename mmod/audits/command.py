@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmod.analysis.statistics import published
 from mmod.audits.config import AUDITS, AnyConfig, PairsAuditConfig, TextAuditConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import kind_of, recipe_of, split_kind
@@ -30,6 +29,7 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
     from mmod import is_routed
     from mmod.analysis.audit.plots import draw_audit
     from mmod.analysis.audit.result import read_audit
+    from mmod.analysis.statistics import published
     from mmod.audits.subjects import subject_of
     from mmod.io.claim import claim_folder
     from mmod.io.files import write_atomically
