@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmod.data.corrupt import OnCorrupt
+from mmod.io.remote import RemoteConfig
 from mmod.values import check_fields, one_of
 
 EMBEDDED = ("digits", "crowds")
@@ -92,7 +93,8 @@ class DataConfig:
             `mmod.data.readers.maps.MapSource`; or a name for `timm.data.create_dataset`: "folder", "torch/...",
             "hfds/...".
         root: Folder of the data. Embedded sets default to `runs/data/TITLE-DIFFICULTY`, such as
-            `runs/data/cluttered-digits-tiny`. For remote shards, the folder of the local copies.
+            `runs/data/cluttered-digits-tiny`. For shards, the folder of
+            copies of remote ones and of indices.
         train_split: Split to train on.
         val_split: Split to evaluate on.
         train_limit: Number of training images, drawn once and spread evenly over the classes; None uses all.
@@ -109,12 +111,14 @@ class DataConfig:
         interpolation: Interpolation of the evaluation resize.
         on_corrupt: "raise" stops at an image or shard that cannot be read. "skip" counts it in the stream's report:
             training replaces it by the next readable sample, evaluation leaves it out.
+        max_corrupt: Maximum number of faults that "skip" leaves out; None for any number.
         in_memory: Decode all images once and keep them as uint8; None does so for embedded sets without augmentation.
         pin_memory: Return batches in pinned memory (for a GPU).
         options: Further arguments of `timm.data.create_dataset`, such as `class_map`.
         label_patch: Side of a patch in pixels, for one class per patch: the most frequent class of its pixels in the
             label map (the member `.seg.png` of shards, or the map of "maps:SIDE"). Images are square, and maps have
             the same size. None for one class per image.
+        remote: How remote shards are read.
 
     Raises:
         ValueError: A value is out of range.
@@ -136,10 +140,12 @@ class DataConfig:
     crop_pct: float = 0.875
     interpolation: str = "bicubic"
     on_corrupt: OnCorrupt = "raise"
+    max_corrupt: int | None = None
     in_memory: bool | None = None
     pin_memory: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     label_patch: int | None = None
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
 
     def __post_init__(self) -> None:
         check_fields(
@@ -152,6 +158,7 @@ class DataConfig:
             batch_size="[1, inf)",
             workers="[0, inf)",
             crop_pct="(0, 1]",
+            max_corrupt="[0, inf)",
             std="(0, inf)",
             interpolation=_INTERPOLATIONS,
         )
@@ -218,14 +225,17 @@ class PairsConfig:
     Args:
         train: Training shards: one or several paths or URLs with brace ranges (`{00000..00127}.tar`), globs (local
             paths only) or `pipe:` commands; or `scenes:DIFFICULTY/SPLIT`, the embedded set, built on demand.
-        val: Evaluation shards, in the same form. Remote shards are copied to `root`.
-        root: Folder for copies of remote shards, or of the embedded set (default
+        val: Evaluation shards, in the same form. Remote shards (`s3://`, `gs://`, `https://`, `hf://`, ...) are
+            copied to `root` while training reads them.
+        root: Folder for copies of remote shards and for indices, or of the embedded set (default
             `runs/data/captioned-scenes-DIFFICULTY`).
         batch_size: Pairs per batch and process.
         workers: Worker processes; 0 reads in the training process.
         on_corrupt: "raise" stops at a shard, image or caption that cannot be read. "skip" counts it in the report:
             training replaces it by the next readable sample, evaluation leaves it out.
+        max_corrupt: Maximum number of faults that "skip" leaves out; None for any number.
         pin_memory: Return batches in pinned memory (for a GPU).
+        remote: How remote shards are read.
 
     Raises:
         ValueError: A value is out of range.
@@ -237,10 +247,12 @@ class PairsConfig:
     batch_size: int = 64
     workers: int = 0
     on_corrupt: OnCorrupt = "raise"
+    max_corrupt: int | None = None
     pin_memory: bool = False
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
 
     def __post_init__(self) -> None:
-        check_fields(self, "data", batch_size="[1, inf)", workers="[0, inf)")
+        check_fields(self, "data", batch_size="[1, inf)", workers="[0, inf)", max_corrupt="[0, inf)")
 
 
 @dataclass

@@ -53,6 +53,8 @@ class CorruptReport:
     Args:
         on_corrupt: "raise" raises the first fault; "skip" counts faults.
         faults: The faults, in order of occurrence.
+        limit: Maximum number of faults that are skipped; None for any number.
+        retried: Number of reads of remote files that were repeated.
 
     Example:
         >>> report = CorruptReport("skip")
@@ -63,6 +65,8 @@ class CorruptReport:
 
     on_corrupt: OnCorrupt = "raise"
     faults: dict[Fault, None] = field(default_factory=dict)
+    limit: int | None = None
+    retried: Any = 0
 
     def __post_init__(self) -> None:
         one_of("on_corrupt", self.on_corrupt, ("raise", "skip"))
@@ -73,6 +77,8 @@ class CorruptReport:
             if self.on_corrupt == "raise":
                 raise CorruptDataError(f"{fault} (on_corrupt='skip' counts such samples and leaves them out)")
             self.faults[fault] = None
+            if self.limit is not None and len(self.faults) > self.limit:
+                raise CorruptDataError(f"more than max_corrupt={self.limit} faults, the last: {fault}")
 
     @property
     def counts(self) -> dict[str, int]:
@@ -80,9 +86,10 @@ class CorruptReport:
         return dict(Counter(fault.file for fault in self.faults))
 
     def __str__(self) -> str:
-        if not self.faults:
-            return "no corrupt data"
-        return "\n".join([f"{len(self.faults)} corrupt, skipped:", *map(str, self.faults)])
+        lines = (
+            [f"{len(self.faults)} corrupt, skipped:", *map(str, self.faults)] if self.faults else ["no corrupt data"]
+        )
+        return "\n".join([*lines, *([f"{int(self.retried)} remote reads repeated"] if self.retried else [])])
 
 
 _WORKER = re.compile(r"'?Caught \w+ in DataLoader worker process \d+\.")

@@ -66,7 +66,7 @@ def create_eval_stream(config: DataConfig, rank: int = 0, world: int = 1) -> Bat
 
 
 def _create_stream(config: DataConfig, split: str, place: tuple[int, int], seed: int | None = None) -> BatchStream:
-    report = CorruptReport(config.on_corrupt)
+    report = CorruptReport(config.on_corrupt, limit=config.max_corrupt)
     reader = _create_reader(config, split, report, training=seed is not None)
     return BatchStream(reader, report, config, place, seed, name=f"the split {split!r} of {config.source!r}")
 
@@ -121,7 +121,7 @@ def _create_source(config: DataConfig, split: str, report: CorruptReport) -> Lab
                 f"source={config.source!r} must contain '{{split}}', which is replaced by train_split or val_split"
             )
         shards = argument.replace("{split}", split)
-        return ShardSource(shards, report, cache=config.root, progress=True, target=target)
+        return ShardSource(shards, report, config.root, progress=True, target=target, remote=config.remote)
     if source == "maps":
         assert config.root is not None
         assert config.label_patch is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -19,11 +19,13 @@ from PIL import Image
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, OnCorrupt
 from mmod.data.readers.image_files import ImageFiles, read_image
 from mmod.data.readers.images import IMAGE_EXTENSIONS, decode_image
-from mmod.data.readers.shards import Members, expand_pattern, read_at, read_samples
+from mmod.data.readers.shard_files import ShardFiles, read_at
+from mmod.data.readers.shards import Members, expand_pattern, read_samples
 from mmod.data.records import IMAGE, Message, check_record, image_names, read_records
 from mmod.data.synthetic.questions import QUESTIONS
 from mmod.io.files import parse_json
 from mmod.io.progress import progress_bar
+from mmod.io.remote import RemoteConfig, RemoteError
 from mmod.values import check_fields
 
 Protected = Literal["question", "conversation"]
@@ -59,7 +61,8 @@ class ConversationsConfig:
         val: Evaluation conversations, in the same form; the model answers the last question. None for no evaluation.
         images: Folder that image paths of a JSON file are relative to; by default the folder of the file.
         follow_links: Also read images outside that folder that symbolic links in it point to.
-        root: Folder of the embedded set (default `runs/data/cluttered-questions-DIFFICULTY`).
+        root: Folder of the embedded set (default `runs/data/cluttered-questions-DIFFICULTY`), or of copies of remote
+            shards.
         max_length: Maximum sequence length in tokens, image tokens included; longer conversations are truncated. None
             for no limit.
         packed: Pack the conversations of a training batch into one row, instead of padding them.
@@ -68,6 +71,8 @@ class ConversationsConfig:
             routed with `tokens: all`.
         on_corrupt: When the source is opened, "raise" stops at an invalid record or shard or a missing image file;
             "skip" counts it and leaves it out. An image that cannot be decoded later always stops.
+        max_corrupt: Maximum number of faults that "skip" leaves out; None for any number.
+        remote: How remote shards are copied to `root`, which all are before training.
 
     Raises:
         ValueError: A value is out of range.
@@ -82,9 +87,11 @@ class ConversationsConfig:
     packed: bool = False
     protected: Protected | None = None
     on_corrupt: OnCorrupt = "raise"
+    max_corrupt: int | None = None
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
 
     def __post_init__(self) -> None:
-        check_fields(self, "data", max_length="[2, inf)")
+        check_fields(self, "data", max_length="[2, inf)", max_corrupt="[0, inf)")
 
 
 class ChatDataset:
@@ -160,11 +167,12 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
         ('count', 'assistant', (32, 32))
     """
     config = config or ConversationsConfig()
-    report = CorruptReport(config.on_corrupt)
+    report = CorruptReport(config.on_corrupt, limit=config.max_corrupt)
     if source.startswith("questions:"):
         source = QUESTIONS.locate(source, config.root, progress)
     if source.endswith(".tar"):
-        rows = _read_shards(source, report, progress)
+        shards = ShardFiles(expand_pattern(source), config.root, report, config.remote)
+        rows = _read_shards(shards, report, progress)
     elif source.endswith((".json", ".jsonl")):
         files = ImageFiles(config.images or Path(source).parent, config.follow_links)
         rows = _read_file(Path(source), files, report, progress)
@@ -184,10 +192,16 @@ def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: b
         yield _row(record, messages, images, place)
 
 
-def _read_shards(pattern: str, report: CorruptReport, progress: bool) -> Iterator[dict[str, Any]]:
-    for shard in progress_bar(expand_pattern(pattern), desc="index", unit="shard", shown=progress):
+def _read_shards(files: ShardFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, Any]]:
+    for number in progress_bar(range(len(files.urls)), desc="index", unit="shard", shown=progress):
+        try:
+            # A copy, because every record is checked.
+            shard = files.fetch(number)
+        except RemoteError as error:
+            report.add([Fault(files.urls[number], "", str(error))])
+            continue
         with open(shard, "rb") as file:
-            for row in read_samples(shard, partial(_shard_row, file)):
+            for row in read_samples(file, shard, partial(_shard_row, file)):
                 if isinstance(row, Fault):
                     report.add([row])
                 else:

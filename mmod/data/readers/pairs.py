@@ -64,10 +64,10 @@ def _create_stream(
     place: tuple[int, int],
     seed: int | None = None,
 ) -> BatchStream:
-    report, cache, pattern = CorruptReport(config.on_corrupt), config.root, shards
+    report, cache, pattern = CorruptReport(config.on_corrupt, limit=config.max_corrupt), config.root, shards
     if isinstance(pattern, str) and pattern.startswith("scenes:"):
         pattern, cache = SCENES.locate(pattern, config.root), None
-    source = ShardSource(pattern, report, cache=cache, progress=True, target=CAPTION)
+    source = ShardSource(pattern, report, cache, progress=True, target=CAPTION, remote=config.remote)
     # Training replaces corrupt samples, so that all processes keep the same number of full batches.
     reader = ImageReader(source, "RGB", transform, replace=seed is not None, collate=tokenizer)
     return BatchStream(reader, report, config, place, seed, name=repr(shards))

@@ -2,16 +2,13 @@
 
 A shard is an uncompressed tar file. A sample is a run of members that share the name up to the first dot, such as
 `000017.jpg`, `000017.cls`. One pass over the headers indexes the offsets of all samples. So shuffling is global, an
-epoch is exact for any number of workers and shards, and a stream resumes anywhere. Remote shards are copied first.
+epoch is exact for any number of workers and shards, and a stream resumes anywhere. See `shard_files` for remote shards.
 """
 
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
-import re
-import shutil
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +23,10 @@ from PIL import Image
 
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.readers.images import IMAGE_EXTENSIONS, MAX_BYTES, decode_image, open_image
+from mmod.data.readers.shard_files import Index, ShardFiles, read_at
 from mmod.data.readers.source import UnreadableSampleError
-from mmod.io.files import check_regular, replacing
-from mmod.io.progress import progress_bar
+from mmod.io.files import check_regular
+from mmod.io.remote import RemoteConfig, RemoteError, is_remote
 
 # Errors of `tarfile` on damaged archives, whose headers may hold any value.
 _DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, MemoryError, RecursionError)
@@ -39,7 +37,6 @@ Sample = TypeVar("Sample")
 _BLOCK = tarfile.BLOCKSIZE
 # Maximum number of decimal digits of a class that fits into int64.
 _DIGITS = 18
-_URL = re.compile(r"^(pipe:|[a-z][a-z0-9+.-]*://)", re.IGNORECASE)
 
 
 class Target(NamedTuple):
@@ -125,7 +122,7 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
     shards: list[str] = []
     patterns = [pattern] if isinstance(pattern, str) else pattern
     for url in (url for entry in patterns for url in expand_urls(entry)):
-        if _URL.match(url) and not url.startswith("file://"):
+        if is_remote(url):
             shards.append(url)
             continue
         path = url.removeprefix("file://")
@@ -141,37 +138,16 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
     return shards
 
 
-def fetch_shard(url: str, folder: str | Path) -> str:
-    """Copy a remote shard to a folder, unless the copy exists, and return its path.
-
-    Args:
-        url: A URL for `webdataset.gopen`: `pipe:`, `https://`, `s3://`, `gs://` and others.
-        folder: Folder of the copies.
-
-    Raises:
-        OSError: The shard cannot be read to its end.
-    """
-    from webdataset.gopen import gopen
-
-    stem = re.sub(r"[^A-Za-z0-9._-]", "_", url.split("/")[-1])[-80:].removesuffix(".tar")
-    path = Path(folder) / f"{stem}-{hashlib.sha256(url.encode()).hexdigest()[:12]}.tar"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Closing the pipe checks the exit status of the command behind it.
-        with replacing(path, shared=True) as partial, gopen(url) as stream, open(partial, "wb") as file:
-            shutil.copyfileobj(stream, file)
-    return str(path)
-
-
 class ShardSource:
     """The samples of a list of shards.
 
     Args:
         pattern: See `expand_pattern`.
         report: Counts damaged shards and incomplete samples.
-        cache: Folder for copies of remote shards.
+        cache: Folder for copies of remote shards, and for the indices of shards, which else lie beside them.
         progress: Show a progress bar while the shards are indexed.
         target: The label member: `CLASS`, `CAPTION` or a `label_map`.
+        remote: How remote shards are read.
 
     Raises:
         ValueError: The pattern matches nothing, a shard is compressed, a remote shard has no cache folder, or no sample
@@ -194,22 +170,21 @@ class ShardSource:
         cache: str | Path | None = None,
         progress: bool = False,
         target: Target = CLASS,
+        remote: RemoteConfig | None = None,
     ):
         self.target = target
-        self.shards = [_local(url, cache) for url in expand_pattern(pattern)]
-        rows: list[tuple[int, int, int, int, int]] = []
-        for number, shard in enumerate(progress_bar(self.shards, desc="index", unit="shard", shown=progress)):
-            for entry in read_samples(shard, self._choose):
-                if isinstance(entry, Fault):
-                    report.add([entry])
-                else:
-                    rows.append((number, *entry))
-        if not rows:
+        self._files = ShardFiles(expand_pattern(pattern), cache, report, remote)
+        tables = []
+        for number, (rows, faults) in self._files.indices(target.extension, self._make_index, progress):
+            report.add(faults)
+            tables.append(np.column_stack([np.full(len(rows), number), rows]))
+        # An array: worker processes share its memory, while reference counting would copy a list to each.
+        self._rows = np.concatenate(tables) if tables else np.empty((0, 5), np.int64)
+        if not len(self._rows):
             raise ValueError(
                 f"the shards of {pattern!r} hold no complete sample (an image and a .{target.extension} member)"
             )
-        # An array: worker processes share its memory, while reference counting would copy a list to each.
-        self._rows = np.array(rows, np.int64)
+        self._files.copy_in_background()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -217,19 +192,18 @@ class ShardSource:
     def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
         """Read one sample; see `ImageSource.read`."""
         shard, image_at, image_size, target_at, target_size = self._rows[index].tolist()
-        path = self.shards[shard]
         try:
-            with open(path, "rb") as file:
-                image, target = read_at(file, image_at, image_size), read_at(file, target_at, target_size)
+            image, target = self._files.read(shard, [(image_at, image_size), (target_at, target_size)])
             return decode_image(image, mode), self.target.parse(target)
         except (OSError, ValueError) as error:
-            raise UnreadableSampleError(Fault(path, _member_name(path, image_at), str(error))) from error
+            name = self._member_name(shard, image_at)
+            raise UnreadableSampleError(Fault(self._files.urls[shard], name, str(error))) from error
 
     def labels(self) -> list[int]:
         """Return the class of each sample without decoding images; -1 for several classes or an unreadable one."""
         classes = []
         for shard, rows in groupby(self._rows.tolist(), key=itemgetter(0)):
-            with open(self.shards[shard], "rb") as file:
+            with self._files.open(shard) as file:
                 classes += [self._label(file, offset, size) for *_, offset, size in rows]
         return classes
 
@@ -241,6 +215,23 @@ class ShardSource:
             return -1
         return label if isinstance(label, int) else -1
 
+    def _member_name(self, shard: int, offset: int) -> str:
+        """Return the name of the member whose data starts at an offset; the header is the block before."""
+        try:
+            (header,) = self._files.read(shard, [(offset - _BLOCK, _BLOCK)])
+            return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
+        except (OSError, ValueError, tarfile.TarError):
+            return f"member at byte {offset}"
+
+    def _make_index(self, file: BinaryIO, path: str) -> Index:
+        rows, faults = [], []
+        for entry in read_samples(file, path, self._choose):
+            if isinstance(entry, Fault):
+                faults.append(entry)
+            else:
+                rows.append(entry)
+        return np.array(rows, np.int64).reshape(-1, 4), faults
+
     def _choose(self, key: str, members: Members) -> tuple[int, int, int, int]:
         """Return offset and size of the image, and of the target."""
         images = [member for extension in IMAGE_EXTENSIONS for member in members.get(extension, [])]
@@ -251,19 +242,12 @@ class ShardSource:
         return images[0].offset_data, images[0].size, targets[0].offset_data, targets[0].size
 
 
-def _local(url: str, cache: str | Path | None) -> str:
-    if not _URL.match(url):
-        return url
-    if cache is None:
-        raise ValueError(f"the remote shard {url!r} needs a folder for its copy: set root")
-    return fetch_shard(url, cache)
-
-
-def read_samples(path: str, choose: Callable[[str, Members], Sample]) -> Iterator[Sample | Fault]:
+def read_samples(file: BinaryIO, path: str, choose: Callable[[str, Members], Sample]) -> Iterator[Sample | Fault]:
     """Iterate over the samples of an uncompressed shard.
 
     Args:
-        path: The shard.
+        file: The shard.
+        path: Its name in faults.
         choose: From a sample's key and its members by lower-case extension to an entry for it; raises a ValueError for
             an incomplete sample.
 
@@ -272,7 +256,7 @@ def read_samples(path: str, choose: Callable[[str, Members], Sample]) -> Iterato
     """
     ends: list[Fault] = []
     keys: set[str] = set()
-    for key, members in _group(path, ends):
+    for key, members in _group(file, path, ends):
         if key in keys:
             yield Fault(path, key, "an earlier sample of the shard has the same key")
             continue
@@ -288,13 +272,13 @@ def read_samples(path: str, choose: Callable[[str, Members], Sample]) -> Iterato
     yield from ends or ([] if keys else [Fault(path, "", "holds no sample")])
 
 
-def _group(path: str, ends: list[Fault]) -> Iterator[tuple[str, Members]]:
+def _group(file: BinaryIO, path: str, ends: list[Fault]) -> Iterator[tuple[str, Members]]:
     """Yield key and members of each sample; append the fault that ended the shard early, if any, to `ends`."""
     from webdataset.tariterators import base_plus_ext
 
     key = ""
     members: Members = {}
-    for member in _read_members(path):
+    for member in _read_members(file, path):
         if isinstance(member, Fault):
             ends.append(member)
             continue
@@ -310,53 +294,35 @@ def _group(path: str, ends: list[Fault]) -> Iterator[tuple[str, Members]]:
         yield key, members
 
 
-def _read_members(path: str) -> Iterator[tarfile.TarInfo | Fault]:
+def _read_members(file: BinaryIO, path: str) -> Iterator[tarfile.TarInfo | Fault]:
     """Yield the complete regular members of a tar file, then the fault that ended it early, if any.
 
     `tarfile` stops silently at an invalid header, so the end-of-archive mark is checked here.
     """
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        if file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
-            raise ValueError(f"{path} is compressed and cannot be read in random order: decompress it")
-        file.seek(0)
-        try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in tar:
-                    if member.size < 0:
-                        # A negative size would send the reader back, in an endless loop.
-                        raise tarfile.ReadError(f"the size of {member.name!r} is {member.size}")
-                    # A sparse member of a few bytes can expand to any number of zeros.
-                    if not member.isreg() or member.issparse() or member.size > MAX_BYTES:
-                        continue
-                    if member.offset_data + member.size > size:
-                        yield Fault(path, member.name, f"the shard ends at byte {size}, within this member")
-                        return
-                    yield member
-                end = tar.offset
-        except _DAMAGE as error:
-            yield Fault(path, "", f"damaged tar file: {error}; later samples are lost")
-            return
-        file.seek(end)
-        if file.read(_BLOCK) != bytes(_BLOCK):
-            yield Fault(path, "", f"damaged tar file: no valid header at byte {end} of {size}; later samples are lost")
-
-
-def read_at(file: BinaryIO, offset: int, size: int) -> bytes:
-    """Read `size` bytes of a file from an offset; raise a ValueError if there are fewer."""
-    file.seek(offset)
-    data = file.read(size)
-    if len(data) != size:
-        raise ValueError(f"the shard changed since it was indexed: it ends before byte {offset + size}")
-    return data
-
-
-def _member_name(path: str, offset: int) -> str:
-    """Return the name of the member whose data starts at an offset; the header is the block before."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
+        raise ValueError(f"{path} is compressed and cannot be read in random order: decompress it")
+    file.seek(0)
     try:
-        with open(path, "rb") as file:
-            header = read_at(file, offset - _BLOCK, _BLOCK)
-        return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
-    except (OSError, ValueError, tarfile.TarError):
-        return f"member at byte {offset}"
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                if member.size < 0:
+                    # A negative size would send the reader back, in an endless loop.
+                    raise tarfile.ReadError(f"the size of {member.name!r} is {member.size}")
+                # A sparse member of a few bytes can expand to any number of zeros.
+                if not member.isreg() or member.issparse() or member.size > MAX_BYTES:
+                    continue
+                if member.offset_data + member.size > size:
+                    yield Fault(path, member.name, f"the shard ends at byte {size}, within this member")
+                    return
+                yield member
+            end = tar.offset
+    except RemoteError:
+        raise
+    except _DAMAGE as error:
+        yield Fault(path, "", f"damaged tar file: {error}; later samples are lost")
+        return
+    file.seek(end)
+    if file.read(_BLOCK) != bytes(_BLOCK):
+        yield Fault(path, "", f"damaged tar file: no valid header at byte {end} of {size}; later samples are lost")

@@ -10,6 +10,7 @@ from PIL import Image
 from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.shards import ShardSource, expand_pattern
 from mmod.data.readers.source import UnreadableSampleError
+from mmod.io.remote import RemoteConfig
 from tests.data.pair_files import write_tar
 
 
@@ -182,9 +183,17 @@ def test_remote_shards_are_copied_once(tmp_path):
 
 def test_a_remote_shard_that_fails_leaves_no_copy(tmp_path):
     path = write_samples(tmp_path / "0.tar", range(3))
-    with pytest.raises(OSError, match="exit"):
-        ShardSource(f"pipe:head -c 900 {path}; exit 3", CorruptReport("skip"), tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+    report, remote = CorruptReport("skip"), RemoteConfig(retries=1, backoff=0)
+    pattern = [f"pipe:head -c 900 {path}; exit 3", str(path)]
+    assert len(ShardSource(pattern, report, tmp_path / "cache", remote=remote)) == 3
+    assert report.counts == {pattern[0]: 1}
+    assert "cannot be read, in 2 attempts" in str(report)
+    assert "1 remote reads repeated" in str(report)
+    with pytest.raises(CorruptDataError, match="exit 3 cannot be read, in 2 attempts"):
+        ShardSource(pattern, CorruptReport(), tmp_path / "cache", remote=remote)
+    with pytest.raises(CorruptDataError, match="more than max_corrupt=0 faults, the last: pipe:head"):
+        ShardSource(pattern, CorruptReport("skip", limit=0), tmp_path / "cache", remote=remote)
+    assert list((tmp_path / "cache").glob("*.tar")) == []
 
 
 def test_long_member_names(tmp_path):

@@ -1,0 +1,251 @@
+"""Local and remote shards by number, copies of remote ones, and indices that later starts read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from mmod.data.corrupt import CorruptReport, Fault
+from mmod.io.files import parse_json, replacing
+from mmod.io.locks import LockedError, locked
+from mmod.io.progress import progress_bar
+from mmod.io.remote import RemoteConfig, RemoteError, RemoteFiles, check_drivers, is_remote
+
+Index = tuple[np.ndarray, list[Fault]]
+"""Offset and size of image and target of every sample (S, 4), and the faults of the shard."""
+_VERSION = 1
+_COPIES = 4
+# Image and target of a sample are read at once where at most this lies between them.
+_GAP = 1 << 16
+
+
+class ShardFiles:
+    """The shards of a list, read by number.
+
+    Args:
+        urls: Local paths and URLs.
+        cache: Folder for copies of remote shards; also for indices, by default beside the shards.
+        report: Counts shards that cannot be read, and retries.
+        config: How remote shards are read.
+
+    Raises:
+        ValueError: A remote shard has no cache folder.
+        ModuleNotFoundError: The package for a URL is missing; the message says how to install it.
+    """
+
+    def __init__(
+        self, urls: list[str], cache: str | Path | None, report: CorruptReport, config: RemoteConfig | None = None
+    ) -> None:
+        self.urls, self.report = urls, report
+        self._cache = None if cache is None else Path(cache)
+        self._files = RemoteFiles(config or RemoteConfig())
+        report.retried = self._files.retried
+        remote = [url for url in urls if is_remote(url)]
+        if remote and cache is None:
+            raise ValueError(f"the remote shard {remote[0]!r} needs a folder for its copy: set root")
+        check_drivers(remote)
+        self._copies = [_copy_path(url, str(cache)) if is_remote(url) else None for url in urls]
+        self._is_local = [copy is None for copy in self._copies]
+
+    def path(self, number: int) -> str | None:
+        """Return the local path of a shard, or of its copy; None for a remote one without a copy."""
+        copy = self._copies[number]
+        if not self._is_local[number] and copy is not None and copy.exists():
+            self._is_local[number] = True
+        return (str(copy) if copy is not None else self.urls[number]) if self._is_local[number] else None
+
+    def fetch(self, number: int, wait: bool = True) -> str:
+        """Copy a remote shard unless there is a copy, and return the local path; one process of a node copies it.
+
+        Raises:
+            LockedError: Another process is copying it, and `wait` is False.
+            RemoteError: It cannot be read.
+        """
+        copy = self._copies[number]
+        if copy is not None and self.path(number) is None:
+            with locked(copy, wait=wait):
+                if not copy.exists():
+                    self._files.copy(self.urls[number], copy)
+        path = self.path(number)
+        assert path is not None
+        return path
+
+    def open(self, number: int) -> BinaryIO:
+        """Open a shard for reading at any place."""
+        path = self.path(number)
+        return self._files.open(self.urls[number]) if path is None else open(path, "rb")
+
+    def read(self, number: int, spans: list[tuple[int, int]]) -> list[bytes]:
+        """Read several spans, offset and size each, of a shard.
+
+        Raises:
+            OSError: The shard cannot be read.
+            ValueError: It is shorter than when it was indexed.
+        """
+        path = self.path(number)
+        if path is not None:
+            with open(path, "rb") as file:
+                return [read_at(file, offset, size) for offset, size in spans]
+        first, last = min(offset for offset, _ in spans), max(sum(span) for span in spans)
+        url = self.urls[number]
+        if last - first > sum(size for _, size in spans) + _GAP:
+            return [self._files.read(url, offset, size) for offset, size in spans]
+        data = self._files.read(url, first, last - first)
+        return [data[offset - first : offset - first + size] for offset, size in spans]
+
+    def indices(
+        self, suffix: str, make: Callable[[BinaryIO, str], Index], progress: bool
+    ) -> Iterator[tuple[int, Index]]:
+        """Yield number and index of every shard that can be read, in order.
+
+        A kept index is used while its shard has the same size, and the same time or ETag. One process of a node makes
+        and keeps those that are missing.
+
+        Args:
+            suffix: Distinguishes indices of one shard for different labels.
+            make: From a shard and its name to its index.
+            progress: Show a progress bar.
+        """
+
+        def find(number: int) -> Index | RemoteError:
+            try:
+                return self._index(number, suffix, make)
+            except RemoteError as error:
+                return error
+
+        numbers = range(len(self.urls))
+        with ThreadPoolExecutor(_COPIES) as threads:
+            # Threads wait for the network together, but would only wait for each other with local files.
+            results = (threads.map if any(map(is_remote, self.urls)) else map)(find, numbers)
+            bar = progress_bar(results, desc="index", unit="shard", total=len(numbers), shown=progress)
+            for number, index in enumerate(bar):
+                if isinstance(index, RemoteError):
+                    self.report.add([Fault(self.urls[number], "", str(index))])
+                else:
+                    yield number, index
+
+    def _index(self, number: int, suffix: str, make: Callable[[BinaryIO, str], Index]) -> Index:
+        url, copy = self.urls[number], self._copies[number]
+        size, tag = self._identity(number)
+        place = self._index_path(number, suffix)
+        index = _read_index(place, url, size, tag)
+        if index is not None:
+            return index
+        # A lock for each remote shard, because copying takes long, and one for a folder of local shards.
+        with _locked(place if copy is not None else place.with_name("shards")):
+            index = _read_index(place, url, size, tag)
+            if index is None and self.path(number) is None and not url.startswith("pipe:"):
+                # A published index lies beside the shard, and has no later version of the shard's time.
+                folder, _, name = url.rpartition("/")
+                published = self._files.read_all(f"{folder}/.{name}.{suffix}.index")
+                index = None if published is None else _parse_index(published, url, size, None)
+                if index is not None:
+                    _write_index(place, index, size, tag)
+            if index is None:
+                if self._files.config.copy or url.startswith("pipe:"):
+                    self.fetch(number)
+                    size = os.path.getsize(self.path(number) or "")
+                with self.open(number) as file:
+                    index = make(file, url)
+                _write_index(place, index, size, tag)
+        return index
+
+    def _identity(self, number: int) -> tuple[int | None, str | None]:
+        """Return size and version of a shard; the version None if any is right, as for copies."""
+        path = self.path(number)
+        if path is None:
+            url = self.urls[number]
+            return (None, None) if url.startswith("pipe:") else self._files.describe(url)
+        stat = os.stat(path)
+        return stat.st_size, None if self._copies[number] is not None else f"{stat.st_mtime_ns}-{stat.st_ino}"
+
+    def _index_path(self, number: int, suffix: str) -> Path:
+        url, copy = self.urls[number], self._copies[number]
+        if copy is None and self._cache is None:
+            return Path(url).with_name(f".{Path(url).name}.{suffix}.index")
+        copy = copy or _copy_path(os.path.abspath(url), str(self._cache))
+        return copy.with_name(f".{copy.name}.{suffix}.index")
+
+    def copy_in_background(self) -> None:
+        """Begin to copy the remote shards that have no copy, while samples are read from their URLs."""
+        missing = [number for number in range(len(self.urls)) if self.path(number) is None]
+        if not missing or not self._files.config.copy:
+            return
+
+        def run() -> None:
+            for number in missing:
+                # Whoever reads a sample of a shard that fails here meets the error, and counts or raises it.
+                with contextlib.suppress(OSError, LockedError):
+                    self.fetch(number, wait=False)
+
+        threading.Thread(target=run, daemon=True).start()
+
+
+def _copy_path(url: str, folder: str) -> Path:
+    stem = re.sub(r"[^A-Za-z0-9._-]", "_", url.split("/")[-1])[-80:].removesuffix(".tar")
+    return Path(folder, f"{stem}-{hashlib.sha256(url.encode()).hexdigest()[:12]}.tar")
+
+
+@contextlib.contextmanager
+def _locked(place: Path) -> Iterator[None]:
+    """Hold a lock where one can be written; a read-only folder keeps no index either."""
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+    with locked(place, wait=True) if os.access(place.parent, os.W_OK) else contextlib.nullcontext():
+        yield
+
+
+def _read_index(place: Path, url: str, size: int | None, tag: str | None) -> Index | None:
+    """Return a kept index if it is of this version of the shard."""
+    try:
+        return _parse_index(place.read_bytes(), url, size, tag)
+    except OSError:
+        return None
+
+
+def _parse_index(data: bytes, url: str, size: int | None, tag: str | None) -> Index | None:
+    head, _, body = data.partition(b"\n")
+    try:
+        header = parse_json(head, url)
+    except ValueError:
+        return None
+    if not isinstance(header, dict) or size is None or header.get("version") != _VERSION or header.get("size") != size:
+        return None
+    faults = header.get("faults")
+    if (tag is not None and header.get("tag") != tag) or header.get("samples") != len(body) / 32:
+        return None
+    if not isinstance(faults, list) or any(not isinstance(fault, list) or len(fault) != 2 for fault in faults):
+        return None
+    rows = np.frombuffer(body, "<i8").reshape(-1, 4)
+    # An index of others may hold any numbers: nothing outside the shard is read.
+    if rows.size and (rows.min() < 0 or rows.max() > size or (rows[:, ::2] + rows[:, 1::2]).max() > size):
+        return None
+    return rows, [Fault(url, str(sample), str(reason)) for sample, reason in faults]
+
+
+def _write_index(place: Path, index: Index, size: int | None, tag: str | None) -> None:
+    rows, faults = index
+    header = {"version": _VERSION, "size": size, "tag": tag, "samples": len(rows)}
+    head = json.dumps({**header, "faults": [fault[1:] for fault in faults]})
+    # An index saves time only, so a folder that cannot be written is no error.
+    with contextlib.suppress(OSError), replacing(place, shared=True, durable=False) as partial:
+        partial.write_bytes(head.encode() + b"\n" + rows.astype("<i8").tobytes())
+
+
+def read_at(file: BinaryIO, offset: int, size: int) -> bytes:
+    """Read `size` bytes of a file from an offset; raise a ValueError if there are fewer."""
+    file.seek(offset)
+    data = file.read(size)
+    if len(data) != size:
+        raise ValueError(f"the shard changed since it was indexed: it ends before byte {offset + size}")
+    return data

@@ -1,0 +1,284 @@
+"""Remote files through fsspec: time limits, retries with backoff, and errors that name the URL."""
+
+from __future__ import annotations
+
+import io
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mmod.io.files import replacing
+from mmod.values import check_fields
+
+_URL = re.compile(r"^(pipe:|[a-z][a-z0-9+.-]*://)", re.IGNORECASE)
+# The packages that fsspec needs for a protocol, where they are not its own.
+_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("http", "https"), "aiohttp requests"),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
+    "hf": "huggingface_hub",
+}
+# Names under which file systems state a file's version, the most exact first.
+_TAGS = ("ETag", "etag", "sha256", "mtime", "LastModified", "last_modified", "updated", "created")
+_CHUNK = 1 << 20
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class RemoteConfig:
+    """Config of reading shards from URLs.
+
+    Args:
+        timeout: Seconds without a byte after which an attempt ends.
+        retries: Attempts after the first one that failed.
+        backoff: Seconds before the first retry, doubled before each further one.
+        copy: Copy shards to `root` while training reads them; false reads every sample from its URL.
+    """
+
+    timeout: float = 60.0
+    retries: int = 3
+    backoff: float = 1.0
+    copy: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, "data.remote", timeout="(0, inf)", retries="[0, inf)", backoff="[0, inf)")
+
+
+class RemoteError(OSError):
+    """A remote file cannot be read; the message names its URL."""
+
+
+class _AttemptError(Exception):
+    """One attempt failed; the cause says how."""
+
+
+def is_remote(url: str) -> bool:
+    """Return whether this is a URL of another machine or a `pipe:` command, not a local path or `file://`."""
+    return _URL.match(url) is not None and not url.startswith("file://")
+
+
+class RemoteFiles:
+    """Reads files by URL; processes share the count of retries.
+
+    Args:
+        config: Time limit and retries.
+
+    Attributes:
+        retried: Number of retries in all processes, a tensor in shared memory.
+
+    Example:
+        >>> import fsspec
+        >>> fsspec.filesystem("memory").pipe("/example/a.txt", b"0123456789")
+        >>> RemoteFiles(RemoteConfig()).read("memory://example/a.txt", 2, 3)
+        b'234'
+    """
+
+    def __init__(self, config: RemoteConfig) -> None:
+        import torch
+
+        self.config = config
+        self.retried = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._failed: dict[str, tuple[float, RemoteError]] = {}
+
+    def describe(self, url: str) -> tuple[int | None, str | None]:
+        """Return size and version (such as an ETag) of a file, each None if its file system does not state it."""
+
+        def ask() -> Iterator[dict[str, Any]]:
+            files, path = open_filesystem(url)
+            # A listing that another process has changed since is not used.
+            files.invalidate_cache()
+            yield files.info(path)
+
+        info = self._retry(url, lambda: next(self._items(ask)))
+        tag = next((str(info[name]) for name in _TAGS if info.get(name) is not None), None)
+        return info.get("size"), tag
+
+    def read(self, url: str, offset: int, size: int) -> bytes:
+        """Read `size` bytes from an offset. A file that failed fails again at once until `timeout` has passed."""
+
+        def ask() -> Iterator[bytes]:
+            files, path = open_filesystem(url)
+            data = files.cat_file(path, start=offset, end=offset + size)
+            if len(data) != size:
+                raise OSError(f"got {len(data)} bytes for {size} from byte {offset}")
+            yield data
+
+        since, error = self._failed.get(url, (0.0, None))
+        if error is not None and time.monotonic() - since < self.config.timeout:
+            raise error
+        try:
+            return self._retry(url, lambda: next(self._items(ask)))
+        except RemoteError as failure:
+            # A shard has thousands of samples, and each would wait for all retries.
+            self._failed[url] = time.monotonic(), failure
+            raise
+
+    def read_all(self, url: str) -> bytes | None:
+        """Read a small file; None if it does not exist."""
+
+        def ask() -> Iterator[bytes | None]:
+            files, path = open_filesystem(url)
+            try:
+                yield files.cat_file(path)
+            except FileNotFoundError:
+                yield None
+
+        return self._retry(url, lambda: next(self._items(ask)))
+
+    def copy(self, url: str, path: Path) -> None:
+        """Copy a file to a local path, where it appears complete; the caller holds a lock."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+        def attempt() -> None:
+            with open(partial, "wb") as file:
+                for chunk in self._items(lambda: _stream(url)):
+                    file.write(chunk)
+
+        with replacing(path) as partial:
+            self._retry(url, attempt)
+
+    def open(self, url: str) -> io.BufferedReader:
+        """Open a file for reading at any place, in steps of 8 MiB."""
+        return io.BufferedReader(_Ranges(self, url), 8 * _CHUNK)
+
+    def _retry(self, url: str, attempt: Callable[[], Result]) -> Result:
+        for number in range(self.config.retries + 1):
+            try:
+                return attempt()
+            except _AttemptError as error:
+                cause = error.__cause__
+                # No later attempt finds what is not there.
+                if isinstance(cause, ModuleNotFoundError):
+                    raise cause from None
+                if number == self.config.retries or isinstance(cause, (FileNotFoundError, PermissionError)):
+                    reason = f"{type(cause).__name__}: {cause}"
+                    raise RemoteError(f"{url} cannot be read, in {number + 1} attempts: {reason}") from cause
+            self.retried += 1
+            time.sleep(self.config.backoff * 2**number)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _items(self, produce: Callable[[], Iterator[Result]]) -> Iterator[Result]:
+        """Yield from an iterator on another thread, which is left behind when an item takes longer than `timeout`.
+
+        Drivers wait for minutes in places that no option of theirs limits, such as the search for credentials.
+        """
+        items: queue.Queue[tuple[str, Any]] = queue.Queue(4)
+        is_abandoned = threading.Event()
+
+        def run() -> None:
+            try:
+                for item in produce():
+                    items.put(("item", item))
+                    if is_abandoned.is_set():
+                        return
+                items.put(("end", None))
+            except Exception as error:
+                items.put(("error", error))
+
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            while True:
+                try:
+                    event, value = items.get(timeout=self.config.timeout)
+                except queue.Empty:
+                    limit = TimeoutError(f"no byte within {self.config.timeout:g} s")
+                    raise _AttemptError from limit
+                if event == "error":
+                    raise _AttemptError from value
+                if event == "end":
+                    return
+                yield value
+        finally:
+            is_abandoned.set()
+            while not items.empty():
+                items.get_nowait()
+
+
+class _Ranges(io.RawIOBase):
+    """A remote file whose reads are requests for ranges."""
+
+    def __init__(self, files: RemoteFiles, url: str) -> None:
+        size, _ = files.describe(url)
+        if size is None:
+            raise RemoteError(f"{url} does not state its size, so that it can only be copied: set data.remote.copy")
+        self._files, self._url, self._size, self._place = files, url, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence])
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self._size - self._place))
+        if size:
+            buffer[:size] = self._files.read(self._url, self._place, size)
+        self._place += size
+        return size
+
+
+def open_filesystem(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL, and the path in it.
+
+    Raises:
+        ModuleNotFoundError: A package is missing; the message says how to install it.
+        ValueError: fsspec knows no such protocol.
+    """
+    protocol = url.partition("://")[0].lower()
+    try:
+        from fsspec.core import url_to_fs
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{url} needs fsspec: pip install 'mmod[remote]'") from error
+    try:
+        files, path = url_to_fs(url)
+    except ImportError as error:
+        packages = _PACKAGES.get(protocol, "")
+        how = f"pip install {packages}" if packages else str(error)
+        raise ModuleNotFoundError(f"{url} needs a driver that is not installed: {how}") from error
+    except ValueError as error:
+        raise ValueError(f"{url}: {error}; https://, s3://, gs://, hf:// and others of fsspec are valid") from error
+    return files, path
+
+
+def check_drivers(urls: list[str]) -> None:
+    """Raise, before anything is read, if a protocol is unknown or its package is missing; see `open_filesystem`."""
+    first = {url.partition("://")[0].lower(): url for url in reversed(urls) if not url.lower().startswith("pipe:")}
+    for protocol, url in first.items():
+        try:
+            # Making the file system would search for credentials, which may take minutes.
+            from fsspec import get_filesystem_class
+
+            get_filesystem_class(protocol)
+        except (ImportError, ValueError):
+            open_filesystem(url)
+
+
+def _stream(url: str) -> Iterator[bytes]:
+    """Yield a file in chunks, and fail if it ends early."""
+    size, length = None, 0
+    if url.lower().startswith("pipe:"):
+        from webdataset.gopen import gopen
+
+        opened = gopen(url)
+    else:
+        files, path = open_filesystem(url)
+        size = files.info(path).get("size")
+        opened = files.open(path, "rb")
+    # Closing a pipe checks the exit status of the command behind it.
+    with opened as stream:
+        while chunk := stream.read(_CHUNK):
+            length += len(chunk)
+            yield chunk
+    if size is not None and length != size:
+        raise OSError(f"the file ended after {length} of {size} bytes")
