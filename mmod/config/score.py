@@ -83,13 +83,10 @@ class Score:
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what scores tokens")
 
-    def compared(self, x_BND: Tensor) -> Tensor:
-        """Return by what tokens are found to be alike, where some join others: here the tokens themselves.
-
-        Args:
-            x_BND: Tokens (B, N, D).
-        """
-        return x_BND
+    @property
+    def compared_channels(self) -> int | None:
+        """Sums of channels by which tokens are compared where some join others; None compares all channels."""
+        return None
 
     def squashed(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return what a threshold is compared with: the sigmoid of a score that learns, or see `relative`.

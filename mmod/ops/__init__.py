@@ -3,16 +3,18 @@
 import importlib
 import pkgutil
 
+from mmod.ops.alike import nearest_rows, redundancy_scores, signed_sums, spread_evenly, unit_rows
 from mmod.ops.backend import Backend, choices, use
 from mmod.ops.capture import capture_importance
 from mmod.ops.context import PartialProjections, Projection, attend_to_all, keys_and_values
+from mmod.ops.hashing import random_scores
 from mmod.ops.importance import (
     attention_importance,
     attention_with_importance,
     class_token_importance,
     importance_of_map,
 )
-from mmod.ops.merging import add_updates, first_rows, group_sizes, mean_rows, nearest_rows, signed_sums
+from mmod.ops.merging import add_updates, first_rows, group_sizes, mean_rows
 from mmod.ops.packed import Packing, attend_within, pack_rows, packed_attention
 from mmod.ops.reference import inverse_rows, lerp_rows
 from mmod.ops.rows import gather_norm, gather_rows, merge_rows, scatter_rows
@@ -50,8 +52,12 @@ __all__ = [
     "nearest_rows",
     "pack_rows",
     "packed_attention",
+    "random_scores",
+    "redundancy_scores",
     "scatter_rows",
     "select_topk",
     "signed_sums",
+    "spread_evenly",
+    "unit_rows",
     "use",
 ]

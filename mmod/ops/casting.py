@@ -1,6 +1,8 @@
-"""The dtype in which attention computes."""
+"""The dtype in which ops compute."""
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -28,3 +30,12 @@ def cast_alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"queries, keys and values must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     return q, k, v
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which products of a tensor are computed in its own dtype."""
+    device = tensor.device.type
+    # `is_autocast_enabled` raises for the meta device.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)

@@ -6,44 +6,7 @@ Axes: B images, N tokens, K slots per image, D channels.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-
-def nearest_rows(
-    x_BND: Tensor, row_BK: Tensor, prefix: int = 0, valid_BK: Tensor | None = None, real_BN: Tensor | None = None
-) -> Tensor:
-    """Return for every row the slot of the most similar kept row, by cosine; a kept row has its own slot.
-
-    Args:
-        x_BND: Rows (B, N, D); they get no gradient.
-        row_BK: Row of each slot (B, K).
-        prefix: Leading slots that no other row joins.
-        valid_BK: False where a slot is empty (B, K), or None.
-        real_BN: False where a row is padding (B, N), or None.
-
-    Returns:
-        Slots (B, N), -1 for padding and where no slot is available.
-
-    Example:
-        >>> x = torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.8]]])
-        >>> nearest_rows(x, torch.tensor([[0, 2]]))
-        tensor([[0, 0, 1, 1]])
-    """
-    slot_K = torch.arange(row_BK.shape[1], device=row_BK.device)
-    same_BK, open_K = slot_K.expand_as(row_BK), slot_K[prefix:]
-    with torch.no_grad():
-        unit_BND = F.normalize(x_BND.float(), dim=-1)
-        kept_BKD = torch.gather(unit_BND, 1, row_BK[:, prefix:].unsqueeze(-1).expand(-1, -1, x_BND.shape[2]))
-        alike_BNK = unit_BND @ kept_BKD.transpose(1, 2)
-        if valid_BK is None:
-            nearest_BN = open_K[alike_BNK.argmax(dim=-1)].scatter(1, row_BK, same_BK)
-        else:
-            best_BN, place_BN = alike_BNK.masked_fill(~valid_BK[:, None, prefix:], -torch.inf).max(dim=-1)
-            nearest_BN = torch.where(best_BN.isneginf(), -1, open_K[place_BN])
-            held_BN = _held_slots(row_BK, x_BND.shape[1], valid_BK)
-            nearest_BN = torch.where(held_BN >= 0, held_BN, nearest_BN)
-        return nearest_BN if real_BN is None else torch.where(real_BN, nearest_BN, -1)
 
 
 def first_rows(first_N: Tensor, row_BK: Tensor, valid_BK: Tensor | None = None) -> Tensor:
@@ -61,46 +24,17 @@ def first_rows(first_N: Tensor, row_BK: Tensor, valid_BK: Tensor | None = None) 
         >>> first_rows(torch.tensor([0, 0, 2, 2]), torch.tensor([[0, 2, 3]]))
         tensor([[0, 0, 1, 2]])
     """
-    held_BN = _held_slots(row_BK, len(first_N), valid_BK)
+    held_BN = held_slots(row_BK, len(first_N), valid_BK)
     return torch.where(held_BN >= 0, held_BN, held_BN[:, first_N])
 
 
-def _held_slots(row_BK: Tensor, rows: int, valid_BK: Tensor | None) -> Tensor:
+def held_slots(row_BK: Tensor, rows: int, valid_BK: Tensor | None) -> Tensor:
     """Return the slot that holds each row, -1 where none does (B, N)."""
     slot_BK = torch.arange(row_BK.shape[1], device=row_BK.device).expand_as(row_BK)
     if valid_BK is not None:
         # An empty slot may point at a row that a valid slot holds; "amax" then prefers the valid slot.
         slot_BK = torch.where(valid_BK, slot_BK, -1)
     return slot_BK.new_full((len(row_BK), rows), -1).scatter_reduce(1, row_BK, slot_BK, "amax")
-
-
-def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
-    """Return tokens projected to fewer channels; distances are kept to a relative error of about `sqrt(2 / channels)`.
-
-    Channel c goes to sum c modulo `channels`, with a sign that a fixed hash of c decides.
-
-    Args:
-        x_BND: Tokens (B, N, D); they get no gradient.
-        channels: Project to this many channels E; None, or at least D, returns the tokens unchanged.
-
-    Returns:
-        The sums (B, N, E), fp32.
-
-    Source: Johnson and Lindenstrauss, 1984, with the sparse signs of Weinberger et al., arXiv 0902.2206.
-
-    Example:
-        >>> signed_sums(torch.ones(1, 2, 12), 3).shape
-        torch.Size([1, 2, 3])
-    """
-    dim = x_BND.shape[-1]
-    if channels is None or dim <= channels:
-        return x_BND.detach().float()
-    with torch.no_grad():
-        place_D = torch.arange(dim, device=x_BND.device)
-        # A multiplicative hash; its upper bits are pseudo-random.
-        sign_D = 1.0 - 2.0 * (((place_D + 1) * 2654435761 >> 19) & 1).float()
-        signed_BND = F.pad(x_BND.float() * sign_D, (0, -dim % channels))
-        return signed_BND.unflatten(-1, (-1, channels)).sum(dim=-2)
 
 
 def group_sizes(slot_BN: Tensor, slots: int) -> Tensor:

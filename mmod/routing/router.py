@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import Merged, Placement, RoutingConfig, Threshold, rational, spelled
+from mmod.ops import first_rows, group_sizes, nearest_rows, unit_rows
 from mmod.ops.gate import apply_gate, step_gate
-from mmod.ops.merging import first_rows, group_sizes, nearest_rows
 from mmod.ops.select import kept_count, select_images, select_threshold, select_topk
 from mmod.routing.decision import Routing, TokenGroups, TokenMarks
 from mmod.routing.grouping import Grouping
@@ -166,7 +166,9 @@ class Router(nn.Module):
                     f"{float(self.capacity)} keeps {slot_BK.shape[1]} of {rows.shape[1]}"
                 )
             return first_rows(self.score.first(rows.shape[1], rows.device), slot_BK, routing.valid_BK)
-        return nearest_rows(self.config.router.compared(rows), slot_BK, self.prefix, routing.valid_BK, real)
+        return nearest_rows(
+            unit_rows(rows, self.config.router.compared_channels), slot_BK, self.prefix, routing.valid_BK, real
+        )
 
     def _join(self, routing: Routing, join_BN: Tensor | None) -> Routing:
         """Return the decision with where tokens join others."""

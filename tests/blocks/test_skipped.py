@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.ops import add_updates, group_sizes, mean_rows, nearest_rows
+from mmod.ops import add_updates, group_sizes, mean_rows, nearest_rows, unit_rows
 from tests.zoo import ZOO, make_images, make_model
 
 # Attention outside the fused call, sizes that the model's own mask of patches does not describe.
@@ -97,7 +97,7 @@ def test_a_naive_loop_merges_alike() -> None:
         x = torch.randn(2, tokens, 7, dtype=torch.float64)
         rest = [torch.randperm(tokens - prefix)[: slots - prefix].sort()[0] + prefix for _ in range(2)]
         kept = torch.stack([torch.cat([torch.arange(prefix), each]) for each in rest])
-        join = nearest_rows(x, kept, prefix)
+        join = nearest_rows(unit_rows(x), kept, prefix)
         size = group_sizes(join, slots)
         mean, spread = mean_rows(x, join, size), add_updates(x, x[:, :slots], join, all_join=True)
         for image, token in itertools.product(range(2), range(tokens)):

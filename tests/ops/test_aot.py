@@ -57,7 +57,25 @@ _STATISTICS = {"mean": "*fp32", "scale": "*fp32"}
 _MERGE = {"gate": "*fp32", "valid": "*u8"}
 _ROWS = {"start": "*i32", "valid": "*i1"}
 _MASKS = {"valid": "*u8", "protect": "*u8", "filled": "*u8", "index": "*i64", "inverse": "*i32"}
+_ALIKE = {"ROWS": 32, "COLUMNS": 64, "CHANNELS": 32}
 CASES: dict[str, list[Case]] = {
+    "alike.unit_kernel": [
+        row_case("bf16", "x", {"out": "*fp32"}, SIGNED=True, ROWS=32, CHANNELS=64),
+        row_case("fp32", "x out", {}, SIGNED=False, ROWS=1, CHANNELS=4096),
+    ],
+    "alike.redundancy_kernel": [
+        row_case("fp32", "x out", {"place": "*i32", "valid": "*u8"}, HAS_VALID=valid, **_ALIKE)
+        for valid in (True, False)
+    ],
+    "alike.nearest_kernel": [
+        row_case("fp32", "x", {"index": "*i64", "valid": "*u8", "out": "*i64"}, HAS_VALID=valid, **_ALIKE)
+        for valid in (True, False)
+    ],
+    "hashing.random_kernel": [
+        row_case(kind, "x", {"out": "*fp32", "valid": "*u8", "salt": "i64"},
+                 HAS_VALID=valid, BLOCK=256, CHANNELS=8)
+        for kind, valid in (("bf16", True), ("fp32", False))
+    ],
     "attention.forward_kernel": attention_cases("q k v out", {"lse": "*fp32", **_ROWS}, backward=False),
     "attention.query_gradient_kernel": attention_cases(
         "q k v out grad_out grad_q", {"lse": "*fp32", "delta": "*fp32", **_ROWS}, backward=True
@@ -145,7 +163,7 @@ def test_every_kernel_is_listed() -> None:
 
 
 # What has no matrix product is compiled alike for both.
-PRODUCTS = {name: cases for name, cases in CASES.items() if name.startswith(("attention", "importance"))}
+PRODUCTS = {name: cases for name, cases in CASES.items() if name.startswith(("alike", "attention", "importance"))}
 
 
 @pytest.mark.parametrize(("capability", "cases_of"), [(80, PRODUCTS), (90, CASES)], ids=["80", "90"])

@@ -100,7 +100,7 @@ def test_an_error_inside_ends_the_forcing_too() -> None:
     ("arguments", "message"),
     [
         (("cuda",), "valid are auto, torch, triton, xformers"),
-        (("torch", "gather"), "valid are attention_with_importance"),
+        (("torch", "gather"), "valid are unit_rows"),
         (("xformers", "gather_rows"), "xformers"),
     ],
 )

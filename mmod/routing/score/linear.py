@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import IMPORTANCE, Placement, WithImportance, register_score
+from mmod.ops.casting import without_autocast
 from mmod.values import check_fields
 
 
@@ -113,12 +114,7 @@ class LinearScore(nn.Module):
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) of tokens (B, N, D)."""
-        device = x_BND.device.type
-        # Torch has no answer for meta, where shapes are followed and nothing is rounded.
-        if device != "meta" and torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                score_BN = self._score(x_BND)
-        else:
+        with without_autocast(x_BND):
             score_BN = self._score(x_BND)
         return mean_score(score_BN, valid_BN) if self.whole else score_BN
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.config import Placement, Score, register_score
-from mmod.ops import signed_sums
-from mmod.routing.score.stride import spread_evenly
+from mmod.ops import redundancy_scores, unit_rows
 from mmod.values import check_fields
 
 
@@ -38,9 +35,10 @@ class Redundancy(Score):
         """Return the module that scores tokens."""
         return RedundancyScore(place.prefix, self.channels)
 
-    def compared(self, x_BND: Tensor) -> Tensor:
-        """Return by what tokens are compared; see `Score.compared`."""
-        return signed_sums(x_BND, self.channels)
+    @property
+    def compared_channels(self) -> int | None:
+        """Sums of channels by which tokens are compared."""
+        return self.channels
 
 
 class RedundancyScore(nn.Module):
@@ -66,14 +64,4 @@ class RedundancyScore(nn.Module):
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, stands for nothing."""
-        with torch.no_grad():
-            unit_BND = F.normalize(signed_sums(x_BND[:, self.prefix :], self.channels), dim=-1)
-            order_BN = spread_evenly(unit_BND.shape[1], x_BND.device).unsqueeze(0)
-            if valid_BN is not None:
-                # By rank among the tokens that count, so that neither padding nor text moves the order.
-                order_BN = order_BN[0, (valid_BN[:, self.prefix :].cumsum(1) - 1).clamp(min=0)]
-            later_BNN = order_BN.unsqueeze(1) <= order_BN.unsqueeze(2)
-            alike_BNN = (unit_BND @ unit_BND.transpose(1, 2)).masked_fill(later_BNN, -1.0)
-            if valid_BN is not None:
-                alike_BNN = alike_BNN.masked_fill(~valid_BN[:, None, self.prefix :], -1.0)
-            return F.pad(1 - alike_BNN.amax(dim=-1), (self.prefix, 0), value=2.0)
+        return redundancy_scores(unit_rows(x_BND, self.channels), self.prefix, valid_BN)

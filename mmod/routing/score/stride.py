@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from mmod.config import Placement, Score, register_score
+from mmod.ops import spread_evenly
 
 
 @register_score("stride")
@@ -37,16 +37,3 @@ class StrideScore(nn.Module):
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D)."""
         return spread_evenly(x_BND.shape[1], x_BND.device).unsqueeze(0).expand(x_BND.shape[0], -1)
-
-
-def spread_evenly(tokens: int, device: torch.device) -> Tensor:
-    """Return numbers in (0, 1], the largest K of which are evenly spread, whatever K is: the van der Corput sequence.
-
-    Args:
-        tokens: How many.
-        device: Where.
-    """
-    position_N1 = torch.arange(tokens, device=device).unsqueeze(1)
-    power_W = 2 ** torch.arange(20, device=device)
-    # The bits of a position in reverse order, as whole numbers, so that sums are exact.
-    return 1 - (position_N1 // power_W % 2 * power_W.flip(0)).sum(dim=1) * 2.0**-20

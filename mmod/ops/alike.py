@@ -1,0 +1,286 @@
+"""Decisions by cosine similarity: which rows an earlier one resembles, and which kept row each other row joins.
+
+Products of all pairs are computed in tiles, so memory grows linearly with N.
+Axes: B images, N tokens, K slots per image, D channels, E projected channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmod.ops import tiles
+from mmod.ops.backend import FLOAT, Backend, Version, choose, exporting, register, transforming
+from mmod.ops.casting import without_autocast
+from mmod.ops.merging import held_slots
+from mmod.ops.reference import gather_rows
+
+
+def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
+    """Return tokens projected to fewer channels; distances are kept to a relative error of about `sqrt(2 / channels)`.
+
+    Channel c goes to sum c modulo `channels`, with a sign that a fixed hash of c decides.
+
+    Args:
+        x_BND: Tokens (B, N, D); they get no gradient.
+        channels: Project to this many channels E; None, or at least D, returns the tokens unchanged.
+
+    Returns:
+        The sums (B, N, E), fp32.
+
+    Source: Johnson and Lindenstrauss, 1984, with the sparse signs of Weinberger et al., arXiv 0902.2206.
+
+    Example:
+        >>> signed_sums(torch.ones(1, 2, 12), 3).shape
+        torch.Size([1, 2, 3])
+    """
+    dim = x_BND.shape[-1]
+    x_BND = x_BND.detach().float()
+    if channels is None or dim <= channels:
+        return x_BND
+    signed_BND = x_BND * _signs(dim).to(x_BND.device)
+    if dim % channels:
+        signed_BND = F.pad(signed_BND, (0, -dim % channels))
+    return signed_BND.unflatten(-1, (-1, channels)).sum(dim=-2)
+
+
+def unit_rows(x_BND: Tensor, channels: int | None = None) -> Tensor:
+    """Return rows of norm 1, whose products are cosines.
+
+    Args:
+        x_BND: Rows (B, N, D); they get no gradient.
+        channels: Project to this many channels first, see `signed_sums`; None keeps all.
+
+    Returns:
+        The rows (B, N, E), fp32; rows of zeros stay zeros.
+
+    Example:
+        >>> unit_rows(torch.tensor([[[3.0, 4.0]]]))
+        tensor([[[0.6000, 0.8000]]])
+    """
+    channels = x_BND.shape[-1] if channels is None else min(channels, x_BND.shape[-1])
+    with torch.no_grad():
+        unit_BNE: Tensor = choose("unit_rows", x_BND, channels=channels).run(x_BND.detach(), channels)
+        return unit_BNE
+
+
+def redundancy_scores(unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor | None = None) -> Tensor:
+    """Return how far each row is from those before it in an evenly spread order: the smallest cosine distance.
+
+    The order is that of `spread_evenly`. Of several rows that are alike, only the first in this order scores high.
+
+    Args:
+        unit_BNE: Rows of norm 1 (B, N, E), see `unit_rows`.
+        prefix: Leading rows, which take no part and score 2.
+        valid_BN: False where a row is padding (B, N), or None. The order then counts valid rows only.
+
+    Returns:
+        Distances (B, N) in [0, 2]; 2 for the first row.
+
+    Example:
+        >>> redundancy_scores(unit_rows(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [1.0, 0.0]]])))
+        tensor([[2.0000, 0.9005, 0.0050, 0.0000]])
+    """
+    version = choose("redundancy_scores", unit_BNE, padding=int(valid_BN is not None))
+    with without_autocast(unit_BNE):
+        score_BN: Tensor = version.run(unit_BNE, prefix, valid_BN)
+    return score_BN
+
+
+def nearest_rows(
+    unit_BNE: Tensor, row_BK: Tensor, prefix: int = 0, valid_BK: Tensor | None = None, real_BN: Tensor | None = None
+) -> Tensor:
+    """Return for every row the slot of the most similar kept row; a kept row has its own slot.
+
+    Args:
+        unit_BNE: Rows of norm 1 (B, N, E), see `unit_rows`.
+        row_BK: Row of each slot (B, K).
+        prefix: Leading slots that no other row joins.
+        valid_BK: False where a slot is empty (B, K), or None.
+        real_BN: False where a row is padding (B, N), or None.
+
+    Returns:
+        Slots (B, N), -1 for padding and where no slot is available.
+
+    Example:
+        >>> unit = unit_rows(torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.8]]]))
+        >>> nearest_rows(unit, torch.tensor([[0, 2]]))
+        tensor([[0, 0, 1, 1]])
+    """
+    version = choose("nearest_rows", unit_BNE, padding=int(valid_BK is not None))
+    with without_autocast(unit_BNE):
+        slot_BN: Tensor = version.run(unit_BNE, row_BK, prefix, valid_BK)
+    return slot_BN if real_BN is None else torch.where(real_BN, slot_BN, -1)
+
+
+def spread_evenly(tokens: int, device: torch.device) -> Tensor:
+    """Return numbers in (0, 1], the largest K of which are evenly spread, whatever K is: the van der Corput sequence.
+
+    Args:
+        tokens: Length of the sequence.
+        device: Device of the result.
+    """
+    position_N1 = torch.arange(tokens, device=device).unsqueeze(1)
+    power_W = 2 ** torch.arange(20, device=device)
+    # The bits of a position in reverse order, as integers, so that sums are exact.
+    return 1 - (position_N1 // power_W % 2 * power_W.flip(0)).sum(dim=1) * 2.0**-20
+
+
+def _constant(make: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """Remember constants of a size on the CPU, for eager mode: making them costs more than a small decision."""
+
+    @functools.lru_cache(maxsize=8)
+    def remembered(size: int) -> Tensor:
+        with torch.inference_mode(False):
+            return make(size)
+
+    def constant(size: int) -> Tensor:
+        # Graphs need their own, and modes such as FakeTensorMode make tensors that are of no use outside.
+        eager = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack() and not transforming()
+        return remembered(size) if eager else make(size)
+
+    return constant
+
+
+@_constant
+def _signs(channels: int) -> Tensor:
+    """Return a pseudo-random sign for each channel, from the upper bits of a multiplicative hash."""
+    place_D = torch.arange(channels, device="cpu")
+    return 1.0 - 2.0 * (((place_D + 1) * 2654435761 >> 19) & 1).float()
+
+
+@_constant
+def _spread_order(tokens: int) -> Tensor:
+    """Return the tokens in spread order, and the place of each in it (2, N)."""
+    order_N = spread_evenly(tokens, torch.device("cpu")).argsort(descending=True)
+    return torch.stack([order_N, order_N.argsort()])
+
+
+@_constant
+def _hide_later(rows: int) -> Tensor:
+    """Return what pushes the cosine to a row itself and to later rows below -1 (rows, rows)."""
+    return torch.full((rows, rows), -4.0, device="cpu").triu()
+
+
+def _cut(images: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    """Cut B maps (rows, columns) into tiles: several images, or some rows of one image."""
+    if torch.compiler.is_compiling() or exporting():
+        # Loops over tiles would be unrolled, for one length.
+        yield slice(None), slice(None)
+        return
+    together = max(1, tiles.CHUNK_ELEMENTS // max(1, rows * columns))
+    height = min(rows, max(1, tiles.CHUNK_ELEMENTS // max(1, columns)))
+    for image in range(0, images, together):
+        for row in range(0, rows, max(1, height)):
+            yield slice(image, image + together), slice(row, min(row + height, rows))
+
+
+def _normalized(x_BND: Tensor, channels: int) -> Tensor:
+    sums_BNE = signed_sums(x_BND, channels)
+    return sums_BNE / torch.linalg.vector_norm(sums_BNE, dim=-1, keepdim=True).clamp_min(1e-12)
+
+
+def _redundancy_by_rank(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) -> Tensor:
+    """Definition: rows are masked by their rank in the order."""
+    unit_BNE = unit_BNE[:, prefix:]
+    images, tokens, _ = unit_BNE.shape
+    order_BN = spread_evenly(tokens, unit_BNE.device).expand(images, -1)
+    if valid_BN is not None:
+        valid_BN = valid_BN[:, prefix:]
+        # By rank among the valid rows, so that padding does not move the order.
+        order_BN = order_BN.gather(1, (valid_BN.cumsum(1) - 1).clamp(min=0))
+    best = []
+    for image, row in _cut(images, tokens, tokens):
+        alike = unit_BNE[image, row] @ unit_BNE[image].transpose(1, 2)
+        hidden = order_BN[image, None] <= order_BN[image, row, None]
+        if valid_BN is not None:
+            hidden = hidden | ~valid_BN[image, None]
+        best.append(alike.masked_fill(hidden, -1.0).amax(dim=-1).flatten())
+    return F.pad(1 - torch.cat(best).view(images, tokens), (prefix, 0), value=2.0)
+
+
+def _redundancy_in_order(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) -> Tensor:
+    """Rows are put in order first: a tile then compares its rows with those before them, and no others."""
+    images, tokens = len(unit_BNE), unit_BNE.shape[1] - prefix
+    order_N, place_N = _spread_order(tokens).unbind()
+    unit_BNE = unit_BNE[:, prefix:].index_select(1, order_N)
+    best_BN = unit_BNE.new_empty(images, tokens)
+    for image, row in _cut(images, tokens, tokens):
+        alike = unit_BNE[image, row] @ unit_BNE[image, : row.stop].transpose(1, 2)
+        alike[..., row].add_(_hide_later(row.stop - row.start))
+        torch.amax(alike, dim=-1, out=best_BN[image, row])
+    out_BN = unit_BNE.new_full((images, tokens + prefix), 2.0)
+    torch.index_select(1 - best_BN.clamp_(min=-1), 1, place_N, out=out_BN[:, prefix:])
+    return out_BN
+
+
+def _nearest_of_all(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None) -> Tensor:
+    """Definition: every row is compared with every kept one."""
+    images, tokens, _ = unit_BNE.shape
+    kept_BKE = gather_rows(unit_BNE, row_BK[:, prefix:])
+    nearest = []
+    for image, row in _cut(images, tokens, row_BK.shape[1]):
+        alike = unit_BNE[image, row] @ kept_BKE[image].transpose(1, 2)
+        if valid_BK is not None:
+            alike = alike.masked_fill(~valid_BK[image, None, prefix:], -torch.inf)
+        best, slot = alike.max(dim=-1)
+        slot = slot + prefix
+        nearest.append((slot if valid_BK is None else torch.where(best.isneginf(), -1, slot)).flatten())
+    held_BN = held_slots(row_BK, tokens, valid_BK)
+    return torch.where(held_BN >= 0, held_BN, torch.cat(nearest).view(images, tokens))
+
+
+def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None) -> Tensor:
+    """Only rows that are not kept are compared with the kept ones."""
+    (images, tokens, _), slots = unit_BNE.shape, row_BK.shape[1]
+    slot_BN = row_BK.new_full((images, tokens), -1)
+    slot_BN.scatter_(1, row_BK, torch.arange(slots).expand(images, -1))
+    other_BR = (slot_BN < 0).nonzero()[:, 1].view(images, tokens - slots)
+    kept_BKE = gather_rows(unit_BNE, row_BK[:, prefix:])
+    other_BRE = gather_rows(unit_BNE, other_BR)
+    nearest_BR = torch.empty_like(other_BR)
+    for image, row in _cut(images, tokens - slots, slots):
+        nearest_BR[image, row] = (other_BRE[image, row] @ kept_BKE[image].transpose(1, 2)).max(dim=-1).indices
+    return slot_BN.scatter_(1, other_BR, nearest_BR + prefix)
+
+
+def _by_kernel(name: str) -> Callable[..., Tensor]:
+    def run(*args: Tensor | int | None) -> Tensor:
+        from mmod.ops.triton import alike
+
+        result: Tensor = getattr(alike, name)(*args)
+        return result
+
+    return run
+
+
+def _is_plain(x_BND: Tensor, facts: Mapping[str, int]) -> bool:
+    """Return whether tiles may be written in place: not in graphs, nor under torch.func transforms."""
+    return not torch.compiler.is_compiling() and not exporting() and not transforming()
+
+
+_kernel = functools.partial(Version, how="a kernel", backend=Backend.TRITON, dtypes=FLOAT)
+_eager = functools.partial(
+    Version, devices=("cpu",), limits={"padding": 0}, when=_is_plain, where="not compiled or transformed"
+)
+register(
+    "unit_rows",
+    _kernel(_by_kernel("unit_rows"), limits={"channels": 4096}, why="not yet measured; reason: one launch, one read"),
+    Version(_normalized, "torch's product, sum and norm"),
+)
+register(
+    "redundancy_scores",
+    _kernel(_by_kernel("redundancy"), why="not yet measured; reason: products of all pairs stay on chip"),
+    _eager(_redundancy_in_order, "tiles of rows in spread order, each compared with rows before it"),
+    Version(_redundancy_by_rank, "the definition, in tiles"),
+)
+register(
+    "nearest_rows",
+    _kernel(_by_kernel("nearest_rows"), why="not yet measured; reason: products of all pairs stay on chip"),
+    _eager(_nearest_of_others, "tiles of rows that are not kept"),
+    Version(_nearest_of_all, "the definition, in tiles"),
+)

@@ -1,0 +1,219 @@
+"""Kernels that compare rows by cosine: a program keeps the running maximum of its rows, and no map is stored.
+
+Axes: B images, N tokens, K slots per image, D channels, E projected channels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from mmod.ops.triton.compat import load_float, on_device
+
+_OPTIONS = {"ROWS": 32, "COLUMNS": 64, "CHANNELS": 32}
+
+
+@triton.jit
+def unit_kernel(  # type: ignore[no-untyped-def]
+    x, out, rows, tokens, channels, sums, x_image, x_token, x_channel,
+    SIGNED: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Add up the signed channels of some rows, and divide by the norm; CHANNELS spans the sums."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    image, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
+    place = tl.arange(0, CHANNELS)
+    total = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for start in range(0, channels, sums):
+        channel = (start + place).to(tl.int64)
+        mask = (row < rows)[:, None] & ((place < sums) & (channel < channels))[None, :]
+        value = load_float(x + (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel, mask)
+        if SIGNED:
+            value = value * (1.0 - 2.0 * ((((channel + 1) * 2654435761) >> 19) & 1).to(tl.float32))[None, :]
+        total += value
+    total = total / tl.maximum(tl.sqrt(tl.sum(total * total, 1)), 1e-12)[:, None]
+    mask = (row < rows)[:, None] & (place < sums)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * sums + place[None, :], total, mask=mask)
+
+
+@triton.jit
+def _spread(position):  # type: ignore[no-untyped-def]
+    """Return the bits of a position in reverse order: lower numbers come first in the spread order."""
+    bits = position.to(tl.uint32)
+    bits = ((bits >> 1) & 0x55555555) | ((bits & 0x55555555) << 1)
+    bits = ((bits >> 2) & 0x33333333) | ((bits & 0x33333333) << 2)
+    bits = ((bits >> 4) & 0x0F0F0F0F) | ((bits & 0x0F0F0F0F) << 4)
+    bits = ((bits >> 8) & 0x00FF00FF) | ((bits & 0x00FF00FF) << 8)
+    bits = (bits >> 16) | (bits << 16)
+    return (bits >> 12).to(tl.int32)
+
+
+@triton.jit
+def _cosine(  # type: ignore[no-untyped-def]
+    left, right, inside_m, inside_n, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr
+):  # fmt: skip
+    """Return products of rows; takes pointers to their starts."""
+    product = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, channels, CHANNELS):
+        channel = start + tl.arange(0, CHANNELS)
+        across = (channel < channels)[None, :]
+        x = tl.load(left[:, None] + channel[None, :], mask=inside_m[:, None] & across, other=0.0)
+        y = tl.load(right[:, None] + channel[None, :], mask=inside_n[:, None] & across, other=0.0)
+        product += tl.dot(x, tl.trans(y), input_precision="ieee")
+    return product
+
+
+@triton.jit
+def redundancy_kernel(  # type: ignore[no-untyped-def]
+    x, place, valid, out, tokens, channels, prefix, blocks,
+    HAS_VALID: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Smallest distance of each row to one before it in the spread order."""
+    image = (tl.program_id(0) // blocks).to(tl.int64)
+    row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    base, inside_m = image * tokens, row < tokens
+    rank_m = row - prefix
+    if HAS_VALID:
+        rank_m = tl.load(place + base + row, mask=inside_m, other=0)
+    rank_m = _spread(tl.maximum(rank_m, 0))
+    top = tl.full([ROWS], -1.0, tl.float32)
+    for start in range(0, tokens, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside_n = (column < tokens) & (column >= prefix)
+        rank_n = column - prefix
+        if HAS_VALID:
+            inside_n = inside_n & (tl.load(valid + base + column, mask=inside_n, other=0) != 0)
+            rank_n = tl.load(place + base + column, mask=inside_n, other=0)
+        rank_n = _spread(tl.maximum(rank_n, 0))
+        alike = _cosine(
+            x + (base + row) * channels, x + (base + column) * channels, inside_m, inside_n, channels,
+            ROWS, COLUMNS, CHANNELS,
+        )  # fmt: skip
+        before = inside_n[None, :] & (rank_n[None, :] < rank_m[:, None])
+        top = tl.maximum(top, tl.max(tl.where(before, alike, -1.0), 1))
+    tl.store(out + base + row, tl.where(row < prefix, 2.0, 1.0 - top), mask=inside_m)
+
+
+@triton.jit
+def nearest_kernel(  # type: ignore[no-untyped-def]
+    x, index, valid, out, tokens, slots, channels, prefix, blocks,
+    HAS_VALID: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Slot of the kept row that each row is most like, or that holds it."""
+    image = (tl.program_id(0) // blocks).to(tl.int64)
+    row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    base, inside_m = image * tokens, row < tokens
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    nearest = tl.full([ROWS], -1, tl.int32)
+    held = tl.full([ROWS], -1, tl.int32)
+    for start in range(0, slots, COLUMNS):
+        slot = start + tl.arange(0, COLUMNS)
+        inside_n = slot < slots
+        token = tl.load(index + image * slots + slot, mask=inside_n, other=0)
+        if HAS_VALID:
+            inside_n = inside_n & (tl.load(valid + image * slots + slot, mask=inside_n, other=0) != 0)
+        here = inside_n[None, :] & (token[None, :] == row[:, None])
+        held = tl.maximum(held, tl.max(tl.where(here, slot[None, :], -1), 1))
+        alike = _cosine(
+            x + (base + row) * channels, x + (base + token) * channels, inside_m, inside_n, channels,
+            ROWS, COLUMNS, CHANNELS,
+        )  # fmt: skip
+        # NaN is nearest to none, but must find a slot.
+        alike = tl.where(alike != alike, -3.0e38, alike)
+        alike = tl.where((inside_n & (slot >= prefix))[None, :], alike, -float("inf"))
+        best = tl.max(alike, 1)
+        first = tl.min(tl.where(alike == best[:, None], slot[None, :], slots), 1)
+        nearest = tl.where(best > top, first, nearest)
+        top = tl.maximum(top, best)
+    tl.store(out + base + row, tl.where(held >= 0, held, nearest).to(tl.int64), mask=inside_m)
+
+
+@torch.library.custom_op("mmod::unit_rows", mutates_args=())
+def unit_rows(x_BND: Tensor, channels: int) -> Tensor:
+    """Return `mmod.ops.unit_rows`."""
+    images, tokens, dim = x_BND.shape
+    out = torch.empty(images, tokens, channels, dtype=torch.float32, device=x_BND.device)
+    span = triton.next_power_of_2(channels)
+    rows, tile_rows = images * tokens, max(1, 2048 // span)
+    if out.numel():
+        with on_device(x_BND):
+            unit_kernel[(triton.cdiv(rows, tile_rows),)](
+                x_BND, out, rows, tokens, dim, channels, *x_BND.stride(),
+                SIGNED=channels < dim, ROWS=tile_rows, CHANNELS=span,
+            )  # fmt: skip
+    return out
+
+
+@unit_rows.register_fake
+def _(x_BND: Tensor, channels: int) -> Tensor:
+    return x_BND.new_empty(*x_BND.shape[:2], channels, dtype=torch.float32)
+
+
+@torch.library.custom_op("mmod::redundancy", mutates_args=())
+def redundancy(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) -> Tensor:
+    """Return `mmod.ops.redundancy_scores`."""
+    unit_BNE = unit_BNE.contiguous()
+    images, tokens, channels = unit_BNE.shape
+    out = torch.empty(images, tokens, dtype=torch.float32, device=unit_BNE.device)
+    place, valid = out, out
+    if valid_BN is not None:
+        counted_BN = valid_BN[:, prefix:]
+        place_BN = (counted_BN.cumsum(1, dtype=torch.int32) - 1).clamp(min=0)
+        place = torch.nn.functional.pad(place_BN, (prefix, 0)).contiguous()
+        valid = valid_BN.contiguous().view(torch.uint8)
+    blocks = triton.cdiv(tokens, _OPTIONS["ROWS"])
+    if out.numel():
+        with on_device(unit_BNE):
+            redundancy_kernel[(images * blocks,)](
+                unit_BNE,
+                place,
+                valid,
+                out,
+                tokens,
+                channels,
+                prefix,
+                blocks,
+                HAS_VALID=valid_BN is not None,
+                **_OPTIONS,
+            )
+    return out
+
+
+@redundancy.register_fake
+def _(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) -> Tensor:
+    return unit_BNE.new_empty(unit_BNE.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("mmod::nearest_rows", mutates_args=())
+def nearest_rows(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None) -> Tensor:
+    """Return `mmod.ops.nearest_rows`."""
+    unit_BNE, row_BK = unit_BNE.contiguous(), row_BK.contiguous()
+    images, tokens, channels = unit_BNE.shape
+    out = torch.empty(images, tokens, dtype=torch.int64, device=unit_BNE.device)
+    valid = row_BK if valid_BK is None else valid_BK.contiguous().view(torch.uint8)
+    blocks = triton.cdiv(tokens, _OPTIONS["ROWS"])
+    if out.numel():
+        with on_device(unit_BNE):
+            nearest_kernel[(images * blocks,)](
+                unit_BNE, row_BK, valid, out, tokens, row_BK.shape[1], channels, prefix, blocks,
+                HAS_VALID=valid_BK is not None, **_OPTIONS,
+            )  # fmt: skip
+    return out
+
+
+@nearest_rows.register_fake
+def _(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None) -> Tensor:
+    return row_BK.new_empty(unit_BNE.shape[:2])
+
+
+@register_flop_formula(torch.ops.mmod.redundancy)
+def _redundancy_flops(unit_shape, *unused, **kwargs):  # type: ignore[no-untyped-def]
+    images, tokens, channels = unit_shape
+    return 2 * images * tokens * tokens * channels
+
+
+@register_flop_formula(torch.ops.mmod.nearest_rows)
+def _nearest_flops(unit_shape, row_shape, *unused, **kwargs):  # type: ignore[no-untyped-def]
+    return 2 * row_shape[0] * unit_shape[1] * row_shape[1] * unit_shape[2]
