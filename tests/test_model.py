@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import mmod
 from mmod import Plan, RoutingConfig
 from mmod.methods.base import undo_
+from mmod.model import deciding_by
 from tests.zoo import make_images, make_model
 
 NAME = "test_vit"
@@ -260,3 +262,15 @@ class TestCheckpointing:
 def test_configs_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         RoutingConfig().capacity = 0.1
+
+
+def test_another_way_to_decide_holds_in_its_thread_alone() -> None:
+    config = RoutingConfig(router="linear", blocks="all", capacity=0.3)
+    model, images = mmod.route_(make_model(NAME), config).eval(), make_images(NAME, 2)
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        alone = model(images)
+        with deciding_by(model, lambda config: config.replace(select={"threshold": 0.0})):
+            every_token = model(images)
+            meanwhile = pool.submit(torch.no_grad()(model), images).result()
+    assert not torch.equal(every_token, alone)
+    assert torch.equal(meanwhile, alone)

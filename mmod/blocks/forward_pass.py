@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmod.routing import Router, Routing, TokenMarks
-
-T = TypeVar("T")
+from mmod.routing.rule import PerThread
 
 
 class SharedScore:
@@ -100,22 +97,6 @@ class ForwardPass:
         self.tokens: TokenMarks | None = None
         self.holds_rows = holds_rows
         self.held: Any = None
-
-
-class PerThread(threading.local, Generic[T]):
-    """One object for each thread, made when the thread first asks; copies and pickles start anew.
-
-    Args:
-        make: Makes the object. It is a plain one, whose attributes compilers can follow.
-    """
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self.make = make
-        self.own = make()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Make another in its place."""
-        return type(self), (self.make,)
 
 
 class _Running:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from mmod.blocks.call import BlockCall
-from mmod.blocks.forward_pass import ForwardPass, PassTracker, PerThread, SharedScore
+from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore
 from mmod.blocks.record import Record
 from mmod.blocks.rows import Rows, enter_rows
 from mmod.blocks.ways import Way
 from mmod.routing import Router, Routing, TokenGroups, TokenMarks
+from mmod.routing.rule import PerThread
 
 
 @dataclass(eq=False)
@@ -200,9 +201,10 @@ class RoutedState(BlockState):
             shared = forward_pass.scores[self.span] = SharedScore(routing.score_BN)
         if shared is not None and reuses:
             shared.remember(router, tokens, routing)
-        if router.partial is not None:
-            # What blocks share is the choice; how much of its last slots runs is each block's own.
-            routing = router.partial.weigh(routing, router.prefix)
+        partial = router.rule.partial
+        if partial is not None:
+            # Blocks share the choice; each weighs its last slots by its own capacity.
+            routing = partial.weigh(routing, router.prefix)
         record = self.records.own
         # For losses in training, and for traces.
         if training or record.traced:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_library
 from mmod.blocks import Deciding, Record, StandingModule, convert
-from mmod.blocks.forward_pass import PerThread
 from mmod.methods.base import Method, register_method
 from mmod.ops import gather_rows, scatter_rows, select_topk
 from mmod.routing import Routing
+from mmod.routing.rule import PerThread
 from mmod.routing.score.random import RandomScore
 from mmod.values import check_fields
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import Deciding, Record, StandingModule
-from mmod.blocks.forward_pass import PerThread, recomputing
+from mmod.blocks.forward_pass import recomputing
 from mmod.blocks.rows import leave_rows
 from mmod.methods.mixture import balance_loss, probabilities
 from mmod.ops import gather_rows, select_topk
@@ -25,6 +25,7 @@ from mmod.ops.select import kept_count, select_threshold
 from mmod.routing import Routing
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import slots_of
+from mmod.routing.rule import PerThread
 from mmod.routing.score.linear import LinearScore
 from mmod.values import Limit, check_fields
 

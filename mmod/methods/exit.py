@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import Deciding, Record, convert, host_class
-from mmod.blocks.forward_pass import PerThread, recomputing
+from mmod.blocks.forward_pass import recomputing
 from mmod.blocks.routed import ConvertedBlock
 from mmod.methods.base import Method, check_blocks, register_method
 from mmod.routing import Routing
+from mmod.routing.rule import PerThread
 from mmod.values import check_fields
 
 _HEAD = ("norm", "fc_norm", "head", "head_dist")

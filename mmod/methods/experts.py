@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_stack
 from mmod.blocks import Deciding, Record, StandingModule, convert
-from mmod.blocks.forward_pass import PerThread, recomputing
+from mmod.blocks.forward_pass import recomputing
 from mmod.methods.base import Method, check_blocks, register_method
 from mmod.methods.mixture import (
     ExpertRows,
@@ -32,6 +32,7 @@ from mmod.methods.mixture import (
 from mmod.ops.select import kept_count
 from mmod.routing import Routing
 from mmod.routing.decoder import Predictor
+from mmod.routing.rule import PerThread
 from mmod.values import Limit, check_fields
 
 

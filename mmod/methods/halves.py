@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.halves import SPLIT
 from mmod.blocks.conversion import convert, host_class
-from mmod.blocks.forward_pass import PerThread
+from mmod.routing.rule import PerThread
 
 
 class AttentionInputs(NamedTuple):

@@ -18,11 +18,12 @@ from mmod.adapters.base import NamedArguments
 from mmod.adapters.halves import attend, feed
 from mmod.adapters.masks import narrow_rope
 from mmod.blocks import Deciding, Record, convert
-from mmod.blocks.forward_pass import PerThread, recomputing
+from mmod.blocks.forward_pass import recomputing
 from mmod.blocks.routed import ConvertedBlock
 from mmod.methods.halves import AttentionInputs, take_inputs, watch
 from mmod.ops import capture_importance
 from mmod.routing import Routing
+from mmod.routing.rule import PerThread
 
 
 class Grid(NamedTuple):

@@ -250,7 +250,7 @@ def capacities(model: nn.Module) -> dict[str, float]:
 
 @contextmanager
 def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfig]) -> Iterator[None]:
-    """Context in which the routers of a model decide by another config, with the same weights.
+    """Context in which the routers of a model decide by another config in this thread, with the same weights.
 
     Args:
         model: A routed model. Passes in the context take no cache.
@@ -269,16 +269,15 @@ def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfi
     blocks = routed_blocks(model).values()
     # peft may wrap a router and train copies of it.
     routers = [router for block in blocks for router in block.router.modules() if isinstance(router, Router)]
-    configs = [router.config for router in routers]
+    rules = [router.rule for router in routers]
     # Blocks with equal configs share one object.
-    changed = {id(config): change(config) for config in configs}
+    changed = {id(rule.config): change(rule.config) for rule in rules}
+    outer = [router.override(rule._replace(config=changed[id(rule.config)])) for router, rule in zip(routers, rules)]
     try:
-        for router, config in zip(routers, configs):
-            router.config = changed[id(config)]
         yield
     finally:
-        for router, config in zip(routers, configs):
-            router.config = config
+        for router, rule in zip(routers, outer):
+            router.override(rule)
 
 
 def routing_config(model: nn.Module, part: str | None = None) -> RoutingConfig:

@@ -25,6 +25,7 @@ from mmod.planning.knapsack import best_choices
 from mmod.planning.stopwatch import stopwatch
 from mmod.routing import Router
 from mmod.routing.partial import PartialSlots
+from mmod.routing.rule import Rule
 from mmod.values import check_value, one_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -116,7 +117,7 @@ class LearnedCapacity(nn.Module):
 
 
 class CapacityHook(ModelHook):
-    """Sets the learned capacities of routed blocks before every forward pass.
+    """Lets routed blocks decide by the learned capacities, in the thread of each forward pass.
 
     Args:
         names: Module names of the routed blocks.
@@ -148,14 +149,15 @@ class CapacityHook(ModelHook):
             places = [min(int(capacity * STEPS), STEPS - 1) for capacity in learned_L.tolist()]
             lower, upper = ([Fraction(place + step, STEPS) for place in places] for step in (0, 1))
         for at, router in enumerate(self.routers):
-            router.capacity = upper[at]
+            partial = None
             if learned_L is not None:
-                router.partial = PartialSlots(lower[at], (learned_L[at] - float(lower[at])) * STEPS)
+                partial = PartialSlots(lower[at], (learned_L[at] - float(lower[at])) * STEPS)
+            router.override(Rule(router.config, upper[at], partial))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Clear the routers' state of the forward pass."""
+        """End the capacities of the forward pass."""
         for router in self.routers:
-            router.partial = None
+            router.override(None)
 
     def release(self) -> None:
         """Remove the parameters."""
@@ -168,6 +170,7 @@ class CapacityHook(ModelHook):
             chosen: Capacity of each block, in hundredths.
         """
         self.module.chosen_L.copy_(torch.tensor([int(100 * capacity) for capacity in chosen]))
+        set_capacity_(self.model, list(map(float, chosen)))
 
     def chosen(self) -> list[Fraction]:
         """Return the fixed capacities, or those of the nearest plan within the budget."""
@@ -324,7 +327,10 @@ def learn_capacity_(
     share = budget / costs.total if cost == "milliseconds" else budget
     module = LearnedCapacity(rising, fixed / costs.total, share, rate).to(example.device)
     setattr(model, NAME, module)
-    attach(model, CapacityHook(model, module, tuple(routed_blocks(model)), tokens, share, cost))
+    hook = CapacityHook(model, module, tuple(routed_blocks(model)), tokens, share, cost)
+    # Counts of FLOPs and printed capacities are then those of the budget.
+    set_capacity_(model, list(map(float, hook.chosen())))
+    attach(model, hook)
     return model
 
 

@@ -17,7 +17,7 @@ from mmod.ops.gate import apply_gate, step_gate
 from mmod.ops.select import kept_count, select_images, select_threshold, select_topk
 from mmod.routing.decision import Routing, TokenGroups, TokenMarks
 from mmod.routing.grouping import Grouping
-from mmod.routing.partial import PartialSlots
+from mmod.routing.rule import PerThread, Rule
 
 
 class Router(nn.Module):
@@ -31,9 +31,6 @@ class Router(nn.Module):
         prefix: Number of tokens that are always kept; the leading ones where a call does not mark others.
         device: Where parameters are created.
         dtype: Type of the parameters; scores are fp32 whatever it is.
-
-    Attributes:
-        partial: Slots at a part of their weight, while the capacity is learned; None where every slot has its own.
 
     Example:
         >>> router = Router(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5, prefix=1)
@@ -56,12 +53,39 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
         self.prefix = prefix
-        self.capacity: Fraction = rational(capacity)
-        self.partial: PartialSlots | None = None
+        self._settings = Rule(config, rational(capacity))
+        self._override: PerThread[Rule | None] = PerThread(type(None))
         place = Placement(dim, block, config.gate, prefix, device, dtype)
         self.score: nn.Module | None = config.router.make(place)
+
+    @property
+    def rule(self) -> Rule:
+        """What this thread's passes decide by: what `override` set, or the router's settings."""
+        return self._override.own or self._settings
+
+    def override(self, rule: Rule | None) -> Rule | None:
+        """Let this thread's passes decide by another rule, None for the router's settings; return the one before."""
+        previous, self._override.own = self._override.own, rule
+        return previous
+
+    @property
+    def config(self) -> RoutingConfig:
+        """How this thread's passes score, select and gate."""
+        return self.rule.config
+
+    @config.setter
+    def config(self, config: RoutingConfig) -> None:
+        self._settings = self._settings._replace(config=config)
+
+    @property
+    def capacity(self) -> Fraction:
+        """Share of tokens that this thread's passes keep."""
+        return self.rule.capacity
+
+    @capacity.setter
+    def capacity(self, capacity: Fraction) -> None:
+        self._settings = self._settings._replace(capacity=capacity)
 
     @property
     def always_keeps(self) -> bool:

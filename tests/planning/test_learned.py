@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,22 @@ def test_learning_begins_and_ends_once() -> None:
     settle_capacity_(model)
     with pytest.raises(ValueError, match="learns no capacities"):
         settle_capacity_(model)
+
+
+def test_a_pass_changes_no_settings_that_other_threads_read() -> None:
+    model, images = learning_model(MODELS[0], LINEAR)
+    model.learned_capacity.offsets.data = numbers(3, len(model.learned_capacity.offsets)).float()
+    routers = [block.router for block in mmod.routed_blocks(model).values()]
+    settings = [router.capacity for router in routers]
+    inside: list[list[Fraction]] = []
+    with ThreadPoolExecutor(1) as pool:
+
+        def look(*_: Any) -> None:
+            inside.append([router.capacity for router in routers])
+            inside.append(pool.submit(lambda: [router.capacity for router in routers]).result())
+
+        model.blocks[0].register_forward_hook(look)
+        model(images).sum().backward()
+    in_pass, elsewhere = inside
+    assert in_pass != settings
+    assert elsewhere == settings == [router.capacity for router in routers]
