@@ -7,7 +7,7 @@ from mmod.lazy import lazy_names
 # The one list of this package's names, see lazy_names.
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from mmod.analysis import Audit, FlopReport, Trace, audit, flops, prefill_flops, redundancy, trace
+    from mmod.analysis import Trace, audit, flops, prefill_flops, redundancy, trace
     from mmod.config import (
         Gate,
         LanguageRouting,
@@ -35,9 +35,8 @@ if TYPE_CHECKING:
         unroute_,
     )
     from mmod.planning import (
-        LearnedPlan,
         Option,
-        PlanSearch,
+        advise,
         attention_ranks,
         learn_capacity_,
         plan_divergence,

@@ -17,13 +17,11 @@ __all__ = ["lazy_names"]
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package whose names are imported on first use.
 
-    The names are those that the package imports below `if TYPE_CHECKING:`, read from its source.
+    The names are those that the package imports below `if TYPE_CHECKING:`, read from its source. `__getattr__` also
+    imports submodules.
 
     Args:
         package: Name of the package, called while it is imported.
-
-    Returns:
-        The three. `__getattr__` imports a name from its module, or a submodule of the package.
 
     Example:
         >>> lazy_names("mmod.data")[2][:2]
@@ -48,7 +46,5 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
             return importlib.import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    def names() -> list[str]:
-        return sorted({*vars(module), *home_of})
-
-    return get, names, sorted(home_of)
+    public = sorted(home_of)
+    return get, lambda: public, public

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import mmod
 from mmod.cli import COMMANDS, main
 from mmod.extras import EXTRAS
 from mmod.io.configs import config_names, existing_config, find_config
@@ -64,6 +65,16 @@ def test_an_unknown_config_is_refused_and_help_is_shown_without_torch(command: s
     assert said.startswith("error: no config file at 'digits/dens'; near ones: digits/dense, ")
     shown, _ = run_lean(*words_of(command), "--help")
     assert any("--output" in line for line in shown)
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in CONFIGURED])
+def test_help_of_a_command_without_a_config_leaves_torch_alone(command: str) -> None:
+    shown, _ = run_lean(*words_of(command), "--help")
+    assert shown
+
+
+def test_a_package_lists_its_public_names_only() -> None:
+    assert dir(mmod) == mmod.__all__
 
 
 def test_help_and_version_import_nothing_heavy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import kind_of, recipe_of, split_kind
 
 if TYPE_CHECKING:
-    from mmod import Audit
+    from mmod.analysis import Audit
     from mmod.audits.subject import Subject
 
 _RECORD, _FOUND, _PARTIAL = "config.json", "audit.json", "partial.json"

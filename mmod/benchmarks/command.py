@@ -13,36 +13,35 @@ part of a suite that fails is named in the report, the others run, and the comma
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import NamedTuple
 
 import yaml
 from jsonargparse import ArgumentParser
 
-from mmod.benchmarks import (
-    BenchmarkConfig,
-    DraftConfig,
-    GenerationConfig,
-    GpuConfig,
-    OpBenchmarkConfig,
-    SuiteConfig,
-    SuiteFailedError,
-    benchmark,
-    benchmark_drafts,
-    benchmark_generation,
-    benchmark_gpu,
-    benchmark_ops,
-    benchmark_suite,
-)
+import mmod.benchmarks
 from mmod.io.yaml import STRICT, stack_configs
 from mmod.training.engine.parse import make_config
 
-MODES: dict[str, tuple[Any, Any, str]] = {
-    "models": (BenchmarkConfig, benchmark, "Time dense, routed and freely routed models side by side."),
-    "ops": (OpBenchmarkConfig, benchmark_ops, "Time each op on each backend beside its bound and its baselines."),
-    "generation": (GenerationConfig, benchmark_generation, "Time prefill and decoding of vision-language models."),
-    "drafts": (DraftConfig, benchmark_drafts, "Time self-speculative decoding of a trained language model."),
-    "suite": (SuiteConfig, benchmark_suite, "Run several benchmarks and say which thresholds are met."),
-    "gpu": (GpuConfig, benchmark_gpu, "Test and time everything that matters on a GPU, within a time budget."),
+
+class Mode(NamedTuple):
+    """A benchmark: the names of its config and its function in `mmod.benchmarks`, and what it does."""
+
+    config: str
+    function: str
+    purpose: str
+
+
+MODES = {
+    "models": Mode("BenchmarkConfig", "benchmark", "Time dense, routed and freely routed models side by side."),
+    "ops": Mode(
+        "OpBenchmarkConfig", "benchmark_ops", "Time each op on each backend beside its bound and its baselines."
+    ),
+    "generation": Mode(
+        "GenerationConfig", "benchmark_generation", "Time prefill and decoding of vision-language models."
+    ),
+    "drafts": Mode("DraftConfig", "benchmark_drafts", "Time self-speculative decoding of a trained language model."),
+    "suite": Mode("SuiteConfig", "benchmark_suite", "Run several benchmarks and say which thresholds are met."),
+    "gpu": Mode("GpuConfig", "benchmark_gpu", "Test and time everything that matters on a GPU, within a time budget."),
 }
 
 
@@ -60,21 +59,24 @@ def main(arguments: list[str]) -> None:
         description="Time models, ops, generation, drafts, a suite, or a GPU.", allow_abbrev=False, parser_mode=STRICT
     )
     modes = parser.add_subcommands(dest="mode")
-    for name, (config, _, purpose) in MODES.items():
-        mode = ArgumentParser(description=purpose, allow_abbrev=False, parser_mode=STRICT)
-        mode.add_argument("--config", action="config", help="YAML file with the same keys")
-        mode.add_class_arguments(config, None)
-        modes.add_subcommand(name, mode, help=purpose)
+    for name, mode in MODES.items():
+        keys = ArgumentParser(description=mode.purpose, allow_abbrev=False, parser_mode=STRICT)
+        keys.add_argument("--config", action="config", help="YAML file with the same keys")
+        # The config of a mode imports torch, which the list of modes does not need.
+        if name in arguments[:1]:
+            keys.add_class_arguments(getattr(mmod.benchmarks, mode.config), None)
+        modes.add_subcommand(name, keys, help=mode.purpose)
     fields, rest = stack_configs(arguments[1:]) if arguments else (None, [])
     if fields is not None:
         rest = ["--config", yaml.safe_dump(fields, sort_keys=False), *rest]
     options = parser.instantiate(parser.parse_args([*arguments[:1], *rest]))
-    config, run, _ = MODES[options.mode]
+    mode = MODES[options.mode]
     chosen = vars(options[options.mode])
     chosen.pop("config", None)
+    config = make_config(parser, getattr(mmod.benchmarks, mode.config), chosen)
     try:
-        report = run(make_config(parser, config, chosen))
-    except SuiteFailedError as error:
+        report = getattr(mmod.benchmarks, mode.function)(config)
+    except mmod.benchmarks.SuiteFailedError as error:
         print(error.report.markdown())
         sys.exit(f"error: {error}")
     print(report.markdown())

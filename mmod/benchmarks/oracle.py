@@ -249,7 +249,7 @@ class _Loop:
         rows = list(x[0].unbind(0))
         for slot, token in enumerate(kept):
             rows[token] = rows[token] + gate[token] * (y[0, slot] - rows[token])
-        if config.gate.reweight_skipped:
+        if config.skipped == "scale":
             rows = [row if token in kept else gate[token] * row for token, row in enumerate(rows)]
         return torch.stack(rows).unsqueeze(0)
 

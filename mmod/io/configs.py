@@ -57,6 +57,9 @@ def existing_config(path: str | Path) -> Path:
 
 def main(arguments: Sequence[str]) -> None:
     """Print the names of the shipped configs, or the config named on the command line."""
+    if {"-h", "--help"} & set(arguments):
+        print("usage: mmod configs [NAME]\n\nList the configs that come with mmod, or print the one called NAME.")
+        return
     if not arguments:
         print("\n".join(config_names()))
         return

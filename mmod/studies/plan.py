@@ -14,8 +14,8 @@ from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import CONFIGS, recipe_of, split_kind
 
 if TYPE_CHECKING:
-    # By way of the package, which what reads the types of fields imports without torch.
-    import mmod
+    # By way of the package, which readers of the fields' types import without torch.
+    import mmod.planning
 
 __all__ = ["main", "plan_config", "search_for", "search_run"]
 
@@ -38,7 +38,7 @@ def plan_config(kind: str) -> Any:
     )
 
 
-def search_run(config: Any) -> mmod.PlanSearch:
+def search_run(config: Any) -> mmod.planning.PlanSearch:
     """Search a plan for the model that a run would start from, and write what was found into its folder `plan`.
 
     Args:
@@ -51,7 +51,7 @@ def search_run(config: Any) -> mmod.PlanSearch:
     return search_for(config, config.plan, Path(config.output) / "plan")
 
 
-def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.PlanSearch:
+def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.planning.PlanSearch:
     """Search a plan for the model that a run would start from, and write what was found.
 
     Scores are kept batch by batch in `scores.jsonl`, so that the search goes on where it stopped and another budget

@@ -24,7 +24,7 @@ from mmod.benchmarks import (
     benchmark_ops,
     benchmark_suite,
 )
-from mmod.benchmarks.command import MODES, main
+from mmod.benchmarks.command import main
 from mmod.benchmarks.models.benchmark import _Bench
 from mmod.benchmarks.ops import benchmark as op_benchmark
 from mmod.benchmarks.ops import roofline
@@ -263,8 +263,7 @@ def test_suites_are_read_strictly_and_name_their_command(monkeypatch: pytest.Mon
         def markdown(self) -> str:
             return ""
 
-    modes = {**MODES, "suite": (SuiteConfig, lambda suite: seen.append(suite) or Printed(), "")}
-    monkeypatch.setattr("mmod.benchmarks.command.MODES", modes)
+    monkeypatch.setattr("mmod.benchmarks.benchmark_suite", lambda suite: seen.append(suite) or Printed())
     main(["suite", "--config", str(path)])
     relative = path.relative_to(ROOT)
     assert f"mmod benchmark suite --config {relative}" in path.read_text()

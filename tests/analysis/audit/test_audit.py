@@ -61,7 +61,7 @@ def test_a_random_choice_is_one_draw_for_all_blocks() -> None:
     assert not torch.equal(first[0], second[0])
 
 
-def small_audit(size: int, **options: Any) -> mmod.Audit:
+def small_audit(size: int, **options: Any) -> mmod.analysis.Audit:
     images, targets = make_images(SMALL, 9), torch.arange(9) % 7
     model = mmod.route_(make_model(SMALL), mmod.RoutingConfig(router="linear", capacity=0.4))
     return mmod.audit(model, list(zip(images.split(size), targets.split(size))), resamples=100, draws=2, **options)
