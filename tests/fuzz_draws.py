@@ -287,16 +287,12 @@ def _fitting(random: Random, fields: dict[str, Any], part: str, learns: bool, wh
     joins = part in ("image", "vision") and not whole and random.random() < 0.25
     if part == "language":
         fields = {**fields, "select": _maybe(random, 0.3, lambda: {"threshold": random.choice([0.5, 0.0, 1.0, 2.5])})}
-    if joins or operator:
-        gate.pop("reweight_skipped", None)
     if operator or not learns or gate.get("name", "identity") == "identity":
         language.pop("gate_on", None)
     if not learns or fields["select"]:
         language.pop("inference_threshold", None)
     if learns and isinstance(fields["select"], dict):
         fields["select"]["threshold"] = min(max(fields["select"]["threshold"], 0.0), 1.0)
-    if "linear" not in str(fields["router"]):
-        language.pop("shared", None)
     if not learns or fields["select"] or "membership" not in (fields["losses"] or ()):
         language.pop("predictor", None)
     unfit = {"select", "context", "operator"} if joins else {"skipped"}
@@ -305,6 +301,9 @@ def _fitting(random: Random, fields: dict[str, Any], part: str, learns: bool, wh
     unfit |= {"gate", "losses"} if not learns else set()
     unfit |= {"context"} if whole or "mlp" in str(operator) else set()
     unfit |= {"language"} if part != "language" else set()
+    if not (joins or operator or "gate" in unfit) and gate.get("name", "tanh") != "identity" and random.random() < 0.25:
+        unfit.discard("skipped")
+        fields = {**fields, "skipped": "scale"}
     fields = {**fields, "gate": gate or None, "language": language or None}
     return {name: value for name, value in fields.items() if name not in unfit}
 
@@ -322,6 +321,7 @@ def _router(random: Random, language: bool) -> Any:
             "init_std": _maybe(random, 0.8, lambda: random.choice([0.0, 0.1, 0.3])),
             "per": _maybe(random, 0.2, lambda: "sequence"),
             "initial": _maybe(random, 0.2, lambda: random.choice([-1.0, 0.0, 2.0])),
+            "one_weight": _maybe(random, 0.1 * language, lambda: True),
         }
     if name in ("linear", "attention", "important_diversity"):
         reads = ["mean", "per_viewer", "class_token", *(["last_token", "vision_tower"] if language else [])]
@@ -351,7 +351,6 @@ def _gate(random: Random) -> Any:
     name = random.choice(["identity", "linear", "sigmoid", "tanh", "step"])
     options = {
         "scale": _maybe(random, 0.4, lambda: random.choice([0.0, 0.1, 1.0, 3.0])),
-        "reweight_skipped": _maybe(random, 0.25 * (name != "identity"), lambda: True),
     }
     return {"name": name, **{key: value for key, value in options.items() if value is not None}}
 
@@ -364,7 +363,6 @@ def _language(random: Random, joint: bool) -> dict[str, Any]:
     options = {
         "tokens": _maybe(random, 0.4, lambda: random.choice(["image", "all"] if joint else ["all"])),
         "frames": _maybe(random, 0.25 * joint, lambda: random.choice(["span", 3, 9, 4])),
-        "shared": _maybe(random, 0.2, lambda: True),
         "scored": _maybe(random, 0.3, lambda: "norm"),
         "inference_threshold": _maybe(random, 0.3, lambda: random.choice([0.0, 0.5, 0.9])),
         "gate_on": _maybe(random, 0.3, lambda: random.choice(["mlp", "branches"])),

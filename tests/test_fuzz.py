@@ -144,7 +144,7 @@ def watched(model: nn.Module) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
 
 def changes_skipped(config: mmod.RoutingConfig) -> bool:
     """Return whether skipped tokens leave a block otherwise than they came."""
-    return config.skipped != "pass" or config.gate.reweight_skipped or config.operator != "block"
+    return config.skipped != "pass" or config.operator != "block"
 
 
 @torch.no_grad()

@@ -255,7 +255,7 @@ def test_static_and_dynamic_thresholds_agree() -> None:
 )
 @pytest.mark.parametrize("skipped", [False, True])
 def test_packed_rows_equal_padded_rows(name: str, skipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ROUTERS["threshold"].replace(gate={"reweight_skipped": skipped}, blocks="all")
+    config = ROUTERS["threshold"].replace(skipped="scale" if skipped else "pass", blocks="all")
     model, images = mmod.route_(make_model(name), config).double(), make_images(name, 4).double()
     parameters = [p for p in model.parameters() if p.requires_grad]
     host = type(mmod.routed_blocks(model)["blocks.1"].mod_state.call)

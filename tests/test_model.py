@@ -56,8 +56,8 @@ class TestConfig:
                 "losses must be a mapping of names to a number above 0",
             ),
             (
-                {"router": "linear", "gate": {"name": "identity", "reweight_skipped": True}},
-                "reweight_skipped needs a gate",
+                {"router": "linear", "gate": "identity", "skipped": "scale"},
+                "skipped='scale' needs .* gate",
             ),
             (
                 {"select": {"name": "topk", "max_tokens": 4}},
@@ -87,7 +87,7 @@ class TestConfig:
         [
             ((), (), "at least one of the model's 4 blocks"),
             ((5,), (0.5,), r"blocks \[5\] do not exist: valid indices are 0 to 3"),
-            ((1, 1), (0.5, 0.5), r"ascending and named once, got \[1, 1\]"),
+            ((1, 1), (0.5, 0.5), r"ascending without duplicates, got \[1, 1\]"),
             ((1, 3), (0.5,), "2 routed blocks need as many capacities, got 1"),
         ],
     )
@@ -213,7 +213,7 @@ class TestCapacity:
 
     def test_thresholds_have_no_budget(self) -> None:
         model = mmod.route_(make_model(NAME), RoutingConfig(select="threshold"))
-        with pytest.raises(ValueError, match="routed by threshold"):
+        with pytest.raises(ValueError, match="reach a threshold, so no capacity applies: call mmod"):
             mmod.set_capacity_(model, 0.5)
 
 

@@ -79,7 +79,7 @@ class BlockStack:
             call: How the library calls the block.
         """
         skipped = config.skipped
-        if skipped != "pass" and (self.language or self.sequence is not None):
+        if config.joins and (self.language or self.sequence is not None):
             raise ValueError(
                 f"skipped={spelled(skipped)!r} is for images: {name} reads text, whose tokens cannot be grouped"
             )

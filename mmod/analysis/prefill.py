@@ -142,12 +142,11 @@ def _router_flops(cost: _Cost, block: RoutedBlock, tokens: int, dim: int, *, ski
     """Return what a block spends on its score, and on its predictor; `skips` is False where nothing can be skipped."""
     score, state = block.router.config.router, block.mod_state
     flops = tokens * _deciding(cost, block.router)
-    if block.router.config.language.shared:
+    if score.tied:
         flops += cost.weights * tokens * dim
     # A score that blocks share is computed by the first of them, and carries no gradient.
     if score.compares and skips and (not score.shared or state.writes or state.span is None):
-        channels = score.compared(torch.empty(1, 1, dim, device="meta")).shape[2]
-        flops += 2 * tokens**2 * channels
+        flops += 2 * tokens**2 * (score.compared_channels or dim)
     return flops
 
 

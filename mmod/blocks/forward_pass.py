@@ -41,7 +41,7 @@ class SharedScore:
         """
         for earlier, seen, routing in reversed(self._decided):
             if earlier.config is router.config and earlier.capacity == router.capacity:
-                if router.config.skipped != "pass":
+                if router.config.joins:
                     return routing.to(device)
                 if routing.index_BK.device == device and all(a is b for a, b in zip(seen, tokens)):
                     return routing

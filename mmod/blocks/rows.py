@@ -107,7 +107,7 @@ class Rows:
     def serves(self, router: Router) -> bool:
         """Return whether a block can choose among the rows, or keeps all of them."""
         assert self.router is not None
-        return router.config.skipped != "pass" or router.capacity == self.router.capacity
+        return router.config.joins or router.capacity == self.router.capacity
 
     def enter(self, rows_BND: Tensor, routing: Routing) -> Tensor:
         """Return the rows of a decision.

@@ -181,7 +181,7 @@ class RoutedState(BlockState):
             training: Whether the block trains.
         """
         shared, held = self.shared(forward_pass, training), None if forward_pass is None else forward_pass.held
-        joins = router.config.skipped != "pass"
+        joins = router.config.joins
         # Compilers find equal calls by themselves, and would guard on which tensor was seen before. Whom a token joins
         # depends on the block that decides.
         reuses = router.config.router.shared and (joins or not torch.compiler.is_compiling())

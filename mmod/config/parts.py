@@ -1,5 +1,4 @@
-"""The parts of a routing config that have options of their own: which tokens are kept, at what weight, what becomes of
-the others, and what only language models can do."""
+"""The parts of a routing config: selection, gate, skipped tokens, and options of language models."""
 
 from __future__ import annotations
 
@@ -17,9 +16,8 @@ class Threshold:
     """Keep every token whose score reaches a threshold, so that images keep different numbers of tokens.
 
     Args:
-        threshold: What the score is compared with. A learned score passes through a sigmoid first. Importance and norm
-            are divided by their mean over the image, so 1 is average. Random and stride scores lie in [0, 1]. See
-            `mmod.Score.squashed`.
+        threshold: A learned score passes through a sigmoid first. Importance and norm are divided by their mean over
+            the image, so 1 is average. Random and stride scores lie in [0, 1]. See `mmod.Score.squashed`.
         min_tokens: Keep at least this many tokens, the highest scores first.
         max_tokens: Keep at most this many tokens. It fixes tensor shapes: `torch.compile` without a graph break and
             `torch.export` need it.
@@ -45,15 +43,15 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Merged:
-    """Skipped tokens merge with the kept token of their image that is most like them.
+    """Skipped tokens merge with the most similar kept token of their image.
 
     The group runs as one row, the mean of its tokens, and attention counts the row as that many tokens. Every token of
     the group then gets the row's update.
 
     Args:
-        before: Where tokens merge: at the input of the "block", or before its "mlp", so that they attend apart once
-            more, as in ToMe. "mlp" needs blocks of timm and a router that shares its score between blocks. The router
-            "attention" then reads importance in the first block of a span, and needs no dense block in front.
+        before: Where tokens merge: at the input of the "block", or before its "mlp", after they attended apart, as in
+            ToMe. "mlp" needs blocks of timm and a router that shares its score between blocks. The router "attention"
+            then reads importance in the first block of a span, and needs no dense block in front.
 
     Example:
         >>> Merged(before="attention")
@@ -78,7 +76,6 @@ class Gate:
             passes the gradient of the sigmoid on (Router-Tuning): all tokens run in training, so that skipped tokens
             teach the router too, and only kept tokens run in evaluation.
         scale: Factor of the gate; None means 0.2 for "tanh" (p-MoD) and 1 otherwise.
-        reweight_skipped: Multiply skipped tokens by the gate too (p-MoD). They are then no longer bitwise copies.
 
     Example:
         >>> Gate("tanh").scale
@@ -87,19 +84,12 @@ class Gate:
 
     name: str
     scale: float
-    reweight_skipped: bool
 
-    def __init__(self, name: str = "tanh", scale: float | None = None, reweight_skipped: bool = False) -> None:
+    def __init__(self, name: str = "tanh", scale: float | None = None) -> None:
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "scale", (0.2 if name == "tanh" else 1.0) if scale is None else scale)
-        object.__setattr__(self, "reweight_skipped", reweight_skipped)
         one_of("gate", name, GATES)
         check_fields(self, "gate", scale="[0, inf)")
-        if reweight_skipped and name == "identity":
-            raise ValueError(
-                "gate.reweight_skipped needs a gate that reads the score, and gate.name is 'identity': use 'linear', "
-                "'sigmoid' or 'tanh'"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +101,6 @@ class LanguageRouting:
             model that sees images and "all" in others.
         frames: Choose the top-k within each frame (VideoLLM-MoD). A frame is a "span", which is one image or one frame
             of a video, or a number of image tokens. None chooses among all image tokens of a sample.
-        shared: All routed layers score with one weight, stored once (gamma-MoD).
         scored: What the score reads: the "input" of a layer, or the output of the layer's first "norm" (gamma-MoD).
         predictor: In evaluation a small network decides, which learns to predict the top-k and sends no gradient into
             the model (MoD). It needs the loss "membership" and `inference_threshold`.
@@ -130,7 +119,6 @@ class LanguageRouting:
 
     tokens: str | None = None
     frames: str | int | None = None
-    shared: bool = False
     scored: str = "input"
     predictor: bool = False
     inference_threshold: float | None = None
@@ -161,27 +149,34 @@ class LanguageRouting:
 def differing(part: Any) -> dict[str, Any]:
     """Return the options of a part that differ from the defaults, as plain values.
 
-    Args:
-        part: A dataclass; the defaults of a `Gate` are those of its name.
-
     Example:
         >>> differing(Gate("tanh", 0.1)), differing(LanguageRouting())
         ({'scale': 0.1}, {})
     """
-    default = Gate(part.name) if isinstance(part, Gate) else None
-    options = {}
-    for item in dataclasses.fields(part):
-        value = getattr(part, item.name)
-        if value != (item.default if default is None else getattr(default, item.name)):
-            options[item.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
-    return options
+    default = vars(Gate(part.name)) if isinstance(part, Gate) else {}
+    default = {item.name: item.default for item in dataclasses.fields(part)} | default
+    return {name: value for name, value in _options(part).items() if value != default[name]}
+
+
+def _options(part: Any) -> dict[str, Any]:
+    return {item.name: plain(getattr(part, item.name)) for item in dataclasses.fields(part)}
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a config with all of its options, as plain JSON values.
+
+    Example:
+        >>> plain(Gate("sigmoid")), plain(Merged("mlp")), plain((0.5, 0.25))
+        ({'name': 'sigmoid', 'scale': 1.0}, {'name': 'merge', 'before': 'mlp'}, [0.5, 0.25])
+    """
+    if dataclasses.is_dataclass(value):
+        name = getattr(value, "name", None)
+        return ({} if name is None else {"name": name}) | _options(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def spelled(value: Any) -> Any:
     """Return a value of a config as short as it can be written: a part as its name, its options, or both.
-
-    Args:
-        value: A part, or a value that is plain already.
 
     Example:
         >>> spelled(Gate("sigmoid")), spelled(Threshold(0.3)), spelled(LanguageRouting(tokens="all")), spelled(0.5)

@@ -1,4 +1,4 @@
-"""Which blocks of a model are routed, each with its capacity, operator and context."""
+"""Which blocks of a model are routed, with a capacity, operator and context for every block."""
 
 from __future__ import annotations
 
@@ -10,30 +10,24 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from mmod.config.parts import Gate, spelled
+from mmod.config.parts import Gate, plain, spelled
 from mmod.config.reading import read_parts
 from mmod.config.score import Score, WithImportance
 from mmod.io.files import check_regular, parse_json, write_atomically
+from mmod.io.tables import html_table, text_table
 from mmod.values import check_fields, check_value, refuse_unknown
 
 OPERATORS = ("block", "attention", "mlp")
 CONTEXTS = ("kept", "all")
 DEPTH = "[1, 100000]"
-_ROW = "{:>5}  {:>8}  {:<9}  {}"
+_HEADER = ("blocks", "capacity", "operator", "context")
 
 
 def rational(capacity: float) -> Fraction:
-    """Return a capacity as the exact fraction its decimal form stands for.
+    """Return a capacity in [0, 1] as the exact fraction its decimal form stands for.
 
     Kept counts are computed as `N * numerator // denominator`, which stays symbolic under export and does not
     depend on how a binary float rounds.
-
-    Args:
-        capacity: Share of tokens kept, in [0, 1].
-
-    Raises:
-        TypeError: `capacity` is no number.
-        ValueError: `capacity` lies outside [0, 1].
 
     Example:
         >>> rational(0.3)
@@ -49,14 +43,14 @@ def rational(capacity: float) -> Fraction:
 
 @dataclass(frozen=True, init=False)
 class Plan:
-    """Which blocks of a model are routed, each with its capacity, and by which score.
+    """Which blocks of a model are routed, at which capacities, and by which score.
 
     Args:
         blocks: Indices of the routed blocks, ascending.
-        capacities: Share of tokens each of them keeps, in [0, 1].
+        capacities: Share of tokens kept in each routed block, in [0, 1].
         depth: Number of blocks of the model.
-        operators: What tokens that are not kept miss in each of them, see `RoutingConfig.operator`; all of it if empty.
-        contexts: What kept tokens attend to in each of them, see `RoutingConfig.context`; each other if empty.
+        operators: What skipped tokens miss in each routed block, see `RoutingConfig.operator`; "block" if empty.
+        contexts: What kept tokens attend to in each routed block, see `RoutingConfig.context`; "kept" if empty.
         router: The score that chooses tokens, see `RoutingConfig.router`. None leaves it to `RoutingConfig.from_plan`,
             which needs one where a capacity lies strictly between 0 and 1.
         gate: How the score weighs the update, see `RoutingConfig.gate`; None means its default.
@@ -68,16 +62,14 @@ class Plan:
             score that does not exist.
 
     Example:
-        >>> plan = Plan(blocks=(1, 3), capacities=(0.5, 0.25), depth=4, operators=("block", "mlp"), router="norm")
+        >>> plan = Plan((1, 2, 4), (0.5, 0.5, 0.25), depth=5, operators=("block", "block", "mlp"), router="norm")
         >>> print(plan)
-        block  capacity  operator   context
-            1       0.5  block      kept
-            3      0.25  mlp        kept
-        2 of 4 blocks are routed by norm
-        >>> plan.to_dict()["operators"], "contexts" in plan.to_dict()
-        (['block', 'mlp'], False)
-        >>> Plan.from_dict(plan.to_dict()) == plan, plan.mean_capacity
-        (True, 0.6875)
+        blocks  capacity  operator  context
+        1-2          0.5  block     kept
+        4           0.25  mlp       kept
+        3 of 5 blocks are routed by norm, mean capacity of all blocks 0.65
+        >>> Plan.from_dict(plan.to_dict()) == plan
+        True
     """
 
     blocks: tuple[int, ...]
@@ -125,7 +117,7 @@ class Plan:
         if outside:
             raise ValueError(f"blocks {outside} do not exist: valid indices are 0 to {self.depth - 1}")
         if list(self.blocks) != sorted(set(self.blocks)):
-            raise ValueError(f"blocks must be ascending and named once, got {list(self.blocks)}")
+            raise ValueError(f"blocks must be ascending without duplicates, got {list(self.blocks)}")
         for name in ("capacities", "operators", "contexts"):
             count = len(getattr(self, name))
             if count != len(self.blocks):
@@ -136,82 +128,87 @@ class Plan:
 
     @property
     def rows(self) -> tuple[tuple[int, float, str, str], ...]:
-        """Index, capacity, operator and context of every routed block."""
+        """Index, capacity, operator and context of each routed block."""
         return tuple(zip(self.blocks, self.capacities, self.operators, self.contexts))
 
-    def __str__(self) -> str:
-        """Return the plan as a table; blocks that it leaves out are dense."""
-        lines = [_ROW.format("block", "capacity", "operator", "context")]
-        lines += [_ROW.format(block, f"{capacity:g}", *rest) for block, capacity, *rest in self.rows]
+    def _table(self) -> tuple[list[tuple[str, str, str, str]], str]:
+        """Return a row for each run of consecutive blocks that are routed alike, and a sentence."""
+        runs: list[list[tuple[int, float, str, str]]] = []
+        for row in self.rows:
+            if runs and runs[-1][-1][0] == row[0] - 1 and runs[-1][-1][1:] == row[1:]:
+                runs[-1].append(row)
+            else:
+                runs.append([row])
+        rows = []
+        for (first, capacity, operator, context), *more in runs:
+            blocks = f"{first}-{more[-1][0]}" if more else str(first)
+            rows.append((blocks, f"{capacity:g}", operator, context))
         by = "" if self.router is None else f" by {self.router.name}"
         if isinstance(self.router, WithImportance) and self.router.reads_importance:
             by += f" ({self.router.importance})"
-        return "\n".join([*lines, f"{len(self.blocks)} of {self.depth} blocks are routed{by}"])
+        mean = f"mean capacity of all blocks {self.mean_capacity:.3g}"
+        return rows, f"{len(self.blocks)} of {self.depth} blocks are routed{by}, {mean}"
+
+    def __str__(self) -> str:
+        """Return the plan as a table; other blocks are dense."""
+        rows, sentence = self._table()
+        return f"{text_table(_HEADER, rows)}\n{sentence}"
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEADER, *self._table())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values: the fields that differ from their defaults.
+        """Return all fields as plain JSON values.
 
         Raises:
             ValueError: The router is a function, which JSON cannot hold.
         """
-        plain = {name: spelled(value) for name, value in self._differing().items()}
         if self.router is not None:
-            plain["router"] = self.router.to_dict()
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
-
-    def _differing(self) -> dict[str, Any]:
-        """Return the fields that differ from what a plan of the same blocks, capacities and router has."""
-        always = ("blocks", "capacities", "depth")
-        default = {**vars(Plan(self.blocks, self.capacities, self.depth, router=self.router)), "router": None}
-        return {name: value for name, value in vars(self).items() if name in always or value != default[name]}
+            # A score that JSON cannot hold raises here.
+            self.router.to_dict()
+        return {name: plain(value) for name, value in vars(self).items()}
 
     def __repr__(self) -> str:
         """Return the call that makes the plan, without fields that have their defaults."""
-        return f"Plan({', '.join(f'{name}={spelled(value)!r}' for name, value in self._differing().items())})"
+        always = ("blocks", "capacities", "depth")
+        default = {**vars(Plan(self.blocks, self.capacities, self.depth, router=self.router)), "router": None}
+        fields = {name: value for name, value in vars(self).items() if name in always or value != default[name]}
+        return f"Plan({', '.join(f'{name}={spelled(value)!r}' for name, value in fields.items())})"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
-        """Build a plan from plain values.
-
-        Args:
-            values: What `to_dict` returned.
+        """Build a plan from what `to_dict` returned.
 
         Raises:
             TypeError: A value of the wrong type.
-            ValueError: A field that is not known or missing, or a value that is not valid.
+            ValueError: An unknown or missing field, or an invalid value.
         """
         check_value("a plan", values, Mapping)
-        names = [item.name for item in dataclasses.fields(cls)]
-        refuse_unknown("field of a plan", values, names)
+        refuse_unknown("field of a plan", values, [item.name for item in dataclasses.fields(cls)])
         missing = [name for name in ("blocks", "capacities", "depth") if name not in values]
         if missing:
             raise ValueError(f"a plan needs {', '.join(missing)}")
-        plain: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
-        return cls(**plain)
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        return cls(**fields)
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Write the plan as JSON.
 
-        Args:
-            path: The file.
-            overwrite: Replace it if it is there.
-
         Raises:
-            FileExistsError: It is there and `overwrite` is not set.
+            FileExistsError: The file exists and `overwrite` is not set.
         """
         if Path(path).exists() and not overwrite:
-            raise FileExistsError(f"{str(path)!r} is there already; pass overwrite=True to replace it")
+            raise FileExistsError(f"{str(path)!r} exists; pass overwrite=True to replace it")
         write_atomically(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` wrote.
 
-        Args:
-            path: The file.
-
         Raises:
-            FileNotFoundError: It is not there.
+            FileNotFoundError: The file does not exist.
             ValueError: It holds no plan, see `from_dict`.
         """
         check_regular(path)

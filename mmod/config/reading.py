@@ -15,7 +15,7 @@ PARTS = ("router", "select", "gate", "skipped", "language")
 # Parts that are a plain name, or a value with options which has a name of its own.
 _CHOICES: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "select": (Threshold, ("topk",)),
-    "skipped": (Merged, ("pass", "follow")),
+    "skipped": (Merged, ("pass", "scale", "follow")),
 }
 Part = TypeVar("Part")
 
@@ -27,13 +27,9 @@ def score(name: str, **options: Any) -> Score:
         name: A registered name.
         options: The score's options, such as `bias` of "linear", `seed` of "random" or `importance` of "attention".
 
-    Raises:
-        TypeError: An option of the wrong type.
-        ValueError: An unknown name or option, or one that is out of range.
-
     Example:
-        >>> score("linear", bias=True)
-        Linear(importance='per_viewer', normalize=True, bias=True, init_std=None, per='token', initial=None)
+        >>> score("attention", importance="class_token")
+        Attention(importance='class_token')
     """
     return _part("router", SCORES[name], options)
 
@@ -62,7 +58,7 @@ def revised(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
     Example:
         >>> revised({"gate": Gate("sigmoid"), "capacity": 0.5}, {"gate": {"scale": 0.1}})["gate"]
-        Gate(name='sigmoid', scale=0.1, reweight_skipped=False)
+        Gate(name='sigmoid', scale=0.1)
     """
     revised_fields = {**fields, **changes}
     for name in PARTS:

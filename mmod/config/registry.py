@@ -1,4 +1,4 @@
-"""Scores, presets and losses by the names that configs give them; other packages add theirs."""
+"""Registries of scores, presets and losses, which other packages can extend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AnyScore = TypeVar("AnyScore", bound=Score)
 
 
 class Registry(Generic[Entry]):
-    """What the names of one kind stand for.
+    """Entries by name.
 
     Args:
         kind: What a name is called in messages.
@@ -34,11 +34,7 @@ class Registry(Generic[Entry]):
         self._places: dict[str, str] = {}
 
     def add(self, name: str, entry: Entry, source: Any) -> None:
-        """Add what a class or function, `source`, defines; defined again, as in a notebook, it replaces itself.
-
-        Raises:
-            ValueError: The name belongs to another one.
-        """
+        """Add the entry of a class or function `source`, which may be defined again, as in a notebook."""
         place = f"{source.__module__}.{source.__qualname__}"
         if not place.startswith(self._home):
             importlib.import_module(self._home)
@@ -48,21 +44,19 @@ class Registry(Generic[Entry]):
         self._entries[name] = entry
 
     def __getitem__(self, name: str) -> Entry:
-        """Return an entry, see `check`."""
         self.check(name)
         return self._entries[name]
 
     def check(self, name: str) -> None:
-        """Raise a ValueError that names the valid ones and how to add one unless `name` is one of them."""
+        """Raise a ValueError unless `name` is registered."""
         if not isinstance(name, str) or (name not in self._entries and name not in list(self)):
             valid = ", ".join(map(repr, sorted(self)))
             raise ValueError(
-                f"{self._kind} must be one of {valid}, got {name!r}; a name of another package is valid once what adds "
-                f"it, by mmod.{self._register}, is imported"
+                f"{self._kind} must be one of {valid}, got {name!r}; for a name of another package, import the module "
+                f"that calls mmod.{self._register}"
             )
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names in the order of registration."""
         importlib.import_module(self._home)
         return iter(self._entries)
 
@@ -123,9 +117,6 @@ def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:
 def register_preset(name: str) -> Callable[[Added], Added]:
     """Return a decorator that lets `mmod.preset` and configs name a preset.
 
-    Args:
-        name: The name.
-
     Raises:
         ValueError: The name is taken.
 
@@ -153,9 +144,6 @@ def register_loss(name: str, reads_importance: bool = False) -> Callable[[Added]
     Args:
         name: The name.
         reads_importance: The loss reads `Routing.importance_BN`, which is then computed in training.
-
-    Raises:
-        ValueError: The name is taken.
     """
 
     def add(loss: Added) -> Added:

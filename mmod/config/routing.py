@@ -1,4 +1,4 @@
-"""The routing config: strict when it is made, plain when it is saved."""
+"""The routing config: checked when it is made, plain when it is saved."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from mmod.config.parts import Gate, LanguageRouting, Merged, Threshold, spelled
+from mmod.config.parts import Gate, LanguageRouting, Merged, Threshold, plain, spelled
 from mmod.config.plan import CONTEXTS, DEPTH, OPERATORS, Plan
 from mmod.config.reading import read_parts, revised
 from mmod.config.registry import LOSSES, SCORES
 from mmod.config.score import IMPORTANCE, Score
+from mmod.io.tables import html_table
 from mmod.values import check_fields, check_value, refuse_unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
 else:
-    # What reads the types of the fields finds a name for it without importing torch.
+    # Readers of the fields' types need a name for it without importing torch.
     Tensor = Any
 
 LAYOUTS = ("every_other", "late", "all")
@@ -28,39 +29,38 @@ ScoreFunction = Callable[["Tensor"], "Tensor"]
 
 @dataclass(frozen=True, init=False)
 class RoutingConfig:
-    """How a model is routed: which blocks, which of their tokens are kept, at what weight, and what the others do.
+    """How a model is routed: which blocks, which tokens they keep, at what weight, and what skipped tokens do.
 
-    Fields that have options of their own (`router`, `select`, `gate`, `skipped`, `language`) take a name where the
-    defaults suffice, a value such as `mmod.Gate("tanh", scale=0.1)`, or the mapping that a file holds:
-    `gate: {name: tanh, scale: 0.1}`. A config prints, and is saved, without the fields that have their defaults.
+    `router`, `select`, `gate`, `skipped` and `language` take a name where the defaults suffice, a value such as
+    `mmod.Gate("tanh", scale=0.1)`, or the mapping that a file holds: `gate: {name: tanh, scale: 0.1}`. A config prints
+    the fields that differ from their defaults.
 
     Args:
-        router: The score of the tokens. "attention" takes the attention that they receive in the preceding dense block
+        router: The score of the tokens. "attention" is the attention that they receive in the preceding dense block
             and has no parameters; "linear" is learned; "random", "stride" and "norm" are controls. Others are
             registered scores, `mmod.score(name, ...)` with options, or a function from tokens (B, N, D) to scores
             (B, N).
-        capacity: Share of tokens kept, in [0, 1], prefix tokens included; one number, or one for each routed block. At
-            0 only tokens that are always kept run: prefix tokens, or text where image tokens may be skipped.
+        capacity: Share of tokens kept, in [0, 1], prefix tokens included; one number, or one per routed block. At 0
+            only tokens that are always kept run: prefix tokens, or text where image tokens may be skipped.
         select: "topk" keeps the `max(1, floor(capacity * N))` highest scores of every image. "threshold", or a
             `Threshold`, keeps every token whose score reaches a threshold.
         gate: How the score of a kept token weighs the block's update: "identity", "linear", "sigmoid", "tanh", "step",
             or a `Gate`. None means "tanh" for scores that learn and "identity" for others.
         context: What a kept token attends to: the "kept" tokens, as in MoD, or "all" tokens, whose keys and values are
-            then computed, and cached in a language model. One, or one for each routed block.
-        operator: What skipped tokens miss: the whole "block", or its "attention" or "mlp" alone. The other branch then
-            runs for all tokens, and the gate weighs the branch that is missed. One, or one for each routed block.
-        skipped: What becomes of tokens that are not kept. They "pass" by unchanged. They "follow" the kept token of
-            their image that is most like them and get its update. Or they "merge" with it: the group runs as one row
-            and all of it gets the row's update, see `Merged`. Consecutive blocks that share a score choose among the
-            tokens that the block before kept, so capacity may fall there and not rise.
+            then computed, and cached in a language model. One, or one per routed block.
+        operator: What skipped tokens miss: the "block", or its "attention" or "mlp" alone. The other branch then runs
+            for all tokens, and the gate weighs the branch that is missed. One, or one per routed block.
+        skipped: What skipped tokens do. They "pass" by unchanged. They "scale": the gate multiplies them (p-MoD). They
+            "follow" the most similar kept token of their image and get its update. They "merge" with it: the group runs
+            as one row and all of it gets the row's update, see `Merged`. With "follow" and "merge", consecutive blocks
+            that share a score choose among the tokens that the block before kept, so capacity may only fall there.
         blocks: "every_other" (1, 3, 5, ...), "late" (all after the first third), "all", or the indices of the blocks.
-            In consecutive blocks attention routing keeps the tokens that the last dense block attends to, and the
-            control "random" draws once.
+            Consecutive blocks share the scores of "attention", from the last dense block, and of "random".
         protect_prefix: Always keep class, distillation and register tokens.
         losses: Weight of each auxiliary loss in every routed block. "membership" is the binary cross-entropy between
             score and selection (MoD), "load" is kept share times mean gate (MoDification), "capacity" is the distance
             of the kept share from `capacity`, and "importance" is the binary cross-entropy between a learned score and
-            the selection that importance would make. Registered losses have names of their own.
+            the selection by importance. Others are registered losses.
         language: Options that only the layers of a language model have, see `LanguageRouting`.
 
     Raises:
@@ -81,7 +81,7 @@ class RoutingConfig:
     gate: Gate
     context: str | tuple[str, ...]
     operator: str | tuple[str, ...]
-    skipped: Literal["pass", "follow"] | Merged
+    skipped: Literal["pass", "scale", "follow"] | Merged
     blocks: str | tuple[int, ...]
     protect_prefix: bool
     losses: Mapping[str, float]
@@ -116,12 +116,22 @@ class RoutingConfig:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        self._check()
+        check_fields(self, capacity="[0, 1]", select=("topk",), context=CONTEXTS, operator=OPERATORS, blocks=LAYOUTS)
+        for name in self.losses:
+            LOSSES.check(name)
+        self._check_score()
+        self._check_skipped()
+        self._check_language()
 
     @property
     def importance(self) -> str:
         """Which queries count in the importance that the score reads, or that a loss teaches it."""
         return getattr(self.router, "importance", IMPORTANCE[0])
+
+    @property
+    def joins(self) -> bool:
+        """Whether skipped tokens join a kept one: they follow it or merge with it."""
+        return self.skipped not in ("pass", "scale")
 
     @property
     def merges_inside(self) -> bool:
@@ -130,23 +140,15 @@ class RoutingConfig:
 
     @property
     def hands_on(self) -> bool:
-        """Whether blocks that follow each other and keep the same tokens may hand them on in the place of all."""
+        """Whether consecutive blocks that keep the same tokens may pass on these tokens alone."""
         return self.router.shared and self.context == "kept" and self.operator == "block"
 
     def wants_importance(self, training: bool) -> bool:
-        """Return whether the score or a loss asks for importance.
-
-        Args:
-            training: Whether the model trains.
-        """
+        """Return whether the score, or in training a loss, reads importance."""
         return self.router.reads_importance or (training and any(LOSSES[name].reads_importance for name in self.losses))
 
     def reads_importance(self, training: bool) -> bool:
-        """Return whether importance is computed in dense blocks before routed ones.
-
-        Args:
-            training: Whether the model trains.
-        """
+        """Return whether importance is computed in dense blocks before routed ones."""
         return self.importance != "vision_tower" and self.wants_importance(training)
 
     @property
@@ -154,40 +156,23 @@ class RoutingConfig:
         """Whether the first of consecutive routed blocks computes the score that they share."""
         return self.router.shared and not self.reads_importance(training=False)
 
-    def _check(self) -> None:
-        check_fields(
-            self,
-            capacity="[0, 1]",
-            select=("topk",),
-            context=CONTEXTS,
-            operator=OPERATORS,
-            blocks=LAYOUTS,
-        )
-        for name in self.losses:
-            LOSSES.check(name)
-        self._check_gate()
-        self._check_skipped()
-        self._check_language()
-
-    def _check_gate(self) -> None:
-        """Refuse gates, losses and thresholds that the score cannot serve."""
+    def _check_score(self) -> None:
+        """Refuse gates, losses and selections that the score cannot serve."""
         router, gate, select = self.router, self.gate, self.select
-        steps = gate.name == "step" and router.whole  # A draw of 0 or 1 for a whole image needs no gradient.
-        if not router.learns and gate.name != "identity" and not steps:
-            raise ValueError(
-                f"gate {gate.name!r} needs a score that learns, and router {router.name!r} does not: use gate "
-                "'identity', or a router such as 'linear'"
-            )
-        if not router.learns and self.losses:
-            raise ValueError(
-                f"losses {dict(self.losses)} need a score that learns, and router {router.name!r} does not: leave them "
-                "out, or use a router such as 'linear'"
-            )
+        if not router.learns:
+            # A draw of 0 or 1 for a whole image needs no gradient.
+            gated = gate.name != "identity" and not (gate.name == "step" and router.whole)
+            if gated or self.losses:
+                subject = f"gate {gate.name!r} needs" if gated else f"losses {dict(self.losses)} need"
+                raise ValueError(
+                    f"{subject} a score that learns, and router {router.name!r} does not: use a router such as "
+                    "'linear', or leave the option out"
+                )
+        elif isinstance(select, Threshold):
+            # The score passes through a sigmoid.
+            check_value("select.threshold of a learned score", select.threshold, float, "[0, 1]")
         if "load" in self.losses and gate.name in ("identity", "step"):
             raise ValueError(f"losses.load needs gate 'linear', 'sigmoid' or 'tanh', got {gate.name!r}")
-        if router.learns and isinstance(select, Threshold):
-            # The score is squashed by a sigmoid.
-            check_value("select.threshold of a learned score", select.threshold, float, "[0, 1]")
         all_attend = self.context == "all" or self.operator == "mlp" or router.whole
         if gate.name == "step" and not (isinstance(select, Threshold) and all_attend):
             raise ValueError(
@@ -201,37 +186,40 @@ class RoutingConfig:
             )
 
     def _check_skipped(self) -> None:
-        """Refuse what skipped tokens cannot do with the other fields."""
-        branch, reweights = self.operator != "block", self.gate.reweight_skipped
-        if self.skipped != "pass" and (self.select != "topk" or self.context != "kept" or branch or reweights):
+        """Refuse operators, contexts and selections that do not fit what skipped tokens do."""
+        skipped, branch = spelled(self.skipped), self.operator != "block"
+        if self.joins and (self.select != "topk" or self.context != "kept" or branch):
             raise ValueError(
-                f"skipped={spelled(self.skipped)!r} needs select='topk', context='kept', operator='block' and a gate "
-                "without reweight_skipped: tokens join others for the whole block"
+                f"skipped={skipped!r} needs select='topk', context='kept' and operator='block': tokens join others for "
+                "the whole block"
+            )
+        if self.skipped == "scale" and (branch or self.gate.name == "identity"):
+            raise ValueError(
+                "skipped='scale' needs operator='block' and gate 'linear', 'sigmoid', 'tanh' or 'step': the gate "
+                "multiplies skipped tokens"
             )
         if self.merges_inside and not self.router.shared:
             raise ValueError(
                 f"skipped.before='mlp' needs a router that shares its score between blocks, got {self.router.name!r}: "
                 "use 'attention', 'redundancy' or another such, or before='block'"
             )
-        if branch and (reweights or self.language.gate_on != "update"):
+        if branch and self.language.gate_on != "update":
             raise ValueError(
-                f"operator={self.operator!r} needs language.gate_on='update' and a gate without reweight_skipped: the "
-                "gate weighs the branch that tokens miss"
+                f"operator={self.operator!r} needs language.gate_on='update': the gate weighs the branch that tokens "
+                "miss"
             )
         if self.operator == "mlp" and self.context == "all":
             raise ValueError("operator='mlp' needs context='kept': attention runs on all tokens anyway")
 
     def _check_language(self) -> None:
-        router, gate, language = self.router, self.gate, self.language
+        router, language = self.router, self.language
         if self.context != "kept" and language.positions == "compact":
             raise ValueError(
                 f"language.positions='compact' counts kept tokens alone: it needs context='kept', got {self.context!r}"
             )
         if language.frames is not None and self.select != "topk":
             raise ValueError(f"language.frames={language.frames!r} chooses the top-k of each frame: use select='topk'")
-        if language.shared and router.name != "linear":
-            raise ValueError(f"language.shared needs router 'linear', whose weight layers share, got {router.name!r}")
-        if language.gate_on != "update" and gate.name == "identity":
+        if language.gate_on != "update" and self.gate.name == "identity":
             raise ValueError(f"language.gate_on={language.gate_on!r} needs a gate other than 'identity'")
         if language.inference_threshold is not None and not (router.learns and self.select == "topk"):
             raise ValueError(
@@ -242,27 +230,19 @@ class RoutingConfig:
             raise ValueError("language.predictor is trained by the loss 'membership': add it to losses, as with 0.01")
 
     def plan(self, depth: int) -> Plan:
-        """Return the plan for a model of `depth` blocks; selection, losses and language options are not part of it.
-
-        Raises:
-            TypeError: A depth that is no integer.
-            ValueError: The blocks do not exist in such a model, or capacities and blocks differ in number.
-        """
+        """Return the plan for a model of `depth` blocks; selection, losses and language options are not part of it."""
         check_value("depth", depth, int, DEPTH)
-        if self.blocks == "every_other":
-            blocks = tuple(range(1, depth, 2))
-        elif self.blocks == "late":
-            blocks = tuple(range(max(1, depth // 3), depth))
-        elif self.blocks == "all":
-            blocks = tuple(range(depth))
+        layouts = {"every_other": range(1, depth, 2), "late": range(max(1, depth // 3), depth), "all": range(depth)}
+        if isinstance(self.blocks, str):
+            blocks = tuple(layouts[self.blocks])
         else:
             blocks = tuple(sorted(int(block) for block in self.blocks))
 
-        def each(own: Any) -> tuple[Any, ...]:
-            return own if isinstance(own, tuple) else (own,) * len(blocks)
+        def by_block(value: Any) -> tuple[Any, ...]:
+            return value if isinstance(value, tuple) else (value,) * len(blocks)
 
-        choice = (self.router, self.gate, self.protect_prefix)
-        return Plan(blocks, each(self.capacity), depth, each(self.operator), each(self.context), *choice)
+        capacities, operators, contexts = map(by_block, (self.capacity, self.operator, self.context))
+        return Plan(blocks, capacities, depth, operators, contexts, self.router, self.gate, self.protect_prefix)
 
     @classmethod
     def from_plan(cls, plan: Plan, **fields: Any) -> RoutingConfig:
@@ -275,8 +255,8 @@ class RoutingConfig:
                 since nothing is chosen there.
 
         Raises:
-            TypeError: A field that the plan says.
-            ValueError: A plan that keeps a part of the tokens, and no router.
+            TypeError: A field that the plan sets.
+            ValueError: A capacity between 0 and 1, and no router.
 
         Example:
             >>> RoutingConfig.from_plan(Plan((2, 3), (0.0, 0.0), 4, contexts=("all", "all"))).router.name
@@ -292,38 +272,49 @@ class RoutingConfig:
         if "router" not in fields:
             if not set(plan.capacities) <= {0, 1}:
                 raise ValueError(
-                    "this plan keeps a part of the tokens and names no router that chooses them: pass one, such as "
+                    "this plan has capacities between 0 and 1 and no router: pass one, such as "
                     "mmod.RoutingConfig.from_plan(plan, router='attention') or mmod.Plan(..., router='attention'); "
                     f"routers are {', '.join(map(repr, sorted(SCORES)))}"
                 )
             fields["router"] = "stride"
-        # What all blocks have in common is said once: such blocks may hand on what they keep.
-        operator, context = (each[0] if len(set(each)) == 1 else each for each in (plan.operators, plan.contexts))
+        # Blocks that agree share one value, and such blocks may hand on the tokens that they keep.
+        operator, context = (
+            values[0] if len(set(values)) == 1 else values for values in (plan.operators, plan.contexts)
+        )
         return cls(blocks=plan.blocks, capacity=plan.capacities, operator=operator, context=context, **fields)
 
     def replace(self, **changes: Any) -> RoutingConfig:
-        """Return a copy with some fields changed.
-
-        Args:
-            changes: Fields of the config. A mapping for a part changes some of its options: `gate={"scale": 0.1}`.
+        """Return a copy with some fields changed; a mapping for a part changes some of its options.
 
         Raises:
             ValueError: An unknown field; the message names the valid ones.
+
+        Example:
+            >>> RoutingConfig(router="linear").replace(gate={"scale": 0.1}).gate
+            Gate(name='tanh', scale=0.1)
         """
         return RoutingConfig.from_dict(revised({name: getattr(self, name) for name in ROUTING_FIELDS}, changes))
 
     def _differing(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
-        given = {name: item.default for name, item in inspect.signature(type(self)).parameters.items()}
-        default = {**given, "losses": {}, **read_parts({"router": self.router}), "router": SCORES["attention"]()}
+        signature = {name: item.default for name, item in inspect.signature(type(self)).parameters.items()}
+        default = {**signature, "losses": {}, **read_parts({"router": self.router}), "router": SCORES["attention"]()}
         return {name: getattr(self, name) for name in ROUTING_FIELDS if getattr(self, name) != default[name]}
 
     def __repr__(self) -> str:
         """Return the call that makes the config, without fields that have their defaults."""
         return f"RoutingConfig({', '.join(f'{name}={spelled(value)!r}' for name, value in self._differing().items())})"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, as plain JSON values.
+    def _repr_html_(self) -> str:
+        rows = [(name, repr(spelled(value))) for name, value in self._differing().items()]
+        return html_table(["RoutingConfig", ""], rows, "all other fields have their defaults")
+
+    def to_dict(self, settled: bool = False) -> dict[str, Any]:
+        """Return plain JSON values.
+
+        Args:
+            settled: Return every field with all options, for files that must not depend on this version's defaults;
+                otherwise the fields that differ from their defaults.
 
         Raises:
             ValueError: The router is a function, which JSON cannot hold.
@@ -331,15 +322,21 @@ class RoutingConfig:
         Example:
             >>> RoutingConfig(router="linear", skipped=Merged(before="block"), blocks=(1, 2)).to_dict()
             {'router': 'linear', 'skipped': 'merge', 'blocks': [1, 2]}
+            >>> RoutingConfig().to_dict(settled=True)["gate"]
+            {'name': 'identity', 'scale': 1.0}
         """
-        plain = {name: spelled(value) for name, value in self._differing().items()}
-        if "router" in plain:
-            plain["router"] = self.router.to_dict()
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+        # A score that JSON cannot hold raises here.
+        router = self.router.to_dict()
+        if settled:
+            return {name: plain(getattr(self, name)) for name in ROUTING_FIELDS}
+        values = {name: spelled(value) for name, value in self._differing().items()}
+        if "router" in values:
+            values["router"] = router
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RoutingConfig:
-        """Build a config from plain values, refusing unknown keys; those that are missing have their defaults.
+        """Build a config from plain values; missing fields have their defaults.
 
         Raises:
             ValueError: An unknown key; the message names the valid ones.

@@ -1,4 +1,4 @@
-"""The base of scores: the classes whose names a config's `router` takes."""
+"""The base class of scores, which a config's `router` names."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ class Placement:
     Args:
         dim: Channels D of a token.
         block: Index of the block in its model.
-        gate: How the score weighs the block's update.
         prefix: Leading tokens that are always kept.
-        device: Where parameters are created.
-        dtype: Type of the parameters; scores are fp32 whatever it is.
+        dtype: Type of the parameters; scores are fp32.
     """
 
     dim: int
@@ -44,14 +42,14 @@ class Score:
 
     Attributes:
         name: What configs call it; set when it is registered.
-        learns: The score may carry a gradient. It is then gated by "tanh" unless a config says otherwise.
+        learns: The score may carry a gradient. It is then gated by "tanh" by default.
         shared: Consecutive routed blocks read one score, so that they keep the same tokens at equal capacity. The
             first of them computes it, unless it is importance.
         reads_importance: The score is the importance of the tokens in the dense block before.
         relative: A threshold is compared with the score over its mean in the image, so that 1 means average.
-        compares: The score multiplies all pairs of tokens, by what `compared` returns.
-        positional: The score depends on the place of a token in its sequence. Where only some tokens may be skipped it
-            is dealt out by their rank among those.
+        compares: The score multiplies all pairs of tokens, of `compared_channels` channels.
+        positional: The score depends on the position of a token in its sequence. Where only some tokens may be
+            skipped, it depends on their rank among these.
     """
 
     name: ClassVar[str]
@@ -68,6 +66,11 @@ class Score:
         return False
 
     @property
+    def tied(self) -> bool:
+        """Whether all routed layers score with one weight, stored once."""
+        return False
+
+    @property
     def draws(self) -> bool:
         """Whether the first of consecutive routed blocks computes the score that they share."""
         return self.shared and not self.reads_importance
@@ -75,11 +78,8 @@ class Score:
     def make(self, place: Placement) -> nn.Module | None:
         """Return the module that scores, or None where importance itself is the score.
 
-        The module is called with tokens (B, N, D), with what is False where a token does not count (B, N), or None,
-        and with importance (B, N) where the score reads it. It returns raw fp32 scores (B, N).
-
-        Args:
-            place: Where the score is used.
+        The module is called with tokens (B, N, D), with a mask that is False where a token does not count (B, N), or
+        None, and with importance (B, N) where the score reads it. It returns raw fp32 scores (B, N).
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what scores tokens")
 
@@ -89,11 +89,10 @@ class Score:
         return None
 
     def squashed(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
-        """Return what a threshold is compared with: the sigmoid of a score that learns, or see `relative`.
+        """Return the values that a threshold is compared with (B, N), from raw scores.
 
-        Args:
-            score_BN: Raw scores (B, N).
-            valid_BN: False where a token does not count (B, N), or None.
+        A score that learns passes through a sigmoid; see also `relative`. `valid_BN` is False where a token does not
+        count.
         """
         if self.learns:
             return score_BN.sigmoid()
@@ -106,8 +105,8 @@ class Score:
 
     def to_dict(self) -> str | dict[str, Any]:
         """Return the score as plain values: its name, with the options that differ from their defaults."""
-        plain: str | dict[str, Any] = spelled(self)
-        return plain
+        values: str | dict[str, Any] = spelled(self)
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)

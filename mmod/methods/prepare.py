@@ -76,6 +76,8 @@ def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
             f"{stack.names[0]} is no layer of a language model: remove the options "
             f"{', '.join(f'language.{name}' for name in differing(config.language))}"
         )
+    if config.router.tied and not stack.language:
+        raise ValueError(f"router.one_weight is for layers of a language model, and {stack.names[0]} is none")
     if config.router.whole and stack.language:
         raise ValueError(
             f"a score per sequence is for images and captions: {stack.names[0]} generates text, so its router must "
@@ -187,7 +189,10 @@ def check_budget(name: str, router: Router, capacity: Fraction) -> None:
     check_zero(name, router, capacity)
     config = router.config
     if config.select != "topk":
-        raise ValueError(f"{name} is routed by threshold: its kept share follows from the scores, not a capacity")
+        raise ValueError(
+            f"{name} keeps the tokens whose scores reach a threshold, so no capacity applies: call mmod.unroute_ and "
+            "mmod.route_ with another RoutingConfig(select=mmod.Threshold(...)), or with select='topk' and a capacity"
+        )
     if config.language.inference_threshold is not None and router.capacity != capacity:
         raise ValueError(
             f"in evaluation {name} keeps tokens by inference_threshold={config.language.inference_threshold}, whatever "

@@ -60,7 +60,7 @@ class Route(Method):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `mmod.methods.read_method` rebuilds the method."""
-        parts = {name: config.to_dict() for name, config in self.parts.items()}
+        parts = {name: config.to_dict(settled=True) for name, config in self.parts.items()}
         return {"kind": self.kind, "parts": parts, "capacities": list(self.capacities)}
 
     def apply_(self, model: Model) -> Model:
@@ -154,7 +154,7 @@ class Route(Method):
                     make_important(block, state, stack.mixins[1])
             *path, block_list, _ = stack.names[0].split(".")
             owner = model.get_submodule(".".join(path))
-            if self.parts[name].language.shared:
+            if self.parts[name].router.tied:
                 share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
             if any(state.shares for _, _, state in conversions[name]):
                 hooks.append((owner, SpanHook(stack.tracker, block_list, stack.blocks, stack.hands_on)))

@@ -117,12 +117,7 @@ class LearnedCapacity(nn.Module):
 
 
 class CapacityHook(ModelHook):
-    """Lets routed blocks decide by the learned capacities, in the thread of each forward pass.
-
-    Args:
-        names: Module names of the routed blocks.
-        tokens: Number of tokens that enter each block, for the image size of the costs.
-    """
+    """Lets routed blocks decide by the learned capacities, in the thread of each forward pass."""
 
     def __init__(
         self, model: nn.Module, module: LearnedCapacity, names: Sequence[str], tokens: Sequence[int], budget: float,
@@ -164,11 +159,7 @@ class CapacityHook(ModelHook):
         delattr(self.model, NAME)
 
     def hold(self, chosen: Sequence[Fraction]) -> None:
-        """Fix the capacities and stop learning them.
-
-        Args:
-            chosen: Capacity of each block, in hundredths.
-        """
+        """Fix the capacities and stop learning them."""
         self.module.chosen_L.copy_(torch.tensor([int(100 * capacity) for capacity in chosen]))
         set_capacity_(self.model, list(map(float, chosen)))
 
@@ -252,11 +243,7 @@ class LearnedPlan:
 
     @name_missing_extra()
     def plot(self, path: str | Path) -> None:
-        """Draw capacity over depth, learned and planned.
-
-        Args:
-            path: Image file; the suffix selects the format.
-        """
+        """Draw capacity over depth, learned and planned."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6, 3), layout="constrained")
@@ -337,9 +324,6 @@ def learn_capacity_(
 def settle_capacity_(model: nn.Module) -> LearnedPlan:
     """End the learning of capacities and route by the nearest plan within the budget.
 
-    Args:
-        model: A model that `learn_capacity_` changed; it stays routed.
-
     Returns:
         The learned capacities and the plan.
 
@@ -375,7 +359,7 @@ def _routed_part(model: nn.Module) -> tuple[str, RoutingConfig, BlockStack]:
 def _check(model: nn.Module, config: RoutingConfig) -> None:
     if capacity_hook(model) is not None:
         raise ValueError(f"the capacities of this {type(model).__name__} are being learned already")
-    if config.select != "topk" or config.skipped != "pass":
+    if config.select != "topk" or config.joins:
         raise ValueError(
             f"capacities are learned with select='topk' and skipped='pass', got {spelled(config.select)!r} "
             f"and {spelled(config.skipped)!r}"

@@ -34,7 +34,8 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
     Args:
         name: One of these names.
         depth: Number of blocks of the model; "p-mod", "mindskip", "gradual" and "gamma-mod" select blocks by it.
-        changes: Fields of `RoutingConfig` to override; a mapping overrides single options of a nested config.
+        changes: Options of the preset, such as `mean` of "gradual", and fields of `RoutingConfig` to override; a
+            mapping overrides single options of a part.
 
     Raises:
         ValueError: Unknown name or field, or a missing depth.
@@ -46,13 +47,15 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
     make = PRESETS[name]
     if depth is not None:
         check_value("depth", depth, int, DEPTH)
-    if "depth" not in inspect.signature(make).parameters:
-        return RoutingConfig.from_dict(revised(make(), changes))
-    if depth is None and not {"capacity", "blocks"} <= set(changes):
-        raise ValueError(
-            f"preset {name!r} selects blocks by depth: give depth=len(model.blocks), or capacity and blocks"
-        )
-    return RoutingConfig.from_dict(revised(make(depth=depth), changes))
+    accepted = inspect.signature(make).parameters
+    options = {option: changes.pop(option) for option in accepted if option in changes}
+    if "depth" in accepted:
+        options["depth"] = depth
+        if depth is None and not {"capacity", "blocks"} <= set(changes):
+            raise ValueError(
+                f"preset {name!r} selects blocks by depth: pass depth=len(model.blocks), or capacity and blocks"
+            )
+    return RoutingConfig.from_dict(revised(make(**options), changes))
 
 
 @register_preset("mod")
@@ -88,7 +91,8 @@ def p_mod(depth: int | None) -> dict[str, Any]:
     """
     fields = {
         "router": score("linear", normalize=False, bias=True, init_std=0.0),
-        "gate": Gate("tanh", scale=0.2, reweight_skipped=True),
+        "gate": Gate("tanh", scale=0.2),
+        "skipped": "scale",
     }
     if depth is None:
         return fields
@@ -127,18 +131,19 @@ def mindskip(depth: int | None) -> dict[str, Any]:
 
 
 @register_preset("gradual")
-def gradual(depth: int | None) -> dict[str, Any]:
+def gradual(depth: int | None, mean: float = 0.6) -> dict[str, Any]:
     """This library's training-free routing of ViTs: similar tokens merge between attention and MLP, in five steps, and
     all get the update of their group.
 
-    Similarity is measured on 64 sums of channels. Other budgets are plans of `mmod.planning.falling`. Merging between
+    `mean` is the mean capacity of the routed blocks, see `mmod.planning.falling`. Similarity is measured on 64 sums of
+    channels. Merging between
     attention and MLP, and attention that counts merged tokens, come from ToMe, Bolya et al., arXiv 2210.09461. ToMe
     merges in every block, compares keys, and never splits merged tokens.
     """
     fields: dict[str, Any] = {"router": score("redundancy", channels=64), "skipped": Merged("mlp")}
     if depth is None:
         return fields
-    plan = falling(depth, steps=min(5, depth - 1))
+    plan = falling(depth, mean, steps=min(5, depth - 1))
     return {**fields, "blocks": plan.blocks, "capacity": plan.capacities}
 
 
@@ -170,13 +175,13 @@ def gamma_mod(depth: int | None) -> dict[str, Any]:
         )
     return {
         # The difference of two rows with standard deviation 0.02.
-        "router": score("linear", normalize=False, init_std=0.02 * 2**0.5),
+        "router": score("linear", normalize=False, init_std=0.02 * 2**0.5, one_weight=True),
         "blocks": tuple(range(3, (depth or 5) - 1)),
         "capacity": 0.5,
         "gate": "sigmoid",
         "losses": {"membership": 0.01},
         "language": LanguageRouting(
-            tokens="all", shared=True, scored="norm", inference_threshold=0.005, gate_on="mlp", positions="compact"
+            tokens="all", scored="norm", inference_threshold=0.005, gate_on="mlp", positions="compact"
         ),
     }
 

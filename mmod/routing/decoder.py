@@ -112,7 +112,7 @@ class DecoderRouter(Router):
         weight_BN = apply_gate(score_BN, gate.name, gate.scale)
         if weight_BN is not None:
             gate_BK = torch.where(tokens.gated_BN, weight_BN, 1.0).gather(1, index_BK)
-            if gate.reweight_skipped:
+            if self.config.skipped == "scale":
                 skip_weight_BN = torch.where(tokens.free_BN, weight_BN, 1.0)
         return Routing(
             score_BN,

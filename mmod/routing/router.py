@@ -175,7 +175,7 @@ class Router(nn.Module):
 
     def _nearest(self, routing: Routing, rows: Tensor, slot_BK: Tensor, real: Tensor | None) -> Tensor | None:
         """Return which kept row each row is most like, or None where none has to join another."""
-        if self.config.skipped == "pass" or slot_BK.shape[1] == rows.shape[1]:
+        if not self.config.joins or slot_BK.shape[1] == rows.shape[1]:
             return None
         if slot_BK.shape[1] <= self.prefix:
             raise ValueError(
@@ -233,7 +233,7 @@ class Router(nn.Module):
             )
             if gate.name != "identity":
                 gate_BK = apply_gate(score_BN.gather(1, index_BK), gate.name, gate.scale)
-        if gate.reweight_skipped:
+        if self.config.skipped == "scale":
             skip_weight_BN = apply_gate(score_BN, gate.name, gate.scale)
         return Routing(
             score_BN,

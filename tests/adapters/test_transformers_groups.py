@@ -230,8 +230,10 @@ def test_wrong_use_is_refused() -> None:
     model = make_joint("llava")
     with pytest.raises(ValueError, match="do not exist"):
         mmod.route_(model, language=LINEAR.replace(blocks=(1, 9)))
-    with pytest.raises(ValueError, match=r"no layer of a language model: remove the options language\.shared"):
-        mmod.route_(model, vision=LINEAR.replace(language={"shared": True}))
+    with pytest.raises(ValueError, match=r"no layer of a language model: remove the options language\.scored"):
+        mmod.route_(model, vision=LINEAR.replace(language={"scored": "norm"}))
+    with pytest.raises(ValueError, match=r"router\.one_weight is for layers of a language model"):
+        mmod.route_(model, vision=LINEAR.replace(router={"one_weight": True}))
     with pytest.raises(ValueError, match="has no part text"):
         mmod.route_(model, text=LINEAR)
     with pytest.raises(ValueError, match="names no image token"):
@@ -273,7 +275,7 @@ def test_unmasked_attention_implementations_are_refused() -> None:
     "wrong",
     [
         {"frames": 0}, {"frames": "span", "tokens": "all"}, {"frames": 2, "select": "threshold"}, {"tokens": "text"},
-        {"shared": True, "router": "attention"}, {"gate_on": "mlp", "gate": "identity"}, {"inference_threshold": 1.0},
+        {"gate_on": "mlp", "gate": "identity"}, {"inference_threshold": 1.0},
         {"inference_threshold": 0.5, "select": "threshold"}, {"predictor": True}, {"positions": "none"},
     ],
     ids=str,

@@ -211,7 +211,7 @@ def test_blocks_of_one_model_may_differ() -> None:
     [
         ({"operator": "head"}, "operator must be"),
         ({"operator": "mlp", "context": "all"}, "context='kept'"),
-        ({"operator": "mlp", "gate": mmod.Gate("tanh", reweight_skipped=True)}, "reweight_skipped"),
+        ({"operator": "mlp", "skipped": "scale"}, "operator='block'"),
         ({"operator": "attention", "language": {"gate_on": "mlp"}}, "gate_on"),
         ({"context": "all", "language": {"positions": "compact"}}, "compact"),
         ({"capacity": -0.1}, "capacity must be"),

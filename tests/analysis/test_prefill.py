@@ -17,7 +17,7 @@ CONFIGS = {
     "linear": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=(0.5, 0.25), blocks=(1, 2)),
     "frames": mmod.preset("videollm-mod", capacity=0.34, blocks=(0, 3)),
     "shared": mmod.RoutingConfig(
-        router=mmod.score("linear", init_std=0.2), blocks="all", language=mmod.LanguageRouting(shared=True)
+        router=mmod.score("linear", init_std=0.2, one_weight=True), blocks="all"
     ),
     "random": mmod.RoutingConfig(router="random", capacity=0.5),
     "frozen": mmod.RoutingConfig(router="stride", capacity=0, blocks=(1, 2), context="all"),

@@ -191,10 +191,10 @@ def test_recomputed_blocks_join_as_at_first(router: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"skipped": "drop"}, "skipped must be one of 'pass', 'follow', 'merge', got 'drop'"),
+        ({"skipped": "drop"}, "skipped must be one of 'pass', 'scale', 'follow', 'merge', got 'drop'"),
         ({"skipped": "merge", "select": "threshold"}, "skipped='merge' needs select='topk'"),
         ({"skipped": "follow", "context": "all"}, "needs select='topk', context='kept'"),
-        ({"skipped": "merge", "router": "linear", "gate": {"reweight_skipped": True}}, "without reweight_skipped"),
+        ({"skipped": "scale"}, "skipped='scale' needs operator='block' and gate 'linear'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(fields: dict[str, object], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mmod
-from mmod.config import IMPORTANCE
+from mmod.config import IMPORTANCE, ROUTING_FIELDS
 from mmod.config.plan import CONTEXTS, OPERATORS
+from mmod.methods.route import Route
 from mmod.planning import drop_once, falling, ratio_decay, stage_drop
 from tests.adapters.vlm_zoo import make_joint, prompt
 from tests.zoo import make_images, make_model
@@ -42,10 +44,24 @@ def test_plans_and_configs_say_the_same(plan: mmod.Plan) -> None:
     config = mmod.RoutingConfig.from_plan(plan)
     assert config.plan(plan.depth) == plan
     assert mmod.RoutingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    lines = str(plan).splitlines()
-    assert len(lines) == len(plan.blocks) + 2
-    for line, (block, capacity, operator, context) in zip(lines[1:], plan.rows):
-        assert line.split() == [str(block), f"{capacity:g}", operator, context]
+    shown = []
+    for line in str(plan).splitlines()[1:-1]:
+        blocks, *options = line.split()
+        first, _, last = blocks.partition("-")
+        shown += [[str(block), *options] for block in range(int(first), int(last or first) + 1)]
+    assert shown == [[str(block), f"{capacity:g}", *others] for block, capacity, *others in plan.rows]
+    assert plan._repr_html_().count("<tr>") == len(str(plan).splitlines()) - 1
+
+
+def test_a_saved_config_holds_every_value_and_prints_what_differs() -> None:
+    config = mmod.RoutingConfig(router="linear", skipped="scale")
+    saved = Route({"image": config}).to_dict()["parts"]["image"]
+    assert saved.keys() == set(ROUTING_FIELDS)
+    assert saved["gate"] == {"name": "tanh", "scale": 0.2}
+    assert saved["router"].keys() == {"name", *(item.name for item in dataclasses.fields(config.router))}
+    assert mmod.RoutingConfig.from_dict(json.loads(json.dumps(saved))) == config
+    assert str(config) == "RoutingConfig(router='linear', skipped='scale')"
+    assert "capacity" not in config._repr_html_()
 
 
 def test_files_are_strict_and_never_overwritten(tmp_path: Path) -> None:
@@ -103,7 +119,7 @@ def test_language_models_keep_their_plan(tmp_path: Path) -> None:
 def test_a_plan_without_a_score_routes_only_where_nothing_is_chosen() -> None:
     model, depth = make_model("test_vit"), len(make_model("test_vit").blocks)
     for plan in (mmod.Plan((1, 2), (1.0, 0.5), depth), falling(depth, 0.6)):
-        with pytest.raises(ValueError, match=r"names no router .*from_plan\(plan, router='attention'\).*'stride'"):
+        with pytest.raises(ValueError, match=r"no router: .*from_plan\(plan, router='attention'\).*'stride'"):
             mmod.route_(model, plan)
         assert not mmod.is_routed(model)
         assert mmod.RoutingConfig.from_plan(plan, router="norm").router.name == "norm"
@@ -115,7 +131,7 @@ def test_another_router_takes_the_place_of_the_score_of_a_plan() -> None:
     assert mmod.RoutingConfig.from_plan(plan, router={"importance": "mean"}).router.importance == "mean"
     config = mmod.RoutingConfig.from_plan(plan, router="linear")
     assert (config.router, config.gate.name) == (mmod.score("linear"), "tanh")
-    assert str(plan).endswith("1 of 4 blocks are routed by attention (last_token)")
+    assert "1 of 4 blocks are routed by attention (last_token)" in str(plan)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,9 @@ def _models_around(model: nn.Module, parts: Iterable[nn.Module]) -> list[nn.Modu
 def describe(model: nn.Module) -> dict[str, Any] | None:
     """Return the methods of a model as plain values, or None for a dense model."""
     parts = {
-        module.part: module.config.to_dict() for module in model_hooks(model) if isinstance(module, DescribedRouting)
+        module.part: module.config.to_dict(settled=True)
+        for module in model_hooks(model)
+        if isinstance(module, DescribedRouting)
     }
     routed = [module for module in model.modules() if isinstance(module, RoutedBlock)]
     if "language" not in parts and any(isinstance(module, RoutedDecoderBlock) for module in routed):

@@ -34,7 +34,7 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
     blocks = routed_blocks(model)
     for name, block in blocks.items():
         router = block.router.config.router
-        if block.router.config.skipped != "pass" and isinstance(block.router.score, Grouping):
+        if block.router.config.joins and isinstance(block.router.score, Grouping):
             raise ValueError(
                 f"{name} has router={router.name!r}, whose tokens join the first of their group: decisions can be "
                 "replaced where a token may join any that is kept, as with 'redundancy'"

@@ -28,6 +28,7 @@ class Linear(WithImportance):
             a threshold. No token is protected then.
         initial: Value around which scores start. None means 1 for a linear gate, which is the score itself, and 0
             otherwise. A sigmoid gate that starts near 1, as with 3, leaves a pretrained model what it was.
+        one_weight: All routed layers of a language model score with one weight, stored once (gamma-MoD).
         importance: Which queries count where the loss "importance" teaches it, see `mmod.config.WithImportance`.
     """
 
@@ -37,6 +38,7 @@ class Linear(WithImportance):
     init_std: float | None = None
     per: Literal["token", "sequence"] = "token"
     initial: float | None = None
+    one_weight: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "router", importance=IMPORTANCE, init_std="[0, inf)", initial="(-inf, inf)")
@@ -45,6 +47,11 @@ class Linear(WithImportance):
     def whole(self) -> bool:
         """Whether all tokens of an image have one score."""
         return self.per == "sequence"
+
+    @property
+    def tied(self) -> bool:
+        """Whether all routed layers score with one weight, stored once."""
+        return self.one_weight
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""

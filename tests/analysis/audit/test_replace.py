@@ -17,7 +17,7 @@ from tests.zoo import make_images, make_model
 CONFIGS = {
     "attention": {"router": "attention", "blocks": "late"},
     "linear": {"router": "linear", "capacity": 0.3},
-    "reweighted": {"router": "linear", "gate": {"name": "sigmoid", "reweight_skipped": True}},
+    "reweighted": {"router": "linear", "gate": "sigmoid", "skipped": "scale"},
     "threshold": {"router": "norm", "select": {"threshold": 1.0, "min_tokens": 2}},
     "random": {"router": "random", "blocks": "all", "capacity": (0.75, 0.5, 0.5, 0.25)},
     "all": {"router": "attention", "context": "all"},

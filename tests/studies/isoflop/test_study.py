@@ -71,7 +71,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "attention": {"routing": {"router": {"name": "attention", "importance": "mean"}, "capacity": 0.25}},
     "all": {"routing": {"router": "linear", "capacity": 0.25, "context": "all"}},
     "mlp": {"routing": {"router": "linear", "capacity": 0.25, "operator": "mlp"}},
-    "shared": {"routing": {"router": "linear", "blocks": "all", "language": {"shared": True}}},
+    "shared": {"routing": {"router": {"name": "linear", "one_weight": True}, "blocks": "all"}},
     "experts": {"method": {"kind": "experts", "sampling": "predictor"}},
     "integrated": {"method": {"kind": "experts", "capacity": 0.5, "idle": 1, "sampling": "predictor"}},
     "staged": {"method": {"kind": "experts", "sampling": "predictor"}, "routing": PREDICTOR},
