@@ -31,6 +31,9 @@ class Command(NamedTuple):
 
 _WEIGHTS = "digits/dense --model.checkpoint runs/digits/dense"
 COMMANDS = {
+    "advise MODEL": Command(
+        "mmod.studies.advise", "what makes an image model cheaper on your images and this machine, without training"
+    ),
     "tradeoff CONFIG": Command(
         "mmod.studies.command", "accuracy against FLOPs, time and memory, with controls", "digits"
     ),
@@ -73,9 +76,6 @@ _REPORTED = ("tradeoff CONFIG", "audit CONFIG_OR_RUN")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that a command line names; only that command's modules are imported.
 
-    Args:
-        arguments: The command line without the program's name; None takes that of the process.
-
     Raises:
         SystemExit: With code 2 where the command line does not fit, 1 where a command refuses something.
     """
@@ -98,15 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(command: str, arguments: Sequence[str]) -> None:
-    """Run a command; one that finds something out ends with a page of it.
-
-    Args:
-        command: A key of `COMMANDS`.
-        arguments: The command line after it.
-
-    Raises:
-        SystemExit: With code 2 where the command line does not fit, 1 where the command refuses something.
-    """
+    """Run a command; one that finds something out ends with a page of it."""
     with one_line_errors():
         _check_config(command, arguments)
         folder = importlib.import_module(COMMANDS[command].module).main(list(arguments))

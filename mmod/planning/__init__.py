@@ -7,6 +7,7 @@ from mmod.lazy import lazy_names
 # The one list of this package's names, see lazy_names.
 # ruff: noqa: F401
 if TYPE_CHECKING:
+    from mmod.planning.advice import Advice
     from mmod.planning.arank import LayerRanks, attention_ranks
     from mmod.planning.costs import Option
     from mmod.planning.learned import LearnedPlan, learn_capacity_, settle_capacity_
@@ -14,5 +15,6 @@ if TYPE_CHECKING:
     from mmod.planning.presets import preset
     from mmod.planning.schedules import drop_once, falling, ratio_decay, stage_drop
     from mmod.planning.search import plan_divergence, search_plan
+    from mmod.planning.trials import Recipe, advise
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,0 +1,158 @@
+"""The report of `mmod.advise`: a table, a picture, one sentence and the lines that follow it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mmod.analysis.statistics import Estimate
+from mmod.analysis.tables import markdown_table
+from mmod.analysis.timing import Spread
+from mmod.extras import name_missing_extra
+from mmod.io.files import write_atomically
+
+# A speed-up below this is within the noise of a machine.
+LEAST_SPEEDUP = 1.03
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a recipe does to a model.
+
+    Args:
+        name: The recipe.
+        speedup: Time of the dense model over the recipe's, over the rounds: median and quartiles.
+        score: Share of images with the dense model's top class, or mean cosine of features; 95 % interval over images.
+        accuracy: Difference of top-1 accuracy to the dense model's, where images have labels; 95 % interval.
+        images: Number of images; few for recipes that were far from the front.
+        code: The line of Python that applies it.
+        advice: What to do.
+        on_front: No other row is faster and agrees more.
+    """
+
+    name: str
+    speedup: Spread
+    score: Estimate
+    accuracy: Estimate | None
+    images: int
+    code: str
+    advice: str
+    on_front: bool = False
+
+    @property
+    def loss(self) -> float:
+        """Accuracy lost, or disagreement where there are no labels."""
+        return 1 - self.score.value if self.accuracy is None else -self.accuracy.value
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What `advise` measured; `print` shows the table, one sentence of advice and the lines that apply it.
+
+    Args:
+        rows: The recipes, the fastest first.
+        refused: Reasons why recipes were left out, by name.
+        measure: "agreement" of the top class, or "cosine" of features for models without a head.
+        accuracy: Top-1 accuracy of the dense model, where images have labels.
+        milliseconds: Time of a batch of the dense model.
+        batch_size: Images of a timed batch.
+        images: Number of images.
+        tolerance: Share of agreement, or of accuracy, that may be lost.
+        note: Further facts about the data.
+    """
+
+    rows: tuple[Row, ...]
+    refused: Mapping[str, str]
+    measure: str
+    accuracy: float | None
+    milliseconds: float
+    batch_size: int
+    images: int
+    tolerance: float
+    note: str = ""
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest recipe within the tolerance; None if none of them is faster than the dense model."""
+        fitting = [row for row in self.rows if row.loss <= self.tolerance and row.speedup.low >= LEAST_SPEEDUP]
+        return max(fitting, key=lambda row: row.speedup.median, default=None)
+
+    @property
+    def sentence(self) -> str:
+        """The advice in one sentence."""
+        if self.best is None:
+            return f"Nothing here pays at a tolerance of {100 * self.tolerance:g} %: keep the dense model."
+        row = self.best
+        action = row.advice or f"use `{row.code}`"
+        shown = f"{100 * row.score} %"
+        kept = f"at {shown} agreement" if self.measure == "agreement" else f"at a cosine of {row.score:.3f}"
+        change = "" if row.accuracy is None else f", accuracy {100 * row.accuracy.value:+.1f} points"
+        lowest = row.score.low - 1 if row.accuracy is None else row.accuracy.low
+        unsure = "" if lowest >= -self.tolerance else " The interval reaches beyond the tolerance: try more images."
+        return (
+            f"{action[0].upper()}{action[1:]}: {row.speedup.median:.2f} times as fast {kept} with the dense "
+            f"model{change}.{unsure}"
+        )
+
+    @property
+    def code(self) -> str:
+        """The lines of Python that follow the advice; empty without one."""
+        return "" if self.best is None else f"import mmod\n\n{self.best.code}"
+
+    def table(self) -> str:
+        """Return the rows as a table in Markdown."""
+        header = ["recipe", "speed-up", self.measure, *(["accuracy"] if self.accuracy is not None else []), "images"]
+        rows = []
+        for row in self.rows:
+            speed = f"{row.speedup.median:.2f} [{row.speedup.low:.2f}, {row.speedup.high:.2f}]"
+            score = f"{100 * row.score}" if self.measure == "agreement" else f"{row.score:.3f}"
+            accuracy = [] if row.accuracy is None else [f"{100 * row.accuracy:+.1f}"]
+            rows.append([f"{'*' if row.on_front else ' '} {row.name}", speed, score, *accuracy, str(row.images)])
+        return markdown_table(header, rows)
+
+    def __str__(self) -> str:
+        """Return the table, the advice and the lines that apply it, as Markdown."""
+        unit = "%, 95 % interval over images" if self.measure == "agreement" else "95 % interval over images"
+        dense = f"The dense model takes {self.milliseconds:.1f} ms for {self.batch_size} images"
+        dense += "" if self.accuracy is None else f" and has an accuracy of {100 * self.accuracy:.1f} %"
+        lines = [
+            self.table(),
+            f"\n{dense}. Rows with * are on the Pareto front. Speed-up: median and quartiles over rounds; "
+            f"{self.measure} with the dense model: {unit}.{' ' + self.note if self.note else ''}",
+            *[f"\nLeft out: {name}: {reason}" for name, reason in self.refused.items()],
+            f"\n**{self.sentence}**",
+        ]
+        return "\n".join([*lines, f"\n```python\n{self.code}\n```"] if self.best else lines)
+
+    def save(self, folder: str | Path) -> None:
+        """Write `advice.json`, `advice.md` and `advice.png`."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        values = {**asdict(self), "sentence": self.sentence, "code": self.code}
+        write_atomically(folder / "advice.json", json.dumps(values, indent=2) + "\n")
+        write_atomically(folder / "advice.md", f"{self}\n")
+        self.plot(folder / "advice.png")
+
+    @name_missing_extra()
+    def plot(self, path: str | Path) -> None:
+        """Draw agreement over speed-up; a line joins the rows on the front."""
+        from mmod.analysis.style import FAINT, INK, looks, new_figure, tidy
+
+        figure = new_figure(7, 4.5)
+        axis = figure.subplots()
+        for row in self.rows:
+            look = looks([row.name])[row.name] | {"linestyle": "", "alpha": 1.0 if row.on_front else 0.5}
+            bars = [[row.score.value - row.score.low], [row.score.high - row.score.value]]
+            axis.errorbar(row.speedup.median, row.score.value, yerr=bars, elinewidth=0.8, **look)
+            axis.annotate(
+                row.name, (row.speedup.median, row.score.value), (5, 4), textcoords="offset points", fontsize=7
+            )
+        front = sorted((row.speedup.median, row.score.value) for row in self.rows if row.on_front)
+        axis.plot(*zip((1.0, 1.0), *front), color=FAINT, linewidth=1, zorder=0)
+        axis.plot(1.0, 1.0, color=INK, marker="*", markersize=12)
+        axis.axhline(1 - self.tolerance, color=FAINT, linewidth=0.7, linestyle=":")
+        axis.set(xlabel=f"times as fast, batches of {self.batch_size}", ylabel=f"{self.measure} with the dense model")
+        tidy(axis, "both")
+        figure.savefig(path, dpi=150)

@@ -1,0 +1,168 @@
+"""Advice: what is measured is exact, what is advised follows from it, and a killed call goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import mmod
+from mmod.methods import methods_of
+from mmod.planning import trials
+from mmod.planning.trials import Recipe
+from tests.adapters.clip_zoo import make_clip, make_images
+
+SIDE = 160
+
+
+def make(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("test_vit", **{"dynamic_img_size": True, "num_classes": 7, **options}).eval()
+
+
+def pictures(number: int, flat: bool = False) -> Tensor:
+    """Return images of one colour each, or of noise."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(number, 3, *((1, 1) if flat else (SIDE, SIDE)), generator=generator).expand(-1, -1, SIDE, SIDE)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, float]], None]:
+    """Let recipes take set milliseconds, 10 unless named, after running each once."""
+
+    def set_times(of: Mapping[str, float]) -> None:
+        def interleave(calls: Mapping[str, Callable[[], Any]], **_: Any) -> dict[str, list[float]]:
+            for call in calls.values():
+                call()
+            return {name: [of.get(name, 10.0)] * 3 for name in calls}
+
+        monkeypatch.setattr(trials, "interleave", interleave)
+
+    return set_times
+
+
+def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_path: Path) -> None:
+    clock({"images of 96 px": 5.0, "gradual 0.6": 8.0})
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    advice = mmod.advise(model, [pictures(12, flat=True)], batch_size=3, folder=tmp_path, progress=False)
+    assert advice.best is not None
+    assert advice.best.name == "images of 96 px"
+    assert advice.sentence.startswith("Use images of 96 px: 2.00 times as fast at 100.0 [100.0, 100.0] % agreement")
+    assert advice.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=96))"
+    assert advice.rows[0].on_front
+    assert not methods_of(model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    saved = json.loads((tmp_path / "advice.json").read_text())
+    assert saved["sentence"] == advice.sentence
+    assert [row["name"] for row in saved["rows"]] == [row.name for row in advice.rows]
+    assert advice.sentence in (tmp_path / "advice.md").read_text()
+    assert (tmp_path / "advice.png").stat().st_size
+
+
+def test_nothing_is_advised_where_nothing_pays(clock: Callable[..., None]) -> None:
+    clock({"random 0.5": 5.0})
+    advice = mmod.advise(make(), [pictures(8)], tolerance=0.0, progress=False)
+    fast = next(row for row in advice.rows if row.name == "random 0.5")
+    if fast.loss > 0:
+        assert advice.best is None
+    others = [row for row in advice.rows if row is not fast]
+    assert not any(row.on_front for row in others)
+    slow = mmod.advise(make(), [pictures(8)], recipes=[Recipe("stride", {"router": "stride"})], progress=False)
+    assert "Nothing here pays at a tolerance of 2 %" in str(slow)
+    assert slow.code == ""
+
+
+@pytest.mark.parametrize("options", [{}, {"num_classes": 0}], ids=["classes", "features"])
+def test_figures_are_those_of_models_changed_by_the_printed_lines(
+    options: dict[str, Any], clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({})
+    # Recipes near the front are judged in two steps.
+    monkeypatch.setattr(trials, "FIRST_LOOK", 4)
+    images = pictures(10)
+    with torch.no_grad():
+        dense = make(**options)(images)
+    labels = dense.argmax(-1)
+    advice = mmod.advise(make(**options), [(images[:6], labels[:6]), (images[6:], labels[6:])], progress=False)
+    assert {row.images for row in advice.rows} <= {4, 10}
+    assert any(row.images == 10 for row in advice.rows)
+    assert not advice.refused
+    for row in advice.rows:
+        model = make(**options)
+        exec(row.code, {"mmod": mmod, "model": model})
+        with torch.no_grad():
+            changed = model(images[: row.images])
+        if options:
+            expected = torch.cosine_similarity(changed, dense[: row.images]).mean()
+            assert (advice.measure, row.accuracy) == ("cosine", None)
+        else:
+            expected = (changed.argmax(-1) == labels[: row.images]).float().mean()
+            assert row.accuracy is not None
+            assert row.accuracy.value == pytest.approx(float(expected) - 1)
+        assert row.score.value == pytest.approx(float(expected), abs=1e-5)
+        assert row.score.low <= row.score.value <= row.score.high
+    assert advice.accuracy == (None if options else 1.0)
+
+
+def test_a_killed_call_goes_on_and_another_is_refused(
+    clock: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({})
+    options: dict[str, Any] = {"batch_size": 2, "folder": tmp_path, "progress": False}
+    ran: list[str] = []
+    add = trials._Trials._judge
+
+    def judge(self: Any, *arguments: Any) -> Any:
+        ran.append("")
+        if len(ran) == 5:
+            raise KeyboardInterrupt
+        return add(self, *arguments)
+
+    monkeypatch.setattr(trials._Trials, "_judge", judge)
+    with pytest.raises(KeyboardInterrupt):
+        mmod.advise(make(), [pictures(4)], **options)
+    advice = mmod.advise(make(), [pictures(4)], **options)
+    # The dense model twice, each recipe once, and the recipe that was interrupted.
+    assert len(ran) == 2 + len(advice.rows) + 1
+    done = len(ran)
+    assert mmod.advise(make(), [pictures(4)], **options) == advice
+    assert len(ran) == done + 1
+    with pytest.raises(ValueError, match="belongs to another advice: images: 4 there, 3 now"):
+        mmod.advise(make(), [pictures(3)], **options)
+
+
+def test_what_cannot_be_applied_is_left_out_with_its_reason(clock: Callable[..., None]) -> None:
+    clock({})
+    advice = mmod.advise(make(dynamic_img_size=False), [pictures(2)], progress=False)
+    assert {"images of 144 px", "images of 128 px", "images of 96 px"} == set(advice.refused)
+    assert "Left out: images of 96 px: this VisionTransformer takes images of a fixed size" in str(advice)
+    assert not {row.name for row in advice.rows} & set(advice.refused)
+
+
+def test_a_clip_model_is_judged_by_its_image_features(clock: Callable[..., None]) -> None:
+    clock({})
+    advice = mmod.advise(make_clip("ViT-B-32"), [make_images("ViT-B-32", 4)], progress=False)
+    assert advice.measure == "cosine"
+    assert any("image=mmod." in row.code for row in advice.rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "message"),
+    [
+        (lambda: make(), [], "no images: batches is empty"),
+        (lambda: timm.create_model("resnet10t"), [pictures(1)], "ResNet"),
+        (lambda: mmod.route_(make()), [pictures(1)], "is changed already: call mmod.undo_ first"),
+    ],
+)
+def test_errors_say_what_is_wrong(model: Callable[[], nn.Module], batches: list[Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mmod.advise(model(), batches, progress=False)
+    with pytest.raises(TypeError, match="batches must hold images"):
+        mmod.advise(make(), [pictures(1)[0]], progress=False)

@@ -1,0 +1,89 @@
+"""The command that advises: models and images by name, and errors of one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from mmod.cli import main
+from mmod.planning import trials
+from mmod.studies.advise import load_model
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
+
+
+def make_folder(root: Path, classes: int, images: int) -> Path:
+    for label in range(classes):
+        (root / f"class {label}").mkdir(parents=True)
+        for number in range(images):
+            colour = (40 * label, 10 * number, 99)
+            Image.new("RGB", (50, 40), colour).save(root / f"class {label}" / f"{number}.png")
+    return root
+
+
+def words(folder: Path, output: Path, *more: str) -> list[str]:
+    return ["advise", "test_vit", "--no_pretrained", "--images", str(folder), "--output", str(output), *more]
+
+
+def test_a_folder_of_images_gives_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, output = make_folder(tmp_path / "images", 3, 4), tmp_path / "advice"
+    main(words(folder, output, "--number", "6"))
+    shown = capsys.readouterr().out
+    assert "| recipe" in shown
+    assert "images of 96 px" in shown
+    assert "Labels are not used: the images are in 3 folders, and the model has 1000 classes." in shown
+    assert {file.name for file in output.iterdir()} == {"advice.json", "advice.md", "advice.png", "journal.jsonl"}
+
+
+def test_a_checkpoint_of_as_many_classes_is_judged_by_accuracy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, model = make_folder(tmp_path / "images", 3, 2), timm.create_model("test_vit", num_classes=3)
+    timm.models.save_for_hf(model, str(tmp_path / "saved"), safe_serialization=True)
+    main([
+        "advise", str(tmp_path / "saved"), "--images", str(folder), "--output", str(tmp_path / "advice"),
+    ])  # fmt: skip
+    assert "and has an accuracy of" in capsys.readouterr().out
+    loaded, transform = load_model(str(tmp_path / "saved"), None, True)
+    assert loaded.dynamic_img_size
+    pixels = transform(Image.new("RGB", (30, 30)))[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(pixels), model.eval()(pixels))
+
+
+def test_broken_images_are_named_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder(tmp_path / "images", 1, 3)
+    (folder / "class 0" / "1.png").write_bytes(b"no image")
+    with pytest.raises(SystemExit, match=r"error: .*1\.png.* cannot be decoded.*on_corrupt='skip'"):
+        main(words(folder, tmp_path / "advice"))
+    main(words(folder, tmp_path / "advice", "--on_corrupt", "skip"))
+    assert "1 broken images were skipped." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("vit_tinny", "timm knows no model 'vit_tinny'"),
+        ("resnet10t", "ResNet"),
+        ("open_clip:RN5000", "open_clip knows no model 'RN5000'"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(model: str, message: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "images", 1, 1)
+    with pytest.raises(SystemExit, match=message):
+        main(["advise", model, "--no_pretrained", "--images", str(folder), "--output", str(tmp_path / "advice")])
+
+
+def test_folders_without_images_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match=r"error: .*empty"):
+        main(words(tmp_path / "empty", tmp_path / "advice"))
+    with pytest.raises(SystemExit, match="no folder of images at"):
+        main(words(tmp_path / "none", tmp_path / "advice"))
