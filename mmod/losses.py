@@ -23,10 +23,6 @@ def membership_loss(routing: Routing, router: Router) -> Tensor:
     It pushes scores of kept tokens above 0 and others below, so that a token's score alone predicts whether it is kept.
     Padding and protected tokens do not count. If a predictor predicts the kept mask, the loss trains the predictor.
 
-    Args:
-        routing: A block's decision.
-        router: The router that made it.
-
     Source: Raposo et al., arXiv 2404.02258, section 3.5.
     """
     logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
@@ -36,10 +32,6 @@ def membership_loss(routing: Routing, router: Router) -> Tensor:
 @register_loss("load")
 def load_loss(routing: Routing, router: Router) -> Tensor:
     """Return the kept share, without a gradient, times the mean gate, over tokens that may be skipped.
-
-    Args:
-        routing: A block's decision.
-        router: The router that made it.
 
     Source: MoDification, arXiv 2410.14268.
     """
@@ -57,10 +49,6 @@ def capacity_loss(routing: Routing, router: Router) -> Tensor:
     The value is that of the hard decision; the gradient is the sigmoid's (straight-through). Like capacity, the share
     counts protected tokens and no padding.
 
-    Args:
-        routing: A block's decision.
-        router: The router that made it.
-
     Source: Router-Tuning, arXiv 2410.13184, and D-LLM, NeurIPS 2024, with a two-sided distance.
     """
     soft_BN = torch.sigmoid(routing.score_BN)
@@ -72,10 +60,6 @@ def capacity_loss(routing: Routing, router: Router) -> Tensor:
 @register_loss("importance", reads_importance=True)
 def importance_loss(routing: Routing, router: Router) -> Tensor:
     """Return the binary cross-entropy between scores and the selection by importance.
-
-    Args:
-        routing: A block's decision.
-        router: The router that made it.
 
     Raises:
         ValueError: Importance was not computed in this forward pass.

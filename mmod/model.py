@@ -51,9 +51,6 @@ def apply_(model: Model, method: Method | RoutingConfig | Plan | Mapping[str, An
         method: A method of `mmod.methods`, a `RoutingConfig` or `Plan` for every part of the model, or the plain values
             of a method as in configs, `{"kind": "merge", "r": 8}`.
 
-    Returns:
-        The same model.
-
     Raises:
         TypeError: Not a module, or no method.
         ValueError: The method does not support the model, or cannot follow a method applied before. The model is then
@@ -90,9 +87,6 @@ def route_(model: Model, config: HowToRoute = None, **parts: HowToRoute) -> Mode
             `RoutingConfig()`, attention routing at capacity 0.5 in every other block, unless `parts` are passed.
         parts: Configs by part, such as `image` and `text` of a CLIP model, which override `config`; None leaves a part
             dense. Without `config`, all other parts stay dense.
-
-    Returns:
-        The same model.
 
     Raises:
         TypeError: Not a module, or neither a `RoutingConfig` nor a `Plan`.
@@ -144,12 +138,6 @@ def _by_part(
 def unroute_(model: Model) -> Model:
     """Undo routing only: routers are removed, blocks get their host's classes, other methods stay.
 
-    Args:
-        model: A routed model.
-
-    Returns:
-        The same model.
-
     Raises:
         ValueError: Nothing in it is routed.
 
@@ -171,9 +159,6 @@ def freeze_dense_(model: Model) -> Model:
 
     Args:
         model: A routed model, possibly wrapped. `model.requires_grad_(True)` unfreezes it.
-
-    Returns:
-        The same model.
 
     Raises:
         ValueError: Nothing in it is routed, or its routers have no parameters.
@@ -204,9 +189,6 @@ def set_capacity_(model: Model, capacity: float | Sequence[float] | Mapping[str,
     Args:
         model: A routed model.
         capacity: Share of tokens kept: one number, one per routed block in order, or a mapping by module name.
-
-    Returns:
-        The same model.
 
     Raises:
         TypeError: A capacity that is no number.

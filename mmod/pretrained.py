@@ -132,12 +132,7 @@ def _local(folder: str | Path) -> Path:
 
 
 def apply_again(model: nn.Module, methods: Sequence[Mapping[str, Any]]) -> None:
-    """Change a model as another one was.
-
-    Args:
-        model: The dense model.
-        methods: The methods of the other one in plain values, in order; see `described_methods`.
-    """
+    """Change a model as another one was."""
     if not isinstance(methods, Sequence) or not all(isinstance(values, Mapping) for values in methods):
         raise ValueError(f"methods must be a list of mappings, got {methods!r}")
     # Reading methods imports timm, whose models some of them change.
@@ -149,9 +144,6 @@ def apply_again(model: nn.Module, methods: Sequence[Mapping[str, Any]]) -> None:
 
 def described_methods(model: nn.Module) -> list[dict[str, Any]]:
     """Return the methods of a model in plain values, in order.
-
-    Args:
-        model: A changed model, possibly wrapped.
 
     Raises:
         ValueError: No method changed it.

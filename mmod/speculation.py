@@ -24,14 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def every_token(model: nn.Module) -> AbstractContextManager[None]:
-    """Context in which all tokens of a routed model run in all layers, weighted by their gates.
-
-    Args:
-        model: A routed model. Passes in the context take no cache.
-
-    Returns:
-        A context manager.
-    """
+    """Context in which all tokens of a routed model run in all layers, weighted by their gates."""
     return deciding_by(model, _all_kept)
 
 
@@ -124,9 +117,6 @@ def judge_drafts(
         new_tokens: Tokens to generate.
         rounds: Number of timed rounds; the first one counts too.
         draft_tokens: Drafted tokens per full pass; None follows transformers, at most 20.
-
-    Returns:
-        Acceptance, time, and whether the tokens are identical.
 
     Raises:
         ValueError: More than one prompt, or a model that `full_pass` refuses.

@@ -78,10 +78,6 @@ def check_fields(config: Any, group: str = "", **limits: Limit) -> None:
         group: Key of the fields' section in a config file, for messages.
         limits: Limits by field name.
 
-    Raises:
-        TypeError: A value of another type. Booleans and strings are no numbers.
-        ValueError: A number outside its interval, or a string that is not among the valid ones.
-
     Example:
         >>> @dataclasses.dataclass
         ... class Average:
@@ -102,18 +98,7 @@ def check_fields(config: Any, group: str = "", **limits: Limit) -> None:
 
 
 def check_value(name: str, value: object, hint: Any, limit: Limit = _FINITE) -> None:
-    """Raise unless a value is of a type and within a limit; see `check_fields`.
-
-    Args:
-        name: Name of the value, for messages.
-        value: The value.
-        hint: Its type annotation.
-        limit: The interval of numbers, or the valid strings.
-
-    Raises:
-        TypeError: A value of another type.
-        ValueError: A number outside the interval, or a string that is not valid.
-    """
+    """Raise unless a value is of a type and within a limit; see `check_fields`."""
     fault = _fault(value, hint, limit)
     if fault is not None:
         raise fault(f"{name} must be {describe(hint, limit)}, got {brief(value)}")
@@ -131,14 +116,6 @@ def _builtin(value: Any) -> Any:
 
 def check_finite(name: str, values: Tensor) -> None:
     """Raise unless all values of a tensor are finite floating-point numbers.
-
-    Args:
-        name: Name of the tensor, for messages.
-        values: The tensor, of any shape.
-
-    Raises:
-        TypeError: Integers, booleans or complex numbers.
-        ValueError: NaN or infinity.
 
     Example:
         >>> import torch
@@ -169,10 +146,6 @@ def from_plain(cls: type[Config], values: object, name: str, **limits: Limit) ->
         values: Values by field name; fields with a default may be missing.
         name: Name of the object, for messages.
         limits: Limits by field name, see `check_fields`.
-
-    Raises:
-        TypeError: `values` is no mapping, or a value has the wrong type.
-        ValueError: An unknown or missing field, or a value outside its limit.
 
     Example:
         >>> @dataclasses.dataclass

@@ -98,9 +98,6 @@ class LayerRanks:
     def plot(self, path: str | Path) -> None:
         """Draw the rank over depth.
 
-        Args:
-            path: Image file; the suffix selects the format.
-
         Raises:
             FileExistsError: The path exists.
         """
@@ -136,9 +133,6 @@ def attention_ranks(
         part: The part to measure, for models with several: "language", "vision", "image", "text".
         tolerance: Singular values below this share of the largest do not count; None means fp32 epsilon times tokens.
         diagonal: Keep the diagonal, with which every causal map has full rank.
-
-    Returns:
-        The mean rank of each layer.
 
     Raises:
         ValueError: No batch, several parts and none named, or a layer without attention over all tokens.

@@ -20,11 +20,7 @@ COSTS = ("flops", "image_flops", "cache", "milliseconds")
 
 
 class SelectionRule(NamedTuple):
-    """How a capacity above 0 selects tokens.
-
-    Args:
-        router: The score.
-    """
+    """How a capacity above 0 selects tokens."""
 
     router: str | Score | Mapping[str, Any] = "stride"
 
@@ -57,12 +53,7 @@ class Option(NamedTuple):
         return f"{self.operator}@{self.capacity:g}" + (" all" if self.context == "all" else "")
 
     def config(self, blocks: Iterable[int], rule: SelectionRule) -> RoutingConfig:
-        """Return the config that routes some blocks this way.
-
-        Args:
-            blocks: Indices of the blocks.
-            rule: Selects the tokens.
-        """
+        """Return the config that routes some blocks this way."""
         return RoutingConfig(blocks=tuple(blocks), **rule._asdict(), **self._asdict())
 
 
@@ -112,11 +103,7 @@ class BlockCosts:
 
 
 class PromptLengths:
-    """Mean number of text and image tokens per prompt, over the batches added so far.
-
-    Args:
-        image_token: Id of image tokens; None for text models.
-    """
+    """Mean number of text and image tokens per prompt, over the batches added so far."""
 
     def __init__(self, image_token: int | None) -> None:
         self.image_token = image_token
@@ -144,16 +131,6 @@ def block_costs(
     """Return the cost of every option in every block, from one count of the model per option.
 
     The cost of reading importance is left out: how many blocks read it depends on the plan.
-
-    Args:
-        model: The dense model; unchanged afterwards.
-        stack: The blocks of the part.
-        part: Name of the part.
-        options: Ways to route a block.
-        rule: Selects the tokens.
-        cost: One of `COSTS`; "milliseconds" counts FLOPs, for `BlockCosts.timed`.
-        lengths: Lengths of prompts, for a language model.
-        batch: A batch, for other models.
     """
     read = _read_prefill if stack.language else _read_flops
     columns: list[list[float]] = []

@@ -19,10 +19,6 @@ IGNORED = -100
 def kl_divergence(dense_RF: Tensor, changed_RF: Tensor) -> Tensor:
     """Return the Kullback-Leibler divergence of a changed model's logits from the dense model's, per row (R).
 
-    Args:
-        dense_RF: Logits of the dense model (R, F).
-        changed_RF: Logits of the changed model (R, F).
-
     Example:
         >>> kl_divergence(torch.zeros(1, 2), torch.zeros(1, 2)).tolist()
         [0.0]
@@ -33,10 +29,6 @@ def kl_divergence(dense_RF: Tensor, changed_RF: Tensor) -> Tensor:
 
 def cosine_divergence(dense_RF: Tensor, changed_RF: Tensor) -> Tensor:
     """Return one minus the cosine of a changed model's features and the dense model's, per row (R).
-
-    Args:
-        dense_RF: Features of the dense model (R, F).
-        changed_RF: Features of the changed model (R, F).
 
     Example:
         >>> cosine_divergence(torch.ones(1, 2), 3 * torch.ones(1, 2)).round(decimals=4).tolist()
@@ -49,15 +41,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kl": kl_divergenc
 
 
 def divergence_of(name: str | None, model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a divergence by name; None selects "kl" for models with logits and "cosine" for others.
-
-    Args:
-        name: "kl", "cosine" or None.
-        model: Decides for None.
-
-    Raises:
-        ValueError: Unknown name.
-    """
+    """Return a divergence by name; None selects "kl" for models with logits and "cosine" for others."""
     if name is None:
         gives_logits = hasattr(model, "get_output_embeddings") or bool(getattr(model, "num_classes", 0))
         name = "kl" if gives_logits else "cosine"
@@ -71,16 +55,6 @@ def outputs(model: nn.Module, batch: Any, part: str, image_token: int | None = N
 
     For a language model these are the logits that predict the answer's tokens if the batch has `labels`, and the logits
     of all text tokens otherwise. For other models they are all rows of the output.
-
-    Args:
-        model: The model.
-        batch: The model's keyword arguments, or its only argument.
-        part: Which output to read of a CLIP model: "image" or "text".
-        image_token: Id of image tokens; None for models without them.
-
-    Raises:
-        TypeError: The output is no floating-point tensor.
-        ValueError: The output contains NaN or infinity.
     """
     rows_RF = _rows(model, batch, part, image_token)
     check_finite(f"outputs of this {type(model).__name__}", rows_RF)

@@ -14,11 +14,6 @@ STEPS = 20_000
 def best_choices(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float) -> list[int]:
     """Return the index of the chosen item in each class: the lowest sum of losses with costs within the budget.
 
-    Args:
-        losses: Loss of each item of each class.
-        costs: Cost of each item of each class, not negative.
-        budget: Maximum sum of costs.
-
     Raises:
         ValueError: The cheapest items cost more than the budget.
 

@@ -54,9 +54,6 @@ class PlanSearch:
 
         Args:
             budget: Share of the dense model's cost, in (0, 1); for milliseconds it is an estimate.
-
-        Raises:
-            ValueError: The budget is out of reach.
         """
         return best_plan(self.scores, self.costs, self.options, budget, self.rule)
 
@@ -86,11 +83,7 @@ class PlanSearch:
         return {block: self.options.index(option) for block, option in options.items()}
 
     def frontier(self, steps: int = 20) -> list[tuple[float, float]]:
-        """Return the Pareto front: share of the cost and sum of scores at evenly spaced budgets, most expensive first.
-
-        Args:
-            steps: Number of budgets.
-        """
+        """Return the Pareto front, most expensive first: share of the cost and sum of scores at even budgets."""
         least = self.costs.least_share
         # max: a budget rounded below the minimum would be refused.
         plans = [self.plan_for(max(least, 1 - (1 - least) * step / steps)) for step in range(1, steps + 1)]
@@ -117,11 +110,7 @@ class PlanSearch:
 
     @name_missing_extra()
     def plot(self, path: str | Path) -> None:
-        """Draw the scores of all options, with the plan's marked, and the Pareto front.
-
-        Args:
-            path: Image file; the suffix selects the format.
-        """
+        """Draw the scores of all options, with the plan's marked, and the Pareto front."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11, 4), layout="constrained")
@@ -144,18 +133,7 @@ class PlanSearch:
 def best_plan(
     scores: Sequence[Sequence[float]], costs: BlockCosts, options: Sequence[Option], budget: float, rule: SelectionRule
 ) -> Plan:
-    """Return the plan with the lowest sum of scores under a budget.
-
-    Args:
-        scores: Score of each option in each block; a dense block scores 0.
-        costs: Their costs.
-        options: Ways to route a block.
-        budget: Share of the dense model's cost, in (0, 1).
-        rule: Selects the tokens.
-
-    Raises:
-        ValueError: The budget is out of reach.
-    """
+    """Return the plan with the lowest sum of scores under a budget."""
     costs.check(budget)
     outside = costs.total - sum(costs.dense)
     losses = [(0.0, *row) for row in scores]

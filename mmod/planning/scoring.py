@@ -40,17 +40,7 @@ def image_token(model: nn.Module) -> int | None:
 
 
 class Scoring:
-    """Scores every option in every block, alone or combined with a base plan.
-
-    Args:
-        model: The dense model.
-        part: The part to plan.
-        names: Module names of its blocks.
-        options: Ways to route a block.
-        rule: Selects the tokens.
-        compare: From the dense and the changed model's outputs (R, F) to divergences (R).
-        progress_file: Saves the divergences of every batch; None saves nothing.
-    """
+    """Scores every option in every block, alone or combined with a base plan."""
 
     def __init__(
         self, model: nn.Module, part: str, names: Sequence[str], options: Sequence[Option], rule: SelectionRule,
@@ -75,14 +65,6 @@ class Scoring:
 
         A score is the divergence with the option in its block minus the divergence with that block dense. All other
         blocks are as in the base plan.
-
-        Args:
-            batches: Calibration batches.
-            base: Options of the base plan; empty scores each option alone.
-            begin: Called once the first batch is known, before the first trial.
-
-        Raises:
-            ValueError: No batches, or the progress file belongs to another search.
         """
         trials = [{**base, block: option} for block in self.blocks for option in self.options]
         # The base plan without each of its blocks is the reference of that block's scores.
@@ -154,13 +136,7 @@ def _check_rows(rows: int) -> None:
 
 
 def plan_of(choices: Choices, depth: int, rule: SelectionRule) -> Plan:
-    """Return the plan of the options of single blocks.
-
-    Args:
-        choices: Option of each routed block.
-        depth: Number of blocks of the model.
-        rule: Selects the tokens.
-    """
+    """Return the plan of the options of single blocks."""
     rows = [(block, *choices[block]) for block in sorted(choices)]
     blocks, capacities, operators, contexts = zip(*rows)
     return Plan(blocks, capacities, depth, operators, contexts, *rule)

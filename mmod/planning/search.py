@@ -160,12 +160,7 @@ def plan_divergence(
 
 
 def default_options(stack: BlockStack, rule: SelectionRule) -> tuple[Option, ...]:
-    """Return the options that the blocks of a part support, see `search_plan`.
-
-    Args:
-        stack: The blocks.
-        rule: Selects the tokens.
-    """
+    """Return the options that the blocks of a part support, see `search_plan`."""
     call = stack.call_of(stack.blocks[-1], None)
     if stack.reads_images:
         # Only image tokens may all be skipped.

@@ -26,11 +26,6 @@ def stopwatch(model: nn.Module, part: str, batch: Any) -> Measure:
     """Return a function that times one forward pass; for a language model the prefill, vision tower included.
 
     Routed models and the dense model are timed in turns, so that the machine's load affects all of them equally.
-
-    Args:
-        model: The dense model, in evaluation mode.
-        part: The part to route.
-        batch: The model's keyword arguments, or its only argument.
     """
 
     def run() -> None:
@@ -63,10 +58,6 @@ def in_time(search: PlanSearch, measure: Measure) -> PlanSearch:
     Block times do not add up exactly. So the plan for the estimated budget is measured, and the estimate is corrected
     until the measured time fits or no other plan lies between. Among the measured plans within 5 % above the budget,
     the one with the lowest sum of scores wins.
-
-    Args:
-        search: The search, with a plan for the estimate.
-        measure: Times configs, see `stopwatch`.
 
     Raises:
         ValueError: All measured plans exceed the budget.
