@@ -35,8 +35,8 @@ PRESETS = {
 ROOM = 48
 
 
-def routed(name: str, config: mmod.RoutingConfig, attention: str = "sdpa") -> Any:
-    model = make_language(name) if name in LANGUAGE else make_joint(name, attention=attention)
+def routed(name: str, config: mmod.RoutingConfig, attention: str = "sdpa", **changes: Any) -> Any:
+    model = make_language(name, **changes) if name in LANGUAGE else make_joint(name, attention=attention, **changes)
     return mmod.route_(model, language=config)
 
 
@@ -169,17 +169,25 @@ def test_text_goes_on_in_chunks(name: str) -> None:
     torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-4)
 
 
-COMPILED = [
-    *[("llava", PRESETS[method]) for method in ("p-mod", "gamma-mod")],
-    ("llava-mistral-window", IMAGES_ONLY["linear"]),
-    ("gemma3", EVERYTHING["predictor"]),
-]
+# What is traced grows with the depth.
+SHALLOW = {
+    "llava": {"num_hidden_layers": 3},
+    "llava-mistral-window": {"num_hidden_layers": 2},
+    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+}
+COMPILED = {
+    "p-mod": ("llava", PRESETS["p-mod"]),
+    "gamma-mod": ("llava", PRESETS["gamma-mod"]),
+    "window": ("llava-mistral-window", IMAGES_ONLY["linear"].replace(blocks=(0, 1))),
+    "predictor": ("gemma3", EVERYTHING["predictor"]),
+}
 
 
-@pytest.mark.parametrize(("name", "config"), COMPILED, ids=lambda value: getattr(value, "router", value))
-def test_decoding_compiles_to_one_graph(name: str, config: mmod.RoutingConfig) -> None:
+@pytest.mark.parametrize("case", COMPILED)
+def test_decoding_compiles_to_one_graph(case: str) -> None:
     torch._dynamo.reset()
-    model = routed(name, config)
+    name, config = COMPILED[case]
+    model = routed(name, config, **SHALLOW[name])
     counter = CompileCounterWithBackend("eager")
     step = torch.compile(model.__call__, backend=counter, fullgraph=True)
     # A sliding window's mask has a shape of its own each time it grows: transformers' dense layers compile twice, too.
@@ -219,7 +227,7 @@ def test_inductor_decodes_the_same(method: str) -> None:
 def test_generate_compiles_decoding_by_itself(name: str) -> None:
     torch._dynamo.reset()
     method, batch = ("inference", text()) if name in LANGUAGE else ("linear", prompt(name, (1, 0, 2)))
-    model = routed(name, {**IMAGES_ONLY, **EVERYTHING}[method])
+    model = routed(name, {**IMAGES_ONLY, **EVERYTHING}[method].replace(blocks=(1,)), **SHALLOW[name])
     graphs: list[Any] = []
 
     def count(graph: Any, inputs: Any) -> Any:
@@ -235,7 +243,7 @@ def test_generate_compiles_decoding_by_itself(name: str) -> None:
 
 def test_models_compiled_by_the_user_generate_the_same() -> None:
     torch._dynamo.reset()
-    model, batch = routed("llava", IMAGES_ONLY["p-mod"]), prompt("llava", (1, 0))
+    model, batch = routed("llava", IMAGES_ONLY["p-mod"], **SHALLOW["llava"]), prompt("llava", (1, 0))
     expected = generated(model, batch, max_new_tokens=3)
     model.compile(backend="eager")
     assert torch.equal(generated(model, batch, max_new_tokens=3, cache_implementation="static"), expected)

@@ -5,6 +5,7 @@ Axes: B images, N tokens, F tokens of an image that may be skipped, D channels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -78,10 +79,13 @@ class Choice(NamedTuple):
 
 
 def _random(place: DecisionContext) -> Tensor:
+    return _draws(place.draw, place.images, place.x_BND.shape[1]).to(place.x_BND.device)
+
+
+@functools.lru_cache(maxsize=1)
+def _draws(draw: int, images: range, tokens: int) -> Tensor:
     """Draw once per image, seeded by its index: all blocks keep the same tokens, independent of the batch."""
-    tokens = place.x_BND.shape[1]
-    draws = [np.random.default_rng((place.draw, image)).random(tokens) for image in place.images]
-    return torch.from_numpy(np.stack(draws)).to(place.x_BND.device)
+    return torch.from_numpy(np.stack([np.random.default_rng((draw, image)).random(tokens) for image in images]))
 
 
 def _stride(place: DecisionContext) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -22,19 +21,11 @@ from tests.zoo import make_images, make_model
 SMALL = "vit_tiny_patch16_224"
 
 
-def told(kind: str, seed: int) -> str:
-    conditions = ["random", "centre", "mean mask"]
-    return mmod.audit(plant(PLANTED[kind]), batches_of(1500, seed), conditions=conditions, draws=3, resamples=300).kind
-
-
 @pytest.mark.parametrize("kind", PLANTED)
 def test_planted_routers_are_told_apart(kind: str) -> None:
-    assert told(kind, seed=0) == kind
-
-
-@pytest.mark.parametrize("kind", PLANTED)
-def test_planted_routers_are_told_apart_with_most_seeds(kind: str) -> None:
-    assert Counter(told(kind, seed) for seed in range(1, 11))[kind] >= 9
+    options = {"conditions": ["random", "centre", "mean mask"], "draws": 3, "resamples": 300}
+    for seed in range(4):
+        assert mmod.audit(plant(PLANTED[kind]), batches_of(1000, seed), **options).kind == kind
 
 
 def test_few_images_do_not_tell() -> None:
