@@ -138,6 +138,9 @@ def _by_part(
 def unroute_(model: Model) -> Model:
     """Undo routing only: routers are removed, blocks get their host's classes, other methods stay.
 
+    Args:
+        model: The routed model; it is changed.
+
     Raises:
         ValueError: Nothing in it is routed.
 

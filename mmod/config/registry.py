@@ -117,6 +117,9 @@ def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:
 def register_preset(name: str) -> Callable[[Added], Added]:
     """Return a decorator that lets `mmod.preset` and configs name a preset.
 
+    Args:
+        name: What presets and configs call it; no preset has it yet.
+
     Raises:
         ValueError: The name is taken.
 

@@ -1,4 +1,4 @@
-"""The row ops in plain torch: the definition that kernels are tested against, and the fallback without them.
+"""Ops in plain torch: the definition that kernels are tested against, and the fallback without them.
 
 Axes: B images, N tokens, K slots per image, D channels.
 """
@@ -13,6 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops.backend import Backend, choose
+
+HASH_CHANNELS = 8
+# Odd 32-bit multipliers, one for each channel of the fingerprint.
+MULTIPLIERS = (
+    0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5, 0xB55A4F09,
+)  # fmt: skip
+MIX = 0x45D9F3B
 
 
 def gather_rows(x_BND: Tensor, index_BK: Tensor) -> Tensor:
@@ -191,3 +198,31 @@ def inverse_rows(index_BK: Tensor, tokens: int) -> Tensor:
     slot_BK = torch.arange(index_BK.shape[1], dtype=torch.int32, device=index_BK.device).expand(index_BK.shape)
     none_BN = torch.full((index_BK.shape[0], tokens), -1, dtype=torch.int32, device=index_BK.device)
     return none_BN.scatter(1, index_BK.long(), slot_BK)
+
+
+def mix(value: Tensor) -> Tensor:
+    """Scatter the low 32 bits of an int64 tensor; multiplications stay below 2**63."""
+    value = value & 0xFFFFFFFF
+    value = ((value >> 16) ^ value) * MIX & 0xFFFFFFFF
+    value = ((value >> 16) ^ value) * MIX & 0xFFFFFFFF
+    return (value >> 16) ^ value
+
+
+def random_scores(x_BND: Tensor, salt: int, valid_BN: Tensor | None) -> Tensor:
+    """Hash position and fingerprint of the image, see `mmod.ops.random_scores`."""
+    x_BND = x_BND[..., :HASH_CHANNELS].float()
+    tokens, channels = x_BND.shape[1:]
+    count_B1: Tensor | int = tokens
+    if valid_BN is not None:
+        x_BND = x_BND * valid_BN.unsqueeze(-1)
+        count_B1 = valid_BN.sum(dim=1, keepdim=True).clamp(min=1)
+    mean_BD = x_BND.sum(dim=1) / count_B1
+    square_B1 = x_BND.square().sum(dim=(1, 2)).unsqueeze(1) / (count_B1 * channels)
+    deviation_B1 = (square_B1 / count_B1).clamp(min=1e-30).sqrt()
+    step_B1 = torch.exp2(torch.floor(torch.log2(deviation_B1)) - 2)
+    coarse_BD = (mean_BD / step_B1).round().to(torch.int64)
+    multiplier_D = torch.tensor(MULTIPLIERS[:channels], device=x_BND.device)
+    # Steps fit in 31 bits, so that no product overflows.
+    key_B1 = mix(((coarse_BD & 0x7FFFFFFF) * multiplier_D & 0xFFFFFFFF).sum(dim=1, keepdim=True) + salt)
+    bits_BN = mix(key_B1 + torch.arange(tokens, device=x_BND.device))
+    return (bits_BN & 0xFFFFFF).float() / 2.0**24

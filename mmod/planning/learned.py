@@ -324,6 +324,9 @@ def learn_capacity_(
 def settle_capacity_(model: nn.Module) -> LearnedPlan:
     """End the learning of capacities and route by the nearest plan within the budget.
 
+    Args:
+        model: A model whose capacities `mmod.learn_capacity_` learns; it is changed.
+
     Returns:
         The learned capacities and the plan.
 

@@ -75,7 +75,7 @@ def test_names_that_nobody_registered_are_refused_with_the_valid_ones(tmp_path: 
         RoutingConfig(router="contrast", losses={"sprad": 1.0})
     with pytest.raises(ValueError, match=r"preset must be one of 'a-mod', .*'contrast-mod', .*, got 'contrast'"):
         mmod.preset("contrast")
-    with pytest.raises(ValueError, match="preset 'contrast-mod' selects blocks by depth: give depth"):
+    with pytest.raises(ValueError, match="preset 'contrast-mod' selects blocks by depth: pass depth"):
         mmod.preset("contrast-mod")
     with pytest.raises(ValueError, match="unknown option of router pover; valid ones are power"):
         RoutingConfig(router={"name": "contrast", "pover": 2})

@@ -175,7 +175,7 @@ class TestPresets:
         assert router.score.weight.grad is not None
 
     def test_p_mod_needs_a_depth(self) -> None:
-        with pytest.raises(ValueError, match="give depth="):
+        with pytest.raises(ValueError, match="pass depth="):
             mmod.preset("p-mod")
 
     def test_modification_decides_token_by_token(self) -> None:

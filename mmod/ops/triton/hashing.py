@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmod.ops.hashing import CHANNELS, MIX, MULTIPLIERS
+from mmod.ops.reference import HASH_CHANNELS, MIX, MULTIPLIERS
 from mmod.ops.triton.compat import load_float, on_device
 
 _MIX = tl.constexpr(MIX)
@@ -77,8 +77,8 @@ def random_scores(x_BND: Tensor, salt: int, valid_BN: Tensor | None) -> Tensor:
     if out.numel():
         with on_device(x_BND):
             random_kernel[(images,)](
-                x_BND, valid, out, tokens, min(CHANNELS, channels), salt, *x_BND.stride(), *valid.stride(),
-                HAS_VALID=valid_BN is not None, BLOCK=256, CHANNELS=CHANNELS,
+                x_BND, valid, out, tokens, min(HASH_CHANNELS, channels), salt, *x_BND.stride(), *valid.stride(),
+                HAS_VALID=valid_BN is not None, BLOCK=256, CHANNELS=HASH_CHANNELS,
             )  # fmt: skip
     return out
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import Placement, Score, register_score
-from mmod.ops.hashing import mix, random_scores
+from mmod.ops import random_scores
+from mmod.ops.reference import mix
 from mmod.values import check_fields
 
 

@@ -52,6 +52,7 @@ class RedundancyScore(nn.Module):
         channels: As for `Redundancy`.
 
     Example:
+        >>> import torch
         >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [1.0, 0.0]]])
         >>> RedundancyScore()(x)
         tensor([[2.0000, 0.9005, 0.0050, 0.0000]])

@@ -30,6 +30,7 @@ class StrideScore(nn.Module):
     The scores are the van der Corput sequence, the same for every image.
 
     Example:
+        >>> import torch
         >>> StrideScore()(torch.zeros(1, 4, 1)).tolist()
         [[1.0, 0.5, 0.75, 0.25]]
     """
