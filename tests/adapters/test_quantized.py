@@ -47,6 +47,13 @@ def options(bits: int) -> dict[str, Any]:
     return {"quantization_config": {f"load_in_{bits}bit": True}}
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Train a small model by one step and return its folder."""
+    start = vlm_config(tmp_path_factory.mktemp("start"), trainer={"max_steps": 1, "save_strategy": "no"})
+    return f"{fit(replace(start, data=replace(start.data, val=None)), progress=False).folder}/model"
+
+
 def quantized(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if type(module).__name__ in ("Linear4bit", "Linear8bitLt")}
 
@@ -97,13 +104,10 @@ def test_a_routed_checkpoint_is_quantized_but_for_its_routers(tmp_path: Path, bi
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("bits", BITS)
-def test_adapters_and_routers_of_a_quantized_model_train(tmp_path: Path, bits: int) -> None:
-    start = vlm_config(tmp_path, "start", {"max_steps": 1, "save_strategy": "no"})
-    start = replace(start, data=replace(start.data, val=None))
-    fit(start, progress=False)
+def test_adapters_and_routers_of_a_quantized_model_train(tmp_path: Path, checkpoint: str, bits: int) -> None:
     config = replace(
         vlm_config(tmp_path, "quantized", routing={"language": {"preset": "p-mod"}}),
-        model=ModelConfig(checkpoint=str(tmp_path / "start" / "model"), args=options(bits)),
+        model=ModelConfig(checkpoint=checkpoint, args=options(bits)),
         lora={"r": 2, "target_modules": ["q_proj"]},
     )
     before, _ = create_model(config)
@@ -125,12 +129,9 @@ def test_adapters_and_routers_of_a_quantized_model_train(tmp_path: Path, bits: i
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_plans_count_bits(tmp_path: Path, bits: int) -> None:
+def test_plans_count_bits(tmp_path: Path, checkpoint: str, bits: int) -> None:
     lora = {"r": 2, "target_modules": ["q_proj"]}
-    start = vlm_config(tmp_path, "start", {"max_steps": 1, "save_strategy": "no"})
-    start = replace(start, data=replace(start.data, val=None))
-    fit(start, progress=False)
-    model = ModelConfig(checkpoint=str(tmp_path / "start" / "model"))
+    model = ModelConfig(checkpoint=checkpoint)
     routing = {"language": {"preset": "p-mod"}}
     full, less = (
         estimate(replace(vlm_config(tmp_path, routing=routing), model=replace(model, args=args), lora=lora))

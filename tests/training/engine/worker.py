@@ -1,14 +1,9 @@
-"""Small runs on tensors made from a seed, for the tests and for the processes they start and kill.
-
-Run as a module, it trains the config whose fields are in a JSON file.
-"""
+"""Small runs on tensors made from a seed, for the tests and for the processes they start and kill."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,7 +109,3 @@ def main(options: Mapping[str, Any], hears: int = 0, **signals: Any) -> None:
     """Train as one of the processes that were started together; `signals` are for the one of rank `hears`."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     run(tiny_config(**options), rank=rank, world=world, **(signals if rank == hears else {}))
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +21,8 @@ from mmod.training.engine import loop
 from mmod.training.engine.loop import seed_draws
 from mmod.training.image.model import create_models
 from mmod.training.image.recipe import ImageRecipe
-from tests.training.engine.worker import TensorStream, run, tiny_config, weights
+from tests.processes import run_processes
+from tests.training.engine.worker import TensorStream, main, run, tiny_config, weights
 
 ROOT = Path(__file__).parents[3]
 ROUTED = {"router": "linear", "capacity": 0.5, "losses": {"membership": 0.1}}
@@ -67,14 +65,12 @@ def test_the_share_that_is_done_is_told_after_each_step(tmp_path: Path) -> None:
 def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path) -> None:
     options = {"epochs": 1, "optim": {"opt": "sgd", "lr": 0.1}, "routing": ROUTED, "checkpoint_every": 2}
     one = run(tiny_config(output=tmp_path / "one", batch_size=8, **options))
-    (tmp_path / "options.json").write_text(json.dumps({**options, "batch_size": 4, "output": str(tmp_path / "two")}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--module", "tests.training.engine.worker", str(tmp_path / "options.json")]
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    two = {**options, "batch_size": 4, "output": str(tmp_path / "two")}
+    assert run_processes(main, two, world=2) == [0, 0]
     assert_close(tmp_path / "one", tmp_path / "two")
-    two = json.loads((tmp_path / "two/result.json").read_text())
-    assert two["evaluation"]["samples"] == one.evaluation.samples == 48
-    assert two["history"][0]["train_loss"] == pytest.approx(one.history[0]["train_loss"], rel=1e-4)
+    saved = json.loads((tmp_path / "two/result.json").read_text())
+    assert saved["evaluation"]["samples"] == one.evaluation.samples == 48
+    assert saved["history"][0]["train_loss"] == pytest.approx(one.history[0]["train_loss"], rel=1e-4)
 
 
 def test_bf16_learns(tmp_path: Path) -> None:
