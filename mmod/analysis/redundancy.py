@@ -5,6 +5,7 @@ Axes: B images, C channels, N patches, P pixels of a patch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -47,8 +48,8 @@ def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: fl
     Args:
         images: A batch (B, C, H, W), or batches of them.
         patch_size: Side of a patch in pixels; pixels beyond the last full patch are ignored.
-        tolerance: A patch is flat if the standard deviation of every channel is below this share of the batch's value
-            range.
+        tolerance: A patch is flat if the standard deviation of every channel is at most this share of the range of
+            values in all images.
 
     Returns:
         Shares of patches; an image without variance keeps one patch.
@@ -64,31 +65,36 @@ def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: fl
     """
     check_value("patch_size", patch_size, int, "[1, inf)")
     check_value("tolerance", tolerance, float, "[0, 1]")
-    flat_shares, kept_99, kept_95 = [], [], []
+    variances, lowest, highest = [], math.inf, -math.inf
     for batch in [images] if isinstance(images, Tensor) else images:
-        variance_BNC, value_range = _variances(batch, patch_size)
-        flat_BN = (variance_BNC.sqrt() <= tolerance * value_range).all(dim=2)
-        flat_shares.append(flat_BN.double().mean(dim=1))
-        variance_BN = variance_BNC.sum(dim=2)
-        kept_99.append(_share_that_holds(variance_BN, 0.99))
-        kept_95.append(_share_that_holds(variance_BN, 0.95))
-    if not flat_shares:
+        variances.append(_variances(batch, patch_size))
+        lowest, highest = min(lowest, float(batch.min())), max(highest, float(batch.max()))
+    if not variances:
         raise ValueError("redundancy needs at least one batch of images")
-    flat_B, kept_99_B, kept_95_B = (torch.cat(shares) for shares in (flat_shares, kept_99, kept_95))
-    return Redundancy(len(flat_B), patch_size, float(flat_B.mean()), float(kept_99_B.mean()), float(kept_95_B.mean()))
+    shares_B3 = [
+        torch.stack(
+            [
+                (variance_BNC.sqrt() <= tolerance * (highest - lowest)).all(dim=2).double().mean(dim=1),
+                _share_that_holds(variance_BNC.sum(dim=2), 0.99),
+                _share_that_holds(variance_BNC.sum(dim=2), 0.95),
+            ],
+            dim=1,
+        )
+        for variance_BNC in variances
+    ]
+    flat, kept_99, kept_95 = torch.cat(shares_B3).mean(dim=0).tolist()
+    return Redundancy(sum(map(len, variances)), patch_size, flat, kept_99, kept_95)
 
 
-def _variances(images: Tensor, patch_size: int) -> tuple[Tensor, float]:
-    """Return the variance within each patch (B, N, C) in float64, and the range of values in the batch."""
+def _variances(images: Tensor, patch_size: int) -> Tensor:
+    """Return the variance within each patch (B, N, C) in float64."""
     if not isinstance(images, Tensor):
         raise TypeError(f"images must be tensors (B, C, H, W), got {type(images).__name__}")
     if images.ndim != 4 or min(images.shape[2:]) < patch_size:
         raise ValueError(f"images must be (B, C, H, W) of at least {patch_size} pixels, got {tuple(images.shape)}")
     check_finite("images", images)
-    pixels = images.detach().double()
-    patches = pixels.unfold(2, patch_size, patch_size).unfold(3, patch_size, patch_size)
-    variance_BNC = patches.flatten(4).var(dim=4, unbiased=False).flatten(2).transpose(1, 2)
-    return variance_BNC, float(pixels.max() - pixels.min())
+    patches = images.detach().double().unfold(2, patch_size, patch_size).unfold(3, patch_size, patch_size)
+    return patches.flatten(4).var(dim=4, unbiased=False).flatten(2).transpose(1, 2)
 
 
 def _share_that_holds(variance_BN: Tensor, share: float) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.blocks import convert
 from mmod.methods.base import Method, register_method
-from mmod.methods.reduction import pooling
 from mmod.values import check_fields
 
 
@@ -20,7 +19,8 @@ from mmod.values import check_fields
 class Resize(Method):
     """Images are resized before the patch embedding; timm resamples position embeddings in the forward pass.
 
-    No weights are added, so a model can train on small images first and on full-size images afterwards.
+    No weights are added, so a model can train on small images first and on full-size images afterwards. A model with an
+    output per patch returns fewer outputs.
 
     Args:
         size: Side of the resized images in pixels, a multiple of the patch size.
@@ -41,15 +41,11 @@ class Resize(Method):
         check_fields(self, "method", size="[1, inf)")
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
-        """Raise a ValueError unless the model takes images of any size and has one output per image."""
+        """Raise a ValueError unless the model takes images of any size."""
         if not getattr(model, "dynamic_img_size", False):
             raise ValueError(
                 f"this {type(model).__name__} takes images of a fixed size: pass dynamic_img_size=True to "
                 "timm.create_model, or in model.args"
-            )
-        if pooling(model) == "":
-            raise ValueError(
-                "a model with an output per patch would return fewer outputs: resize needs one output per image"
             )
         patch_embed: Any = model.patch_embed
         side, _ = patch_embed.patch_size

@@ -1,4 +1,4 @@
-"""The report of `mmod.advise`: a table, a picture, one sentence and the lines that follow it."""
+"""The report of `mmod.advise`: a table, a picture, one sentence of advice and the lines that apply it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mmod.analysis.redundancy import Redundancy
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.tables import markdown_table
 from mmod.analysis.timing import Spread
 from mmod.extras import name_missing_extra
 from mmod.io.files import write_atomically
 
+AGREEMENT = "agreement"
 # A speed-up below this is within the noise of a machine.
 LEAST_SPEEDUP = 1.03
 
@@ -28,6 +30,7 @@ class Row:
         accuracy: Difference of top-1 accuracy to the dense model's, where images have labels; 95 % interval.
         images: Number of images; few for recipes that were far from the front.
         code: The line of Python that applies it.
+        config: The key of a training config that applies it.
         advice: What to do.
         on_front: No other row is faster and agrees more.
     """
@@ -38,6 +41,7 @@ class Row:
     accuracy: Estimate | None
     images: int
     code: str
+    config: str
     advice: str
     on_front: bool = False
 
@@ -54,12 +58,13 @@ class Advice:
     Args:
         rows: The recipes, the fastest first.
         refused: Reasons why recipes were left out, by name.
-        measure: "agreement" of the top class, or "cosine" of features for models without a head.
+        measure: "agreement" of the top class, "cosine of features" for a model without a head, or "cosine of patches".
         accuracy: Top-1 accuracy of the dense model, where images have labels.
         milliseconds: Time of a batch of the dense model.
         batch_size: Images of a timed batch.
         images: Number of images.
         tolerance: Share of agreement, or of accuracy, that may be lost.
+        redundancy: Redundancy of the images at the model's patch size; None where that is unknown.
         note: Further facts about the data.
     """
 
@@ -71,6 +76,7 @@ class Advice:
     batch_size: int
     images: int
     tolerance: float
+    redundancy: Redundancy | None = None
     note: str = ""
 
     @property
@@ -87,7 +93,7 @@ class Advice:
         row = self.best
         action = row.advice or f"use `{row.code}`"
         shown = f"{100 * row.score} %"
-        kept = f"at {shown} agreement" if self.measure == "agreement" else f"at a cosine of {row.score:.3f}"
+        kept = f"at {shown} agreement" if self.measure == AGREEMENT else f"at a {self.measure} of {row.score:.3f}"
         change = "" if row.accuracy is None else f", accuracy {100 * row.accuracy.value:+.1f} points"
         lowest = row.score.low - 1 if row.accuracy is None else row.accuracy.low
         unsure = "" if lowest >= -self.tolerance else " The interval reaches beyond the tolerance: try more images."
@@ -107,24 +113,27 @@ class Advice:
         rows = []
         for row in self.rows:
             speed = f"{row.speedup.median:.2f} [{row.speedup.low:.2f}, {row.speedup.high:.2f}]"
-            score = f"{100 * row.score}" if self.measure == "agreement" else f"{row.score:.3f}"
+            score = f"{100 * row.score}" if self.measure == AGREEMENT else f"{row.score:.3f}"
             accuracy = [] if row.accuracy is None else [f"{100 * row.accuracy:+.1f}"]
             rows.append([f"{'*' if row.on_front else ' '} {row.name}", speed, score, *accuracy, str(row.images)])
         return markdown_table(header, rows)
 
     def __str__(self) -> str:
         """Return the table, the advice and the lines that apply it, as Markdown."""
-        unit = "%, 95 % interval over images" if self.measure == "agreement" else "95 % interval over images"
+        unit = "%, 95 % interval over images" if self.measure == AGREEMENT else "95 % interval over images"
         dense = f"The dense model takes {self.milliseconds:.1f} ms for {self.batch_size} images"
         dense += "" if self.accuracy is None else f" and has an accuracy of {100 * self.accuracy:.1f} %"
+        images = "" if self.redundancy is None else f" The images: {self.redundancy}."
         lines = [
             self.table(),
             f"\n{dense}. Rows with * are on the Pareto front. Speed-up: median and quartiles over rounds; "
-            f"{self.measure} with the dense model: {unit}.{' ' + self.note if self.note else ''}",
+            f"{self.measure} with the dense model: {unit}.{images}{' ' + self.note if self.note else ''}",
             *[f"\nLeft out: {name}: {reason}" for name, reason in self.refused.items()],
             f"\n**{self.sentence}**",
         ]
-        return "\n".join([*lines, f"\n```python\n{self.code}\n```"] if self.best else lines)
+        if self.best:
+            lines.append(f"\n```python\n{self.code}\n```\n\nIn a training config:\n\n```yaml\n{self.best.config}\n```")
+        return "\n".join(lines)
 
     def save(self, folder: str | Path) -> None:
         """Write `advice.json`, `advice.md` and `advice.png`."""
@@ -132,7 +141,9 @@ class Advice:
         folder.mkdir(parents=True, exist_ok=True)
         values = {**asdict(self), "sentence": self.sentence, "code": self.code}
         write_atomically(folder / "advice.json", json.dumps(values, indent=2) + "\n")
-        write_atomically(folder / "advice.md", f"{self}\n")
+        write_atomically(
+            folder / "advice.md", f"# {self.sentence}\n\n{self}\n\n![{self.measure} over speed-up](advice.png)\n"
+        )
         self.plot(folder / "advice.png")
 
     @name_missing_extra()

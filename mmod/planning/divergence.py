@@ -5,10 +5,12 @@ Axes: R rows (images, or text tokens of a batch), F classes, vocabulary entries 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.values import check_finite, one_of
@@ -49,6 +51,17 @@ def divergence_of(name: str | None, model: nn.Module) -> Callable[[Tensor, Tenso
     return DIVERGENCES[name]
 
 
+def resized(x_BNC: Tensor, patches: int) -> Tensor:
+    """Interpolate a square grid of logits or features (B, N, C), row by row, to another number of patches."""
+    if x_BNC.shape[1] == patches:
+        return x_BNC
+    side, asked = math.isqrt(x_BNC.shape[1]), math.isqrt(patches)
+    if (side**2, asked**2) != (x_BNC.shape[1], patches):
+        raise ValueError(f"{x_BNC.shape[1]} outputs for {patches} patches: grids that differ must both be square")
+    grid = x_BNC.transpose(1, 2).unflatten(2, (side, side))
+    return F.interpolate(grid, size=(asked, asked), mode="bilinear").flatten(2).transpose(1, 2)
+
+
 @torch.no_grad()
 def outputs(model: nn.Module, batch: Any, part: str, image_token: int | None = None) -> Tensor:
     """Return a model's outputs for a batch, as rows (R, F).
@@ -87,7 +100,7 @@ def _positions(batch: Mapping[str, Any], image_token: int | None) -> Tensor:
     labels_BN = batch.get("labels")
     if labels_BN is not None:
         # Logits at a token predict the next token.
-        return torch.nn.functional.pad(labels_BN[:, 1:] != IGNORED, (0, 1))
+        return F.pad(labels_BN[:, 1:] != IGNORED, (0, 1))
     text_BN = torch.ones_like(ids_BN, dtype=torch.bool)
     mask_BN = batch.get("attention_mask")
     if isinstance(mask_BN, Tensor) and mask_BN.ndim == 2:

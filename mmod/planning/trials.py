@@ -6,6 +6,7 @@ Axes: B images of a batch, N images, R rows of outputs, F classes or features.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_part
 from mmod.analysis.modes import in_mode
+from mmod.analysis.redundancy import redundancy
 from mmod.analysis.statistics import Estimate, estimate_of, resampled_means
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.config import RoutingConfig
@@ -24,12 +26,14 @@ from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
 from mmod.methods.base import methods_of
 from mmod.model import apply_, route_
-from mmod.planning.advice import Advice, Row
-from mmod.planning.divergence import outputs
+from mmod.planning.advice import AGREEMENT, Advice, Row
+from mmod.planning.divergence import outputs, resized
 from mmod.planning.presets import preset
 from mmod.values import check_value
 
 DENSE = "dense"
+# The part of a model that has no other.
+ONLY = "image"
 ROUNDS = 5
 # Images of the first look at all recipes; the others are run for recipes near the front.
 FIRST_LOOK = 64
@@ -61,6 +65,12 @@ class Recipe(NamedTuple):
             apply_(model, options)
         else:
             route_(model, **{part: RoutingConfig(**options)})
+
+    def config(self, part: str, depth: int) -> str:
+        """Return the key of a training config that applies it."""
+        options = {"depth": depth, **self.options} if "preset" in self.options else dict(self.options)
+        values = options if part == ONLY else {part: options}
+        return f"{'method' if 'kind' in options else 'routing'}: {json.dumps(values)}"
 
     def code(self, part: str, depth: int) -> str:
         """Return the line of Python that applies it."""
@@ -122,8 +132,9 @@ def advise(
     """Try recipes that need no training and say which one pays on these images and this machine.
 
     All recipes run on the first 64 images and are timed in turns; those near the Pareto front run on all images. A
-    model with a head is judged by how often its top class is the dense model's, another one by the cosine of features.
-    Where batches have labels, the change of accuracy decides.
+    model with a head is judged by how often its top class is the dense model's, another one by the cosine of features,
+    and one with an output per patch (`global_pool=""`) by the cosine of its patches. Where batches have labels, the
+    change of accuracy decides.
 
     Args:
         model: A dense image model of timm, or a CLIP model of open_clip; it runs in evaluation mode and is unchanged.
@@ -158,28 +169,30 @@ def advise(
         raise ValueError(f"this {type(model).__name__} is changed already: call mmod.undo_ first")
     part, stack = _image_part(model, part)
     pixels, labels = _first_images(batches, images)
+    sides = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    patch = sides[0] if isinstance(sides, tuple) else None
     if recipes is None:
-        size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-        recipes = default_recipes(stack, pixels.shape[-1], size[0] if isinstance(size, tuple) else None)
+        recipes = default_recipes(stack, pixels.shape[-1], patch)
     with in_mode(False, model), torch.no_grad():
-        trials = _Trials(model, part, pixels, labels, batch_size)
+        trials = _Trials(model, part, stack.prefix, pixels, labels, batch_size)
         trials.prepare(recipes, len(stack.blocks))
         identity = {
             "model": type(model).__name__, "images": len(pixels), "batch_size": batch_size, "part": part,
             "recipes": {name: recipe.code(part, 0) for name, recipe in trials.recipes.items()},
-            "outputs": f"{float(trials.dense_NF.double().abs().mean()):.6e}",
+            "outputs": f"{float(trials.dense_NRF.double().abs().mean()):.6e}",
         }  # fmt: skip
         journal = Journal(None if folder is None else Path(folder) / "journal.jsonl", identity, "advice")
         trials.run(journal, progress)
     advice = Advice(
         tuple(trials.rows(len(stack.blocks))),
         trials.refused,
-        "agreement" if trials.has_classes else "cosine",
+        trials.measure,
         None if trials.labels is None else float(trials.correct[DENSE].mean()),
         float(np.median(trials.times[DENSE])),
         batch_size,
         len(pixels),
         tolerance,
+        None if patch is None else redundancy(pixels, patch),
         note,
     )
     if folder is not None:
@@ -222,6 +235,7 @@ class _Trials:
 
     model: nn.Module
     part: str
+    prefix: int
     pixels: Tensor
     labels: Tensor | None
     batch_size: int
@@ -234,11 +248,13 @@ class _Trials:
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
-        self.has_classes = self.part == "image" and getattr(self.model, "num_classes", 0) > 0
-        self.dense_NF = self._outputs(self.model, 0, len(self.pixels))
-        if not self.has_classes or len(self.dense_NF) != len(self.pixels):
+        has_classes = self.part == ONLY and getattr(self.model, "num_classes", 0) > 0
+        self.dense_NRF = self._outputs(self.model, 0, len(self.pixels))
+        patches = self.dense_NRF.shape[1] > 1
+        self.measure = AGREEMENT if has_classes and not patches else f"cosine of {'patches' if patches else 'features'}"
+        if self.measure != AGREEMENT:
             self.labels = None
-        self.scores[DENSE], self.correct[DENSE] = self._judge(self.dense_NF, 0, len(self.pixels))
+        self.scores[DENSE], self.correct[DENSE] = self._judge(self.dense_NRF, 0)
 
     def prepare(self, recipes: Sequence[Recipe], depth: int) -> None:
         """Change a copy of the model, with the same weights, for each recipe; remember why one cannot be applied."""
@@ -300,6 +316,7 @@ class _Trials:
                 None if change is None else _mean(change),
                 count,
                 self.recipes[name].code(self.part, depth),
+                self.recipes[name].config(self.part, depth),
                 self.recipes[name].advice,
                 not any(
                     fast >= speed and high >= score and (fast, high) != (speed, score) for fast, high in points.values()
@@ -310,28 +327,31 @@ class _Trials:
         key = {"recipe": name, "start": start, "stop": stop}
         record = next((record for record in journal.records if key.items() <= record.items()), None)
         if record is None:
-            scores, correct = self._judge(self._outputs(self.models[name], start, stop), start, stop)
+            scores, correct = self._judge(self._outputs(self.models[name], start, stop), start)
             record = {**key, "scores": scores.tolist(), "correct": correct.tolist()}
             journal.add(record)
         for values, field_name in ((self.scores, "scores"), (self.correct, "correct")):
             values[name] = np.concatenate([values.get(name, np.zeros(0)), np.array(record[field_name])])
 
     def _outputs(self, model: nn.Module, start: int, stop: int) -> Tensor:
-        chunks = self.pixels[start:stop].split(_AT_ONCE)
-        return torch.cat([outputs(model, chunk.to(self.device), self.part).float().cpu() for chunk in chunks])
+        """Return the outputs (N, R, F): one row per image, or one per patch."""
+        batches = []
+        for chunk in self.pixels[start:stop].split(_AT_ONCE):
+            rows_NRF = outputs(model, chunk.to(self.device), self.part).unflatten(0, (len(chunk), -1))
+            batches.append(rows_NRF[:, self.prefix :].half().cpu() if rows_NRF.shape[1] > 1 else rows_NRF.cpu())
+        return torch.cat(batches)
 
-    def _judge(self, changed_RF: Tensor, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    def _judge(self, changed_NRF: Tensor, start: int) -> tuple[np.ndarray, np.ndarray]:
         """Return agreement with the dense model and, with labels, whether the top class is right, by image."""
-        per_image = len(self.dense_NF) // len(self.pixels)
-        dense_RF = self.dense_NF[start * per_image : stop * per_image]
-        if self.has_classes:
-            score_R = (changed_RF.argmax(-1) == dense_RF.argmax(-1)).float()
-        else:
-            score_R = torch.cosine_similarity(changed_RF, dense_RF, dim=-1)
+        dense_NRF = self.dense_NRF[start : start + len(changed_NRF)].float()
+        changed_NRF = resized(changed_NRF.float(), dense_NRF.shape[1])
         correct = np.zeros(0)
+        if self.measure != AGREEMENT:
+            return torch.cosine_similarity(changed_NRF, dense_NRF, dim=-1).mean(1).double().numpy(), correct
+        top_N, dense_N = changed_NRF[:, 0].argmax(-1), dense_NRF[:, 0].argmax(-1)
         if self.labels is not None:
-            correct = (changed_RF.argmax(-1) == self.labels[start:stop].cpu()).double().numpy()
-        return score_R.view(stop - start, -1).mean(1).double().numpy(), correct
+            correct = (top_N == self.labels[start : start + len(top_N)].cpu()).double().numpy()
+        return (top_N == dense_N).double().numpy(), correct
 
     def _time(self) -> dict[str, list[float]]:
         x = self.pixels[torch.arange(self.batch_size) % len(self.pixels)].to(self.device)

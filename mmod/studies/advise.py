@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 OPEN_CLIP = "open_clip:"
+MEASURES = ("top1", "features", "patches")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -33,7 +34,9 @@ def main(arguments: Sequence[str]) -> None:
 
     if options.threads:
         torch.set_num_threads(options.threads)
-    model, transform = load_model(options.model, options.checkpoint, options.pretrained)
+    model, transform = load_model(
+        options.model, options.checkpoint, options.pretrained, options.image_size, options.measure
+    )
     batch, note = read_images(options.images, transform, options.number, options.on_corrupt, model)
     name = options.model.removeprefix("/").replace("/", "-").replace(":", "-")
     folder = Path(options.output or f"runs/advise/{name}")
@@ -64,6 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no_pretrained", dest="pretrained", action="store_false", help="random weights: for tests of the command"
     )
+    parser.add_argument("--image_size", type=int, metavar="PIXELS", help="side of images; the model's unless given")
+    parser.add_argument(
+        "--measure", choices=MEASURES,
+        help="what must stay equal: the top class, the features that a head reads, or the features of patches",
+    )  # fmt: skip
     parser.add_argument("--number", type=int, default=256, help="images to use, spread over the folder (256)")
     parser.add_argument("--batch_size", type=int, default=8, help="images of a timed batch (8)")
     parser.add_argument(
@@ -76,13 +84,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def load_model(name: str, checkpoint: str | None, pretrained: bool) -> tuple[nn.Module, Callable[[Any], Tensor]]:
+def load_model(
+    name: str,
+    checkpoint: str | None = None,
+    pretrained: bool = True,
+    image_size: int | None = None,
+    measure: str | None = None,
+) -> tuple[nn.Module, Callable[[Any], Tensor]]:
     """Make a dense model and the transform of its images.
 
     Args:
         name: A name of timm, a folder that timm saved, or an architecture of open_clip, see `--help`.
         checkpoint: File or folder of weights, in place of the published ones.
         pretrained: Whether published weights are loaded without a checkpoint.
+        image_size: Side of images in pixels; None takes the model's.
+        measure: One of `MEASURES`, for models of timm: "features" and "patches" take off the head.
     """
     if name.startswith(OPEN_CLIP):
         import open_clip
@@ -90,42 +106,50 @@ def load_model(name: str, checkpoint: str | None, pretrained: bool) -> tuple[nn.
         architecture, _, weights = name.removeprefix(OPEN_CLIP).partition(":")
         if architecture not in open_clip.list_models():
             raise ValueError(f"open_clip knows no model {architecture!r}; open_clip.list_models() lists the known ones")
+        if measure not in (None, "features"):
+            raise ValueError(f"a model of open_clip is judged by its image features, got --measure {measure}")
         tower, _, transform = open_clip.create_model_and_transforms(
-            architecture, pretrained=checkpoint or weights or None, require_pretrained=pretrained
-        )
+            architecture, pretrained=checkpoint or weights or None, require_pretrained=pretrained,
+            force_image_size=image_size,
+        )  # fmt: skip
         return tower, transform
-    import timm
     from timm.data import create_transform, resolve_data_config
 
     from mmod.training.engine.checkpoint import read_weights
-    from mmod.training.engine.model import load_weights
+    from mmod.training.engine.model import classifier_names, converted, load_weights
+
+    sizes = {} if image_size is None else {"img_size": image_size}
+    host: Any = _create(name, pretrained and checkpoint is None, sizes)
+    if checkpoint is not None:
+        state = read_weights(checkpoint)
+        weight = next(
+            (state[key] for key in state if key.startswith(classifier_names(host)) and state[key].ndim > 1), None
+        )
+        host.reset_classifier(0 if weight is None else len(weight))
+        load_weights(host, converted(state, host), checkpoint)
+    if measure == "top1" and not host.num_classes:
+        raise ValueError(f"{name} has no classes: use --measure features or --measure patches")
+    if measure in ("features", "patches"):
+        host.reset_classifier(0, *([""] if measure == "patches" else []))
+    side = getattr(getattr(host, "patch_embed", None), "img_size", None)
+    data = resolve_data_config(
+        {} if side is None else {"input_size": (host.patch_embed.proj.in_channels, *side)}, model=host
+    )
+    return host, create_transform(**data, is_training=False)
+
+
+def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    """Make a model of timm that takes images of any size if it can: smaller images are among the recipes."""
     from mmod.training.image.config import ModelConfig
     from mmod.training.image.model import create_dense_model
 
-    pretrained = pretrained and checkpoint is None
     if Path(name).is_dir():
-        model: nn.Module = timm.create_model(f"local-dir:{name}", pretrained=True)
-    else:
-        model = create_dense_model(ModelConfig(name=name, pretrained=pretrained))
-    if hasattr(model, "dynamic_img_size") and not model.dynamic_img_size:
-        # Smaller images are among the recipes; at the full size the outputs are the same.
-        model = _with_any_size(model, name)
-    if checkpoint is not None:
-        load_weights(model, read_weights(checkpoint), checkpoint)
-    return model, create_transform(**resolve_data_config({}, model=model), is_training=False)
-
-
-def _with_any_size(model: nn.Module, name: str) -> nn.Module:
-    """Return the same model for images of any size, or the model itself where timm has none."""
-    import timm
-
-    source = f"local-dir:{name}" if Path(name).is_dir() else name
+        name, pretrained = f"local-dir:{Path(name).resolve()}", True
     try:
-        flexible: nn.Module = timm.create_model(source, pretrained=False, dynamic_img_size=True)
-        flexible.load_state_dict(model.state_dict())
-    except (TypeError, RuntimeError, AssertionError):
-        return model
-    return flexible
+        flexible = {**arguments, "dynamic_img_size": True}
+        return create_dense_model(ModelConfig(name=name, pretrained=pretrained, args=flexible))
+    except TypeError:
+        return create_dense_model(ModelConfig(name=name, pretrained=pretrained, args=arguments))
 
 
 def read_images(
@@ -155,7 +179,7 @@ def read_images(
 
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no folder of images at {folder!r}")
-    source = TimmSource("folder", folder, "")
+    source = TimmSource("folder", folder, "", train_split="")
     report = CorruptReport(on_corrupt)  # type: ignore[arg-type]
     pixels, labels = [], []
     step = max(1.0, len(source) / number)

@@ -41,15 +41,37 @@ def test_shares_are_those_of_a_loop(
     generator = np.random.default_rng(seed)
     images = generator.normal(size=(batch, channels, height, width))
     images[..., : int(empty * width)] *= 1e-3
-    found = mmod.redundancy(torch.from_numpy(images), side)
-    assert (found.images, found.patch_size) == (batch, side)
-    assert (found.flat, found.kept_99, found.kept_95) == pytest.approx(defined(images, side, 0.01), abs=1e-9)
+    result = mmod.redundancy(torch.from_numpy(images), side)
+    assert (result.images, result.patch_size) == (batch, side)
+    assert (result.flat, result.kept_99, result.kept_95) == pytest.approx(defined(images, side, 0.01), abs=1e-9)
 
 
 def test_batches_count_by_their_images() -> None:
     full, flat = torch.rand(3, 1, 8, 8), torch.zeros(1, 1, 8, 8)
     assert mmod.redundancy([full, flat], 4).flat == 0.25
     assert mmod.redundancy(flat, 4) == mmod.analysis.Redundancy(1, 4, 1.0, 0.25, 0.25)
+
+
+@settings(max_examples=20, deadline=None)
+@given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4), seed=st.integers(0, 2**16))
+def test_batches_do_not_matter(sizes: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # Images of very different contrast, so that the range of a batch is not that of all images.
+    contrast = torch.logspace(-4, 2, sum(sizes))[:, None, None, None]
+    images = contrast * torch.randn(sum(sizes), 2, 12, 12, generator=generator)
+    together = mmod.redundancy(images, 4)
+    batched = mmod.redundancy(iter(images.split(sizes)), 4)
+    assert batched.images == together.images
+    shares = [(result.flat, result.kept_99, result.kept_95) for result in (batched, together)]
+    assert shares[0] == pytest.approx(shares[1])
+
+
+def test_noise_is_not_redundant_and_one_colour_is() -> None:
+    noise = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    result = mmod.redundancy(noise, 8)
+    assert (result.flat, result.kept_99) == (0, 1)
+    colours = torch.rand(4, 3, 1, 1).expand(-1, -1, 32, 32)
+    assert mmod.redundancy(colours, 8) == mmod.analysis.Redundancy(4, 8, 1.0, 1 / 16, 1 / 16)
 
 
 @pytest.mark.parametrize(

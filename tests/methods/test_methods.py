@@ -180,8 +180,13 @@ def test_models_that_take_one_size_are_not_resized() -> None:
         mmod.apply_(make_model(SMALL), Resize(32))
     with pytest.raises(ValueError, match="no multiple of 16, the side of a patch"):
         mmod.apply_(make_model("test_vit"), Resize(40))
-    with pytest.raises(ValueError, match="an output per patch"):
-        mmod.apply_(make_model("test_vit", global_pool=""), Resize(32))
+
+
+def test_a_smaller_image_has_fewer_patches() -> None:
+    model = make_model("test_vit", global_pool="", num_classes=0, dynamic_img_size=True)
+    images = make_images("test_vit", 2)
+    prefix = model.num_prefix_tokens
+    assert mmod.apply_(model, Resize(32))(images).shape[1] == prefix + 4
 
 
 def test_one_change_at_a_time() -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import timm
 import torch
+import yaml
 from torch import Tensor, nn
 
 import mmod
 from mmod.methods import methods_of
 from mmod.planning import trials
 from mmod.planning.trials import Recipe
+from mmod.training.engine.config import resolve_method, resolve_routing
 from tests.adapters.clip_zoo import make_clip, make_images
 
 SIDE = 160
@@ -101,7 +103,7 @@ def test_figures_are_those_of_models_changed_by_the_printed_lines(
             changed = model(images[: row.images])
         if options:
             expected = torch.cosine_similarity(changed, dense[: row.images]).mean()
-            assert (advice.measure, row.accuracy) == ("cosine", None)
+            assert (advice.measure, row.accuracy) == ("cosine of features", None)
         else:
             expected = (changed.argmax(-1) == labels[: row.images]).float().mean()
             assert row.accuracy is not None
@@ -109,6 +111,47 @@ def test_figures_are_those_of_models_changed_by_the_printed_lines(
         assert row.score.value == pytest.approx(float(expected), abs=1e-5)
         assert row.score.low <= row.score.value <= row.score.high
     assert advice.accuracy == (None if options else 1.0)
+
+
+def test_patches_of_smaller_images_are_compared_in_the_dense_grid(clock: Callable[..., None]) -> None:
+    clock({})
+    options = {"num_classes": 0, "global_pool": ""}
+    images = pictures(4)
+    advice = mmod.advise(make(**options), [images], progress=False)
+    assert advice.measure == "cosine of patches"
+    assert not advice.refused
+    prefix = make(**options).num_prefix_tokens
+    with torch.no_grad():
+        dense = make(**options)(images)[:, prefix:].half().float()
+        for row in advice.rows:
+            model = make(**options)
+            exec(row.code, {"mmod": mmod, "model": model})
+            patches = model(images)[:, prefix:].half().float()
+            side = int(patches.shape[1] ** 0.5)
+            grid = patches.transpose(1, 2).unflatten(2, (side, side))
+            patches = torch.nn.functional.interpolate(grid, size=(10, 10), mode="bilinear").flatten(2).transpose(1, 2)
+            expected = torch.cosine_similarity(patches, dense, dim=-1).mean()
+            assert row.score.value == pytest.approx(float(expected), abs=1e-5)
+            assert ("images of" in row.name) == (side < 10)
+
+
+def test_the_line_for_a_training_config_applies_what_was_measured(clock: Callable[..., None]) -> None:
+    clock({})
+    advice = mmod.advise(make(), [pictures(2)], progress=False)
+    for row in advice.rows:
+        ((key, value),) = yaml.safe_load(row.config).items()
+        model, other = make(), make()
+        exec(row.code, {"mmod": mmod, "model": model})
+        mmod.apply_(other, resolve_method(value) if key == "method" else resolve_routing(value))
+        assert methods_of(model) == methods_of(other), row.name
+
+
+def test_the_redundancy_of_the_images_stands_beside_the_table(clock: Callable[..., None]) -> None:
+    clock({})
+    images = torch.cat([pictures(2), pictures(2, flat=True)])
+    advice = mmod.advise(make(), [images], progress=False)
+    assert advice.redundancy == mmod.redundancy(images, 16)
+    assert "The images: 50% of patches flat" in str(advice)
 
 
 def test_a_killed_call_goes_on_and_another_is_refused(
@@ -149,7 +192,7 @@ def test_what_cannot_be_applied_is_left_out_with_its_reason(clock: Callable[...,
 def test_a_clip_model_is_judged_by_its_image_features(clock: Callable[..., None]) -> None:
     clock({})
     advice = mmod.advise(make_clip("ViT-B-32"), [make_images("ViT-B-32", 4)], progress=False)
-    assert advice.measure == "cosine"
+    assert advice.measure == "cosine of features"
     assert any("image=mmod." in row.code for row in advice.rows)
 
 

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from mmod.cli import main
 from mmod.planning import trials
@@ -58,6 +59,44 @@ def test_a_checkpoint_of_as_many_classes_is_judged_by_accuracy(
         torch.testing.assert_close(loaded.eval()(pixels), model.eval()(pixels))
 
 
+@pytest.mark.parametrize(
+    ("more", "measure"), [((), "cosine of features"), (("--measure", "patches"), "cosine of patches")]
+)
+def test_a_checkpoint_of_another_size_is_converted_and_judged_at_the_size_asked_for(
+    more: tuple[str, ...], measure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path / "images", 1, 3)
+    headless = timm.create_model("test_vit", num_classes=0, img_size=96)
+    save_file(headless.state_dict(), tmp_path / "weights.safetensors")
+    main([
+        "advise", "test_vit", "--checkpoint", str(tmp_path / "weights.safetensors"), "--image_size", "128",
+        "--images", str(folder), "--output", str(tmp_path / "advice"), *more,
+    ])  # fmt: skip
+    shown = capsys.readouterr().out
+    assert f" {measure} |" in shown
+    assert "images of 112 px" in shown
+    assert "images of 128 px" not in shown
+    model, transform = load_model("test_vit", str(tmp_path / "weights.safetensors"))
+    assert transform(Image.new("RGB", (30, 30))).shape[1:] == (160, 160)
+    assert model.num_classes == 0
+
+
+def test_a_saved_model_of_another_size_gets_images_of_its_size(tmp_path: Path) -> None:
+    model = timm.create_model("test_vit", img_size=96, dynamic_img_size=True, num_classes=3)
+    timm.models.save_for_hf(model, str(tmp_path / "saved"), safe_serialization=True)
+    _, transform = load_model(str(tmp_path / "saved"))
+    assert transform(Image.new("RGB", (30, 30))).shape == (3, 96, 96)
+
+
+def test_measures_that_a_model_cannot_have_are_refused(tmp_path: Path) -> None:
+    headless = timm.create_model("test_vit", num_classes=0)
+    save_file(headless.state_dict(), tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match="has no classes: use --measure features"):
+        load_model("test_vit", str(tmp_path / "weights.safetensors"), measure="top1")
+    with pytest.raises(ValueError, match="judged by its image features, got --measure patches"):
+        load_model("open_clip:ViT-B-32", measure="patches")
+
+
 def test_broken_images_are_named_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_folder(tmp_path / "images", 1, 3)
     (folder / "class 0" / "1.png").write_bytes(b"no image")
@@ -87,3 +126,10 @@ def test_folders_without_images_are_refused(tmp_path: Path) -> None:
         main(words(tmp_path / "empty", tmp_path / "advice"))
     with pytest.raises(SystemExit, match="no folder of images at"):
         main(words(tmp_path / "none", tmp_path / "advice"))
+
+
+def test_folders_of_splits_are_images_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder(tmp_path / "images", 2, 2)
+    (folder / "class 0").rename(folder / "train")
+    main(words(folder, tmp_path / "advice"))
+    assert "| 4 |" in " ".join(capsys.readouterr().out.split())

@@ -15,9 +15,9 @@ from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
 from mmod.io.files import replacing
 from mmod.io.tensors import read_tensors, write_tensors
+from mmod.planning.divergence import resized
 from mmod.training.engine.loop import seed_draws
 from mmod.training.engine.task import autocast
-from mmod.training.image.task import resized
 
 __all__ = ["FeatureKind", "Features", "extract", "feature_of", "read_features"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import isqrt
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from timm.utils import accuracy
 from torch import Tensor, nn
 
 from mmod import auxiliary_loss
+from mmod.planning.divergence import resized
 from mmod.training.engine.task import Batch, Pass, Task, autocast
 
 __all__ = ["ClassificationTask", "answers", "check_targets"]
@@ -186,25 +186,6 @@ def answers(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         return logits
     logits = logits[:, getattr(model, "num_prefix_tokens", 0) :]
     return resized(logits, targets.shape[1]).flatten(0, 1)
-
-
-def resized(x_BNC: Tensor, patches: int) -> Tensor:
-    """Interpolate a square grid of logits or features to one of so many patches.
-
-    Args:
-        x_BNC: The grid, row by row (B, N, C).
-        patches: Number of patches asked for; a grid that has as many is returned as it is.
-
-    Raises:
-        ValueError: If grids differ and one is not square.
-    """
-    if x_BNC.shape[1] == patches:
-        return x_BNC
-    own, asked = isqrt(x_BNC.shape[1]), isqrt(patches)
-    if (own**2, asked**2) != (x_BNC.shape[1], patches):
-        raise ValueError(f"{x_BNC.shape[1]} answers to {patches} labels: grids that differ must both be square")
-    grid = x_BNC.transpose(1, 2).unflatten(2, (own, own))
-    return F.interpolate(grid, size=(asked, asked), mode="bilinear").flatten(2).transpose(1, 2)
 
 
 def check_targets(targets: Tensor, classes: int | None) -> None:
