@@ -196,4 +196,6 @@ def auto_classes(config_class: type) -> dict[str, Any]:
     from transformers.models.auto import modeling_auto
 
     classes = {name: auto for name, auto in vars(modeling_auto).items() if name.startswith("AutoModel")}
-    return {name: auto for name, auto in classes.items() if config_class in (auto._model_mapping or ())}
+    # The truth of a mapping is its length, for which transformers imports every model that it has.
+    mappings = {name: auto._model_mapping for name, auto in classes.items() if auto._model_mapping is not None}
+    return {name: classes[name] for name, mapping in mappings.items() if config_class in mapping}
