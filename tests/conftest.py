@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 # What is imported for the tests lives to the end: no garbage is looked for in it, now or later.
 gc.disable()
 settings.register_profile(
-    "mmod", deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "mmod", deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("mmod")
 

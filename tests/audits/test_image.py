@@ -19,6 +19,7 @@ from mmod.audits.subjects import ImageSubject, _regions
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import fit
+from tests.sets import SETS
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100", "--audit.maps", "2"]
@@ -29,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a routed run that was started from a dense one, which is gone."""
     root = tmp_path_factory.mktemp("runs")
     model = {"name": "vit_tiny_patch16_224", "args": ARGS}
-    data = {"source": "digits:tiny", "root": str(root / "data"), "image_size": 32, "channels": 1}
+    data = {"source": "digits:tiny", "root": str(SETS / "digits"), "image_size": 32, "channels": 1}
     common = {"data": data, "epochs": 1, "epoch_steps": 1}
     fit(TrainConfig.from_dict({**common, "model": model, "output": str(root / "dense")}), progress=False)
     start = {**model, "checkpoint": str(root / "dense")}

@@ -15,6 +15,7 @@ from mmod.training.engine.loop import seed_draws
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.model import create_models
 from mmod.training.image.recipe import fit, sample_images, timed_images
+from tests.sets import SETS
 
 MODEL = {"patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 3, "num_heads": 2}
 
@@ -23,7 +24,7 @@ def config(folder: Path, **changes: object) -> TrainConfig:
     fields: dict[str, object] = {
         "output": str(folder / "run"),
         "model": {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32}},
-        "data": {"source": "digits:tiny", "root": str(folder / "data"), "image_size": 32, "channels": 1},
+        "data": {"source": "digits:tiny", "root": str(SETS / "digits"), "image_size": 32, "channels": 1},
         "epochs": 1,
         "epoch_steps": 1,
     }

@@ -15,6 +15,7 @@ from mmod.studies import assess, plan
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.kinds import CONFIGS, kind_of, recipe_of, split_kind
 from tests.scripts import ROOT
+from tests.sets import SETS
 from tests.studies.test_assess import config as image_config
 from tests.training.chat.configs import vlm_config
 from tests.training.text.configs import text_config
@@ -31,7 +32,7 @@ def _tiny(kind: str, folder: Path) -> Any:
     fields = {
         "output": str(folder / "run"),
         "model": {"name": "tiny-scenes", "config": str(ROOT / "configs/clip/tiny-scenes.json")},
-        "data": {"train": "scenes:tiny/train", "val": "scenes:tiny/val", "root": str(folder / "data"), "batch_size": 8},
+        "data": {"train": "scenes:tiny/train", "val": "scenes:tiny/val", "root": str(SETS / "scenes"), "batch_size": 8},
         "augment": None,
         "epochs": 1,
         "epoch_steps": 1,

@@ -10,6 +10,7 @@ import yaml
 from mmod.io.yaml import read_yaml
 from mmod.studies.config import PairsStudyConfig
 from mmod.studies.pairs import PairsStudy
+from tests.sets import SETS
 from tests.training.pairs.worker import MODEL, write_model
 
 ROUTERS = {
@@ -26,7 +27,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> PairsStudyConfig:
     fields = {
         "output": "unused",
         "model": write_model(folder, "study-clip", vision_cfg=vision, text_cfg=text),
-        "data": {"train": "scenes:tiny/train", "val": "scenes:tiny/val", "root": str(folder / "data")},
+        "data": {"train": "scenes:tiny/train", "val": "scenes:tiny/val", "root": str(SETS / "scenes")},
         "augment": None,
         "epochs": 1,
         "zero_shot": "scenes",

@@ -14,6 +14,7 @@ from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
 from mmod.training import TrainConfig
 from mmod.training.engine.parse import parse_config
+from tests.sets import SETS
 from tests.studies.test_image import DENSE
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ MODEL: dict[str, Any] = {"num_classes": 11, "class_token": False, "global_pool":
 @pytest.fixture
 def study(tmp_path: Path) -> ImageStudyConfig:
     model = {**DENSE["model"], "args": {**DENSE["model"]["args"], **MODEL}}
-    data = {**DENSE["data"], "source": "crowds:tiny", "label_patch": 4, "root": str(tmp_path / "data")}
+    data = {**DENSE["data"], "source": "crowds:tiny", "label_patch": 4, "root": str(SETS / "crowds")}
     (tmp_path / "dense.yaml").write_text(yaml.safe_dump({**DENSE, "model": model, "data": data}))
     return ImageStudyConfig(
         output=str(tmp_path / "out"),

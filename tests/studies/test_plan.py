@@ -12,6 +12,7 @@ from mmod.studies.plan import PlanOptions, main, plan_config, search_run
 from mmod.training.chat.model import create_model
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import fit
+from tests.sets import SETS
 from tests.training.chat.configs import vlm_config
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
@@ -23,7 +24,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a config whose model starts from the weights of a run."""
     root = tmp_path_factory.mktemp("runs")
     model = {"name": "vit_tiny_patch16_224", "args": ARGS}
-    data = {"source": "digits:tiny", "root": str(root / "data"), "image_size": 32, "channels": 1}
+    data = {"source": "digits:tiny", "root": str(SETS / "digits"), "image_size": 32, "channels": 1}
     fields = {"data": data, "model": model, "output": str(root / "dense"), "epochs": 1, "epoch_steps": 1}
     fit(TrainConfig.from_dict(fields), progress=False)
     path = root / "config.yaml"

@@ -15,6 +15,7 @@ from mmod.studies.chat import ChatStudy
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy
 from mmod.studies.study import Study
+from tests.sets import SETS
 from tests.studies.test_image import DENSE
 from tests.training.chat.configs import vlm_config
 
@@ -26,7 +27,7 @@ def image_study(folder: Path) -> tuple[Study[Any, Any], ImageStudyConfig]:
     (folder / "dense.yaml").write_text(yaml.safe_dump(DENSE))
     config = ImageStudyConfig(
         output=str(folder / "out"), dense=str(folder / "dense.yaml"), capacities=[0.8, 0.7], isoflop="none",
-        changes={"epoch_steps": 1, "data": {"root": str(folder / "data")}}, rates=[0.5, 1.0], rate_split="test",
+        changes={"epoch_steps": 1, "data": {"root": str(SETS / "digits")}}, rates=[0.5, 1.0], rate_split="test",
         routers={"searched": {"search": QUICK}}, controls={"searched": None}, latency_rounds=1, maps=0,
         latency_batch=16, latency_batches=[],
     )  # fmt: skip

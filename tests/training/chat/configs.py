@@ -10,6 +10,7 @@ import torch
 import mmod
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.training.chat.config import ModelConfig, TrainConfig
+from tests.sets import SETS
 
 TEXT = {
     "model_type": "llama",
@@ -64,7 +65,7 @@ def vlm_config(folder: Path, name: str = "run", trainer: dict[str, Any] | None =
     fields: dict[str, Any] = {
         "output": str(folder / name),
         "model": ModelConfig(config=MODEL, processor="words"),
-        "data": ConversationsConfig("questions:tiny/train", "questions:tiny/val", root=str(folder / "data")),
+        "data": ConversationsConfig("questions:tiny/train", "questions:tiny/val", root=str(SETS / "questions")),
         "trainer": {**TRAINER, **(trainer or {})},
         "max_new_tokens": 3,
         **changes,

@@ -17,6 +17,7 @@ import mmod
 from mmod.data.config import PairsConfig
 from mmod.data.readers.pairs import create_eval_pairs
 from mmod.training.pairs.evaluate import evaluate, rank_matches
+from tests.sets import SETS
 from tests.training.pairs.worker import MODEL
 
 
@@ -52,9 +53,8 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def stream(tmp_path_factory: pytest.TempPathFactory, model: Any) -> Any:
-    root = tmp_path_factory.mktemp("scenes")
-    config = PairsConfig(val="scenes:tiny/val", root=str(root / "data"), batch_size=24)
+def stream(model: Any) -> Any:
+    config = PairsConfig(val="scenes:tiny/val", root=str(SETS / "scenes"), batch_size=24)
     return create_eval_pairs(config, open_clip.image_transform(48, is_train=False), tokenizer)
 
 
