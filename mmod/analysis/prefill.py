@@ -19,7 +19,6 @@ class _Cost(NamedTuple):
     """FLOPs of one multiplication by the type of product.
 
     Args:
-        weights: With weights.
         pairs: Of queries and keys, and of probabilities and values.
         stopped: With the first weights of a predictor, whose input gets no gradient.
     """
@@ -88,7 +87,6 @@ def training_flops(model: nn.Module, tokens: int) -> int:
 
     Args:
         model: A transformers model with a language part, dense or routed by top-k.
-        tokens: Tokens of the text.
 
     Raises:
         ValueError: As for `prefill_flops`.

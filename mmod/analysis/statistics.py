@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from statistics import mean, stdev
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+Result = TypeVar("Result")
 Values = NDArray[np.float64]
 BySeed = Mapping[int, float]
 """The figure of one model for each seed."""
@@ -83,11 +85,25 @@ def published(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return {"mean": value, "low": low, "high": high, "seeds": seeds}
 
 
+def read_published(kind: type[Result], fields: Mapping[str, Any]) -> Result:
+    """Return the dataclass whose fields `published` wrote."""
+    hints = get_type_hints(kind)
+    return kind(**{name: _read_field(hints[name], value) for name, value in fields.items()})
+
+
+def _read_field(kind: Any, value: Any) -> Any:
+    inner = get_args(kind)
+    if get_origin(kind) is UnionType:
+        return None if value is None else _read_field(inner[0], value)
+    if is_dataclass(kind):
+        return read_published(kind, value)
+    if isinstance(value, Mapping):
+        return {name: _read_field(inner[1], item) for name, item in value.items()}
+    return [_read_field(inner[0], item) for item in value] if isinstance(value, list) else value
+
+
 def difference(one: BySeed, other: BySeed) -> Estimate:
     """Return the mean of `one` minus `other`, paired by seed, with its interval by Student's t distribution.
-
-    Raises:
-        ValueError: They share no seed.
 
     Example:
         >>> print(difference({0: 95.0, 1: 94.0, 2: 96.0}, {0: 94.0, 1: 93.2, 2: 94.8}))
@@ -162,10 +178,6 @@ def simultaneous(value_C: Values, resampled: Values) -> list[Estimate]:
 def pseudo_mean(value: float, left_out_G: Tensor) -> Estimate:
     """Return the jackknife estimate of a figure, without its small-sample bias, and the normal interval.
 
-    Args:
-        value: The figure on all images.
-        left_out_G: The figure without each group of images (G,).
-
     Source: Tukey, The Annals of Mathematical Statistics 29 (1958): the jackknife's pseudo-values.
 
     Example:
@@ -181,11 +193,6 @@ def pseudo_mean(value: float, left_out_G: Tensor) -> Estimate:
 
 def sign_test(gap_IC: Values, draws: int, seed: int) -> Values:
     """Return the two-sided p-value of each column's mean under random sign flips, at least 1 / (draws + 1).
-
-    Args:
-        gap_IC: Paired differences, a row for each image.
-        draws: Number of sign vectors.
-        seed: Seed of the draws.
 
     Source: Fisher, The Design of Experiments (1935), section 21.
 

@@ -21,7 +21,6 @@ class Spread:
     """A median with its quartiles.
 
     Args:
-        median: Median.
         low: Lower quartile.
         high: Upper quartile.
     """

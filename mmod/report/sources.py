@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from mmod.analysis.audit.generation import Generation, read_generation
+from mmod.analysis.audit.generation import Generation
 from mmod.analysis.audit.result import Audit, read_audit
 from mmod.analysis.plots import RoutingMaps
+from mmod.analysis.statistics import read_published
 from mmod.io.files import parse_json
 from mmod.values import check_value
 
@@ -175,7 +176,7 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
         maps = None if record["maps"] is None else RoutingMaps.from_dict(record["maps"])
         # The last two are not there in what earlier versions wrote.
         audit, beside, told = read_audit(record["audit"]), record.get("beside_flops"), record.get("generation")
-        generation = None if told is None else read_generation(told)
+        generation = None if told is None else read_published(Generation, told)
         return AuditRecord(
             name, path.parent, audit=audit, maps=maps, beside_flops=beside, generation=generation, **fields
         )

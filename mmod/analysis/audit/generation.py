@@ -5,7 +5,7 @@ Axes: B texts, N tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,10 @@ class Stretch:
 
     Args:
         text: "written" by others, or "generated" by the model behind the first window of those.
-        first: Number of its first token.
-        last: Number of its last token.
         loss: Cross entropy in nats a token, each decided alone.
         kept: Share of tokens that are kept.
         agreement: Share of tokens that are decided as the top-k of the window decides, by the scores of the same pass.
         above_chance: The same above what two independent decisions that keep as many agree in, from 0 (chance) to 1.
-
     Source of `above_chance`: Cohen, Educational and Psychological Measurement 20 (1960).
     """
 
@@ -53,7 +50,6 @@ class Generation:
 
     Args:
         window: Tokens of a window in training.
-        texts: Number of texts.
         by: What decides: "predictor" or "score".
         stretches: What was found, window by window.
         decay: For each kind of text how much more tokens are decided alike in the last window than in the first.
@@ -174,13 +170,3 @@ def generation_rows(found: Generation) -> Sequence[list[str]]:
          f"{own.above_chance:.2f}"]
         for own in found.stretches
     ]  # fmt: skip
-
-
-def read_generation(fields: Mapping[str, Any]) -> Generation:
-    """Return what was found from its plain values, as `dataclasses.asdict` gives them."""
-
-    def estimates(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: Estimate(**own) if isinstance(own, Mapping) else own for name, own in values.items()}
-
-    stretches = [Stretch(**estimates(own)) for own in fields["stretches"]]
-    return Generation(**{**fields, "stretches": stretches, "decay": estimates(fields["decay"])})

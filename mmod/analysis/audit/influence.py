@@ -27,7 +27,6 @@ class Influence:
     place, whatever the data. What neither decides is left to both together, to other patches or to chance.
 
     Args:
-        images: Number of images.
         content: Share of the variance of being kept that a patch's content explains wherever it stands, in [0, 1].
         position: Share that its position explains whatever stands there, in [0, 1].
         position_share: Position over the sum of both.

@@ -28,14 +28,12 @@ class LeaveOneOut:
     is kept; all other decisions, and the number of kept tokens, are as learned.
 
     Args:
-        images: Number of images.
         agreement: For each decision, the rank correlation of its scores with what tokens are worth, the mean over
             images: 1 where the order is the same, 0 where there is none in common.
         norm: The same of the norms of the tokens.
         loss: Mean loss with the learned choice.
         oracle: How much the loss is above that where the tokens that are worth most are kept instead, picked with the
             answers at hand: below 0 where that helps.
-        random: The same with random tokens.
     """
 
     images: int

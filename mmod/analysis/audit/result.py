@@ -12,7 +12,7 @@ import numpy as np
 from mmod.analysis.audit.across import Across
 from mmod.analysis.audit.choices import Choice
 from mmod.analysis.audit.influence import Influence
-from mmod.analysis.audit.information import Information, information_rows
+from mmod.analysis.audit.information import information_rows
 from mmod.analysis.audit.oracle import LeaveOneOut
 from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
 from mmod.analysis.audit.verdict import Kind, judge
@@ -22,6 +22,7 @@ from mmod.analysis.statistics import (
     adjusted,
     estimate_of,
     published,
+    read_published,
     resampled_means,
     sign_test,
 )
@@ -41,9 +42,7 @@ class Condition:
         accuracy: Accuracy in percent.
         loss: Mean loss.
         accuracy_change: What accuracy is above that with the learned choice, paired by image; None for that itself.
-        loss_change: The same of the loss.
         accuracy_p: How likely such a change is by chance, corrected for all tests of the audit.
-        loss_p: The same of the loss.
         effect: Change of the loss over its standard deviation among images.
     """
 
@@ -165,48 +164,8 @@ def _cells(own: Condition) -> list[str]:
 
 
 def read_audit(fields: Mapping[str, Any]) -> Audit:
-    """Return the audit whose plain values are given, see `Audit.to_dict`."""
-    conditions = [
-        Condition(**{name: _estimate(value) for name, value in condition.items()}) for condition in fields["conditions"]
-    ]
-    across: dict[str, Any] = {
-        name: {key: _estimate(own) for key, own in value.items()} if name in ("kept", "never") else value
-        for name, value in fields["across"].items()
-    }
-    # Earlier versions wrote one share for each decision, without an interval.
-    across["information"] = {
-        name: {
-            kind: Information(**{key: _estimate(value) for key, value in own.items()}) for kind, own in known.items()
-        }
-        for name, known in across["information"].items()
-        if isinstance(known, Mapping)
-    }
-    across["again"] = [[_estimate(own) for own in row] for row in across["again"]]
-    across["returning"] = _estimate(across["returning"])
-    plain = {name: _estimate(value) for name, value in fields.items()}
-    # Not there in what earlier versions wrote.
-    single, moved = fields.get("leave_one_out"), fields.get("influence")
-    more: dict[str, Any] = {
-        part: [Stratum(**{name: _estimate(value) for name, value in own.items()}) for own in fields.get(part, [])]
-        for part in ("strata", "beside")
-    }
-    more["leave_one_out"] = None if single is None else LeaveOneOut(**_estimates(single))
-    more["influence"] = None if moved is None else Influence(**_estimates(moved))
-    return Audit(**{**plain, "conditions": conditions, "across": Across(**across), **more})
-
-
-def _estimates(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of which some are estimates or mappings to estimates."""
-    return {
-        name: _estimates(value) if isinstance(value, Mapping) and _estimate(value) is value else _estimate(value)
-        for name, value in values.items()
-    }
-
-
-def _estimate(value: Any) -> Any:
-    """Return an estimate from its plain values, and anything else as it is."""
-    is_one = isinstance(value, Mapping) and set(value) == {"value", "low", "high"}
-    return Estimate(**value) if is_one else value
+    """Return the audit that `Audit.to_dict` wrote."""
+    return read_published(Audit, fields)
 
 
 def compare(

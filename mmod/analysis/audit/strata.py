@@ -35,15 +35,12 @@ class Stratum:
         group: What the images are sorted by; or the name of another model, which then takes the place of the random
             choice.
         name: Which of them these are.
-        images: Number of images.
         accuracy: Accuracy in percent with the learned choice.
-        random: The same with the random one.
         gap: How much the first is above the second; the interval is one of those of 95 % that hold for all strata of
             a comparison together.
         loss_gap: How much the loss is above that with the learned choice where the choice is random; the interval is
             of the same kind.
         accuracy_p: How likely such a gap is by chance, corrected for all strata.
-        loss_p: The same of the loss.
     """
 
     group: str
