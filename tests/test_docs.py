@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from mmod import cli
+from mmod.studies import advise
 from tests.scripts import ROOT, run_script
 
 PAGES = {
@@ -68,6 +69,9 @@ def test_commands_are_valid(page: str, command: str, monkeypatch: pytest.MonkeyP
         assert run_script(words[1], "--help").returncode == 0
         return
     if words[1:2] == ["configs"] or "..." in words or words[1].startswith("-"):
+        return
+    if words[1] == "advise":
+        assert advise._parser().parse_args(words[2:]).model
         return
     with pytest.raises(SystemExit) as end:
         cli.main(checked(words[1:]))

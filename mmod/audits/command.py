@@ -167,7 +167,7 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str]) -> Path:
+def main(arguments: Sequence[str]) -> list[Path]:
     """Audit as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print what was found."""
     arguments = list(arguments)
     command = shlex.join(["mmod", "audit", *arguments])
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str]) -> Path:
     audit_run(config, command=command)
     folder = Path(config.output) / "audit"
     print(f"{(folder / 'audit.md').read_text()}\nTables and pictures: {folder}")
-    return Path(config.output)
+    return [Path(config.output)]
 
 
 def _of_run(folder: Path) -> tuple[type[AnyConfig], dict[str, Any]]:

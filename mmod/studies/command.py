@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,14 +38,14 @@ _KINDS = {
 }
 
 
-def main(arguments: Sequence[str]) -> Path:
-    """Run the study that a command line names, print its table and say where the pictures are.
+def main(arguments: Sequence[str]) -> Iterator[Path]:
+    """Run the study that a command line names and those that follow it; print the table of each.
 
     Args:
         arguments: The command line without the program's name: a config file, then options.
 
-    Returns:
-        The study's folder.
+    Yields:
+        The folder of each study, as soon as it is done.
 
     Raises:
         SystemExit: The command line asks for help or does not fit.
@@ -54,10 +54,12 @@ def main(arguments: Sequence[str]) -> Path:
     name = (stack_configs(arguments)[0] or {}).get("kind", "image")
     one_of("kind", name, list(_KINDS))
     kind = _KINDS[name]
-    config = parse_config(arguments, kind.config)
+    config: StudyConfig | None = parse_config(arguments, kind.config)
     # A command line that asks for help only is answered without torch.
     module = importlib.import_module(f"mmod.studies.{kind.module}")
-    result = getattr(module, kind.study)(config).run()
-    used = sum(os.times()[:4])
-    print(f"\n{result.table}\n\nTable and pictures: {result.folder}\nCPU time of all processes: {used:.0f} seconds")
-    return Path(result.folder)
+    while config is not None:
+        result = getattr(module, kind.study)(config).run()
+        used = sum(os.times()[:4])
+        print(f"\n{result.summary}\nTable and pictures: {result.folder}, after {used:.0f} CPU seconds")
+        yield Path(result.folder)
+        config = config.following

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from mmod.config import rational
@@ -22,7 +24,7 @@ __all__ = [
 ]
 
 
-BESIDE = ("image_size", "changes", "tune")
+BESIDE = ("image_size", "changes", "tune", "budgets")
 """What a series of routed models may say of its runs beside how they are routed."""
 
 
@@ -73,17 +75,20 @@ class StudyConfig:
             `plan: FILE` with other fields; or `search` with fields of `PlanOptions`, which searches a plan for each
             seed's dense model. Each is run at every capacity, which is the budget of what is searched. Beside them a
             series may have `changes`, fields of the training config that differ in its runs, and `tune: false`, which
-            evaluates it as routing leaves it.
+            evaluates it as routing leaves it; and `budgets`, which maps each budget to the fields that it sets, in the
+            place of the capacities.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         finetune: Fields to set differently again when a model is fine-tuned from the dense one.
+        budgets: Those that are run of the budgets that series and rivals name; None for all.
         capacities: Capacities of the routed blocks; null takes a series as it is, like one that sets `capacity` itself.
         train_dense: Train the dense model first; False takes it as the config's `model` gives it (pretrained or a
             checkpoint).
         tune: Fine-tune; False evaluates routed models as routing leaves them, beside the dense one.
         tune_dense: Fine-tune the dense model like the routed ones, so that none is ahead by mere training.
         before: Also evaluate models before they are fine-tuned.
-        seeds: Number of seeds; everything is repeated for each.
+        seeds: Number of seeds; everything is repeated for each, unless nothing is trained.
         processes: Runs done side by side, each in a process of one thread; 1 does one after another in this process.
+        then: Fields that differ in a second study, which follows; its `output` is a folder in this one's.
         bases: Folder of another study of the same dense model and as many seeds, whose models to start from are taken
             and, where they are missing, trained.
         controls: Name of a series to the series that is its control, null for none; "random" is that of all other
@@ -96,6 +101,7 @@ class StudyConfig:
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)
     finetune: dict[str, Any] = field(default_factory=dict)
+    budgets: list[float] | None = None
     capacities: list[float | None] = field(default_factory=lambda: [0.5])
     train_dense: bool = True
     tune: bool = True
@@ -103,6 +109,7 @@ class StudyConfig:
     before: bool = True
     seeds: int = 1
     processes: int = 1
+    then: dict[str, Any] | None = None
     bases: str | None = None
     controls: dict[str, str | None] = field(default_factory=dict)
 
@@ -120,11 +127,36 @@ class StudyConfig:
         refuse_set_by_study("changes", self.changes)
         refuse_set_by_study("finetune", self.finetune)
         check_fields(self, seeds="[1, inf)", processes="[1, inf)")
+        if self.then is not None and not self.then.get("output"):
+            raise ValueError(f"then must name its output, a folder in this study's, got {self.then}")
+        _ = self.following  # Checked before anything runs.
 
     @property
     def series(self) -> list[str]:
         """Names of all series apart from the dense model's."""
         return list(self.routers)
+
+    @property
+    def following(self) -> StudyConfig | None:
+        """The study that follows this one, in a folder of its `output`."""
+        if self.then is None:
+            return None
+        folder = Path(self.output) / self.then["output"]
+        return dataclasses.replace(self, **{**self.then, "output": str(folder), "then": None})
+
+    def routed_models(self) -> Iterator[tuple[str, float | None, dict[str, Any]]]:
+        """Yield series, capacity or budget, and fields of each routed model."""
+        for series, fields in self.routers.items():
+            for budget, differing in fields.get("budgets", {}).items():
+                if self.is_run(budget):
+                    yield series, budget, {**fields, **differing}
+            if "budgets" not in fields:
+                for capacity in [None] if self.is_one(series) else self.capacities:
+                    yield series, capacity, fields
+
+    def is_run(self, budget: float) -> bool:
+        """Whether models of a budget that a series names are run."""
+        return self.budgets is None or budget in self.budgets
 
     def is_one(self, series: str) -> bool:
         """Whether a series says its own capacity or budget, so that it is run once.

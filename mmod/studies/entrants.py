@@ -143,8 +143,9 @@ def create_rivals(
 
     Args:
         rivals: Name of each series to its budgets: the capacity of the routed models that one is matched to, and what
-            it is: `kind: resolution`, `kind: smaller` with `args`, or a training config's `method`; each may have an
-            `image_size`, and a resolution must, and `changes` of the training config. Experts take its `routing` too.
+            it is: `kind: resolution`, `kind: smaller` with `args` and perhaps a `checkpoint`, or a training config's
+            `method`; each may have an `image_size`, and a resolution must, and `changes` of the training config.
+            Experts take its `routing` too.
         controls: Name of a series to the one that it is compared with besides the dense model.
         epochs: Epochs of training and fine-tuning together, for those that start from scratch.
         is_trained: The others are fine-tuned.
@@ -184,9 +185,12 @@ def _rival(common: dict[str, Any], fields: dict[str, Any], epochs: int, is_train
             raise ValueError(f"rivals.{name} needs image_size")
         return Dense(is_trained=is_trained, **common)
     if kind == "smaller":
-        refuse_unknown(f"field of rivals.{name}", fields, ["kind", "args"])
+        refuse_unknown(f"field of rivals.{name}", fields, ["kind", "args", "checkpoint"])
         if fields.get("args") is None:
             raise ValueError(f"rivals.{name} needs args")
+        if "checkpoint" in fields:
+            model = {"args": fields["args"], "checkpoint": fields["checkpoint"]}
+            return Dense(is_trained=is_trained, **{**common, "changes": merged({"model": model}, common["changes"])})
         return Anew(args=fields["args"], epochs=epochs, **common)
     routing = fields.pop("routing", None) if str(kind) in METHODS["routing"].follows else None
     if read_method(fields).starts_anew:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from mmod.adapters import find_stack
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import sample_maps
+from mmod.analysis.redundancy import redundancy
 from mmod.analysis.timing import interleave, relative_times
 from mmod.model import is_routed
 from mmod.studies.config import ImageStudyConfig
@@ -48,6 +50,8 @@ class TimmStudy(Study[TrainConfig, Found]):
         self.rates: dict[str, float] = {}
         self.routed_names: set[str] = set()
         self.epochs: dict[str, str] = {}
+        self.caption: list[str] = []
+        self.chance = 0.0
 
     def prepare(self, runner: Runner) -> None:
         """Find the learning rate of each model, if the config asks for it."""
@@ -84,7 +88,7 @@ class TimmStudy(Study[TrainConfig, Found]):
 
     def facts(self) -> dict[str, Any]:
         """Return the factors of the learning rates that were found."""
-        return {"rates": self.rates}
+        return {"rates": self.rates, "images": self.caption}
 
     def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
         """Return the dense model, the routed ones, dense ones as near to them in FLOPs as can be, and rivals."""
@@ -92,7 +96,11 @@ class TimmStudy(Study[TrainConfig, Found]):
         entrants = super().entrants(dense, tuned)
         shallow = [] if self.config.isoflop == "none" else self._shallow(entrants, dense, epochs)
         config = self.config
-        rivals = create_rivals(config.rivals, config.controls, epochs=epochs, is_trained=config.tune)
+        chosen = {
+            series: {budget: fields for budget, fields in budgets.items() if config.is_run(budget)}
+            for series, budgets in config.rivals.items()
+        }
+        rivals = create_rivals(chosen, config.controls, epochs=epochs, is_trained=config.tune)
         return [*entrants, *shallow, *rivals]
 
     def _shallow(self, entrants: Sequence[Entrant], dense: TrainConfig, epochs: int) -> list[Entrant]:
@@ -110,13 +118,15 @@ class TimmStudy(Study[TrainConfig, Found]):
                 cost = self.recipe(config).report(routed).routed
                 depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - cost)))
         return [
-            Anew(name=f"isoflop-{fewer}", series="shallow", args={"depth": fewer}, epochs=epochs, share=fewer / depth)
+            Anew(name=f"shallow-{fewer}", series="shallow", args={"depth": fewer}, epochs=epochs, share=fewer / depth)
             for fewer in sorted(depths - {depth})
         ]
 
     def examine(self, job: Job[TrainConfig], found: Found) -> dict[str, float]:
         """Count the FLOPs of one image and the memory of a batch, and draw what a routed model keeps."""
         model = self.load(job)
+        if job.name == DENSE:
+            self.caption = [_caption(job.config, model)]
         if self.config.maps and is_routed(model):
             self._draw_maps(job, model)
         images = timed_images(job.config, self.config.latency_batch).to(choose_device(job.config.device))
@@ -183,22 +193,50 @@ class TimmStudy(Study[TrainConfig, Found]):
         return found
 
     def ranking(self, scores: Scores, costs: Costs) -> str:
-        """Say which models none as fast is clearly better than; all are compared before time is measured."""
+        """Say what the images are, which model to use at which speed, and what is not known; times come last."""
         times = self._times(costs, scores)
         to_dense = self.compare(scores, dict.fromkeys(scores, DENSE)).values()
-        if not times or not any(gap is not None and gap.has_interval for gap in to_dense):
+        if not times:
             return self.verdict(scores)
+        has_intervals = any(gap is not None and gap.has_interval for gap in to_dense)
 
         def is_better(one: str, other: str) -> bool:
             gap = self.compare(scores, {one: other})[one]
-            return gap is not None and gap.is_clear and gap.value > 0
+            return gap is not None and gap.value > 0 and (gap.is_clear if has_intervals else gap.value > self.chance)
 
-        found = {size: ", ".join(map(quoted, unbeaten(ms, is_better))) for size, ms in times.items()}
-        return "\n\n".join(
+        advice = [self._advice(scores, ms, size, is_better) for size, ms in times.items()]
+        if not has_intervals:
+            return "\n\n".join([*self.caption, *advice, _ONE_SEED.format(chance=self.chance)])
+        unranked = {size: ", ".join(map(quoted, unbeaten(ms, is_better))) for size, ms in times.items()}
+        lines = [
             f"At batch {size}, no entrant that is as fast is clearly better (95 % interval of the paired difference) "
             f"than any of these, which are not ranked: {names}."
-            for size, names in found.items()
-        )
+            for size, names in unranked.items()
+        ]
+        return "\n\n".join([*self.caption, *advice, *lines])
+
+    def _advice(self, scores: Scores, ms: Mapping[str, float], size: int, is_better: Callable[[str, str], bool]) -> str:
+        """Name the best model at some speeds, and those that may be as good."""
+        mean_of = {name: mean(by_seed.values()) for name, by_seed in scores.items()}
+        lines = [f"What to use, in batches of {size}:\n"]
+        for speed in _SPEEDS:
+            fast = [name for name in mean_of if name != DENSE and ms[DENSE] >= speed * ms[name]]
+            best = max(fast, key=lambda name: mean_of[name], default=None)
+            if best is None:
+                lines.append(f"- {speed:g} times the dense speed: nothing measured is that fast")
+                continue
+            close = ", ".join(quoted(name) for name in fast if name != best and not is_better(best, name))
+            change = f"{quoted(best)}, {mean_of[best] - mean_of[DENSE]:+.1f} points"
+            lines.append(
+                f"- {speed:g} times the dense speed: {change}{f'; no clear difference from {close}' if close else ''}"
+            )
+        return "\n".join(lines)
+
+    def summary(self, rows: Sequence[dict[str, Any]]) -> str:
+        """Return the columns of the table that fit a screen."""
+        speedups = {self._time_columns(size)[1]: (f"speed-up b{size}", ".2f") for size in self._batches}
+        shown = {name: self.columns[name] for name in ("name", "gflops", self.score, "to_dense")}
+        return table_of({"name": shown.pop("name"), "gflops": shown.pop("gflops"), **speedups, **shown}, rows)
 
     def table(self, rows: Sequence[dict[str, Any]]) -> str:
         """Return the points as a Markdown table, with a column for each size of batch."""
@@ -227,6 +265,12 @@ class TimmStudy(Study[TrainConfig, Found]):
         figure.savefig(folder / f"maps-{job.name}.png", dpi=150)
 
 
+# Speeds for which a model is named, as multiples of the dense model's; images whose redundancy is measured.
+_SPEEDS, _MEASURED = (1.25, 1.5, 2.0), 256
+_ONE_SEED = (
+    "One seed and one dense model: differences below {chance:.1f} points may be chance, and another dense model may "
+    "rank these differently. `--seeds 5` gives confidence intervals over runs."
+)
 _MEASURES = {"top1": "top-1 accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
 
 
@@ -266,10 +310,25 @@ class ImageStudy(TimmStudy[EvalResult]):
             raise ValueError(f"score={self.score!r} is one of patches: set data.label_patch, or score to 'top1'")
         return super().entrants(dense, tuned)
 
+    def examine(self, job: Job[TrainConfig], found: EvalResult) -> dict[str, float]:
+        """Count what a model costs, and what sampling the dense model's test images may add to a difference."""
+        if job.name == DENSE:
+            right = self.figures(found)[self.score] / 100
+            # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
+            self.chance = 196 * math.sqrt(2 * right * (1 - right) / found.samples)
+        return super().examine(job, found)
+
     def figures(self, found: EvalResult) -> dict[str, float]:
         """Return accuracy, what is known of patches alone, and kept share."""
         kept = {"kept": found.mean_kept} if found.kept else {}
         return {"top1": found.top1, **found.patch_figures(), **kept}
+
+
+def _caption(config: TrainConfig, model: nn.Module) -> str:
+    """Say what the images are, and how redundant."""
+    data, patch = config.data, getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    images = f"Images: {data.source}, {data.image_size} px"
+    return images if patch is None else f"{images}; {redundancy(timed_images(config, _MEASURED), patch[0])}"
 
 
 def _read(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:

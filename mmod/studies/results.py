@@ -70,12 +70,14 @@ class StudyResult:
         folder: The study's folder with `tradeoff.{csv,json,md,png}` and other pictures.
         points: Its points.
         table: The points as a Markdown table, and which of them the seeds do not tell apart.
+        summary: Its most important columns, and which models to use.
         cpu_seconds: CPU time of all processes since the study was last started.
     """
 
     folder: Path
     points: list[Point]
     table: str
+    summary: str
     cpu_seconds: float
 
 

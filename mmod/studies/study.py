@@ -118,25 +118,21 @@ class Study(ABC, Generic[Config, Found]):
     def entrants(self, dense: Config, tuned: Config) -> list[Entrant]:
         """Return what is compared, the dense model first."""
         config, entrants = self.config, list[Entrant]([Dense()])
-        runs = [
-            (series, fields, capacity)
-            for series, fields in config.routers.items()
-            for capacity in ([None] if config.is_one(series) else config.capacities)
-        ]
 
-        def name_of(series: str, capacity: float | None) -> str:
-            return series if capacity is None or config.is_one(series) else f"{series}-{capacity:g}"
+        def name_of(series: str, budget: float | None) -> str:
+            return series if budget is None or config.is_one(series) else f"{series}-{budget:g}"
 
-        for series, fields, capacity in runs:
+        for series, budget, fields in config.routed_models():
             control = config.controls.get(series, _CONTROL)
-            name, against = name_of(series, capacity), None if control is None else name_of(control, capacity)
-            search = config.search_of(series, capacity)
-            own = {key: value for key, value in fields.items() if key not in BESIDE}
+            name, against = name_of(series, budget), None if control is None else name_of(control, budget)
+            search = config.search_of(series, budget)
+            routing = {key: value for key, value in fields.items() if key not in BESIDE}
             entrants.append(
                 Changed(
-                    name=name, series=series, capacity=capacity, control=against, search=search,
-                    routing=None if search else self.routing(own, capacity), image_size=fields.get("image_size"),
-                    changes=fields.get("changes", {}), is_trained=config.tune and fields.get("tune", True),
+                    name=name, series=series, capacity=budget, control=against, search=search,
+                    routing=None if search else self.routing(routing, None if "budgets" in fields else budget),
+                    image_size=fields.get("image_size"), changes=fields.get("changes", {}),
+                    is_trained=config.tune and fields.get("tune", True),
                 )
             )  # fmt: skip
         return entrants
@@ -187,6 +183,10 @@ class Study(ABC, Generic[Config, Found]):
         """Return the points as a Markdown table."""
         return table_of(self.columns, rows)
 
+    def summary(self, rows: Sequence[dict[str, Any]]) -> str:
+        """Return the table that is printed; all of it as a rule."""
+        return self.table(rows)
+
     def facts(self) -> dict[str, Any]:
         """Return what the JSON file says beyond config and points."""
         return {}
@@ -234,7 +234,9 @@ class Study(ABC, Generic[Config, Found]):
             figures[job.name][job.seed] = outcome.figures
             if job.seed == 0:
                 costs[job.name] = self.examine(job, outcome.found)
-            is_news = job.seed == 0 or all(job.seed in seeds for seeds in figures.values())
+            # Where nothing is trained, the next model is there before a picture is drawn.
+            is_first = len(costs) == 2 or job.is_trained
+            is_news = (job.seed == 0 and is_first) or all(job.seed in seeds for seeds in figures.values())
             if len(costs) > 1 and DENSE in costs and is_news:
                 write()
         for name, times in self.time(first).items():
@@ -252,7 +254,8 @@ class Study(ABC, Generic[Config, Found]):
         if max(names.values()) > 1:
             raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
         base = _BASE if config.tune_dense else DENSE
-        for seed in range(config.seeds):
+        is_trained = config.train_dense or any(entrant.is_trained for entrant in entrants if entrant.name != base)
+        for seed in range(config.seeds if is_trained else 1):
             root = Path(config.output) / f"seed{seed}"
             place = Path(config.bases) / root.name / _BASE if config.bases else root / base
             own = dataclasses.replace(dense, output=str(place), seed=seed)
@@ -313,9 +316,11 @@ class Study(ABC, Generic[Config, Found]):
         record = {"config": dataclasses.asdict(self.config), **runner.facts, **self.facts()}
         record["picture"] = {"score": self.score, "measure": self.measure, "costs": self.costs}
         record["points"] = [dataclasses.asdict(point, dict_factory=published) for point in points]
-        result = StudyResult(folder, points, f"{self.table(rows)}\n\n{told}", record["cpu_seconds"])
+        table, summary = (f"{shown}\n\n{told}" for shown in (self.table(rows), self.summary(rows)))
+        result = StudyResult(folder, points, table, summary, record["cpu_seconds"])
         write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], result.table, self.pictures(rows))
-        runner.say(f"{len(points)} models after {result.cpu_seconds:.0f} CPU seconds: {folder}/tradeoff.{{md,png}}")
+        if len(points) == 2:
+            runner.say(f"table and picture, from now on: {folder}/tradeoff.{{md,png}}")
         return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,10 @@ def test_rivals_are_tuned_costed_timed_and_compared(study: ImageStudyConfig) -> 
     assert 0 < rows["exit-0.5"]["kept"] < 1
     assert "ms / image b1" in result.table
     assert result.table.count(" 1 + 1 |") == len(rows) - len(ANEW)
-    assert "which model is better is not said" in result.table
+    assert "What to use, in batches of 8:" in result.table
+    assert re.search(
+        r"Images: digits:tiny, 32 px; \d+% of patches flat.*One seed and one dense", result.table, re.DOTALL
+    )
 
 
 def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
