@@ -70,8 +70,8 @@ COMMANDS = {
     "data SET": Command("mmod.data.commands", "build an embedded data set, or draw a picture of it"),
     "configs [NAME]": Command("mmod.io.configs", "list the configs that come with mmod, or print one"),
 }
-# Those that end with a page of what they found; their `main` yields its folders.
-_REPORTED = ("tradeoff CONFIG", "audit CONFIG_OR_RUN")
+# Commands that end with pages of results; their `main` yields the folders.
+_REPORTED = ("tradeoff CONFIG", "isoflop CONFIG", "audit CONFIG_OR_RUN")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
