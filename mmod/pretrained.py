@@ -107,9 +107,13 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
             f"{WEIGHTS} and {CONFIG} in {str(folder)!r} do not belong together: one was edited or replaced. Load with "
             "what the weights were saved with, then change it with mmod.set_capacity_ or unroute_ and route_"
         )
-    with torch.device("meta"):
-        # Its shapes first: a model of another size than its weights takes no memory.
-        _check_fits(state, _build(config).state_dict(), folder)
+    try:
+        with torch.device("meta"):
+            # Its shapes first: a model of another size than its weights takes no memory.
+            shapes = _build(config).state_dict()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{str(folder / CONFIG)!r} describes no model that can be built: {error}") from error
+    _check_fits(state, shapes, folder)
     model = _build(config)
     dtypes = {value.dtype for value in state.values() if value.is_floating_point()}
     if len(dtypes) == 1:

@@ -199,18 +199,22 @@ def edit(folder: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]
 ROUTER = "blocks.2.router.score.weight"
 
 
+CHANGES = [
+    (lambda config, weights: config.update(format_version=99), "format version 99"),
+    (lambda config, weights: config.pop("format_version"), "format version None"),
+    (lambda config, weights: config.pop("methods"), "must hold"),
+    (lambda config, weights: config["methods"][0]["parts"]["image"].update(routr="linear"), "routr"),
+    (lambda config, weights: config["model"].update(architecture="vit_of_tomorrow"), "vit_of_tomorrow"),
+    (lambda config, weights: weights.pop(ROUTER), f"missing .*{ROUTER}"),
+    (lambda config, weights: weights.update(other=torch.zeros(1)), "not known .*other"),
+    (lambda config, weights: weights.update({ROUTER: torch.zeros(1, 3)}), rf"{ROUTER} has shape \(1, 3\)"),
+]
+"""Change of a saved model, and what the message says."""
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (lambda config, weights: config.update(format_version=99), "format version 99"),
-        (lambda config, weights: config.pop("format_version"), "format version None"),
-        (lambda config, weights: config.pop("methods"), "must hold"),
-        (lambda config, weights: config["methods"][0]["parts"]["image"].update(routr="linear"), "routr"),
-        (lambda config, weights: config["model"].update(architecture="vit_of_tomorrow"), "vit_of_tomorrow"),
-        (lambda config, weights: weights.pop(ROUTER), f"missing .*{ROUTER}"),
-        (lambda config, weights: weights.update(other=torch.zeros(1)), "not known .*other"),
-        (lambda config, weights: weights.update({ROUTER: torch.zeros(1, 3)}), rf"{ROUTER} has shape \(1, 3\)"),
-    ],
+    CHANGES,
     ids=["version", "no version", "no routing", "routing key", "name", "missing", "unknown", "shape"],
 )
 def test_what_cannot_be_loaded(change: Callable[..., None], message: str, tmp_path: Path) -> None:

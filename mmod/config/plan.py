@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -95,12 +95,13 @@ class Plan:
         if router is None and gate is not None:
             raise ValueError(f"gate={spelled(gate)!r} weighs by the score of a plan's router: pass router too")
         parts = {} if router is None else read_parts({"router": router, "gate": gate})
+        count = len(blocks) if isinstance(blocks, Sequence) else 0
         values = {
             "blocks": blocks,
             "capacities": capacities,
             "depth": depth,
-            "operators": operators or (OPERATORS[0],) * len(blocks),
-            "contexts": contexts or (CONTEXTS[0],) * len(blocks),
+            "operators": operators or (OPERATORS[0],) * count,
+            "contexts": contexts or (CONTEXTS[0],) * count,
             "router": parts.get("router"),
             "gate": parts.get("gate"),
             "protect_prefix": protect_prefix,
@@ -213,9 +214,10 @@ class Plan:
         """
         check_regular(path)
         values = parse_json(Path(path).read_bytes(), repr(str(path)))
-        if not isinstance(values, dict):
-            raise ValueError(f"{str(path)!r} holds no plan")
-        return cls.from_dict(values)
+        try:
+            return cls.from_dict(values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{str(path)!r} holds no plan: {error}") from error
 
     @property
     def mean_capacity(self) -> float:

@@ -39,9 +39,7 @@ def _run(name: str, arguments: Sequence[str], prog: str) -> None:
     module = importlib.import_module(f"mmod.data.synthetic.{name}")
     config = _build(getattr(module, name.upper()), arguments, prog, getattr(module, "export_questions", None))
     if name == "questions" and config is not None:
-        from mmod.data.synthetic.priors import measure_prior
-
-        for question_type, share in measure_prior(config).items():
+        for question_type, share in module.measure_prior(config).items():
             print(f"accuracy without the image: {question_type} {100 * share:.1f} %")
 
 

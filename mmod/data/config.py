@@ -119,9 +119,6 @@ class DataConfig:
             label map (the member `.seg.png` of shards, or the map of "maps:SIDE"). Images are square, and maps have
             the same size. None for one class per image.
         remote: How remote shards are read.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     source: str = "digits"
@@ -236,9 +233,6 @@ class PairsConfig:
         max_corrupt: Maximum number of faults that "skip" leaves out; None for any number.
         pin_memory: Return batches in pinned memory (for a GPU).
         remote: How remote shards are read.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     train: str | list[str] = "scenes:default/train"
@@ -271,9 +265,6 @@ class TextConfig:
         batch_size: Windows per batch and process.
         workers: Worker processes; 0 reads in the training process.
         pin_memory: Return batches in pinned memory (for a GPU).
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     source: str = "python"

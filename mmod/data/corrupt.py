@@ -14,8 +14,7 @@ from typing import Any, Literal, NamedTuple
 from mmod.values import one_of
 
 OnCorrupt = Literal["raise", "skip"]
-# Longer than any path that a file can have.
-_MAX_DETAILS = 5000
+_MAX_DETAILS = 1000
 
 
 class CorruptDataError(ValueError):
@@ -29,7 +28,8 @@ class UnusableError(ValueError):
         super().__init__(reason, details)
         self.reason = reason
         # A record may hold megabytes where a path belongs.
-        self.details = details if len(details) <= _MAX_DETAILS else f"{details[:_MAX_DETAILS]}..."
+        half = _MAX_DETAILS // 2
+        self.details = details if len(details) <= _MAX_DETAILS else f"{details[:half]}...{details[-half:]}"
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.details}"

@@ -39,12 +39,7 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
     """Check a record in LLaVA's format and return its messages, with the role names of chat templates.
 
     Args:
-        record: The JSON value, or a `BrokenLine`.
         images: Number of images; None reads it from the record.
-
-    Raises:
-        ValueError: The record is a broken line or has no conversation, an unknown role, roles out of turn, an empty
-            message, text that UTF-8 cannot encode, or a different number of `<image>` and images.
     """
     if isinstance(record, BrokenLine):
         raise ValueError(record.reason)
@@ -104,11 +99,7 @@ def image_names(record: Mapping[str, Any]) -> list[str]:
 
 
 def read_records(path: Path) -> list[Any]:
-    """Read a `.json` file with a list of records, or a `.jsonl` file; a line that is no JSON becomes a `BrokenLine`.
-
-    Raises:
-        ValueError: It is no regular file, no JSON, or no list.
-    """
+    """Read a `.json` file with a list of records, or a `.jsonl` file; a line that is no JSON becomes a `BrokenLine`."""
     check_regular(path)
     if path.suffix == ".jsonl":
         with open(path, "rb") as file:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mmod.io.files import read_json_object, write_atomically
@@ -21,21 +22,14 @@ def claim_folder(
     file: str,
     kind: str,
     free_keys: Collection[str] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
     write: bool = True,
 ) -> bool:
     """Record a config in a free folder, or check it against the folder's record; return whether there was one.
 
     Args:
         folder: The folder, created if missing.
-        record: The config as plain values, nested or not.
-        file: Name of the record's file in the folder, `.json` or `.yaml`.
-        kind: Content of the folder for messages, with its article: "a run".
-        free_keys: Dotted keys that may differ.
         write: False only checks.
-
-    Raises:
-        FolderTakenError: The folder holds another record (the message names the keys that differ), or files without
-            one.
 
     Example:
         >>> import tempfile
@@ -47,7 +41,7 @@ def claim_folder(
     """
     existing = read_claim(folder, file)
     if existing is not None:
-        check_same(folder, existing, record, kind=kind, free_keys=free_keys)
+        check_same(folder, {**defaults, **existing}, record, kind=kind, free_keys=free_keys)
         return True
     if write:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -56,12 +50,7 @@ def claim_folder(
 
 
 def read_claim(folder: str | Path, file: str) -> dict[str, Any] | None:
-    """Read the record of a folder; None if it holds only hidden files and empty folders, which failed starts may leave.
-
-    Raises:
-        FolderTakenError: The folder holds files but no record.
-        ValueError: The record cannot be read.
-    """
+    """Read the record of a folder; None if it holds only hidden files and empty folders, as a failed start leaves."""
     folder = Path(folder)
     if (folder / file).is_file():
         return _load(folder / file)

@@ -37,10 +37,6 @@ def check_regular(path: str | Path) -> None:
 def parse_json(data: str | bytes, name: str, *, unique_keys: bool = True) -> Any:
     """Parse JSON in any Unicode encoding; of duplicate keys the last wins if they are allowed.
 
-    Raises:
-        DuplicateKeyError: An object has a duplicate key.
-        ValueError: The text is no JSON, or nested too deeply.
-
     Example:
         >>> parse_json(b"[1,", "line 3")
         Traceback (most recent call last):
@@ -78,7 +74,6 @@ def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None
     Libraries raise different errors for a full disk, and most do not name the file.
 
     Args:
-        target: The file or folder that the block writes.
         kept: Its previous version, for the message; by default `target` if it exists.
     """
     try:
@@ -111,14 +106,9 @@ def replacing(
         shared: Several processes may write the target at once; otherwise the caller holds a lock.
         durable: Flush to disk before renaming, so that a crash of the machine is safe, too. Takes milliseconds per
             file.
-        kept: See `writing`.
 
     Yields:
         Temporary path beside `target`, where the block creates the file or folder.
-
-    Raises:
-        FileExistsError: `target` is a folder with files in it.
-        UnwrittenError: The disk is full.
     """
     target = Path(target)
     if target.is_dir() and any(target.iterdir()):

@@ -15,12 +15,7 @@ class LockedError(RuntimeError):
 
 @contextmanager
 def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock of a folder: a file beside it, which the system releases when the process ends or crashes.
-
-    Args:
-        folder: The folder, which may be missing; its parent is created.
-        wait: Wait for another process to release the lock; otherwise raise a LockedError.
-    """
+    """Hold the lock of a folder: a file beside it, which the system releases when the process ends or crashes."""
     path = Path(folder).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path.parent / f".{path.name}.lock", blocking=wait)

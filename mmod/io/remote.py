@@ -16,14 +16,6 @@ from mmod.io.files import replacing
 from mmod.values import check_fields
 
 _URL = re.compile(r"^(pipe:|[a-z][a-z0-9+.-]*://)", re.IGNORECASE)
-# The packages that fsspec needs for a protocol, where they are not its own.
-_PACKAGES = {
-    **dict.fromkeys(("s3", "s3a"), "s3fs"),
-    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
-    **dict.fromkeys(("http", "https"), "aiohttp requests"),
-    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
-    "hf": "huggingface_hub",
-}
 # Names under which file systems state a file's version, the most exact first.
 _TAGS = ("ETag", "etag", "sha256", "mtime", "LastModified", "last_modified", "updated", "created")
 _CHUNK = 1 << 20
@@ -229,13 +221,7 @@ class _Ranges(io.RawIOBase):
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL, and the path in it.
-
-    Raises:
-        ModuleNotFoundError: A package is missing; the message says how to install it.
-        ValueError: fsspec knows no such protocol.
-    """
-    protocol = url.partition("://")[0].lower()
+    """Return fsspec's file system of a URL, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError as error:
@@ -243,9 +229,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     try:
         files, path = url_to_fs(url)
     except ImportError as error:
-        packages = _PACKAGES.get(protocol, "")
-        how = f"pip install {packages}" if packages else str(error)
-        raise ModuleNotFoundError(f"{url} needs a driver that is not installed: {how}") from error
+        # fsspec's message names the package of the protocol.
+        raise ModuleNotFoundError(f"{url} needs a driver that is not installed: {error}") from error
     except ValueError as error:
         raise ValueError(f"{url}: {error}; https://, s3://, gs://, hf:// and others of fsspec are valid") from error
     return files, path

@@ -30,9 +30,6 @@ def write_tensors(path: str | Path, state: Mapping[str, Tensor], header: Mapping
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read the tensors of a safetensors file onto the CPU, and its header.
 
-    Raises:
-        DamagedFileError: The file is missing, truncated or no safetensors file.
-
     Example:
         >>> import tempfile, torch
         >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"

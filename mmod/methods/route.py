@@ -29,7 +29,7 @@ from mmod.config import RoutingConfig, rational
 from mmod.methods.base import Method, Model, methods_of, register_method
 from mmod.methods.prepare import prepare
 from mmod.routing import Router, Routing, share_score, unshare_score
-from mmod.values import check_module
+from mmod.values import check_module, check_value
 
 
 @register_method("routing")
@@ -51,6 +51,7 @@ class Route(Method):
     capacities: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        check_value("parts", self.parts, Mapping)
         parts = {
             name: config if isinstance(config, RoutingConfig) else RoutingConfig.from_dict(config)
             for name, config in self.parts.items()

@@ -68,11 +68,14 @@ class Partial:
             raise self._refused(f"is not the progress of an audit in format {_FORMAT}")
         if found.pop("check", None) != zlib.crc32(json.dumps(found).encode()):
             raise self._refused("is damaged: its content was changed after it was written, by its checksum")
-        differing = [name for name, value in identity.items() if found["of"].get(name) != value]
+        try:
+            differing = [name for name, value in identity.items() if found["of"].get(name) != value]
+            self.done, self._checks = dict(found["done"]), dict(found["checks"])
+            state: dict[str, Any] = {**_unpacked(found["state"])}
+        except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
+            raise self._refused(f"is damaged: {type(error).__name__}: {error}") from error
         if differing:
             raise self._refused(f"belongs to another audit, which differs in {', '.join(differing)}")
-        self.done, self._checks = found["done"], found["checks"]
-        state: dict[str, Any] = _unpacked(found["state"])
         return state
 
     def left(self, name: str, batches: Iterable[Any]) -> Iterator[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from mmod.benchmarks.options import Options
 from mmod.benchmarks.report import ReportRow
@@ -41,7 +41,7 @@ class GpuConfig(Options):
 
     @property
     def rehearses(self) -> bool:
-        """Whether all parts run small models on a CPU."""
+        """Whether every part runs small, on a CPU."""
         return self.device == "cpu"
 
     @property
@@ -58,20 +58,33 @@ class UnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class FiguresRow(ReportRow):
-    """One subject, such as a model or a file of tests, and its figures as JSON values by name."""
+    """One thing and what was measured of it.
 
-    COLUMNS: ClassVar = {"what": ("what", ""), "text": ("figures", "")}
+    Args:
+        what: The thing: a model, a file of tests, a property of the machine.
+        figures: Values by name, each of which JSON can hold.
+    """
+
+    HEADER = ("what", "figures")
 
     what: str
     figures: dict[str, Any]
 
-    def cells(self) -> dict[str, Any]:
-        """Return the line, with the figures as text."""
-        return {**super().cells(), "text": figures_text(self.figures)}
+    def cells(self) -> tuple[str, ...]:
+        """Return the line as text."""
+        return (self.what, figures_text(self.figures))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> FiguresRow:
+        """Make a row from the values that `to_dict` returned."""
+        return cls(**values)
 
 
 def figures_text(figures: Mapping[str, Any]) -> str:
-    """Return figures by name as a table's cell: medians of spreads, nothing for None.
+    """Return figures as a table's cell: medians of spreads, nothing for None.
+
+    Args:
+        figures: Values by name.
 
     Example:
         >>> figures_text({"speedup": {"median": 1.5, "low": 1.4, "high": 1.6}, "baseline": None, "rounds": 10})
@@ -87,19 +100,21 @@ class SummaryRow(ReportRow):
     """One result of a part, or the reason for which it has none.
 
     Args:
+        part: Name of the part.
         status: "done", "skipped", "failed", "timed out" or "not run yet".
         seconds: Seconds that it has taken, over all calls; None on lines after a part's first.
         what: What the figures belong to.
         figures: Figures with their names, or why there are none.
     """
 
-    COLUMNS: ClassVar = {
-        "part": ("part", ""), "status": ("status", ""), "seconds": ("seconds", ".0f"), "what": ("what", ""),
-        "figures": ("figures", ""),
-    }  # fmt: skip
+    HEADER = ("part", "status", "seconds", "what", "figures")
 
     part: str
     status: str
     seconds: float | None
     what: str
     figures: str
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the line as text."""
+        return (self.part, self.status, "" if self.seconds is None else f"{self.seconds:.0f}", self.what, self.figures)

@@ -56,10 +56,6 @@ class ChatCollator:
         Returns:
             The processor's output, `labels` (B, N), and `protected_mask` (B, N) if tokens are protected. Packed batches
             have one row, `position_ids`, and no `attention_mask`.
-
-        Raises:
-            ValueError: The template changes earlier turns, the processor expands an image to other tokens than its
-                image token, or `max_length` cuts off an image or all answers.
         """
         texts = [self._render(chat.messages) for chat in chats]
         spans = [self._answers(text, chat) for text, chat in zip(texts, chats)]

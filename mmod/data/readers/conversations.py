@@ -73,9 +73,6 @@ class ConversationsConfig:
             "skip" counts it and leaves it out. An image that cannot be decoded later always stops.
         max_corrupt: Maximum number of faults that "skip" leaves out; None for any number.
         remote: How remote shards are copied to `root`, which all are before training.
-
-    Raises:
-        ValueError: A value is out of range.
     """
 
     train: str = "questions:default/train"
@@ -120,11 +117,7 @@ class ChatDataset:
         return len(self.images)
 
     def __getitem__(self, index: int) -> ChatSample:
-        """Read one conversation and decode its images.
-
-        Raises:
-            CorruptDataError: An image cannot be decoded; `scripts/convert_conversations.py` lists all such images.
-        """
+        """Read one conversation and decode its images."""
         row = self.record(index)
         images = tuple(_open_image(place, row["key"]) for place in row["images"])
         return ChatSample(
@@ -149,16 +142,6 @@ class ChatDataset:
 
 def open_conversations(source: str, config: ConversationsConfig | None = None, progress: bool = False) -> ChatDataset:
     """Open a source, and check every record and the existence of every image file.
-
-    Args:
-        source: See `ConversationsConfig.train`.
-        config: Folder of the images, and `on_corrupt`.
-        progress: Show a progress bar.
-
-    Raises:
-        ValueError: The source has an unknown format or holds no conversation.
-        CorruptDataError: A record or shard is invalid or an image file is missing, unless `config.on_corrupt` is
-            "skip".
 
     Example:
         >>> import tempfile

@@ -36,9 +36,6 @@ def open_image(data: bytes) -> Image.Image:
 
     Only the formats in `EXTENSIONS` are tried, because Pillow starts other programs for some formats. Of an animation
     or a multi-page file the first image is read. As in timm, torchvision and open_clip, EXIF orientation is ignored.
-
-    Raises:
-        ValueError: The bytes cannot be decoded to the end, or have more than twice Pillow's `MAX_IMAGE_PIXELS`.
     """
     Image.init()
     try:
@@ -58,9 +55,6 @@ def convert_image(image: Image.Image, mode: str) -> Image.Image:
     """Convert an image to 8 bits per channel, mode "L" or "RGB".
 
     Of 16 bits the upper 8 are kept, as Pillow does for colour. For grey, Pillow would turn all values above 255 white.
-
-    Raises:
-        ValueError: The file does not state the range of the pixels (32-bit integers and floating-point numbers).
     """
     bits = _grey_bits(image)
     if bits is not None:
@@ -71,9 +65,6 @@ def convert_image(image: Image.Image, mode: str) -> Image.Image:
 
 def decode_image(data: bytes, mode: str) -> Image.Image:
     """Decode an image completely, to 8 bits per channel, mode "L" or "RGB".
-
-    Raises:
-        ValueError: The bytes cannot be decoded to the end or converted.
 
     Example:
         >>> file = io.BytesIO()

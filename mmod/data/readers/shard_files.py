@@ -65,12 +65,7 @@ class ShardFiles:
         return (str(copy) if copy is not None else self.urls[number]) if self._is_local[number] else None
 
     def fetch(self, number: int, wait: bool = True) -> str:
-        """Copy a remote shard unless there is a copy, and return the local path; one process of a node copies it.
-
-        Raises:
-            LockedError: Another process is copying it, and `wait` is False.
-            RemoteError: It cannot be read.
-        """
+        """Copy a remote shard unless there is a copy, and return the local path; one process of a node copies it."""
         copy = self._copies[number]
         if copy is not None and self.path(number) is None:
             with locked(copy, wait=wait):
@@ -110,11 +105,6 @@ class ShardFiles:
 
         A kept index is used while its shard has the same size, and the same time or ETag. One process of a node makes
         and keeps those that are missing.
-
-        Args:
-            suffix: Distinguishes indices of one shard for different labels.
-            make: From a shard and its name to its index.
-            progress: Show a progress bar.
         """
 
         def find(number: int) -> Index | RemoteError:

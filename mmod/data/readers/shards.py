@@ -66,11 +66,7 @@ def parse_caption(data: bytes) -> str:
 
 
 def parse_patches(data: bytes, side: int) -> list[int]:
-    """Parse a label map, of mode L or P, into the class of each patch of `side` pixels; see `patch_classes`.
-
-    Raises:
-        ValueError: The image is no label map, not square, or does not divide into patches.
-    """
+    """Parse a label map, of mode L or P, into the class of each patch of `side` pixels; see `patch_classes`."""
     image = open_image(data)
     if image.mode not in ("L", "P") or image.width != image.height or image.width % side:
         raise ValueError(
@@ -109,9 +105,6 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
 
     Returns:
         Paths and URLs, sorted within each glob, in the order of the braces.
-
-    Raises:
-        ValueError: A pattern matches nothing or no regular file, or a shard occurs twice.
 
     Example:
         >>> expand_pattern("https://example.org/train-{08..10}.tar")[-1]
@@ -246,8 +239,6 @@ def read_samples(file: BinaryIO, path: str, choose: Callable[[str, Members], Sam
     """Iterate over the samples of an uncompressed shard.
 
     Args:
-        file: The shard.
-        path: Its name in faults.
         choose: From a sample's key and its members by lower-case extension to an entry for it; raises a ValueError for
             an incomplete sample.
 

@@ -27,12 +27,6 @@ _NOT_READ = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "
 def create_train_text(config: TextConfig, seed: int, rank: int = 0, world: int = 1) -> BatchStream:
     """Create the stream of shuffled training batches of one process: bytes and next bytes, both (B, L), int64.
 
-    Args:
-        config: The data set.
-        seed: Seed of the order, the same in all processes.
-        rank: Index of this process.
-        world: Number of processes.
-
     Example:
         >>> stream = create_train_text(TextConfig(length=16, batch_size=4), seed=0)
         >>> tokens, following = next(stream.batches(epoch=0))

@@ -36,7 +36,6 @@ class SyntheticSet(Generic[Config]):
     """A data set generated from parameters, and reused if it was built before.
 
     Args:
-        name: Name in configs.
         title: Name in messages and, with dashes, of the folder.
         format: Version of the generator. It changes when equal parameters give different bytes; older builds are then
             refused.
@@ -73,9 +72,7 @@ class SyntheticSet(Generic[Config]):
         """Return the glob pattern of a split's shards, and build them if they are missing.
 
         Args:
-            source: `NAME:DIFFICULTY/SPLIT`.
             root: Folder of the build; default `runs/data/TITLE-DIFFICULTY`.
-            progress: Show a progress bar.
         """
         difficulty, _, split = source.removeprefix(f"{self.name}:").partition("/")
         config = self.config(difficulty)
@@ -93,15 +90,6 @@ class SyntheticSet(Generic[Config]):
 
         Args:
             root: Folder of the build; missing, empty, or with a build of the same parameters.
-            config: Parameters, or the name of a difficulty.
-            progress: Show a progress bar.
-
-        Returns:
-            The manifest: `format`, `parameters`, and `samples` and `sha256` of each shard.
-
-        Raises:
-            FileExistsError: `root` holds another build or other files.
-            ValueError: A shard of the existing build is damaged.
         """
         config = self.config(config) if isinstance(config, str) else config
         root = Path(root)

@@ -35,9 +35,6 @@ class CrowdsConfig(DrawnConfig):
         ink: Minimum share of full ink for a pixel to have the digit's class.
         scenes: Number of scenes per split.
         grid: Positions of digits and fragments are multiples of this, in pixels.
-
-    Raises:
-        ValueError: A parameter is out of range.
     """
 
     canvas: int = 40
@@ -102,9 +99,6 @@ class Crowd(NamedTuple):
 
 def compose_crowds(config: CrowdsConfig, split: str) -> Iterator[Crowd]:
     """Compose the scenes of a split.
-
-    Raises:
-        ValueError: The split is unknown.
 
     Example:
         >>> scene = next(compose_crowds(DIFFICULTIES["tiny"], "test"))

@@ -26,9 +26,6 @@ class DigitsConfig(DrawnConfig):
         digit_size: Smallest and largest side of the target digit's box, in pixels.
         scenes: Number of scenes per split.
         grid: Positions of digits and fragments are multiples of this, in pixels.
-
-    Raises:
-        ValueError: A parameter is out of range.
     """
 
     shard_size: int = 2000
@@ -86,9 +83,6 @@ class DigitScene(NamedTuple):
 
 def compose_scenes(config: DigitsConfig, split: str) -> Iterator[DigitScene]:
     """Compose the scenes of a split; every source image of the split is a target equally often.
-
-    Raises:
-        ValueError: The split is unknown.
 
     Example:
         >>> scene = next(compose_scenes(DIFFICULTIES["tiny"], "test"))

@@ -2,14 +2,15 @@
 
 Images show up to three digits of different classes among fragments of other digits. Conversations ask questions of
 several types about them. The classes are drawn independently of the questions, so a question reveals only the type of
-its answer; `priors` measures the accuracy that this allows. As in cluttered digits, splits share no handwriting.
+its answer; `measure_prior` measures the accuracy that this allows. As in cluttered digits, splits share no handwriting.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -48,9 +49,6 @@ class QuestionsConfig(DrawnConfig):
         turns: Questions per image in a training conversation; one in "val" and "test".
         shares: Shares of training conversations with two images and with none.
         conversations: Number of conversations per split; in "val" and "test" all types are equally frequent.
-
-    Raises:
-        ValueError: A parameter is out of range.
     """
 
     clutter: int = 3
@@ -111,9 +109,6 @@ class SyntheticChat(NamedTuple):
 
 def compose_chats(config: QuestionsConfig, split: str) -> Iterator[SyntheticChat]:
     """Compose the conversations of a split.
-
-    Raises:
-        ValueError: The split is unknown.
 
     Example:
         >>> next(compose_chats(DIFFICULTIES["tiny"], "test")).turns[0].question_type
@@ -239,11 +234,7 @@ images as `KEY.0.png`, `KEY.1.png`."""
 def export_questions(
     root: str | Path, config: QuestionsConfig | str = "default", progress: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Write LLaVA's files, `SPLIT.json` and a folder `images`; return `samples` and `sha256` of each JSON file.
-
-    Raises:
-        FileExistsError: `root` is not empty.
-    """
+    """Write LLaVA's files, `SPLIT.json` and a folder `images`; return `samples` and `sha256` of each JSON file."""
     config = QUESTIONS.config(config) if isinstance(config, str) else config
     files = {}
     # Not durable: flushing many small files one by one would take minutes.
@@ -263,3 +254,35 @@ def export_questions(
             (partial / f"{split}.json").write_text(text)
             files[f"{split}.json"] = {"samples": len(records), "sha256": hashlib.sha256(text.encode()).hexdigest()}
     return files
+
+
+def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, str, str]]) -> dict[str, float]:
+    """Return the accuracy, by question type, of the most frequent training answer to a question.
+
+    For a question without a training example, the most frequent answer of its type is used.
+
+    Example:
+        >>> prior_of([("a", "q", "yes"), ("a", "q", "no"), ("a", "q", "yes")], [("a", "q", "no"), ("a", "q", "yes")])
+        {'a': 0.5}
+    """
+    by_question: dict[str, Counter[str]] = defaultdict(Counter)
+    by_type: dict[str, Counter[str]] = defaultdict(Counter)
+    for question_type, question, answer in train:
+        by_question[question][answer] += 1
+        by_type[question_type][answer] += 1
+    right, asked = Counter[str](), Counter[str]()
+    for question_type, question, answer in test:
+        known = by_question.get(question) or by_type[question_type]
+        right[question_type] += bool(known) and known.most_common(1)[0][0] == answer
+        asked[question_type] += 1
+    return {question_type: right[question_type] / count for question_type, count in asked.items()}
+
+
+def measure_prior(config: QuestionsConfig) -> dict[str, float]:
+    """Return the prior accuracy on the test split of the embedded questions by question type, in [0, 1]."""
+    train, test = (_turns(compose_chats(config, split)) for split in ("train", "test"))
+    return prior_of(train, test)
+
+
+def _turns(chats: Iterable[SyntheticChat]) -> Iterable[tuple[str, str, str]]:
+    return ((turn.question_type, turn.question, turn.answer) for chat in chats for turn in chat.turns)

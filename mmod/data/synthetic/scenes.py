@@ -53,9 +53,6 @@ class ScenesConfig(DrawnConfig):
         small: Smallest and largest side of a small digit's box.
         clutter: Number of digit fragments in a scene on clutter.
         scenes: Number of scenes per split. In "val" and "test" all captions differ.
-
-    Raises:
-        ValueError: A parameter is out of range.
     """
 
     canvas: int = 48
@@ -105,9 +102,6 @@ def zero_shot_prompts() -> tuple[list[str], list[str]]:
 
 def compose_pairs(config: ScenesConfig, split: str) -> Iterator[Pair]:
     """Compose the scenes of a split, with contents as evenly frequent as possible.
-
-    Raises:
-        ValueError: The split is unknown.
 
     Example:
         >>> next(compose_pairs(DIFFICULTIES["tiny"], "test")).content.caption

@@ -20,7 +20,7 @@ from mmod.analysis import prefill_flops
 from mmod.analysis.audit.judges import judge_answers
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample, open_conversations
-from mmod.data.synthetic.priors import prior_of
+from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing
 from mmod.training.chat.checkpoints import RunCallback, last_checkpoint
 from mmod.training.chat.config import ModelConfig, TrainConfig

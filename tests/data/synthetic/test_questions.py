@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mmod.data.synthetic.handwriting import load_sources
-from mmod.data.synthetic.priors import measure_prior, prior_of
 from mmod.data.synthetic.questions import (
     DIFFICULTIES,
     KINDS,
@@ -20,6 +19,8 @@ from mmod.data.synthetic.questions import (
     SyntheticChat,
     compose_chats,
     export_questions,
+    measure_prior,
+    prior_of,
 )
 
 TINY = DIFFICULTIES["tiny"]

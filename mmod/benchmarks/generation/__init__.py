@@ -1,0 +1,1 @@
+"""Benchmark of prefill, decoding and training of language models."""

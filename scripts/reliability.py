@@ -1,0 +1,339 @@
+"""Measure how training and its data hold up, and write docs/reliability.md.
+
+python -m scripts.reliability                  # everything, half an hour on two cores
+python -m scripts.reliability hostile steps    # some of the measurements; the page shows the last of each
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mmod.data.config import AugmentConfig, DataConfig
+from mmod.data.corrupt import CorruptReport
+from mmod.data.loader import create_eval_stream, create_train_stream
+from mmod.data.readers.shards import ShardSource
+from mmod.data.stream import BatchStream
+from mmod.training import ModelConfig, TrainConfig
+from mmod.training.image.recipe import fit
+
+ROOT = Path(__file__).parents[1]
+PAGE, RESULTS = ROOT / "docs/reliability.md", ROOT / "runs/reliability"
+_MIB = 1 << 20
+
+
+def hostile() -> dict[str, Any]:
+    """Run every hostile input, and count the outcomes by group."""
+    from tests.hostile import run
+    from tests.hostile.cases import GROUPS
+
+    groups = {}
+    for name, make in GROUPS.items():
+        outcomes = [run(case) for case in make()]
+        for outcome in outcomes:
+            if outcome.fault:
+                print(f"{name}: {outcome.case.name}: {outcome.fault}")
+        documented = [outcome.case.documented for outcome in outcomes]
+        groups[name] = {
+            **{kind: documented.count(kind) for kind in ("refused", "counted", "read")},
+            "faults": sum(bool(outcome.fault) for outcome in outcomes),
+            "mebibytes": max(outcome.mebibytes for outcome in outcomes),
+        }
+    return {"groups": groups}
+
+
+class Watched:
+    """A stream that notes time, memory and open files at each batch.
+
+    Args:
+        stream: The stream.
+        steps: Number of batches in all epochs.
+    """
+
+    def __init__(self, stream: BatchStream, steps: int) -> None:
+        self.stream, self.done = stream, 0
+        # Allocated at once, so that the notes do not count as growth.
+        self.notes = np.full((steps, 3), np.nan)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the batches of an epoch."""
+        for batch in self.stream.batches(epoch, start):
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            files = len(os.listdir("/proc/self/fd"))
+            self.notes[self.done] = time.perf_counter(), pages * os.sysconf("SC_PAGE_SIZE") / _MIB, files
+            self.done += 1
+            yield batch
+
+
+def steps(total: int = 10_000, epochs: int = 10) -> dict[str, Any]:
+    """Train a small classifier for 10,000 steps, and fit lines to what it uses."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
+        data = DataConfig("digits:aligned", root=f"{folder}/digits", batch_size=5000 * epochs // total)
+        config = TrainConfig(
+            output=f"{folder}/run",
+            model=ModelConfig("vit_tiny_patch16_224", {**args, "num_classes": 10}),
+            data=data,
+            epochs=epochs,
+        )
+        watched = Watched(create_train_stream(data, seed=0), total)
+        fit(config, streams=(watched, create_eval_stream(data)), progress=False)  # type: ignore[arg-type]
+    times, memory, files = watched.notes.T
+    seconds = np.diff(times)
+    # The first epoch fills caches; evaluations and checkpoints stand between epochs.
+    warm = slice(total // epochs, None)
+    windows = np.array([np.median(part) for part in np.array_split(seconds[warm], 50)])
+    return {
+        "steps": watched.done,
+        "mebibytes": memory[total // epochs :: total // epochs].tolist(),
+        "mebibytes_per_1000": _slope(memory[warm]),
+        "files": [int(files[warm].min()), int(files[warm].max())],
+        "milliseconds": float(1e3 * np.median(seconds[warm])),
+        "percent_per_1000": 100 * _slope(windows) * 50 / len(seconds[warm]) / float(np.median(windows)),
+    }
+
+
+def _slope(values: np.ndarray) -> float:
+    """Return the slope of a line through values, per 1,000 of them."""
+    return float(1000 * np.polyfit(np.arange(len(values)), values, 1)[0])
+
+
+def shards(count: int = 1000, samples: int = 100) -> dict[str, Any]:
+    """Time the start on shards with an index, and that of an epoch that is resumed in its middle."""
+    image = _jpeg(np.random.default_rng(0), 16)
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(count):
+            _write_shard(Path(folder, f"train-{number:06d}.tar"), [(image, 0)] * samples)
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            ShardSource(f"{folder}/train-*.tar", CorruptReport())
+            times.append(time.perf_counter() - start)
+        config = DataConfig(f"shards:{folder}/{{split}}-*.tar", image_size=16, crop_pct=1.0, batch_size=64)
+        stream = create_train_stream(config, seed=0)
+        resumed = [_first_batch(stream, at) for at in (0, stream.steps_per_epoch // 2) for _ in range(3)]
+    return {
+        "shards": count,
+        "samples": count * samples,
+        "first": times[0],
+        "indexed": statistics.median(times[1:]),
+        "epoch": statistics.median(resumed[:3]),
+        "middle": statistics.median(resumed[3:]),
+    }
+
+
+def _first_batch(stream: BatchStream, start: int) -> float:
+    before = time.perf_counter()
+    next(stream.batches(1, start))
+    return time.perf_counter() - before
+
+
+def loader(rounds: int = 7, images: int = 1024) -> dict[str, Any]:
+    """Compare reading shards of JPEG images with timm's own loaders, in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        _write_photos(Path(folder), 2 * images)
+        rates: dict[str, list[float]] = {name: [] for name in ("mmod", "folder", "wds")}
+        for turn in range(rounds):
+            for name, times in rates.items():
+                times.append(_rate(_open(name, Path(folder), turn), images))
+    pairs = {name: [own / other for own, other in zip(rates["mmod"], rates[name])] for name in ("folder", "wds")}
+    return {
+        "rates": {name: statistics.median(times) for name, times in rates.items()},
+        "ratios": {name: [statistics.median(ratio), min(ratio), max(ratio)] for name, ratio in pairs.items()},
+        "rounds": rounds,
+    }
+
+
+def _open(name: str, folder: Path, seed: int) -> Iterable[Any]:
+    """Return the batches of 64 images, read by 2 workers with the same augmentation."""
+    if name == "mmod":
+        options: dict[str, Any] = {"image_size": 224, "channels": 3, "batch_size": 64, "workers": 2}
+        config = DataConfig(f"shards:{folder}/shards/{{split}}-*.tar", augment=AugmentConfig(), **options)
+        return create_train_stream(config, seed).batches(0)
+    from timm.data import create_dataset, create_loader
+
+    source, root = ("wds/", folder / "shards") if name == "wds" else ("", folder / "folder")
+    dataset = create_dataset(source, str(root), "train", is_training=True, batch_size=64, seed=seed)
+    return create_loader(
+        dataset,
+        (3, 224, 224),
+        64,
+        is_training=True,
+        use_prefetcher=False,
+        num_workers=2,
+        persistent_workers=False,
+        pin_memory=False,
+        color_jitter=0.4,
+        interpolation="random",
+    )
+
+
+def _rate(batches: Iterable[Any], images: int) -> float:
+    """Return images per second after the first batch, when the workers have started."""
+    iterator = iter(batches)
+    next(iterator)
+    count, start = 0, time.perf_counter()
+    while count < images:
+        count += len(next(iterator)[0])
+    return count / (time.perf_counter() - start)
+
+
+def _write_photos(folder: Path, count: int, shards: int = 4) -> None:
+    """Write smooth noise of 256 pixels as JPEG, as shards and as an image folder."""
+    random = np.random.default_rng(0)
+    photos = [(_jpeg(random, 256), number % 4) for number in range(count)]
+    (folder / "shards").mkdir()
+    for number in range(shards):
+        _write_shard(folder / f"shards/train-{number:06d}.tar", photos[number::shards])
+    lengths = [len(photos[number::shards]) for number in range(shards)]
+    names = [f"train-{number:06d}.tar" for number in range(shards)]
+    split = {"name": "train", "filenames": names, "shard_lengths": lengths, "num_samples": count}
+    (folder / "shards/_info.json").write_text(json.dumps({"splits": {"train": split}}))
+    for number, (data, label) in enumerate(photos):
+        path = folder / f"folder/train/{label}/{number:06d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def _jpeg(random: np.random.Generator, side: int) -> bytes:
+    coarse = Image.fromarray(random.integers(0, 256, (16, 16, 3), np.uint8))
+    file = io.BytesIO()
+    coarse.resize((side, side), Image.Resampling.BICUBIC).save(file, format="JPEG", quality=90)
+    return file.getvalue()
+
+
+def _write_shard(path: Path, samples: list[tuple[bytes, int]]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for number, (image, label) in enumerate(samples):
+            for suffix, data in (("jpg", image), ("cls", str(label).encode())):
+                info = tarfile.TarInfo(f"{number:06d}.{suffix}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+
+
+def write_page() -> None:
+    """Write the page from the last result of each measurement."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    sections = [_SECTIONS[name](found[name]) for name in MEASUREMENTS if name in found]
+    machine = next(iter(found.values()))["machine"]
+    PAGE.write_text("\n\n".join([_HEAD.format(machine=machine), *sections]) + "\n")
+
+
+_HEAD = """# Reliability
+
+What bad input does, what a long run uses, and how fast shards are read. `python -m scripts.reliability` measures all
+of it and writes this page. Machine: {machine}."""
+
+
+def _hostile_section(result: dict[str, Any]) -> str:
+    groups = result["groups"]
+    count = sum(row[kind] for row in groups.values() for kind in ("refused", "counted", "read"))
+    faults = sum(row["faults"] for row in groups.values())
+    rows = [
+        f"| {name} | {row['refused']} | {row['counted']} | {row['read']} | {row['faults']} | {row['mebibytes']:.0f} |"
+        for name, row in groups.items()
+    ]
+    return f"""## Hostile input
+
+{count:,} hostile inputs, each read in a process of its own with a limit of 20 seconds and 2 GiB: {count - faults:,}
+ended as documented, {faults} did not. An audit hook of the interpreter sees every file that is opened for writing,
+every program that is started and every connection; none may occur outside the folder of the case.
+
+| input | refused | counted | read | not as documented | largest memory, MiB |
+|---|---|---|---|---|---|
+{chr(10).join(rows)}
+
+- **Refused**: an error of one line that names the file, or the key in it. Nothing was changed.
+- **Counted**: the same error with `on_corrupt: raise`; with `on_corrupt: skip` one fault in the report, and the sound
+  samples beside it are read. `max_corrupt` limits how many.
+- **Read**: unusual but sound, such as CMYK, EXIF, animations (their first image), captions of 10 MB, members called
+  `../../name` (a name is a key alone), and damaged indices of shards, which are made again.
+
+Not noticed: flipped bits in weights, since safetensors files hold no checksum, and a key that occurs twice in the
+header of such a file, of which its library takes the last. The state of an audit that is forged with a checksum that
+fits it is checked for its form alone. Weights that are not finite load, and the first evaluation refuses their loss.
+
+Configs have at most 256 KiB; `scripts/README.md` says which images are read."""
+
+
+def _steps_section(result: dict[str, Any]) -> str:
+    low, high = result["files"]
+    return f"""## Long runs
+
+{result["steps"]:,} steps of a two-block ViT on embedded digits, with an evaluation and a checkpoint after each of ten
+epochs. Lines are fitted to all steps after the first epoch.
+
+| figure | level | slope per 1,000 steps |
+|---|---|---|
+| resident memory | {result["mebibytes"][-1]:.0f} MiB at the end | {result["mebibytes_per_1000"]:+.2f} MiB |
+| time of a step | {result["milliseconds"]:.2f} ms | {result["percent_per_1000"]:+.2f} % |
+| open files | {low} to {high} | |"""
+
+
+def _shards_section(result: dict[str, Any]) -> str:
+    return f"""## Starting on many shards
+
+| {result["shards"]:,} shards, {result["samples"]:,} samples | seconds |
+|---|---|
+| first start, which indexes them | {result["first"]:.2f} |
+| later starts, which read the indices | {result["indexed"]:.2f} |
+| first batch of an epoch | {result["epoch"]:.3f} |
+| first batch of an epoch that resumes in its middle | {result["middle"]:.3f} |
+
+Remote shards (`s3://`, `gs://`, `https://`, `hf://`) have a time limit, retries with backoff and the same indices; one
+process of a machine copies each while training reads it. See `mmod.io.remote.RemoteConfig`."""
+
+
+def _loader_section(result: dict[str, Any]) -> str:
+    names = {"folder": "timm's loader, image folder", "wds": "timm's loader, `wds/` shards"}
+    rows = [
+        f"| {label} | {result['rates'][name]:.0f} | {ratio:.2f} ({low:.2f} to {high:.2f}) |"
+        for name, label in names.items()
+        for ratio, low, high in [result["ratios"][name]]
+    ]
+    return f"""## Reading images
+
+JPEG images of 256 pixels, augmented to 224 with timm's transforms, batches of 64, 2 workers: {result["rounds"]} rounds
+in turns, medians, and the range of the ratio.
+
+| reader | images per second | mmod divided by it |
+|---|---|---|
+| mmod, shards | {result["rates"]["mmod"]:.0f} | |
+{chr(10).join(rows)}"""
+
+
+MEASUREMENTS = {"hostile": hostile, "steps": steps, "shards": shards, "loader": loader}
+_SECTIONS = {"hostile": _hostile_section, "steps": _steps_section, "shards": _shards_section, "loader": _loader_section}
+
+
+def main() -> None:
+    """Measure what the command line names, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[*MEASUREMENTS, []], metavar="NAME", help=", ".join(MEASUREMENTS))
+    torch.set_num_threads(1)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for name in parser.parse_args().names or MEASUREMENTS:
+        machine = f"{os.cpu_count()} CPU cores, {platform.machine()}, torch {torch.__version__}"
+        (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, **MEASUREMENTS[name]()}, indent=1))
+    write_page()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Hostile images, shards, captions, classes and conversations."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmod.data.corrupt import CorruptReport
+from mmod.data.readers.conversations import ConversationsConfig, open_conversations
+from tests.data.bad_files import (
+    ARCHIVES,
+    CAPTIONS,
+    CLASSES,
+    END,
+    IMAGE_NAMES,
+    IMAGES,
+    JPEG,
+    LINES,
+    NO_JSON,
+    PNG,
+    RECORDS,
+    SAID,
+    SOUND,
+    body,
+    encode,
+    incomplete,
+    png,
+)
+from tests.data.readers import test_bad_files as files
+from tests.hostile import Case
+
+
+def image_cases() -> Iterator[Case]:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    frames = [Image.new("RGB", (8, 8), (value, 0, 0)) for value in (0, 128, 255)]
+    deep = io.BytesIO()
+    Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000).save(deep, format="PNG")
+    sound = {
+        **SOUND,
+        "EXIF that rotates": encode("JPEG", exif=exif.tobytes()),
+        "EXIF of noise": encode("JPEG", exif=b"Exif\0\0" + bytes(range(256)) * 8),
+        "an animated GIF": _animated("GIF", frames),
+        "an animated WebP": _animated("WEBP", frames),
+        "an animated PNG": _animated("PNG", frames),
+        "several pages": _animated("TIFF", frames),
+        "16 bits": deep.getvalue(),
+        "a colour profile of noise": encode("PNG", icc_profile=bytes(range(256)) * 16),
+        "1 x 4,000 pixels": _flat(1, 4000),
+        "4,000 x 4,000 pixels of one colour": _flat(4000, 4000),
+    }
+    bombs = {
+        "bomb of 20,000 x 20,000 pixels": png(20_000, 20_000, colour=0, pixels=bytes(20_000 * 20_001)),
+        "bomb of 200,000 x 2,000 pixels": png(200_000, 2_000, colour=0, pixels=bytes(1000)),
+        "webp bomb": encode("WEBP").replace(b"VP8 ", b"VP8X"),
+        "jpeg whose tables are noise": JPEG[:20] + bytes(range(200)) + JPEG[220:],
+        "png whose rows are cut": png(64, 64, pixels=bytes(100)),
+    }
+    for reader, read in files.READERS.items():
+        for name, data in {**IMAGES, **bombs}.items():
+            mention = ("val/a/0.png",) if reader == "folder" else ("0.tar [0",)
+            yield Case("images", f"{reader}: {name}", "counted", functools.partial(read, data), mention)
+        for name, data in sound.items():
+            yield Case("images", f"{reader}: {name}", "read", functools.partial(read, data))
+
+
+def _animated(kind: str, frames: list[Image.Image]) -> bytes:
+    file = io.BytesIO()
+    frames[0].save(file, format=kind, save_all=True, append_images=frames[1:])
+    return file.getvalue()
+
+
+def _flat(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("L", (width, height)).save(file, format="PNG")
+    return file.getvalue()
+
+
+def shard_cases() -> Iterator[Case]:
+    for reader, (suffix, beside) in files.BESIDE.items():
+        for name, data in {**ARCHIVES, **incomplete(suffix, beside)}.items():
+            read = functools.partial(files.read_archive, reader, data)
+            yield Case("shards", f"{reader}: {name}", "counted", read, ("0.tar",))
+        for name in ("../../8", "/tmp/8", "a/../8", "./8", "\\\\8", "/etc/cron.d/8", "~/8", "a" * 90 + "/8", "C:8"):
+            data = body({f"{name}.png": PNG, f"{name}{suffix}": beside}) + END
+            read = functools.partial(files.read_archive, reader, data)
+            yield Case("shards", f"{reader}: a member called {name[:20]}", "read", read)
+        again = b"".join(body({f"{key}.png": PNG, f"{key}{suffix}": beside}) for key in "87") + END
+        read = functools.partial(files.read_archive, reader, again)
+        yield Case("shards", f"{reader}: a key that comes again", "counted", read, ("0.tar",))
+
+
+def label_cases() -> Iterator[Case]:
+    long = "words " * (10**7 // 6)
+    for reader, texts in (("shard", CLASSES), ("pairs", CAPTIONS)):
+        suffix, _ = files.BESIDE[reader]
+        for name, data in texts.items():
+            read = functools.partial(_read_label, reader, body({"8.png": PNG, f"8{suffix}": data}) + END)
+            yield Case("captions and classes", f"{reader}: {name}", "counted", read, ("0.tar",))
+    caption = functools.partial(files.read_archive, "pairs", body({"8.png": PNG, "8.txt": long.encode()}) + END)
+    yield Case("captions and classes", "pairs: a caption of 10 MB", "read", caption)
+    broken = functools.partial(
+        files.read_archive, "pairs", body({"8.png": PNG, "8.txt": long.encode() + b"\xff"}) + END
+    )
+    yield Case("captions and classes", "pairs: 10 MB that end in broken UTF-8", "counted", broken, ("0.tar [8",))
+
+
+def _read_label(reader: str, rest: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
+    if reader == "pairs":
+        return files.read_archive(reader, rest, on_corrupt)
+    Path("0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + rest)
+    stream = files.create_eval_stream(
+        files.DataConfig("shards:{split}.tar", val_split="0", channels=3, on_corrupt=on_corrupt)
+    )
+    return sum(len(classes) for _, classes in stream.batches(0)), stream.report
+
+
+def conversation_cases() -> Iterator[Case]:
+    def read_file(text: bytes, name: str, on_corrupt: Any) -> tuple[int, CorruptReport]:
+        Path("0.png").write_bytes(PNG)
+        Path(name).write_bytes(text)
+        chats = open_conversations(name, ConversationsConfig(on_corrupt=on_corrupt))
+        return len(chats), chats.report
+
+    sound = {"image": "0.png", "conversations": SAID}
+    first = json.dumps(sound).encode() + b"\n"
+    records = {**RECORDS, **IMAGE_NAMES, **_PATHS}
+    for name, record in records.items():
+        for file, text in (
+            ("t.json", json.dumps([sound, record]).encode()),
+            ("t.jsonl", first + json.dumps(record).encode()),
+        ):
+            yield Case("conversations", f"{file}: {name}", "counted", functools.partial(read_file, text, file), (file,))
+    for name, line in LINES.items():
+        read = functools.partial(read_file, first + line, "t.jsonl")
+        yield Case("conversations", f"t.jsonl: {name}", "counted", read, ("t.jsonl",))
+    for name, text in NO_JSON.items():
+        read = functools.partial(read_file, text, "t.json")
+        yield Case("conversations", f"t.json: {name}", "refused", read, ("t.json",))
+    for name, text in {**NO_JSON, **{key: json.dumps(value).encode() for key, value in RECORDS.items()}}.items():
+        read = functools.partial(files.read_archive, "conversations", body({"8.png": PNG, "8.json": text}) + END)
+        yield Case("conversations", f"shard: {name}", "counted", read, ("0.tar",))
+    long = {"image": "0.png", "conversations": [SAID[0], {"from": "gpt", "value": "words " * (10**7 // 6)}]}
+    read = functools.partial(read_file, json.dumps([long]).encode(), "t.json")
+    yield Case("conversations", "an answer of 10 MB", "read", read)
+
+
+_PATHS: dict[str, Any] = {
+    f"an image at {path[:30]!r}": {"image": path, "conversations": SAID}
+    for path in (
+        "../0.png",
+        "/etc/hostname",
+        "/dev/zero",
+        "a/../../0.png",
+        "0\0.png",
+        "a" * 300,
+        "https://a/0.png",
+        ".",
+    )
+}

@@ -1,0 +1,265 @@
+"""Hostile weights, saved models and states of audits."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import json
+import pickle
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import mmod
+from mmod.analysis.audit import partial as partial_file
+from mmod.io.tensors import read_tensors, write_tensors
+from mmod.training.engine.checkpoint import Checkpoint, load_checkpoint, read_weights, save_checkpoint
+from mmod.training.engine.model import load_weights
+from mmod.training.image.evaluate import evaluate
+from tests.analysis.audit import test_partial as audits
+from tests.data.bad_files import (
+    IMAGES,
+    NO_JSON,
+    Payload,
+)
+from tests.hostile import Case
+from tests.test_pretrained import CHANGES, edit
+from tests.training import test_bad_input as configs
+
+
+@functools.lru_cache
+def _state() -> dict[str, torch.Tensor]:
+    return timm.create_model("test_vit").state_dict()
+
+
+def _nan_weights(place: str, value: float, _: Any) -> Any:
+    """Load weights that are not finite, and evaluate the model on one image."""
+    state = {name: tensor.clone() for name, tensor in _state().items()}
+    state[place].view(-1)[0] = value
+    write_tensors("model.safetensors", state)
+    model = timm.create_model("test_vit")
+    load_weights(model, read_weights("model.safetensors"), "model.safetensors")
+
+    class Stream:
+        steps_per_epoch = 1
+
+        def batches(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            yield torch.ones(1, 3, 160, 160), torch.zeros(1, dtype=torch.int64)
+
+    return evaluate(model, Stream())  # type: ignore[arg-type]
+
+
+def weight_cases() -> Iterator[Case]:
+    def read(name: str, write: Callable[[Path], Any], _: Any) -> Any:
+        write(Path(name).absolute())
+        return read_weights(name)
+
+    def fit(change: Callable[[dict[str, Any]], Any], _: Any) -> Any:
+        state = dict(_state())
+        change(state)
+        write_tensors("model.safetensors", state)
+        load_weights(timm.create_model("test_vit"), read_weights("model.safetensors"), "model.safetensors")
+
+    def resume(damage: Callable[[Path], Any], _: Any) -> Any:
+        parts = Checkpoint({"a": torch.zeros(64)}, {"a": torch.zeros(64)}, {"optimizer": {}})
+        path = save_checkpoint(Path("checkpoints"), 1, 2, parts, {})
+        damage(path)
+        return load_checkpoint(path, averaged=True)
+
+    # Built here, because each case is a new process.
+    _state()
+    for number, (name, write, _) in enumerate(configs.WEIGHTS):
+        yield Case("weights", f"{name} {number}", "refused", functools.partial(read, name, write), (name,))
+    for name, data in IMAGES.items():
+        for file in ("model.safetensors", "model.pt"):
+            write_data = functools.partial(_write, data)
+            yield Case("weights", f"{file}: {name}", "refused", functools.partial(read, file, write_data), (file,))
+    for name, header in _HEADERS.items():
+        data = len(header).to_bytes(8, "little") + header + bytes(16)
+        write_data = functools.partial(_write, data)
+        reader = functools.partial(read, "model.safetensors", write_data)
+        yield Case("weights", f"safetensors: {name}", "refused", reader, ("model.safetensors",))
+    changes: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "a name is missing": lambda state: state.pop("norm.weight"),
+        "no names": lambda state: state.clear(),
+        "a name too many": lambda state: state.update(other=torch.zeros(1)),
+        "10,000 names too many": lambda state: state.update({f"n{i}": torch.zeros(1) for i in range(10_000)}),
+        "another shape": lambda state: state.update({"norm.weight": torch.zeros(3)}),
+        "a scalar": lambda state: state.update({"norm.weight": torch.zeros(())}),
+        "no values": lambda state: state.update({"norm.weight": torch.zeros(0)}),
+        "other classes": lambda state: state.update({"head.weight": torch.zeros(7, 64), "head.bias": torch.zeros(7)}),
+    }
+    for name, change in changes.items():
+        yield Case("weights", name, "refused", functools.partial(fit, change), ("model.safetensors",))
+    for place in ("patch_embed.proj.weight", "norm.bias", "head.weight"):
+        for value in (float("nan"), float("inf")):
+            reader = functools.partial(_nan_weights, place, value)
+            yield Case("weights", f"{place} holds {value}", "refused", reader, ("a finite number",))
+    damages: dict[str, Callable[[bytes], bytes]] = {
+        "empty": lambda data: b"",
+        "cut": lambda data: data[: len(data) // 2],
+        "a byte less": lambda data: data[:-1],
+        "a pickle": lambda data: pickle.dumps(Payload()),
+        "zeros": lambda data: bytes(len(data)),
+    }
+    for part in ("model.safetensors", "ema.safetensors", "training.pt"):
+        for name, damage in damages.items():
+            change_part = functools.partial(_damage, part, damage)
+            yield Case(
+                "weights", f"checkpoint, {part}: {name}", "refused", functools.partial(resume, change_part), (part,)
+            )
+        remove = functools.partial(_remove, part)
+        yield Case("weights", f"checkpoint without {part}", "refused", functools.partial(resume, remove), (part,))
+
+
+def _write(data: bytes, path: Path) -> None:
+    path.write_bytes(data)
+
+
+def _damage(part: str, damage: Callable[[bytes], bytes], folder: Path) -> None:
+    (folder / part).write_bytes(damage((folder / part).read_bytes()))
+
+
+def _remove(part: str, folder: Path) -> None:
+    (folder / part).unlink()
+
+
+_TENSOR = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+_HEADERS = {
+    "no JSON": b"{",
+    "a list": b"[]",
+    "lists 10,000 deep": b"[" * 10_000 + b"]" * 10_000,
+    "a shape beyond memory": json.dumps({"a": {**_TENSOR, "shape": [1 << 62, 1 << 62]}}).encode(),
+    "a negative shape": json.dumps({"a": {**_TENSOR, "shape": [-4]}}).encode(),
+    "offsets beyond the file": json.dumps({"a": {**_TENSOR, "data_offsets": [0, 1 << 40]}}).encode(),
+    "offsets backwards": json.dumps({"a": {**_TENSOR, "data_offsets": [16, 0]}}).encode(),
+    "tensors that overlap": json.dumps({"a": _TENSOR, "b": _TENSOR}).encode(),
+    "an unknown type": json.dumps({"a": {**_TENSOR, "dtype": "F7"}}).encode(),
+    "broken UTF-8": b'{"\xff": %s}' % json.dumps(_TENSOR).encode(),
+    "bytes that no tensor has": json.dumps({"a": {**_TENSOR, "shape": [2], "data_offsets": [0, 8]}}).encode(),
+}
+
+
+@functools.lru_cache
+def _saved() -> dict[str, bytes]:
+    """Return the files of a saved model."""
+    model = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig(router="linear", blocks=(2, 4)))
+    with tempfile.TemporaryDirectory() as folder:
+        mmod.save_pretrained(model, folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def saved_model_cases() -> Iterator[Case]:
+    def load(change: Callable[[Path], Any], _: Any) -> Any:
+        Path("model").mkdir()
+        for name, data in _saved().items():
+            Path("model", name).write_bytes(data)
+        change(Path("model"))
+        return mmod.load_pretrained("model")
+
+    def edited(change: Any, folder: Path) -> None:
+        edit(folder, change)
+
+    def rewritten(data: bytes, folder: Path) -> None:
+        (folder / "mmod.json").write_bytes(data)
+
+    def swapped(folder: Path) -> None:
+        state, _ = read_tensors(folder / "model.safetensors")
+        write_tensors(folder / "model.safetensors", state)
+
+    _saved()
+    names = ("model", "mmod.json", "router", "methods")
+    for number, (change, _) in enumerate(CHANGES):
+        reader = functools.partial(load, functools.partial(edited, change))
+        yield Case("saved models", f"change {number}", "refused", reader, (*names, "vit_of_tomorrow", "routr"))
+    for name, value in _SETTINGS.items():
+        change = functools.partial(_settled, name, value)
+        reader = functools.partial(load, functools.partial(edited, change))
+        yield Case("saved models", f"{name} is {str(value)[:30]!r}", "refused", reader, (*names, name.split(".")[-1]))
+    for name, data in NO_JSON.items():
+        reader = functools.partial(load, functools.partial(rewritten, data))
+        yield Case("saved models", f"mmod.json: {name}", "refused", reader, names)
+    yield Case("saved models", "weights without a header", "refused", functools.partial(load, swapped), names)
+    yield Case("saved models", "no files", "refused", functools.partial(load, shutil.rmtree), names)
+
+
+def _settled(name: str, value: Any, config: dict[str, Any], weights: Any) -> None:
+    group: Any = config
+    *parents, last = name.split(".")
+    for parent in parents:
+        group = group[int(parent) if parent.isdecimal() else parent]
+    group[last] = value
+
+
+_SETTINGS: dict[str, Any] = {
+    "library": "os",
+    "methods": [{"kind": "no such method"}],
+    "methods.0.parts": 3,
+    "methods.0.parts.image": {"router": "os.system"},
+    "methods.0.parts.image.capacity": 3,
+    "methods.0.parts.image.blocks": [99],
+    "model.architecture": "../../etc/passwd",
+    "model.architecture ": "hf-hub:a/b",
+    "model": {},
+}
+
+
+@functools.lru_cache
+def _half_done() -> bytes:
+    """Return the file of an audit that was interrupted."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "partial.json"
+        patch.setattr(partial_file, "_EVERY", 0.0)
+        try:
+            mmod.audit(**audits.options(), judge=audits.stopping(58), progress_file=file)
+        except audits.Stopped:
+            return file.read_bytes()
+    raise AssertionError("the audit ended")
+
+
+def audit_cases() -> Iterator[Case]:
+    def resume(damage: Callable[[bytes], bytes], _: Any) -> Any:
+        Path("partial.json").write_bytes(damage(_half_done()))
+        return mmod.audit(**audits.options(), progress_file="partial.json")
+
+    def signed(damage: Callable[[bytes], bytes], content: bytes) -> bytes:
+        """Write the checksum that fits the damage, as an attacker would."""
+        try:
+            values = json.loads(damage(content))
+            values.pop("check", None)
+        except (ValueError, AttributeError, TypeError):
+            return damage(content)
+        text = json.dumps(values)
+        return f'{{"check": {zlib.crc32(text.encode())}, {text[1:]}'.encode()
+
+    def objects(content: bytes) -> bytes:
+        values = json.loads(content)
+        file = io.BytesIO()
+        np.save(file, np.array([Payload()], object), allow_pickle=True)
+        packed = base64.b64encode(zlib.compress(file.getvalue())).decode()
+        audits.first_array(values["state"])["array"] = packed
+        return json.dumps(values).encode()
+
+    _half_done()
+    damages = {**audits.DAMAGES, "an array of objects": objects}
+    for name, damage in damages.items():
+        yield Case("audits", name, "refused", functools.partial(resume, damage), ("partial.json",))
+    for name in _FORGED:
+        reader = functools.partial(resume, functools.partial(signed, damages[name]))
+        yield Case("audits", f"{name}, signed", "refused", reader, ("partial.json",))
+
+
+# A state that fits its checksum is checked for its form alone.
+_FORGED = (
+    *("empty", "half", "binary", "a list", "an empty object", "text of another file", "no state", "no identity"),
+    *("no count of batches", "state is a list", "an array is text", "an array is cut", "an array of objects"),
+)

@@ -1,0 +1,46 @@
+"""A sample of the hostile inputs; `python -m scripts.reliability hostile` runs all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hostile import Case, run
+from tests.hostile.cases import GROUPS
+
+SAMPLE = 5
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_hostile_inputs_end_as_documented(group: str) -> None:
+    cases = list(GROUPS[group]())
+    assert len({case.name for case in cases}) == len(cases)
+    outcomes = [run(cases[place * len(cases) // SAMPLE]) for place in range(SAMPLE)]
+    assert {outcome.case.name: outcome.fault for outcome in outcomes if outcome.fault} == {}
+
+
+def test_what_a_case_may_not_do_is_a_fault() -> None:
+    def write(_: object) -> None:
+        open("../elsewhere", "w").close()
+
+    def start(_: object) -> None:
+        import subprocess
+
+        subprocess.run(["true"], check=True)
+
+    def refuse(_: object) -> None:
+        raise ValueError("a name\nand a second line")
+
+    assert run(Case("", "", "read", write)).fault == "a file was written outside the folder"
+    assert "subprocess.Popen" in run(Case("", "", "read", start)).fault
+    assert "a message of several lines" in run(Case("", "", "refused", refuse)).fault
+    assert "not refused" in run(Case("", "", "refused", lambda _: 3)).fault
+
+
+def test_a_case_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.hostile.SECONDS", 0.2)
+
+    def hang(_: object) -> None:
+        while True:
+            pass
+
+    assert run(Case("", "", "read", hang)).fault == "no end within 0.2 s"
