@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from mmod.io.configs import existing_config
+from mmod.io.configs import config_names, existing_config
 from mmod.training.engine.command import one_line_errors
 
 __all__ = ["COMMANDS", "main"]
@@ -69,8 +70,8 @@ COMMANDS = {
     "data SET": Command("mmod.data.commands", "build an embedded data set, or draw a picture of it"),
     "configs [NAME]": Command("mmod.io.configs", "list the configs that come with mmod, or print one"),
 }
-# Those that end with a page of what they found; their `main` returns its folder.
-_REPORTED = ("tradeoff CONFIG", "audit CONFIG_OR_RUN")
+# Commands that end with pages of results; their `main` yields the folders.
+_REPORTED = ("tradeoff CONFIG", "isoflop CONFIG", "audit CONFIG_OR_RUN")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,6 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
         print(f"mmod {version('mmod')}")
+        return
+    if words[:1] == ["--complete"]:
+        print("\n".join(completions(os.environ.get("COMP_LINE", ""))))
         return
     found = next((command for command in COMMANDS if words[: len(_words(command))] == _words(command)), None)
     if found is None:
@@ -97,15 +101,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run(found, rest)
 
 
+def completions(line: str) -> list[str]:
+    """Return the words that may end a command line: commands, then names of configs.
+
+    A shell asks for them after `complete -o default -C "mmod --complete" mmod`.
+
+    Example:
+        >>> completions("mmod tr"), completions("mmod train i"), completions("mmod tradeoff tradeoff/digits-s")
+        (['tradeoff', 'train'], ['image'], ['tradeoff/digits-smallest'])
+    """
+    typed = line.split()[1:]
+    current = typed.pop() if typed and not line.endswith(" ") else ""
+    valid = {words[len(typed)] for words in map(_words, COMMANDS) if words[: len(typed)] == typed != words}
+    if typed == ["configs"] or any(typed == _words(name) for name in COMMANDS if COMMANDS[name].example):
+        valid |= set(config_names())
+    return sorted(word for word in valid if word.startswith(current))
+
+
 def run(command: str, arguments: Sequence[str]) -> None:
     """Run a command; one that finds something out ends with a page of it."""
     with one_line_errors():
         _check_config(command, arguments)
-        folder = importlib.import_module(COMMANDS[command].module).main(list(arguments))
+        folders = importlib.import_module(COMMANDS[command].module).main(list(arguments))
         if command in _REPORTED:
             from mmod.report.command import report_on
 
-            report_on(folder)
+            for folder in folders:
+                report_on(folder)
 
 
 def _check_config(command: str, arguments: Sequence[str]) -> None:

@@ -201,3 +201,18 @@ def test_the_main_job_and_its_report_need_the_extra_train_alone() -> None:
 def test_locks_need_nothing_of_unix() -> None:
     code = "import sys; sys.modules['fcntl'] = None; from mmod.io.locks import locked; from mmod.training import fit"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_shell_completes_commands_and_configs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line, words in {
+        "mmod ": sorted({command.split()[0] for command in COMMANDS}),
+        "mmod t": ["tradeoff", "train"],
+        "mmod train ": ["chat", "image", "open-clip", "pairs", "text"],
+        "mmod tradeoff tradeoff/digits-sm": ["tradeoff/digits-smallest"],
+        "mmod nothing ": [],
+    }.items():
+        monkeypatch.setenv("COMP_LINE", line)
+        main(["--complete", "mmod", "", ""])
+        assert capsys.readouterr().out.split() == words

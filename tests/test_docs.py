@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib
+import inspect
 import re
 import shlex
+import textwrap
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import timm
 import yaml
 
+import mmod
 from mmod import cli
+from mmod.studies import advise
 from tests.scripts import ROOT, run_script
 
 PAGES = {
@@ -19,6 +27,8 @@ PAGES = {
 }
 # A fenced block with its language, or lines indented by four or more after an empty one.
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# The same with its indent, as in lists.
+NESTED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
 # Programs of others, which tests do not start; those of the repository that need a download.
 FOREIGN = ("pip ", "lmms_eval ", "apt-get ", "python train.py", "pytest", "ruff ", "mkdocs ", "MMOD_FUZZ")
@@ -69,6 +79,9 @@ def test_commands_are_valid(page: str, command: str, monkeypatch: pytest.MonkeyP
         return
     if words[1:2] == ["configs"] or "..." in words or words[1].startswith("-"):
         return
+    if words[1] == "advise":
+        assert advise._parser().parse_args(words[2:]).model
+        return
     with pytest.raises(SystemExit) as end:
         cli.main(checked(words[1:]))
     assert end.value.code in (0, None), command
@@ -110,8 +123,8 @@ def test_every_page_is_in_the_menu() -> None:
 
 
 def words_in(text: str) -> int:
-    """Count the words of a page without its tables."""
-    return sum(len(line.split()) for line in text.splitlines() if not line.startswith("|"))
+    """Count the words of a page without its tables and fenced blocks."""
+    return sum(len(line.split()) for line in FENCE.sub("", text).splitlines() if not line.lstrip().startswith("|"))
 
 
 def test_pages_stay_short() -> None:
@@ -120,9 +133,51 @@ def test_pages_stay_short() -> None:
     assert sum(map(words_in, docs)) < 25_000
 
 
-@pytest.mark.parametrize("page", ["docs/get_started.md"])
+PYTHON = [
+    (page, number, textwrap.dedent(body))
+    for page, text in PAGES.items()
+    for number, (_, language, body) in enumerate(NESTED.findall(text))
+    if language in ("python", "py")
+]
+
+
+def chain(node: ast.expr) -> list[str]:
+    """Return the names of `a.b.c`; nothing for what is no such chain."""
+    if isinstance(node, ast.Attribute):
+        return [*names, node.attr] if (names := chain(node.value)) else []
+    return [node.id] if isinstance(node, ast.Name) else []
+
+
+@pytest.mark.parametrize(("page", "number", "code"), PYTHON, ids=lambda value: str(value)[:30])
+def test_names_of_examples_exist(page: str, number: int, code: str) -> None:
+    tree, modules = ast.parse(code, f"{page}, block {number}"), {"mmod": mmod}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("mmod"):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("mmod"):
+                    importlib.import_module(alias.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (names := chain(node))[:1] == ["mmod"]:
+            found: object = modules["mmod"]
+            for name in names[1:]:
+                assert hasattr(found, name), f"{page} names {'.'.join(names)}"
+                found = getattr(found, name)
+        if isinstance(node, ast.Call) and (names := chain(node.func))[:1] == ["mmod"]:
+            function = functools.reduce(getattr, names[1:], mmod)
+            known = inspect.signature(function).parameters.values()
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known):
+                unknown = {keyword.arg for keyword in node.keywords} - {parameter.name for parameter in known} - {None}
+                assert not unknown, f"{page}: {'.'.join(names)} takes no {unknown}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/get_started.md"])
 def test_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda *names, pretrained=False, **options: create(*names, **options))
     scope: dict[str, object] = {}
     for language, body in FENCE.findall(PAGES[page]):
         if language == "python":

@@ -28,7 +28,7 @@ MARKERS = ("o", "s", "D", "v", "P", "X", "p", "h", "8", "H")
 # Names that most studies have; all others get the colour that a checksum of the name says.
 _FIXED = {
     "a-mod": 0, "attention": 0, "mod": 1, "linear": 1, "distilled": 2, "p-mod": 3, "merge": 3, "gamma-mod": 4,
-    "exit": 4, "prune": 5, "experts": 6, "resolution": 7, "narrow": 8,
+    "exit": 4, "prune": 5, "experts": 6, "resolution": 7, "narrow": 8, "gradual": 2, "tome": 3, "smaller-image": 7,
 }  # fmt: skip
 _CONTROLS = {"random": "^", "stride": "<", "norm": ">", "shallow": "d"}
 # What is put in front of the id of an artist that has a text of its own.

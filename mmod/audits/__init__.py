@@ -1,6 +1,5 @@
 """Audits of trained models of every kind: what their routers learned.
 
-`config.py` holds the options, `subjects.py` says of each kind on which set its model is judged and what samples and
-tokens are sorted by, and `command.py` runs the audit and writes the results. The recipe of the kind makes, judges and
-counts the model.
+`config.py` holds the options, `subjects.py` the evaluation set of every kind with the labels of samples and tokens, and
+`command.py` runs the audit and writes the results. The recipe of the kind makes, judges and counts the model.
 """

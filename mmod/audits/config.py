@@ -14,26 +14,25 @@ from mmod.values import check_fields
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """How a model is audited, see `mmod.audit`.
+    """Options of an audit, see `mmod.audit`.
 
     Args:
-        conditions: Choices of tokens that are compared, "random" among them; null for all, of conversations without
-            "shuffled", which needs equally many tokens in all of them, and only of images and text with
-            "reference entropy", for which a head has to answer for tokens.
-        draws: Random choices for each image.
+        conditions: Choices of tokens to compare, with "random"; null for all. "shuffled" needs samples of equal length
+            and "reference entropy" a head that predicts tokens, so null leaves them out where these are missing.
+        draws: Random choices per image.
         margin: Points of accuracy below which a gain over random tokens may count as none.
-        resamples: How often images are resampled.
-        positions_split: Split from which the positions that the router keeps are counted, for pairs and conversations
-            given as `data.val` is; null for the evaluation set.
+        resamples: Number of bootstrap resamples of the images.
+        positions_split: Split on which kept positions are counted, in the form of `data.val` for pairs and
+            conversations; null for the evaluation set.
         maps: Sample images of a classifier over which routing is drawn; 0 draws none.
-        reference: Folder of a dense run of the same kind, by whose loss images are sorted, and whose attention and
-            entropy choose tokens; null for none.
-        shifts: Names of `mmod.analysis.audit.SHIFTS` by which the images are changed for further comparisons.
-        others: Other sets on which the learned choice is compared with the random one, by name: each the keys of `data`
-            in which it differs, as in `{aligned: {source: "digits:aligned"}}`.
-        leave_one_out: Batches on which each token is left out once.
-        beside: Folders of runs of the same kind, such as one of early exit at the same budget, whose models are judged
-            on the same set, and in the same strata.
+        reference: Folder of a dense run of the same kind; its loss sorts images, its attention and entropy choose
+            tokens.
+        shifts: Names of `mmod.analysis.audit.SHIFTS`: changes of the images for further comparisons.
+        others: Further sets on which learned and random choice are compared: names to changed keys of `data`, as in
+            `{aligned: {source: "digits:aligned"}}`.
+        leave_one_out: Batches on which every token is left out once.
+        beside: Folders of baseline runs of the same kind, such as early exit at the same budget, evaluated on the same
+            set and strata.
     """
 
     conditions: list[str] | None = None
@@ -58,7 +57,7 @@ class AuditConfig(TrainConfig):
     """The keys of a training config, whose `model`, `data`, `routing` and `device` say what is audited.
 
     Args:
-        audit: How it is audited. What is found goes to the folder `audit` in `output`.
+        audit: Options of the audit. Its results go to the folder `audit` in `output`.
     """
 
     audit: AuditOptions = field(default_factory=AuditOptions)
@@ -69,7 +68,7 @@ class PairsAuditConfig(pairs.TrainConfig):
     """The keys of a training config on pairs; see `AuditConfig`.
 
     Args:
-        audit: How it is audited. Images and captions have to find each other within a batch of `data.batch_size`.
+        audit: Options of the audit. Images and captions are matched within a batch of `data.batch_size`.
     """
 
     audit: AuditOptions = field(default_factory=AuditOptions)
@@ -80,10 +79,10 @@ class TextAuditConfig(text.TrainConfig):
     """The keys of a training config on text; see `AuditConfig`.
 
     Args:
-        audit: How it is audited.
-        generation: Bytes that the model writes behind prompts of `data.length`, to compare its decisions byte by byte
+        audit: Options of the audit.
+        generation: Bytes that the model writes after prompts of `data.length`, to compare its decisions byte by byte
             with the top-k, which it must have been trained with; a multiple of `data.length`, or 0 for none.
-        texts: How many such texts there are, drawn evenly from the evaluation split.
+        texts: Number of such texts, drawn evenly from the evaluation split.
     """
 
     audit: AuditOptions = field(default_factory=AuditOptions)
@@ -102,7 +101,7 @@ class ChatAuditConfig(chat.TrainConfig):
     """The keys of a training config on conversations; see `AuditConfig`.
 
     Args:
-        audit: How it is audited. Conversations without images are left out.
+        audit: Options of the audit. Conversations without images are left out.
         questions: Conversations of `data.val` that are asked, drawn at random; null for all.
     """
 

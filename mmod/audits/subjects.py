@@ -1,4 +1,4 @@
-"""Which sets the models of each kind of training are audited on, and what their samples and tokens are sorted by.
+"""The models of every kind of training that are audited, their evaluation sets, and the strata of samples and tokens.
 
 Axes: B samples, N tokens.
 """
@@ -6,46 +6,165 @@ Axes: B samples, N tokens.
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from mmod import is_routed
 from mmod.adapters import find_stack
-from mmod.analysis.audit.choices import REFERENCE_ENTROPY
+from mmod.analysis.audit.choices import REFERENCE_ENTROPY, default_choices
 from mmod.analysis.audit.generation import Generation, judge_generation
+from mmod.analysis.audit.shifts import SHIFTS
 from mmod.analysis.plots import RoutingMaps, sample_maps
 from mmod.audits.config import AnyConfig, AuditConfig, ChatAuditConfig, PairsAuditConfig, TextAuditConfig
-from mmod.audits.subject import Again, Sorted, Subject
 from mmod.data.config import DataConfig
 from mmod.data.readers.chat import IGNORED
 from mmod.data.readers.conversations import open_conversations
 from mmod.data.readers.source import spread
 from mmod.data.readers.text import create_eval_text
+from mmod.data.stream import BatchStream
 from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
 from mmod.model import routing_configs
+from mmod.training.engine.distributed import Process
+from mmod.training.engine.evaluate import KeptShares, RoutedResult
 from mmod.training.image.recipe import sample_images
+from mmod.training.kinds import recipe_of
 from mmod.training.text.config import BYTES
+from mmod.values import refuse_unknown
 
-_DIGITS = "digits"
+if TYPE_CHECKING:
+    from mmod.analysis.audit.auditor import Shift
+
+Config = TypeVar("Config", bound=AnyConfig)
+# The evaluation set as it is.
+_UNCHANGED: Mapping[str, Any] = MappingProxyType({})
 _PIXELS = "pixel_values"
-_KIND = "kind of question"
+_QUESTION = "kind of question"
 
 
-def subject_of(config: AnyConfig) -> Subject[Any]:
-    """Return what is audited."""
-    kinds: dict[type, type[Subject[Any]]] = {
-        AuditConfig: ImageSubject,
-        PairsAuditConfig: PairsSubject,
-        ChatAuditConfig: ChatSubject,
-        TextAuditConfig: TextSubject,
-    }
-    return kinds[type(config)](config)
+class Labelled(NamedTuple):
+    """A batch with labels of its samples and of its tokens; see `strata` and `token_kinds` of `mmod.audit`."""
+
+    batch: Any
+    strata: Mapping[str, Sequence[str] | Sequence[float]] = MappingProxyType({})
+    token_kinds: Mapping[str, ArrayLike] = MappingProxyType({})
+
+
+class Batches:
+    """A number of batches that can be iterated several times."""
+
+    def __init__(self, make: Callable[[], Iterator[Labelled]], count: int) -> None:
+        self._make, self._count = make, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Labelled]:
+        return self._make()
+
+
+class Subject(ABC, Generic[Config]):
+    """A trained model and its evaluation set; a subclass for every kind of training.
+
+    Attributes:
+        split: The key of `data` that names the evaluation set.
+        on_request: Conditions that are only compared where the config names them.
+        recipe: The kind of training, which makes, judges and counts the model.
+        model: The routed model, once it was made.
+    """
+
+    split: ClassVar[str] = "val_split"
+    on_request: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.recipe: Any = recipe_of(config)
+
+    @property
+    def conditions(self) -> list[str]:
+        """Names of the choices of tokens that are compared."""
+        options = self.config.audit
+        if options.conditions is not None:
+            return options.conditions
+        return [name for name in default_choices(options.reference is not None) if name not in self.on_request]
+
+    def create(self, reference: str | None = None) -> nn.Module:
+        """Make the routed model, or the dense one of a run folder, in evaluation mode and on its device."""
+        recipe = type(self.recipe)
+        plain = recipe(self.recipe.plain())
+        if reference is not None:
+            return recipe(dataclasses.replace(plain.finished(reference), routing=None)).load()
+        self.model = plain.load()
+        return self.model
+
+    @abstractmethod
+    def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
+        """Return the evaluation set, or another with changed keys of `data`."""
+
+    def data(self, changes: Mapping[str, Any]) -> Any:
+        """Return the config of a set with changed keys of `data`."""
+        refuse_unknown("key of data", changes, [field.name for field in dataclasses.fields(self.config.data)])
+        data: Any = self.config.data
+        return dataclasses.replace(data, **changes)
+
+    def stream(self, changes: Mapping[str, Any]) -> BatchStream:
+        """Return the batches of a set as the model reads them."""
+        config: Any = self.config
+        other = type(self.recipe)(dataclasses.replace(config, data=self.data(changes)))
+        stream: BatchStream = other.create_eval_stream(Process(0, 1, other.device), self.model)
+        return stream
+
+    def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return loss and accuracy of every sample; see `mmod.analysis.audit.judges`."""
+        judged: tuple[Tensor, Tensor] = self.recipe.judge(model, batch)
+        return judged
+
+    def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """Return a batch with changed images (B, C, H, W) and the same labels."""
+        images, labels = batch
+        return change(images), labels
+
+    def flops(self, model: nn.Module) -> dict[str, Any] | None:
+        """Return the FLOPs of a sample by part, None where they are not counted."""
+        report = self.recipe.report(model)
+        return None if report is None else dict(report.to_dict())
+
+    def cost(self, model: nn.Module) -> float:
+        """Return the mean FLOPs of a sample in a model of another run, which may depend on the sample."""
+        kept, result = KeptShares(model, next(model.parameters()).device), RoutedResult()
+        for labelled in self.batches():
+            with torch.inference_mode(), kept.watch():
+                self.judge(model, labelled.batch)
+        result.kept = kept.means()
+        return float(sum(self.recipe.cost(model, result).values()))
+
+    def generation(self, model: nn.Module) -> Generation | None:
+        """Return the decisions of the model while it writes long texts; None where the config asks for none."""
+        return None
+
+    def maps(self, model: nn.Module, count: int) -> RoutingMaps | None:
+        """Return the kept tokens of some samples; None where they are not drawn."""
+        return None
+
+    def shifts(self) -> dict[str, Shift]:
+        """Return the shifts that the config asks for, as functions of batches."""
+        names = self.config.audit.shifts
+        refuse_unknown("shift of audit.shifts", names, list(SHIFTS))
+
+        def shift_of(name: str) -> Shift:
+            def shift(labelled: Labelled, images: range) -> Labelled:
+                changed = self.shifted(labelled.batch, lambda x_BCHW: SHIFTS[name](x_BCHW, images))
+                return labelled._replace(batch=changed)
+
+            return shift
+
+        return {name: shift_of(name) for name in names}
 
 
 class ImageSubject(Subject[AuditConfig]):
@@ -59,25 +178,25 @@ class ImageSubject(Subject[AuditConfig]):
             self._grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
         return model
 
-    def batches(self, changes: Mapping[str, Any] = MappingProxyType({})) -> Again:
-        """Return the images by the size and place of their object, and their patches by what they show."""
+    def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
+        """Return the images with size and place of their object, and with the content of their patches."""
         stream, scenes = self.stream(changes), _scenes(self.data(changes))
 
-        def make() -> Iterator[Sorted]:
+        def make() -> Iterator[Labelled]:
             start = 0
             for images, targets in stream.batches(0):
-                own = scenes[start : start + len(images)]
+                shown = scenes[start : start + len(images)]
                 start += len(images)
-                yield Sorted((images, targets), _strata(own, targets), self._kinds(own, targets))
+                yield Labelled((images, targets), _strata(shown, targets), self._token_kinds(shown, targets))
 
-        return Again(make, stream.steps_per_epoch)
+        return Batches(make, stream.steps_per_epoch)
 
     def maps(self, model: nn.Module, count: int) -> RoutingMaps:
-        """Return what the blocks keep of sample images."""
+        """Return the tokens that blocks keep of sample images."""
         return sample_maps(model, sample_images(self.config, count))
 
-    def _kinds(self, scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, NDArray[np.str_]]:
-        """Return what each token of a batch shows; nothing where the set does not say it."""
+    def _token_kinds(self, scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, NDArray[np.str_]]:
+        """Return the content of every token of a batch; empty where the set does not name it."""
         if targets.ndim == 2:
             shown = np.where(targets > 0, "object", "background")
         elif scenes and self._grid is not None:
@@ -88,27 +207,27 @@ class ImageSubject(Subject[AuditConfig]):
 
 
 class PairsSubject(Subject[PairsAuditConfig]):
-    """An open_clip model, whose images and captions have to find each other within a batch; see `Subject`."""
+    """An open_clip model, whose images and captions are matched within a batch; see `Subject`."""
 
     split = "val"
-    # No head of such a model answers for a token.
-    unasked = frozenset({REFERENCE_ENTROPY})
+    # No head of such a model predicts tokens.
+    on_request = frozenset({REFERENCE_ENTROPY})
 
-    def batches(self, changes: Mapping[str, Any] = MappingProxyType({})) -> Again:
-        """Return the pairs that `data.val` names, sorted by nothing."""
+    def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
+        """Return the pairs that `data.val` names, without labels."""
         stream = self.stream(changes)
-        return Again(lambda: (Sorted(batch) for batch in stream.batches(0)), stream.steps_per_epoch)
+        return Batches(lambda: (Labelled(batch) for batch in stream.batches(0)), stream.steps_per_epoch)
 
 
 class ChatSubject(Subject[ChatAuditConfig]):
     """A vision-language model of transformers; see `Subject`."""
 
     split = "val"
-    # Not all conversations have equally many tokens, and no loss asked the head what follows an image token.
-    unasked = frozenset({"shuffled", REFERENCE_ENTROPY})
+    # Conversations differ in length, and no loss trained the head on image tokens.
+    on_request = frozenset({"shuffled", REFERENCE_ENTROPY})
 
-    def batches(self, changes: Mapping[str, Any] = MappingProxyType({})) -> Again:
-        """Return the conversations with images, those of about equal length together, by the kind of question."""
+    def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
+        """Return the conversations with images, those of about equal length together, with the kind of question."""
         data, size = self.data(changes), self.config.eval_batch_size
         if data.val is None:
             raise ValueError("an audit needs conversations to ask: set data.val")
@@ -122,24 +241,24 @@ class ChatSubject(Subject[ChatAuditConfig]):
         collate = self.recipe.collator
         is_language_routed = is_routed(self.model) and "language" in routing_configs(self.model)
 
-        def make() -> Iterator[Sorted]:
+        def make() -> Iterator[Labelled]:
             for start in range(0, len(order), size):
                 asked = [talks[int(index)] for index in order[start : start + size]]
                 batch, kinds = collate(asked), [talk.question_type for talk in asked]
                 roles = _roles(batch, collate.processor) if is_language_routed else {}
-                yield Sorted(batch, {_KIND: kinds}, roles and {**roles, _KIND: _for_each_token(kinds, batch)})
+                yield Labelled(batch, {_QUESTION: kinds}, roles and {**roles, _QUESTION: _per_token(kinds, batch)})
 
-        return Again(make, -(-len(order) // size))
+        return Batches(make, -(-len(order) // size))
 
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        """Change the images where each conversation of the batch has one."""
+        """Change the images where every conversation of the batch has one."""
         if _PIXELS not in batch or batch[_PIXELS].ndim != 4 or len(batch[_PIXELS]) != len(batch["labels"]):
             raise ValueError("audit.shifts need conversations of one image each, of one size")
         return {**batch, _PIXELS: change(batch[_PIXELS])}
 
 
 def _role(byte: bytes) -> str:
-    """Return what a byte is in a text."""
+    """Return the role of a byte in a text."""
     if byte.isspace():
         return "end of line" if byte in b"\r\n" else "space"
     if byte.isalnum() or byte == b"_":
@@ -153,18 +272,18 @@ _ROLES = np.array([_role(bytes([value])) for value in range(BYTES)])
 class TextSubject(Subject[TextAuditConfig]):
     """A language model of bytes, which decides as in generation where it was trained for that; see `Subject`."""
 
-    def batches(self, changes: Mapping[str, Any] = MappingProxyType({})) -> Again:
-        """Return the windows of the evaluation split, sorted by nothing, with what each byte is."""
+    def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
+        """Return the windows of the evaluation split with the role of every byte."""
         stream = self.stream(changes)
 
-        def make() -> Iterator[Sorted]:
+        def make() -> Iterator[Labelled]:
             for tokens, following in stream.batches(0):
-                yield Sorted((tokens, following), kinds={"role": _ROLES[tokens.numpy()]})
+                yield Labelled((tokens, following), token_kinds={"role": _ROLES[tokens.numpy()]})
 
-        return Again(make, stream.steps_per_epoch)
+        return Batches(make, stream.steps_per_epoch)
 
     def generation(self, model: nn.Module) -> Generation | None:
-        """Return how the model decides in texts that are longer than the windows of its training."""
+        """Return the decisions of the model in texts that are longer than the windows of its training."""
         config = self.config
         if not config.generation:
             return None
@@ -179,9 +298,9 @@ class TextSubject(Subject[TextAuditConfig]):
 
 
 def _scenes(data: DataConfig) -> list[DigitScene]:
-    """Return the scenes of the embedded digits in the order of the set; nothing of other sets."""
-    kind, _, difficulty = data.source.partition(":")
-    if kind != _DIGITS:
+    """Return the scenes of the embedded digits in the order of the set; empty for other sets."""
+    source, _, difficulty = data.source.partition(":")
+    if source != "digits":
         return []
     scenes = list(compose_scenes(DIFFICULTIES[difficulty or "default"], data.val_split))
     if data.val_limit is None:
@@ -190,20 +309,20 @@ def _scenes(data: DataConfig) -> list[DigitScene]:
 
 
 def _strata(scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, list[float]]:
-    """Return size and place of the digit in each scene, and how many patches have an object where they have classes."""
-    found: dict[str, list[float]] = {}
+    """Return size and place of the digit in every scene, and the patches with an object where patches have classes."""
+    strata: dict[str, list[float]] = {}
     if scenes:
         boxes = torch.tensor([scene.box for scene in scenes], dtype=torch.float64)
         middle = (boxes[:, :2] + boxes[:, 2:] - len(scenes[0].image)) / 2
-        found["side of the object"] = (boxes[:, 2] - boxes[:, 0]).tolist()
-        found["distance of the object from the middle"] = middle.norm(dim=1).tolist()
+        strata["side of the object"] = (boxes[:, 2] - boxes[:, 0]).tolist()
+        strata["distance of the object from the middle"] = middle.norm(dim=1).tolist()
     if targets.ndim == 2:
-        found["patches with an object"] = (targets > 0).sum(1).tolist()
-    return found
+        strata["patches with an object"] = (targets > 0).sum(1).tolist()
+    return strata
 
 
 def _regions(scene: DigitScene, grid: tuple[int, int]) -> NDArray[np.str_]:
-    """Return of each patch whether its middle lies in the digit's box, there is ink of others, or nothing (P)."""
+    """Return the content of every patch by its middle: the digit's box, ink of other digits, or background (P)."""
     pixels = torch.from_numpy(scene.image)[None].float()
     has_ink = torch.nn.functional.adaptive_max_pool2d(pixels, grid)[0] > 0
     left, top, right, bottom = scene.box
@@ -213,12 +332,25 @@ def _regions(scene: DigitScene, grid: tuple[int, int]) -> NDArray[np.str_]:
 
 
 def _roles(batch: Mapping[str, Tensor], processor: Any) -> dict[str, NDArray[np.str_]]:
-    """Return what each token of a batch is."""
+    """Return the role of every token of a batch."""
     tokens = batch["input_ids"]
     is_special = torch.isin(tokens, torch.tensor(processor.tokenizer.all_special_ids))
     names = np.where(batch["labels"] != IGNORED, "answer", np.where(is_special, "special token", "question"))
     return {"role": np.where(tokens == processor.image_token_id, "image", names)}
 
 
-def _for_each_token(names: Sequence[str], batch: Mapping[str, Tensor]) -> NDArray[np.str_]:
+def _per_token(names: Sequence[str], batch: Mapping[str, Tensor]) -> NDArray[np.str_]:
     return np.repeat(np.asarray(names)[:, None], batch["input_ids"].shape[1], axis=1)
+
+
+_SUBJECTS: dict[type, type[Subject[Any]]] = {
+    AuditConfig: ImageSubject,
+    PairsAuditConfig: PairsSubject,
+    ChatAuditConfig: ChatSubject,
+    TextAuditConfig: TextSubject,
+}
+
+
+def subject_of(config: AnyConfig) -> Subject[Any]:
+    """Return the subject of an audit."""
+    return _SUBJECTS[type(config)](config)

@@ -1,4 +1,4 @@
-"""Benchmarks of ops, routed models, generation and drafts; each speed is that of a path whose output was checked."""
+"""Benchmarks of ops, routed models, generation and drafts; the output of every timed path was checked first."""
 
 from typing import TYPE_CHECKING
 
@@ -7,18 +7,16 @@ from mmod.lazy import lazy_names
 # The one list of this package's names, see lazy_names.
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from mmod.benchmarks.drafts import DraftConfig, DraftRow, benchmark_drafts
-    from mmod.benchmarks.generation.benchmark import benchmark_generation
-    from mmod.benchmarks.generation.config import GenerationConfig, GenerationRow
+    from mmod.benchmarks.drafts import DraftConfig, DraftRow
+    from mmod.benchmarks.generation import GenerationConfig, GenerationRow
     from mmod.benchmarks.gpu.benchmark import benchmark_gpu
     from mmod.benchmarks.gpu.config import GpuConfig
-    from mmod.benchmarks.models.benchmark import benchmark
-    from mmod.benchmarks.models.config import BenchmarkConfig, BenchmarkRow
+    from mmod.benchmarks.models.benchmark import BenchmarkConfig, BenchmarkRow
     from mmod.benchmarks.models.paths import free_routing
-    from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig, OpRow, benchmark_ops
+    from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig, OpRow
     from mmod.benchmarks.ops.case import OpSize
     from mmod.benchmarks.oracle import WrongOutputError, check_dense, check_reference
-    from mmod.benchmarks.report import BenchmarkReport
+    from mmod.benchmarks.report import BenchmarkReport, benchmark
     from mmod.benchmarks.suite import Criterion, SuiteConfig, SuiteFailedError, benchmark_suite
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

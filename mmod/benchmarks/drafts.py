@@ -1,4 +1,4 @@
-"""Benchmark of self-speculative decoding: a trained language model with drafts of its own beside plain generation."""
+"""Benchmark of self-speculative decoding: a trained language model with and without drafts of its routed layers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmod.analysis.timing import Spread
-from mmod.benchmarks.options import Options
-from mmod.benchmarks.report import BenchmarkReport, ReportRow, number_cell, spread_cell
-from mmod.benchmarks.resume import run_all
+from mmod.benchmarks.options import Options, Runs
+from mmod.benchmarks.report import ReportRow
 from mmod.data.readers.text import TextReader, read_text
 from mmod.io.yaml import read_yaml
 from mmod.speculation import DraftReport, judge_drafts
@@ -27,17 +26,17 @@ from mmod.values import check_distinct, check_fields
 class DraftConfig(Options):
     """Greedy generation by all tokens in all layers, with and without drafts of routed ones.
 
-    Prompts are windows of the run's validation text, spread evenly over it, and each is continued on its own. Other
-    options are those of `Options`.
+    Prompts are windows of the run's validation text, spread evenly over it, and continued one by one. Other options are
+    those of `Options`.
 
     Args:
         run: Folder of a finished run of `mmod train text` with `elastic: true`.
-        draft_tokens: Tokens that are drafted before each full pass, a row of the table for each number; 0 is
-            transformers' own choice, up to 20 and fewer where the draft is unsure.
+        draft_tokens: Tokens that are drafted before a full pass, a row of the table for each number; 0 leaves the
+            choice to transformers, up to 20 and fewer where the draft is unsure.
         prompts: How many texts are continued.
-        prompt_tokens: Tokens of each.
+        prompt_tokens: Tokens of a prompt.
         new_tokens: Tokens that are generated.
-        rounds: How often each way is timed for each prompt, one after the other; the fastest counts.
+        rounds: How often both ways are timed for a prompt, in turns; the fastest counts.
         dtype: Type of the weights. In float64 no two logits are equal but for rounding.
 
     Raises:
@@ -58,27 +57,51 @@ class DraftConfig(Options):
         check_fields(self, draft_tokens="[0, inf)", **least)
         check_distinct(self, "draft_tokens")
 
+    def runs(self) -> Runs:
+        """Return a run for every number of drafted tokens.
+
+        Raises:
+            ValueError: The run was not trained with both passes.
+        """
+        from mmod.pretrained import load_pretrained  # brings timm, which other benchmarks may not need
+
+        fields = read_yaml(Path(self.run) / "config.yaml")
+        trained = TrainConfig.from_dict({name: value for name, value in fields.items() if name != "world_size"})
+        if not trained.elastic:
+            raise ValueError(
+                f"{self.run!r} was not trained with elastic: true, by which all tokens in all layers learn to verify "
+                "what the routed pass drafts"
+            )
+        model: Any = load_pretrained(Path(self.run) / "model", self.device, dtype=getattr(torch, self.dtype))
+        prompts = _prompts(self, trained)
+        calls = {
+            f"{length} drafted": functools.partial(_run, self, model, prompts, length) for length in self.draft_tokens
+        }
+        title = f"Drafts of {self.run}, {len(prompts)} texts, {self.new_tokens} tokens each, {self.dtype}"
+        return Runs(title, DraftRow, calls, _notes)
+
 
 @dataclass(frozen=True)
 class DraftRow(ReportRow):
-    """What drafts of one length were worth.
+    """Drafts of one length beside plain generation.
 
     Args:
-        draft_tokens: Tokens drafted before each full pass; 0 is transformers' own choice.
+        draft_tokens: Tokens drafted before a full pass; 0 is transformers' choice.
         prompts: Texts that were continued.
         identical: Those that are the same with drafts and without.
-        acceptance: Share of the drafted tokens that the full pass agreed with.
-        per_pass: Tokens for each full pass.
+        acceptance: Share of the drafted tokens that the full pass accepted.
+        per_pass: Tokens per full pass.
         plain_rate: Tokens a second without drafts.
         rate: Tokens a second with them.
         speedup: Time without drafts over that with them, by prompt.
-        reports: The figures of each prompt.
+        reports: The figures of every prompt.
     """
 
-    HEADER = (
-        "drafted at a time", "texts", "identical", "acceptance", "tokens per full pass", "plain tokens/s", "tokens/s",
-        "speed-up",
-    )  # fmt: skip
+    COLUMNS: ClassVar = {
+        "drafted": ("drafted at a time", ""), "prompts": ("texts", ""), "identical": ("identical", ""),
+        "acceptance": ("acceptance", ".3f"), "per_pass": ("tokens per full pass", ".2f"),
+        "plain_rate": ("plain tokens/s", ".1f"), "rate": ("tokens/s", ".1f"), "speedup": ("speed-up", "[.3f"),
+    }  # fmt: skip
 
     draft_tokens: int
     prompts: int
@@ -92,13 +115,8 @@ class DraftRow(ReportRow):
 
     @classmethod
     def of(cls, draft_tokens: int, reports: Sequence[DraftReport]) -> DraftRow:
-        """Summarise what drafts of one length were worth for several prompts.
-
-        Args:
-            draft_tokens: Tokens drafted before each full pass.
-            reports: The figures of each prompt.
-        """
-        tokens, drafted = (sum(each) for each in zip(*((report.new_tokens, report.drafted) for report in reports)))
+        """Summarise drafts of one length for several prompts."""
+        tokens, drafted = sum(report.new_tokens for report in reports), sum(report.drafted for report in reports)
         return cls(
             draft_tokens=draft_tokens,
             prompts=len(reports),
@@ -111,46 +129,9 @@ class DraftRow(ReportRow):
             reports=[asdict(report) for report in reports],
         )
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the line as text."""
-        return (
-            str(self.draft_tokens or "transformers' choice"), str(self.prompts), str(self.identical),
-            number_cell(self.acceptance), f"{self.per_pass:.2f}", f"{self.plain_rate:.1f}", f"{self.rate:.1f}",
-            spread_cell(self.speedup),
-        )  # fmt: skip
-
-
-def benchmark_drafts(config: DraftConfig, progress: bool = True) -> BenchmarkReport:
-    """Time greedy generation with and without drafts, compare the tokens, and write the results.
-
-    Args:
-        config: What to time.
-        progress: Show a progress bar on stderr.
-
-    Returns:
-        The rows, with the environment they were measured in.
-
-    Raises:
-        FileExistsError: The output folder holds a benchmark already, or the run is not there.
-        ValueError: The run has not learned both passes, or the output folder holds an unfinished benchmark with other
-            options or of another machine.
-    """
-    from mmod.pretrained import load_pretrained  # brings timm, which other benchmarks may not need
-
-    fields = read_yaml(Path(config.run) / "config.yaml")
-    trained = TrainConfig.from_dict({name: value for name, value in fields.items() if name != "world_size"})
-    if not trained.elastic:
-        raise ValueError(
-            f"{config.run!r} was not trained with elastic: true, by which all tokens in all layers learn to verify "
-            "what the routed pass drafts"
-        )
-    model: Any = load_pretrained(Path(config.run) / "model", config.device, dtype=getattr(torch, config.dtype))
-    prompts = _prompts(config, trained)
-    runs = {
-        f"{length} drafted": functools.partial(_run, config, model, prompts, length) for length in config.draft_tokens
-    }
-    title = f"Drafts of {config.run}, {len(prompts)} texts, {config.new_tokens} tokens each, {config.dtype}"
-    return run_all(config, title, DraftRow, runs, progress, _notes)
+    def cells(self) -> dict[str, Any]:
+        """Return the line, with transformers' choice in words."""
+        return {**super().cells(), "drafted": str(self.draft_tokens or "transformers' choice")}
 
 
 def _prompts(config: DraftConfig, trained: TrainConfig) -> list[Tensor]:

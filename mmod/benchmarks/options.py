@@ -1,15 +1,26 @@
-"""Options that benchmarks have in common."""
+"""Options that benchmarks have in common, and the runs that follow from them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from mmod.values import check_fields
 
 
+class Runs(NamedTuple):
+    """The runs of a benchmark by name, which return rows of one class; `notes` returns sentences below the table."""
+
+    title: str
+    row: type[Any]
+    calls: Mapping[str, Callable[[], Sequence[Any]]]
+    notes: Callable[[Sequence[Any]], Sequence[str]] = lambda rows: ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every benchmark is told.
+    """Options of every benchmark.
 
     Args:
         threads: CPU threads; None leaves torch's choice.
@@ -22,10 +33,14 @@ class Options:
     device: str = "cpu"
     out: str
 
+    def runs(self) -> Runs:
+        """Return the runs that these options ask for."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class TimedOptions(Options):
-    """What a benchmark is told that times its paths in turns; other options are those of `Options`.
+    """Options of a benchmark that times its paths in turns; the others are those of `Options`.
 
     Args:
         seconds: Each run goes on for at least this long,

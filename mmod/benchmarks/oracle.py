@@ -1,6 +1,6 @@
 """Oracle of routed models: their definition as a slow loop over single images, and checks against it.
 
-Benchmarks run the checks before they time anything, and the tests hold every kind of model to the same definition.
+Benchmarks run the checks before they time anything; tests check every model against the same definition.
 Axes: B images, N tokens, K slots per image.
 """
 
@@ -14,71 +14,56 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from mmod.adapters import find_stack
 from mmod.analysis.trace import trace
 from mmod.benchmarks.models.paths import sharing_copy
 from mmod.blocks import RoutedBlock, host_class
-from mmod.config import Threshold
+from mmod.config import RoutingConfig, Threshold
 from mmod.model import routed_blocks, unroute_
+from mmod.ops.intercept import AttentionCall, AttentionIntercept
 from mmod.routing import Router, Routing
 
-# The last kept and the first skipped score of an image must differ by this many times the rounding of its scores:
-# closer ones may change places when the same sums are taken in another order.
+# The last kept and the first skipped score of an image must differ by this factor of their rounding error: closer
+# ones may change places when the same sums are taken in another order.
 CLEAR_MARGIN = 4
-# Error of torch's own operations by dtype, as a share of the largest value: beyond it, something is wrong with them.
+# Largest plausible error of torch's operations by dtype, as a share of the largest value.
 PLAIN_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class WrongOutputError(RuntimeError):
-    """The output of a routed model, or of an op, is not what it must be."""
+    """The output of a routed model, or of an op, is wrong."""
 
 
-def check_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Raise unless two tensors agree.
+def check_close(what: str, observed: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Raise a WrongOutputError, named by `what`, unless two tensors agree.
 
-    Args:
-        what: Names the comparison in the error.
-        found: The tensor in question.
-        expected: What it must be.
-        tolerance: Largest difference allowed, as a share of the largest expected value.
-
-    Raises:
-        WrongOutputError: They differ by more, or one is not finite.
+    The tolerance is a share of the largest expected value; values that are not finite never agree.
     """
-    found, expected = found.detach(), expected.detach()
-    if found.shape != expected.shape:
-        raise WrongOutputError(f"{what}: the shape is {tuple(found.shape)}, not {tuple(expected.shape)}")
+    observed, expected = observed.detach(), expected.detach()
+    if observed.shape != expected.shape:
+        raise WrongOutputError(f"{what}: the shape is {tuple(observed.shape)}, not {tuple(expected.shape)}")
     if not expected.numel():
         return
     scale = float(expected.abs().max())
-    error = float((found.double() - expected.double()).abs().max()) / (scale or 1.0)
+    error = float((observed.double() - expected.double()).abs().max()) / (scale or 1.0)
     if not error <= tolerance:
         raise WrongOutputError(f"{what}: off by {error:.2e} of the largest value, allowed is {tolerance:.0e}")
 
 
-def check_error_rule(what: str, found: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Raise unless a result is as near to the exact one as twice what torch's own operations reach in the same dtype.
+def check_error_rule(what: str, observed: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless the error of a result is at most twice that of torch's operations in the same dtype.
 
     Args:
-        what: Names the comparison in the error.
-        found: The result in question.
-        plain: What torch's own operations give.
-        exact: The same in float64.
         dtype: Type of the inputs, in which results of a wider type are computed, too.
-
-    Raises:
-        WrongOutputError: It is further away, or not finite, or torch's own result is wrong.
     """
-    found, plain, exact = found.detach(), plain.detach(), exact.detach()
+    observed, plain, exact = observed.detach(), plain.detach(), exact.detach()
     check_close(f"{what}, by torch", plain, exact, PLAIN_TOLERANCE[dtype])
-    if found.shape != exact.shape:
-        raise WrongOutputError(f"{what}: the shape is {tuple(found.shape)}, not {tuple(exact.shape)}")
+    if observed.shape != exact.shape:
+        raise WrongOutputError(f"{what}: the shape is {tuple(observed.shape)}, not {tuple(exact.shape)}")
     scale = float(exact.abs().max()) if exact.numel() else 0.0
-    error, allowed = (float((x.double() - exact).abs().max()) if x.numel() else 0.0 for x in (found, plain))
+    error, allowed = (float((x.double() - exact).abs().max()) if x.numel() else 0.0 for x in (observed, plain))
     # 2 ulp are allowed in case torch's own error happens to be 0.
     allowed = 2 * allowed + 2 * torch.finfo(plain.dtype).eps * scale
     if not error <= allowed:
@@ -87,22 +72,23 @@ def check_error_rule(what: str, found: Tensor, plain: Tensor, exact: Tensor, dty
         )
 
 
+def ungated(config: RoutingConfig, **changes: Any) -> RoutingConfig:
+    """Return a config for top-k routing at gate 1, which is the dense model at capacity 1."""
+    skipped = "pass" if config.skipped == "scale" else config.skipped  # "scale" needs a gate.
+    return config.replace(select="topk", gate="identity", skipped=skipped, **changes)
+
+
 @torch.no_grad()
 def check_dense(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> None:
-    """Check that at capacity 1 and gate 1 a routed model computes what the dense one does.
+    """Check that at capacity 1 and gate 1 a routed model computes the dense model's outputs.
 
     Args:
-        model: A routed model in evaluation; it is not changed.
-        images: Images (B, C, height, width).
         tolerance: Largest difference allowed, as a share of the largest output.
-
-    Raises:
-        WrongOutputError: The outputs differ.
     """
     full = sharing_copy(model)
     for block in routed_blocks(full).values():
         block.router.capacity = Fraction(1)
-        block.router.config = block.router.config.replace(select="topk", gate="identity")
+        block.router.config = ungated(block.router.config)
     dense = unroute_(sharing_copy(model))
     check_close("routed at capacity 1 and gate 1 against dense", full(images), dense(images), tolerance)
 
@@ -111,24 +97,19 @@ def check_dense(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> No
 def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> None:
     """Check a routed model against a loop over single images and tokens, see `reference_forward`.
 
-    Scores and outputs are compared where each of the model's decisions is given to the loop, and each decision with
-    what Python's sort, or the threshold, makes of the model's scores: close scores may change places in another batch.
+    The loop takes the model's decisions, then scores and outputs are compared. Every decision is compared with that of
+    Python's sort, or the threshold, on the model's scores: close scores may change places in another batch.
 
     Args:
-        model: A routed model in evaluation; it is not changed.
-        images: Images (B, C, height, width).
         tolerance: Largest difference of outputs and scores allowed, as a share of the largest one.
-
-    Raises:
-        WrongOutputError: Scores, selection or outputs differ.
     """
     with trace(model) as decisions:
         output = model(images)
     loop, blocks = _Loop(model), routed_blocks(model)
     for image in range(images.shape[0]):
-        given = {name: routing.index_BK[image][_filled(routing, image)].tolist() for name, routing in decisions.items()}
-        expected, scores = loop.run(images[image : image + 1], given)
-        for name, kept in given.items():
+        decided = {name: _kept(routing, image) for name, routing in decisions.items()}
+        expected, scores = loop.run(images[image : image + 1], decided)
+        for name, kept in decided.items():
             score_BN, router = decisions[name].score_BN, blocks[name].router
             check_close(f"the scores of {name} against a single image's", score_BN[image], scores[name], tolerance)
             wanted = _keep(router, score_BN[image])
@@ -137,22 +118,17 @@ def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -
         check_close("the routed output against a loop over images", output[image], expected[0], tolerance)
 
 
-def _filled(routing: Routing, image: int) -> Tensor | slice:
-    return slice(None) if routing.valid_BK is None else routing.valid_BK[image]
+def _kept(routing: Routing, image: int) -> list[int]:
+    index_K = routing.index_BK[image]
+    kept: list[int] = (index_K if routing.valid_BK is None else index_K[routing.valid_BK[image]]).tolist()
+    return kept
 
 
 def reference_forward(model: nn.Module, images: Tensor) -> Tensor:
     """Run a routed timm model by its definition: one image at a time, selection by Python's sort, row by row.
 
-    Blocks are run by their host class on each image's kept tokens, importance comes from full attention maps, and
-    everything between the blocks is the model's own. Gradients reach the model's parameters.
-
-    Args:
-        model: A routed model; it is not changed.
-        images: Images (B, C, height, width).
-
-    Returns:
-        The outputs of all images.
+    Blocks run by their host class on the image's kept tokens, importance comes from full attention maps, and the model
+    itself runs everything between the blocks. Gradients reach the model's parameters.
 
     Example:
         >>> import timm, mmod
@@ -165,19 +141,16 @@ def reference_forward(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def kept_of(score: Sequence[float], count: int, prefix: int) -> list[int]:
-    """Return the prefix and the best other tokens, ascending; ties go to the lower index, NaN ranks last.
+    """Return the prefix and the best other tokens, `count` in total, ascending.
 
-    Args:
-        score: Scores of an image's tokens.
-        count: Tokens kept, prefix included.
-        prefix: Leading tokens that are always kept.
+    Ties go to the lower index, NaN ranks last.
 
     Example:
         >>> kept_of([0.0, 0.2, float("nan"), 0.9, 0.2], count=3, prefix=1)
         [0, 1, 3]
     """
-    rest = sorted(range(prefix, len(score)), key=lambda token: (math.isnan(score[token]), -score[token], token))
-    return sorted([*range(prefix), *rest[: count - prefix]])
+    ranked = sorted(range(prefix, len(score)), key=lambda token: (math.isnan(score[token]), -score[token], token))
+    return sorted([*range(prefix), *ranked[: count - prefix]])
 
 
 def _keep(router: Router, score_N: Tensor) -> list[int]:
@@ -204,9 +177,9 @@ class _Loop:
         self.model = sharing_copy(model)
         stack = find_stack(self.model)
         with_maps = any(b.router.config.router.reads_importance for b in routed_blocks(self.model).values())
-        self._given: Mapping[str, list[int]] | None = None
+        self._decided: Mapping[str, list[int]] | None = None
         self._scores: dict[str, Tensor] = {}
-        # Importance in the last dense block, and what the first of several consecutive routed blocks drew (N).
+        # Importance in the last dense block, and random scores of the first of consecutive routed blocks (N).
         self._importance: Tensor | None = None
         self._drawn: Tensor | None = None
         block: Any
@@ -215,9 +188,9 @@ class _Loop:
             routed = isinstance(block, RoutedBlock)
             block.forward = partial(self._routed, name, block, run) if routed else partial(self._dense, run, with_maps)
 
-    def run(self, image: Tensor, given: Mapping[str, list[int]] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the output and each block's scores (N), for decisions of its own or given ones."""
-        self._given, self._scores = given, {}
+    def run(self, image: Tensor, decided: Mapping[str, list[int]] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the output and every block's scores (N), for decisions by these scores or those of the caller."""
+        self._decided, self._scores = decided, {}
         return self.model(image), self._scores
 
     def _dense(self, run: Callable[..., Tensor], with_maps: bool, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -226,8 +199,8 @@ class _Loop:
             return run(x, *args, **kwargs)
         with _FullMaps() as maps:
             y = run(x, *args, **kwargs)
-        if maps.seen:
-            self._importance = torch.stack([m.mean(dim=(1, 2)) for m in maps.seen]).mean(dim=0)[0]
+        if maps.maps:
+            self._importance = torch.stack([m.mean(dim=(1, 2)) for m in maps.maps]).mean(dim=0)[0]
         return y
 
     def _routed(
@@ -237,7 +210,7 @@ class _Loop:
         if config.operator != "block":
             raise ValueError(f"{name} skips its {config.operator} alone, which this definition does not know")
         score = self._scores[name] = self._score(block.router, x)
-        kept = _keep(block.router, score) if self._given is None else self._given[name]
+        kept = _keep(block.router, score) if self._decided is None else self._decided[name]
         if not kept:
             return x
         index = torch.tensor(kept, device=x.device)
@@ -276,74 +249,64 @@ def _narrow(call: Any, index: Tensor, args: tuple[Any, ...], kwargs: Mapping[str
     return narrowed
 
 
-class _FullMaps(TorchFunctionMode):
+class _FullMaps(AttentionIntercept):
     """Records the attention map of every attention call inside it, in float32 or better and without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Tensor] = []
+        self.maps: list[Tensor] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        wanted = torch.promote_types(result.dtype, torch.float32) if isinstance(result, Tensor) else None
-        if func is F.scaled_dot_product_attention:
-            query, key = (x.detach().double() for x in args[:2])
-            product = query @ key.transpose(-2, -1) * (kwargs.get("scale") or query.shape[-1] ** -0.5)
-            mask = kwargs.get("attn_mask")
-            if mask is not None:
-                product = product.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else product + mask
-            self.seen.append(torch.softmax(product, dim=-1).to(wanted))
-        elif func in (torch.softmax, Tensor.softmax, F.softmax) and result.ndim == 4:
-            self.seen.append(result.detach().to(wanted))
+    def attend(self, call: AttentionCall) -> Tensor:
+        result = call.run()
+        query, key, mask = call.query.detach().double(), call.key.detach().double(), call.attn_mask
+        product = query @ key.transpose(-2, -1) * (call.scale or query.shape[-1] ** -0.5)
+        if mask is not None:
+            product = product.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else product + mask
+        self._add(torch.softmax(product, dim=-1), result)
         return result
+
+    def observe(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+        # Attention without the fused call.
+        if func in (torch.softmax, Tensor.softmax, torch.nn.functional.softmax) and result.ndim == 4:
+            self._add(result.detach(), result)
+
+    def _add(self, attention: Tensor, result: Tensor) -> None:
+        self.maps.append(attention.to(torch.promote_types(result.dtype, torch.float32)))
 
 
 @torch.no_grad()
 def clear_images(model: nn.Module, make: Callable[[int], Tensor], count: int, attempts: int = 20) -> Tensor:
-    """Return images for which every routed block decides clearly.
+    """Return `count` images for which every routed block decides clearly.
 
-    Where the last kept and the first skipped token score alike to within the rounding that a float64 copy shows, or a
-    token lies on the threshold, two right computations may route differently, so only clear images can be compared.
+    Where the last kept and the first skipped score differ by less than the rounding error to a float64 copy, or a token
+    lies on the threshold, two correct computations may route differently.
 
     Args:
-        model: A routed model in evaluation.
-        make: Returns the given number of fresh images.
-        count: Images wanted.
         attempts: Batches drawn at most.
-
-    Raises:
-        ValueError: Too few clear images among those drawn.
     """
     exact = copy.deepcopy(model).double()
-    found: list[Tensor] = []
+    clear: list[Tensor] = []
     for _ in range(attempts):
         images = make(count)
         with trace(model) as decisions:
             model(images)
         with trace(exact) as wanted:
             exact(images.double())
-        found += list(images[_clear(model, decisions, wanted)])
-        if len(found) >= count:
-            return torch.stack(found[:count])
+        clear += list(images[_clear(model, decisions, wanted)])
+        if len(clear) >= count:
+            return torch.stack(clear[:count])
     raise ValueError(
-        f"only {len(found)} of {count * attempts} random images are routed clearly, {count} are needed: scores are "
+        f"only {len(clear)} of {count * attempts} random images are routed clearly, {count} are needed: scores are "
         "too alike, so outputs cannot be compared"
     )
 
 
 def _clear(model: nn.Module, decisions: Mapping[str, Routing], wanted: Mapping[str, Routing]) -> Tensor:
-    """Return for each image whether every block decides by more than the rounding that float64 shows (B)."""
+    """Return for every image whether all blocks decide by more than the rounding error (B)."""
     clear = []
     for name, routing in decisions.items():
         score_BN, exact_BN = routing.score_BN.double(), wanted[name].score_BN.double()
-        # An image that float64 has routed otherwise in an earlier block differs by far more than rounding.
+        # An image that an earlier block routes differently in float64 differs by far more than rounding.
         error_B = (score_BN - exact_BN).abs().amax(dim=1) / exact_BN.abs().amax(dim=1)
         error_B = error_B.clamp(min=torch.finfo(routing.score_BN.dtype).eps)
         clear.append(_margin(routing, routed_blocks(model)[name].router) > CLEAR_MARGIN * error_B)

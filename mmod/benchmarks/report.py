@@ -1,4 +1,4 @@
-"""Results as tables and files, with what is needed to read them: the command's options and the environment."""
+"""Benchmarks run by run: each run is kept when it ends, and the rows of all become a table and files."""
 
 from __future__ import annotations
 
@@ -11,59 +11,54 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from mmod.analysis.tables import markdown_table
 from mmod.analysis.timing import Spread
+from mmod.benchmarks.options import Options, Runs
 from mmod.io.claim import check_same
 from mmod.io.files import parse_json, write_atomically
+from mmod.io.journal import Journal
+from mmod.studies.jobs import Job, Runner, Tick
+from mmod.studies.results import Column, table_of
 
 NAME = "benchmark"
 UNFINISHED = "unfinished.jsonl"
-# Columns under the names that results and suites of earlier versions have for them.
-FORMER_COLUMNS = {"rival": "baseline", "of_rival": "of_baseline"}
 AnyRow = TypeVar("AnyRow", bound="ReportRow")
 
 
 @dataclass(frozen=True)
 class ReportRow:
-    """A line of a report: a dataclass whose subclasses say how it is printed.
+    """A line of a report."""
 
-    Attributes:
-        HEADER: Titles of the columns.
-    """
+    # See `table_of`.
+    COLUMNS: ClassVar[Mapping[str, Column]] = {}
 
-    HEADER: ClassVar[tuple[str, ...]] = ()
+    @classmethod
+    def names(cls) -> list[str]:
+        """Names of the fields and of the properties, which follow from them."""
+        properties = [name for name, value in vars(cls).items() if isinstance(value, property)]
+        return [*(field.name for field in fields(cls)), *properties]
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the line as text, one cell for each title."""
-        raise NotImplementedError
+    def cells(self) -> dict[str, Any]:
+        """Return the values of the table's columns by name."""
+        return {name: getattr(self, name) for name in self.names()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain JSON values."""
-        return asdict(self)
+        """Return fields and properties as plain JSON values."""
+        return {**asdict(self), **{name: getattr(self, name) for name in self.names()[len(fields(self)) :]}}
 
     @classmethod
     def from_dict(cls: type[AnyRow], values: Mapping[str, Any]) -> AnyRow:
-        """Make a row from the values that `to_dict` returned.
+        """Make a row from the values that `to_dict` returned."""
+        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        spreads = {name for name, value in known.items() if isinstance(value, dict) and set(value) == _SPREAD}
+        return cls(**{name: Spread(**value) if name in spreads else value for name, value in known.items()})
 
-        Args:
-            values: Plain JSON values; those that follow from others may be among them.
-        """
-        names = {field.name for field in fields(cls)}
-        known = {name: value for name, value in current_columns(values).items() if name in names}
-        return cls(**{name: Spread(**value) if isinstance(value, dict) else value for name, value in known.items()})
+
+_SPREAD = {field.name for field in fields(Spread)}
 
 
 @dataclass(frozen=True)
 class BenchmarkReport:
-    """The rows of a benchmark and where they come from.
-
-    Args:
-        title: What was measured, in a few words.
-        config: The options, as plain values.
-        environment: See `environment`.
-        rows: The lines, all of one class.
-        notes: What a reader of the table must know, a sentence each.
-    """
+    """The rows of a benchmark, all of one class, with its options as plain values and the machine."""
 
     title: str
     config: Mapping[str, Any]
@@ -73,20 +68,13 @@ class BenchmarkReport:
 
     def markdown(self) -> str:
         """Return the rows as a Markdown table: medians, quartiles in brackets, no columns without a value."""
-        header = self.rows[0].HEADER if self.rows else ()
-        lines = [cells for cells in (row.cells() for row in self.rows) if any(cells)]
-        used = [column for column in range(len(header)) if any(line[column] for line in lines)]
-        table = markdown_table([header[c] for c in used], [[line[c] for c in used] for line in lines])
+        table = table_of(self.rows[0].COLUMNS, [row.cells() for row in self.rows]) if self.rows else ""
         named = ", ".join(f"{name} {value}" for name, value in self.environment.items())
         notes = "".join(f"\n{note}\n" for note in self.notes)
         return f"{self.title}; {named}.\n\n{table}\n{notes}"
 
     def save(self, folder: Path) -> None:
-        """Write `benchmark.json` and `benchmark.md` into a folder.
-
-        Args:
-            folder: Made if it is not there. It must hold no other benchmark: see `refuse_to_overwrite`.
-        """
+        """Write `benchmark.json` and `benchmark.md` into a folder, which `refuse_to_overwrite` has checked."""
         folder.mkdir(parents=True, exist_ok=True)
         plain = {
             "title": self.title,
@@ -96,17 +84,53 @@ class BenchmarkReport:
             "rows": [row.to_dict() for row in self.rows],
         }
         write_atomically(folder / f"{NAME}.md", self.markdown())
-        # Last, because this file says that the benchmark is finished.
+        # Last: this file marks the benchmark as finished.
         write_atomically(folder / f"{NAME}.json", json.dumps(plain, indent=2) + "\n")
 
 
-def current_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row that an earlier version may have written with the columns' present names."""
-    return {FORMER_COLUMNS.get(name, name): value for name, value in row.items()}
+def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
+    """Check and time all runs that a config asks for, except those of an earlier call, and write the results.
+
+    Args:
+        config: What to time: of models, ops, generation or drafts.
+        progress: Show a progress bar on stderr.
+
+    Returns:
+        The rows, with the environment they were measured in.
+
+    Raises:
+        FileExistsError: The output folder holds a finished benchmark.
+        ValueError: The output folder holds an unfinished benchmark with other options or of another machine.
+        WrongOutputError: A path computes something wrong; it is not timed then.
+    """
+    return run_all(config, config.runs(), progress)
+
+
+def run_all(config: Options, runs: Runs, progress: bool) -> BenchmarkReport:
+    """Do the runs that are not done yet, and write the results of all; see `benchmark`."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    options, folder, machine = plain_options(config), Path(config.out), environment(config.device)
+    refuse_to_overwrite(folder)
+    journal = Journal(folder / UNFINISHED, {"config": options, "environment": machine}, "benchmark")
+    done = dict(journal.records)
+
+    def measure(job: Job[None], tick: Tick) -> list[dict[str, Any]]:
+        return [row.to_dict() for row in runs.calls[job.name]()]
+
+    missing = [Job(name, 0, None) for name in runs.calls if name not in done]
+    for job, rows in Runner(1, progress, "benchmark").run(missing, measure):
+        done[job.name] = rows
+        journal.add([job.name, rows])
+    lines = [runs.row.from_dict(values) for name in runs.calls for values in done[name]]
+    report = BenchmarkReport(runs.title, options, machine, lines, runs.notes(lines))
+    report.save(folder)
+    journal.close()
+    return report
 
 
 def refuse_to_overwrite(folder: Path) -> None:
-    """Raise a FileExistsError if a folder holds a benchmark already."""
+    """Raise a FileExistsError if a folder holds a finished benchmark."""
     unfinished = (folder / UNFINISHED).exists()
     for path in (folder / f"{NAME}.json", folder / f"{NAME}.md"):
         if path.exists() and not unfinished:
@@ -114,20 +138,13 @@ def refuse_to_overwrite(folder: Path) -> None:
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """Return what a measurement depends on: versions, processor and threads.
-
-    Args:
-        device: Where the measurement runs.
-
-    Raises:
-        ValueError: `device` is CUDA and no GPU is there.
-    """
-    found: dict[str, Any] = {"torch": str(torch.__version__), "python": platform.python_version(), "device": device}
+    """Return what a measurement depends on: versions, processor and threads."""
+    machine: dict[str, Any] = {"torch": str(torch.__version__), "python": platform.python_version(), "device": device}
     if torch.device(device).type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device {device!r} was asked for and torch sees no GPU; use 'cpu'")
-        return {**found, "gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return {**found, "processor": _processor(), "threads": torch.get_num_threads()}
+        return {**machine, "gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return {**machine, "processor": _processor(), "threads": torch.get_num_threads()}
 
 
 def _processor() -> str:
@@ -139,44 +156,31 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def spread_cell(spread: Spread | None) -> str:
-    """Return a spread as a table's cell, empty for None."""
-    return "" if spread is None else f"{spread.median:.3f} [{spread.low:.3f}, {spread.high:.3f}]"
-
-
-def number_cell(value: float | None) -> str:
-    """Return a number as a table's cell, empty for None."""
-    return "" if value is None else f"{value:.3f}"
-
-
 def plain_options(config: Any) -> dict[str, Any]:
-    """Return the options of a benchmark that its results depend on, as plain JSON values.
-
-    Args:
-        config: A dataclass with a field `out`, which is left out.
-    """
+    """Return the options that the results of a benchmark depend on, all but `out`, as plain JSON values."""
     options: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     options.pop("out")
     return options
 
 
-def finished_rows(
-    folder: Path, config: Mapping[str, Any], environment: Mapping[str, Any]
-) -> list[dict[str, Any]] | None:
-    """Return the rows of a finished benchmark as plain values, or None where the folder holds none.
-
-    Args:
-        folder: Where its results are.
-        config: The options it must have been run with, see `plain_options`.
-        environment: The environment it must have been run in.
-
-    Raises:
-        ValueError: It was run with other options or in another environment.
-    """
+def finished_rows(config: Options, folder: Path) -> list[dict[str, Any]] | None:
+    """Return the rows of a finished benchmark as plain values, None where the folder holds none."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     path = folder / f"{NAME}.json"
     if not path.exists():
         return None
-    found = parse_json(path.read_bytes(), str(path))
-    head = {"config": config, "environment": environment}
-    check_same(path, {name: found[name] for name in head}, head, kind="a benchmark")
-    return [current_columns(row) for row in found["rows"]]
+    report = parse_json(path.read_bytes(), str(path))
+    record = {"config": plain_options(config), "environment": environment(config.device)}
+    check_same(path, {name: report[name] for name in record}, record, kind="a benchmark")
+    rows: list[dict[str, Any]] = report["rows"]
+    return rows
+
+
+def measured_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of a benchmark so far, finished or not, as plain values."""
+    path = folder / f"{NAME}.json"
+    if not path.exists():
+        return [row for _, rows in Journal(folder / UNFINISHED, None, "benchmark").records for row in rows]
+    rows: list[dict[str, Any]] = parse_json(path.read_bytes(), str(path))["rows"]
+    return rows

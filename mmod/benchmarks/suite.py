@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-
-from mmod.benchmarks.generation.benchmark import benchmark_generation
-from mmod.benchmarks.generation.config import GenerationConfig, GenerationRow
-from mmod.benchmarks.models.benchmark import benchmark
-from mmod.benchmarks.models.config import BenchmarkConfig, BenchmarkRow
-from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig, OpRow, benchmark_ops
+from mmod.benchmarks.generation import GenerationConfig, GenerationRow
+from mmod.benchmarks.models.benchmark import BenchmarkConfig, BenchmarkRow
+from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig, OpRow
+from mmod.benchmarks.options import Options
 from mmod.benchmarks.report import (
-    FORMER_COLUMNS,
     UNFINISHED,
     BenchmarkReport,
     ReportRow,
-    current_columns,
+    benchmark,
     environment,
     finished_rows,
     plain_options,
@@ -53,14 +49,9 @@ class Criterion:
     def __post_init__(self) -> None:
         if (self.at_least is None) == (self.at_most is None):
             raise ValueError(f"the threshold {self.name!r} needs either at_least or at_most")
-        object.__setattr__(self, "column", FORMER_COLUMNS.get(self.column, self.column))
-        object.__setattr__(self, "where", current_columns(self.where))
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> CriterionRow:
-        """Return whether rows meet the limit, and the margin of the worst row.
-
-        Args:
-            rows: Rows of the benchmarks, as plain values.
+        """Return whether rows, as plain values, meet the limit, and the margin of the worst row.
 
         Example:
             >>> fast = Criterion(name="fast", parts=["ops"], column="of_bound", at_least=0.85)
@@ -68,12 +59,11 @@ class Criterion:
             >>> row.met, round(row.margin, 2)
             (False, -0.05)
         """
-        limit = self.at_least if self.at_least is not None else self.at_most
+        limit, sign = (self.at_most, -1.0) if self.at_least is None else (self.at_least, 1.0)
         assert limit is not None
         counted = [(row, value) for row in rows if self._counts(row) and (value := self._value(row)) is not None]
         if not counted:
             return CriterionRow(self.name, 0, "", None, limit, None, False)
-        sign = 1.0 if self.at_least is not None else -1.0
         row, worst = min(counted, key=lambda pair: sign * pair[1])
         margin = sign * (worst - limit)
         return CriterionRow(self.name, len(counted), describe(row), worst, limit, margin, margin >= 0)
@@ -96,12 +86,14 @@ class CriterionRow(ReportRow):
         rows: Number of selected rows.
         worst_row: The row with the smallest margin.
         worst: Its value; None without rows.
-        limit: The limit.
         margin: Distance to the limit; negative if it is missed.
         met: All rows meet the limit; False without rows.
     """
 
-    HEADER = ("threshold", "verdict", "limit", "worst", "rows", "worst row")
+    COLUMNS: ClassVar = {
+        "name": ("threshold", ""), "verdict": ("verdict", ""), "limit": ("limit", "g"), "worst": ("worst", ".4g"),
+        "rows": ("rows", ""), "worst_row": ("worst row", ""),
+    }  # fmt: skip
 
     name: str
     rows: int
@@ -111,12 +103,10 @@ class CriterionRow(ReportRow):
     margin: float | None
     met: bool
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the line as text."""
-        if self.worst is None or self.margin is None:
-            return (self.name, "not measured", f"{self.limit:g}", "", "0", "")
-        verdict = "met" if self.met else f"missed by {-self.margin:.3g}"
-        return (self.name, verdict, f"{self.limit:g}", f"{self.worst:.4g}", str(self.rows), self.worst_row)
+    def cells(self) -> dict[str, Any]:
+        """Return the line with the verdict in words."""
+        missed = "not measured" if self.margin is None else f"missed by {-self.margin:.3g}"
+        return {**super().cells(), "verdict": "met" if self.met else missed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +121,7 @@ class SuiteConfig:
         out: Folder for all results. A suite that was killed goes on in the same folder.
 
     Raises:
-        ValueError: Parts that share a folder, or a threshold over parts or columns that do not exist.
+        ValueError: Benchmarks that share a folder, or a threshold over benchmarks or columns that do not exist.
     """
 
     ops: list[OpBenchmarkConfig] = field(default_factory=list)
@@ -141,82 +131,81 @@ class SuiteConfig:
     out: str = "runs/benchmark_suite"
 
     def __post_init__(self) -> None:
-        names = [part.out for part, _, _ in self.parts]
+        names = [member.out for member in self.benchmarks]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a suite needs at least one part, each with an out folder of its own, got {names}")
-        columns = {part.out: _columns(row) for part, _, row in self.parts}
+        rows: list[tuple[Sequence[Options], type[ReportRow]]] = [
+            (self.ops, OpRow), (self.models, BenchmarkRow), (self.generation, GenerationRow),
+        ]  # fmt: skip
+        columns = {member.out: set(row.names()) for members, row in rows for member in members}
         for threshold in self.thresholds:
-            for part in threshold.parts:
-                if part not in columns:
+            for name in threshold.parts:
+                if name not in columns:
                     raise ValueError(
-                        f"the threshold {threshold.name!r} is set for {part!r}; parts are {', '.join(names)}"
+                        f"the threshold {threshold.name!r} is set for {name!r}; parts are {', '.join(names)}"
                     )
-                unknown = sorted({threshold.column, *threshold.where} - columns[part])
+                unknown = sorted({threshold.column, *threshold.where} - columns[name])
                 if unknown:
                     raise ValueError(
                         f"the threshold {threshold.name!r} names columns {unknown}; "
-                        f"{part} has {', '.join(sorted(columns[part]))}"
+                        f"{name} has {', '.join(sorted(columns[name]))}"
                     )
 
     @property
-    def parts(self) -> list[tuple[Any, Any, type[ReportRow]]]:
-        """Each benchmark with what runs it and the class of its rows."""
-        kinds: tuple[tuple[Sequence[Any], Any, type[ReportRow]], ...] = (
-            (self.ops, benchmark_ops, OpRow),
-            (self.models, benchmark, BenchmarkRow),
-            (self.generation, benchmark_generation, GenerationRow),
-        )
-        return [(part, run, row) for parts, run, row in kinds for part in parts]
+    def benchmarks(self) -> list[Options]:
+        """All benchmarks, in the order in which they run."""
+        return [*self.ops, *self.models, *self.generation]
 
 
 class SuiteFailedError(RuntimeError):
-    """Parts of a suite failed; the others were measured and checked.
+    """Benchmarks of a suite failed; the others were measured and checked.
 
     Args:
-        failures: What went wrong, by part.
+        failures: What went wrong, by benchmark.
         report: The report, which names the failures too.
     """
 
     def __init__(self, failures: Mapping[str, str], report: BenchmarkReport) -> None:
-        super().__init__(f"parts of the suite failed: {'; '.join(f'{part}: {why}' for part, why in failures.items())}")
+        super().__init__(f"parts of the suite failed: {'; '.join(f'{name}: {why}' for name, why in failures.items())}")
         self.report = report
 
 
 def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkReport:
     """Run all benchmarks of a suite that are not finished yet, and check their rows against its thresholds.
 
-    A part that fails does not keep the next ones from running; the same command tries it again.
+    A benchmark that fails does not keep the next ones from running; the same command tries it again.
 
     Args:
-        config: The suite.
         progress: Show progress bars on stderr.
 
     Returns:
-        A row for each threshold. The benchmarks' own tables are in the folders of the parts.
+        A row for each threshold. The benchmarks' tables are in their folders.
 
     Raises:
         FileExistsError: The output folder holds a finished suite.
-        ValueError: It holds a part with other options or of another machine.
-        SuiteFailedError: Parts failed. The report is written all the same; thresholds over them are not checked.
+        ValueError: It holds a benchmark with other options or of another machine.
+        SuiteFailedError: Benchmarks failed. The report is written all the same; thresholds over them are not checked.
     """
     folder = Path(config.out)
     refuse_to_overwrite(folder)
     rows: dict[str, list[dict[str, Any]]] = {}
     failures: dict[str, str] = {}
-    for part, run, _ in config.parts:
-        found = _finished(part, folder)
+    for member in config.benchmarks:
+        out = folder / member.out
+        finished = finished_rows(member, out)
         try:
-            rows[part.out] = _run(part, run, folder, progress) if found is None else found
+            if finished is None:
+                finished = [row.to_dict() for row in benchmark(replace(member, out=str(out)), progress).rows]
+            rows[member.out] = finished
         except Exception as error:
-            failures[part.out] = f"{type(error).__name__}: {error}"
+            failures[member.out] = f"{type(error).__name__}: {error}"
     checked = [
-        each.check([] if failures.keys() & set(each.parts) else [row for part in each.parts for row in rows[part]])
-        for each in config.thresholds
+        threshold.check([] if failures.keys() & {*threshold.parts} else [r for n in threshold.parts for r in rows[n]])
+        for threshold in config.thresholds
     ]
-    notes = [f"{part} failed: {why}" for part, why in failures.items()]
-    report = BenchmarkReport(
-        "thresholds", plain_options(config), environment(config.parts[0][0].device), checked, notes
-    )
+    notes = [f"{name} failed: {why}" for name, why in failures.items()]
+    machine = environment(config.benchmarks[0].device)
+    report = BenchmarkReport("thresholds", plain_options(config), machine, checked, notes)
     report.save(folder)
     if failures:
         (folder / UNFINISHED).touch()
@@ -225,29 +214,8 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
     return report
 
 
-def _finished(part: Any, folder: Path) -> list[dict[str, Any]] | None:
-    """Return the rows of a part that was measured before, or None."""
-    if part.threads is not None:
-        torch.set_num_threads(part.threads)
-    return finished_rows(folder / part.out, plain_options(part), environment(part.device))
-
-
-def _run(part: Any, run: Any, folder: Path, progress: bool) -> list[dict[str, Any]]:
-    """Measure a part and return its rows."""
-    report: BenchmarkReport = run(replace(part, out=str(folder / part.out)), progress)
-    return [row.to_dict() for row in report.rows]
-
-
-def _columns(row: type[ReportRow]) -> set[str]:
-    derived = {name for name, value in vars(row).items() if isinstance(value, property)}
-    return {f.name for f in fields(row)} | derived
-
-
 def describe(row: Mapping[str, Any]) -> str:
-    """Return what a row is about: its texts and counts, without what was measured.
-
-    Args:
-        row: A row of any benchmark, as plain values.
+    """Return what a row, as plain values, is about: its texts and counts, without what was measured.
 
     Example:
         >>> describe({"op": "gather_rows", "images": 8, "ms": 0.1})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from mmod.io.files import read_json_object, write_atomically
@@ -22,7 +21,6 @@ def claim_folder(
     file: str,
     kind: str,
     free_keys: Collection[str] = (),
-    defaults: Mapping[str, Any] = MappingProxyType({}),
     write: bool = True,
 ) -> bool:
     """Record a config in a free folder, or check it against the folder's record; return whether there was one.
@@ -41,7 +39,7 @@ def claim_folder(
     """
     existing = read_claim(folder, file)
     if existing is not None:
-        check_same(folder, {**defaults, **existing}, record, kind=kind, free_keys=free_keys)
+        check_same(folder, existing, record, kind=kind, free_keys=free_keys)
         return True
     if write:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Reports: what studies and audits found, as one page that opens in a browser without a network."""
+"""Reports: the results of studies, audits and runs as one page that opens in a browser without a network."""
 
 from typing import TYPE_CHECKING
 

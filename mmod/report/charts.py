@@ -1,4 +1,4 @@
-"""The figures of a report: what studies and audits draw, with words, numbers and the command behind them."""
+"""The figures of a report, with words, numbers and the command behind them, and means over audits of several runs."""
 
 from __future__ import annotations
 
@@ -8,27 +8,32 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.analysis.audit.plots import draw_audit, draw_flops, draw_gaps, draw_kept, flops_by_part
 from mmod.analysis.plots import draw_tradeoff
-from mmod.analysis.statistics import Estimate
-from mmod.report.sources import AuditRecord, StudyRecord
+from mmod.analysis.statistics import Estimate, difference
+from mmod.analysis.style import PALETTE, add_hint, add_legend, new_figure, tidy
+from mmod.report.sources import AuditRecord, RunRecord, StudyRecord
+from mmod.studies.isoflop.report import draw as draw_isoflop
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Chart", "audit_charts", "tradeoff_chart"]
+# Titles of figures; see `mmod.training.engine.health`.
+_TITLES = {
+    "kept": "share of tokens kept",
+    "same_places": "the same places in all images",
+    "gradient": "share of scores with a gradient",
+    "spread": "spread of scores",
+    "gate": "mean gate",
+}
+_LINES = {"train": "-", "val": "--", "ema": ":"}
+# Most logged steps of a run on a page, so that it stays small.
+_STEPS = 400
+_RANKS = "rank correlation"
+HEADER = ["model", "figure", "runs", "mean over runs"]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure.
-
-    Args:
-        name: Name of its files.
-        title: What it shows.
-        text: The same for those who do not see it, with the figures that matter.
-        rows: The numbers behind it.
-        figure: The figure.
-        command: The command that made the numbers.
-    """
+    """A figure: name of its files, title, description for those who do not see it, its numbers and their command."""
 
     name: str
     title: str
@@ -38,13 +43,10 @@ class Chart:
     command: str
 
 
-def tradeoff_chart(study: StudyRecord, command: str) -> Chart:
-    """Return the scores of a study's models against each cost that was measured.
-
-    Args:
-        study: The study.
-        command: The command that made it.
-    """
+def study_chart(study: StudyRecord, command: str) -> Chart:
+    """Return the scores of a study's models against every cost, or the curves of an isoFLOP study."""
+    if not study.costs:
+        return _isoflop_chart(study)
     rows: list[dict[str, Any]] = [{**row, "note": _note(study, row)} for row in study.rows]
     figure = draw_tradeoff(rows, study.score, study.measure, study.costs)
     dense = next((row for row in rows if row["series"] == "dense"), rows[0])
@@ -61,8 +63,20 @@ def tradeoff_chart(study: StudyRecord, command: str) -> Chart:
     )
 
 
+def _isoflop_chart(study: StudyRecord) -> Chart:
+    rows = [{name: value for name, value in row.items() if name != "seeds"} for row in study.rows]
+    best = min(rows, key=lambda row: row[study.score])
+    text = (
+        f"{len(rows)} language models of the study {study.name}, curves of equal training FLOPs: {best['series']} with "
+        f"{best['parameters']:,} parameters has the least loss, {best[study.score]:.4f} nats a byte."
+    )
+    title = "Loss against parameters and FLOPs of a forward pass at equal training FLOPs"
+    command = "mmod isoflop study.yaml  # the config below, saved as study.yaml"
+    return Chart(f"{study.name}-isoflop", title, text, rows, draw_isoflop(study.rows, study.score), command)
+
+
 def _note(study: StudyRecord, row: Mapping[str, Any]) -> str:
-    """Return differences and config of a model, which a browser shows where one points at it."""
+    """Return differences and config of a model, the text that a browser shows at its point."""
     notes = []
     for name, title in (("to_dense", "to dense"), ("to_control", "to control")):
         mean, low, high = (row.get(f"{name}/{part}") for part in ("mean", "low", "high"))
@@ -79,11 +93,7 @@ def _note(study: StudyRecord, row: Mapping[str, Any]) -> str:
 
 
 def audit_charts(record: AuditRecord) -> list[Chart]:
-    """Return the figures of an audit, that of accuracy first; those without numbers are left out.
-
-    Args:
-        record: The audit.
-    """
+    """Return the figures of an audit that have numbers, that of accuracy first."""
     audit, across = record.audit, record.audit.across
 
     def chart(name: str, title: str, text: str, rows: Sequence[Mapping[str, Any]], figure: Figure) -> Chart:
@@ -91,30 +101,35 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
         return Chart(file, f"{record.name}: {title}", text, rows, figure, record.command)
 
     rows: list[dict[str, Any]] = [
-        {"tokens kept": own.name, "kind": own.family, **_ends("accuracy", own.accuracy), "p": own.accuracy_p}
-        for own in audit.conditions
+        {
+            "tokens kept": choice.name,
+            "kind": choice.family,
+            **_ends("accuracy", choice.accuracy),
+            "p": choice.accuracy_p,
+        }
+        for choice in audit.conditions
     ]
     listed = ", ".join(f"{row['tokens kept']} {row['accuracy']:.1f}" for row in rows)
     text = f"Accuracy in percent of {record.name} with as many tokens chosen otherwise: {listed}."
-    apart = [own.value for i, row in enumerate(across.again) for j, own in enumerate(row) if own is not None and i != j]
-    if apart:
-        text += f" Tokens kept in one block are kept in another at a rate of {min(apart):.2f} to {max(apart):.2f}."
+    shares = [kept.value for i, row in enumerate(across.again) for j, kept in enumerate(row) if kept and i != j]
+    if shares:
+        text += f" Tokens kept in one block are kept in another at a rate of {min(shares):.2f} to {max(shares):.2f}."
         rows += [
-            {"tokens kept": f"in {i}, again in {j}", "kind": "blocks", **_ends("share", own)}
+            {"tokens kept": f"in {i}, again in {j}", "kind": "blocks", **_ends("share", kept)}
             for i, row in zip(across.decisions, across.again)
-            for j, own in zip(across.decisions, row)
-            if own is not None
+            for j, kept in zip(across.decisions, row)
+            if kept is not None
         ]
     charts = [chart("conditions", "accuracy with each choice of tokens", text, rows, draw_audit(audit))]
     for name, other, strata in (("strata", "random tokens", audit.strata), ("beside", "other models", audit.beside)):
         rows = [
-            {"by": own.group, "stratum": own.name, **_ends("gap", own.gap), "images": own.images, "p": own.accuracy_p}
-            for own in strata
+            {"by": one.group, "stratum": one.name, **_ends("gap", one.gap), "images": one.images, "p": one.accuracy_p}
+            for one in strata
         ]
         if rows:
             listed = ", ".join(f"{row['by']}: {row['stratum']} {row['gap']:+.1f}" for row in rows)
             text = f"Points of accuracy that {record.name} is above {other}: {listed}."
-            title = f"points over {other} in parts of the set, with intervals that hold together in 95 %"
+            title = f"points over {other} in subsets, with simultaneous 95 % intervals"
             charts.append(chart(name, title, text, rows, draw_gaps(strata, other)))
     rows = [
         {"block": block, "decided in": name, "kept": across.kept[name].value}
@@ -125,8 +140,8 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
     text = f"Share of tokens that each block of {record.name} keeps, prefix tokens left out: {listed}."
     charts.append(chart("kept", "share of tokens kept", text, rows, draw_kept(across)))
     if record.flops is not None:
-        parts = flops_by_part(record.flops)
-        rows = [{"part": part, "dense": dense / 1e6, "routed": routed / 1e6} for part, (dense, routed) in parts.items()]
+        flops = flops_by_part(record.flops)
+        rows = [{"part": name, "dense": dense / 1e6, "routed": routed / 1e6} for name, (dense, routed) in flops.items()]
         listed = ", ".join(f"{row['part']} {row['dense']:.2f} and {row['routed']:.2f}" for row in rows)
         text = f"MFLOPs of a sample in {record.name}, dense and routed, by part: {listed}."
         charts.append(chart("flops", "FLOPs by part", text, rows, draw_flops(record.flops)))
@@ -139,5 +154,102 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
     return charts
 
 
-def _ends(name: str, own: Estimate) -> dict[str, float]:
-    return {name: own.value, "low": own.low, "high": own.high}
+def _ends(name: str, estimate: Estimate) -> dict[str, float]:
+    return {name: estimate.value, "low": estimate.low, "high": estimate.high}
+
+
+def health_chart(run: RunRecord) -> Chart | None:
+    """Return the figures of a run's routers at logged steps; None where nothing was logged."""
+    steps = sorted({row["step"] for row in run.rows})
+    every = -(-len(steps) // _STEPS)
+    chosen = {*steps[:: max(1, every)], *steps[-1:]}
+    rows = [row for row in run.rows if row["step"] in chosen]
+    if not rows:
+        return None
+    kept = [row["kept"] for row in rows]
+    text = (
+        f"The routers of {run.name} keep {min(kept):.2f} to {max(kept):.2f} of the tokens over {len(steps)} logged "
+        f"steps; shown are {', '.join(_TITLES.values())}."
+    )
+    title = f"{run.name}: routers while training" + (f", one logged step in {every}" if every > 1 else "")
+    command = "mmod train image|pairs|chat|text CONFIG  # the config.yaml of the run"
+    return Chart(f"{run.name.replace('/', '-')}-routers", title, text, rows, _draw_health(rows), command)
+
+
+def _draw_health(rows: list[Mapping[str, Any]]) -> Figure:
+    """Draw every figure that some row has over steps, with a line for each block."""
+    panels = {name: title for name, title in _TITLES.items() if any(row.get(name) is not None for row in rows)}
+    blocks = list(dict.fromkeys(row["block"] for row in rows))
+    handles: dict[str, Any] = {}
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = new_figure(4.8 * columns, 2.4 * lines + 0.25 * -(-len(blocks) // (3 * columns)) + 0.2)
+    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis, (name, title) in zip(axes, panels.items()):
+        for number, block in enumerate(blocks):
+            for data, line in _LINES.items():
+                points = [
+                    (row["step"], row[name])
+                    for row in rows
+                    if (row["block"], row["data"]) == (block, data) and row.get(name) is not None
+                ]
+                if points:
+                    look = {"color": PALETTE[number % len(PALETTE)], "linestyle": line, "linewidth": 1.3}
+                    mark = {"marker": "o", "markersize": 3} if len(points) < 30 else {}
+                    (drawn,) = axis.plot(*zip(*points), **look, **mark)
+                    add_hint(drawn, f"{block}, {data}")
+                    handles.setdefault(block if data == "train" else f"{block}, {data}", drawn)
+        axis.set(title=title, xlabel="optimiser steps")
+        tidy(axis)
+    add_legend(figure, handles, 3 * columns)
+    return figure
+
+
+def rows_over_runs(audits: Sequence[AuditRecord]) -> list[list[str]]:
+    """Return a row for every figure of every name that several runs have, with 95 % intervals over these."""
+    groups: dict[str, list[dict[str, float]]] = {}
+    for record in audits:
+        groups.setdefault(record.name.rpartition("/")[2], []).append(_figures(record))
+    return [
+        [name, figure, str(len(runs)), _mean(figure, [figures[figure] for figures in runs])]
+        for name, runs in groups.items()
+        if len(runs) > 1
+        for figure in runs[0]
+        if all(figure in figures for figures in runs)
+    ]
+
+
+def _figures(record: AuditRecord) -> dict[str, float]:
+    """Return the figures of an audit that can be averaged over runs."""
+    audit, generation = record.audit, record.generation
+    learned, *others = audit.conditions
+    figures = {f"points above {choice.name}": learned.accuracy.value - choice.accuracy.value for choice in others}
+    figures |= {f"points above random, {one.group}: {one.name}": one.gap.value for one in audit.strata}
+    figures |= {f"points above {one.group}, {one.name}": one.gap.value for one in audit.beside}
+    figures |= {
+        f"% of the decision in {block} explained by {known}": 100 * information.share.value
+        for block, facts in audit.across.information.items()
+        for known, information in facts.items()
+    }
+    if generation is not None:
+        for stretch in generation.stretches:
+            where = f"of {stretch.text} tokens {stretch.first} to {stretch.last}"
+            figures[f"% {where} decided as the top-k by the {generation.by}"] = 100 * stretch.agreement.value
+            figures[f"% {where} decided so, above chance"] = 100 * stretch.above_chance.value
+            figures[f"% {where} kept"] = 100 * stretch.kept.value
+    if audit.leave_one_out is not None:
+        correlations = {"score": audit.leave_one_out.agreement, "token norm": audit.leave_one_out.norm}
+        figures |= {
+            f"{_RANKS} of {what} and worth in {block}": correlation.value
+            for what, blocks in correlations.items()
+            for block, correlation in blocks.items()
+        }
+    return figures
+
+
+def _mean(figure: str, values: Sequence[float]) -> str:
+    """Return the mean of a figure with its interval."""
+    over = difference(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
+    return format(over, "+.2f" if figure.startswith(_RANKS) else "+.1f")

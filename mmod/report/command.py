@@ -8,18 +8,9 @@ from pathlib import Path
 
 from mmod.io.claim import FolderTakenError
 
-__all__ = ["main", "report_on"]
-
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the report that a command line asks for and say where it is.
-
-    Args:
-        arguments: The command line without the program's name.
-
-    Raises:
-        SystemExit: The command line asks for help or does not fit.
-    """
+    """Write the report that a command line asks for and print its path."""
     parser = argparse.ArgumentParser(
         description="Show studies, audits and training runs on one page that opens in a browser without a network.",
         allow_abbrev=False,
@@ -33,11 +24,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def report_on(folder: Path) -> None:
-    """Write the page of a study or an audit that has just ended, or say why there is none.
-
-    Args:
-        folder: The folder of the study, or of the audited run.
-    """
+    """Write the page of a finished study or audited run into its folder, or say why there is none."""
     from mmod.report.page import write_report
 
     try:

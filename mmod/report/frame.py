@@ -1,13 +1,11 @@
-"""What is around the content of a report: the style of the page. It has no script."""
+"""The frame and style of a report, without any script."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ["frame"]
-
-# Nothing is fetched and no script runs, whatever a study's names and tables hold.
+# Nothing is fetched and no script runs, whatever names and tables contain.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 _STYLE = """
@@ -40,26 +38,23 @@ img { max-width: 100%; height: auto; }
 
 
 def frame(sections: Sequence[tuple[str, str, str]]) -> str:
-    """Return the page, which opens with the finding of each section.
-
-    Args:
-        sections: The title of each section, what was found in plain words, and its content as HTML.
+    """Return the page, which opens with the findings, from title, finding and HTML content of its sections.
 
     Example:
-        >>> page = frame([("Maps", "Digits are kept.", "<p>found</p>")])
-        >>> page.startswith("<!doctype html>"), page.index("Digits are kept.") < page.index("<p>found</p>")
+        >>> page = frame([("Maps", "Digits are kept.", "<p>content</p>")])
+        >>> page.startswith("<!doctype html>"), page.index("Digits are kept.") < page.index("<p>content</p>")
         (True, True)
     """
-    links, content = "", ""
-    for number, (title, finding, own) in enumerate(sections, 1):
+    links, body = "", ""
+    for number, (title, finding, content) in enumerate(sections, 1):
         name = f"section-{number}"
         links += f'<li><a href="#{name}">{escape(title)}</a>{escape(finding and ": " + finding)}</li>'
-        content += f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2>{own}</section>'
+        body += f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2>{content}</section>'
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Report of mmod</title>'
         f'<style>{_STYLE}</style></head><body><a class="skip" href="#figures">Skip to the figures</a>'
         f'<header><h1>Report of mmod</h1></header><nav aria-label="Findings"><ul>{links}</ul></nav>'
-        f'<main id="figures">{content}</main></body></html>\n'
+        f'<main id="figures">{body}</main></body></html>\n'
     )

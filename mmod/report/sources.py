@@ -1,4 +1,4 @@
-"""What a report is made from: the folders that studies and audits have written."""
+"""The sources of a report: folders that studies, audits and training runs have written."""
 
 from __future__ import annotations
 
@@ -16,57 +16,34 @@ from mmod.analysis.statistics import read_published
 from mmod.io.files import parse_json
 from mmod.values import check_value
 
-__all__ = ["PAGE", "AuditRecord", "RunRecord", "Sources", "StudyRecord", "read_sources"]
-
-_STUDY, _AUDIT, _RUN = "tradeoff.json", "audit/audit.json", "routers.csv"
+_STUDIES, _AUDIT, _RUN = ("tradeoff.json", "isoflop.json"), "audit/audit.json", "routers.csv"
 PAGE = "report.html"
 """The file of a report."""
+Table = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """A study.
+    """A study: its finding as `verdict`, its points as `rows`, and its tables as rows of cells with the header first.
 
-    Args:
-        name: Name of its folder.
-        folder: The folder.
-        config: Its config as plain values.
-        rows: Its points, one mapping for each model: texts and numbers by column.
-        table: The same as the study shows them, a row of cells for each, the header first.
-        score: The column by which models are compared; `SCORE_std` is its standard deviation over seeds.
-        measure: What the score is.
-        costs: Columns of costs to the titles of their axes, of those that were measured.
-        told: What the study says of its models.
-        environment: What it ran on.
+    `costs` names the columns of measured costs with the titles of their axes; it is empty for an isoFLOP study.
     """
 
     name: str
     folder: Path
     config: Mapping[str, Any]
-    rows: Sequence[Mapping[str, str | float | None]]
-    table: Sequence[Sequence[str]]
+    rows: Sequence[Mapping[str, Any]]
+    tables: Sequence[Table]
     score: str
     measure: str
     costs: Mapping[str, str]
-    told: str
+    verdict: str
     environment: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class AuditRecord:
-    """An audit.
-
-    Args:
-        name: Where its run lies.
-        folder: Folder of the audit.
-        command: The command that made it.
-        environment: What it ran on.
-        audit: What it found.
-        flops: FLOPs of an image, see `mmod.analysis.FlopReport.to_dict`; None where they were not counted.
-        maps: Sample images and what blocks keep of them; None where none were drawn.
-        beside_flops: FLOPs of an image in other models that were judged too, by name, None where they were not counted.
-        generation: How a language model decides while it writes long texts; None where that was not asked for.
-    """
+    """An audit, with FLOPs, maps and decisions in long texts where it has them, and the FLOPs of other models."""
 
     name: str
     folder: Path
@@ -75,18 +52,13 @@ class AuditRecord:
     audit: Audit
     flops: Mapping[str, Any] | None
     maps: RoutingMaps | None
-    beside_flops: Mapping[str, float | None] | None = None
-    generation: Generation | None = None
+    beside_flops: Mapping[str, float | None]
+    generation: Generation | None
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A training run of a routed model.
-
-    Args:
-        name: Where it lies.
-        rows: What its routers did at logged steps, see `mmod.training.engine.health`.
-    """
+    """A training run of a routed model: its path, and figures of its routers, see `mmod.training.engine.health`."""
 
     name: str
     rows: Sequence[Mapping[str, Any]]
@@ -96,13 +68,7 @@ Record = TypeVar("Record", StudyRecord, AuditRecord, RunRecord)
 
 
 class Sources(NamedTuple):
-    """What was found in some folders.
-
-    Args:
-        studies: The studies.
-        audits: The audits.
-        runs: The training runs of routed models.
-    """
+    """The studies, audits and training runs of routed models in some folders."""
 
     studies: list[StudyRecord]
     audits: list[AuditRecord]
@@ -112,74 +78,68 @@ class Sources(NamedTuple):
 def read_sources(folders: Sequence[Path]) -> Sources:
     """Read the studies, audits and runs in some folders, at any depth.
 
-    Args:
-        folders: Folders of studies, of runs, or of several of them.
-
     Raises:
         FileNotFoundError: If a folder is not there.
         ValueError: If one holds none of them, or a file holds something else.
     """
-    found = Sources([], [], [])
+    sources = Sources([], [], [])
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {str(folder)!r}")
-        # A report holds a figure of that name.
+        # The figures of a report have such names too.
         runs = [path for path in sorted(folder.rglob(_RUN)) if not (path.parent / PAGE).exists()]
-        studies = sorted(folder.rglob(_STUDY))
+        studies = sorted(path for name in _STUDIES for path in folder.rglob(name))
         audits = sorted(path for path in folder.rglob("audit.json") if path.parent.name == "audit")
         if not studies and not audits and not runs:
             raise ValueError(
-                f"{str(folder)!r} holds neither a study ({_STUDY}), an audit ({_AUDIT}) nor a training run of a routed "
-                f"model ({_RUN}): run `mmod tradeoff`, `mmod audit` or `mmod train` first"
+                f"{str(folder)!r} holds neither a study ({' or '.join(_STUDIES)}), an audit ({_AUDIT}) nor a training "
+                f"run of a routed model ({_RUN}): run `mmod tradeoff`, `mmod isoflop`, `mmod audit` or `mmod train` "
+                "first"
             )
-        found.studies.extend(map(_read_study, studies))
-        found.audits.extend(_read_audit(path, folder) for path in audits)
-        found.runs.extend(RunRecord(_run_name(path.parent, folder), _read_run(path)) for path in runs)
-    return Sources(_numbered(found.studies), _numbered(found.audits), _numbered(found.runs))
+        sources.studies.extend(map(_read_study, studies))
+        sources.audits.extend(_read_audit(path, folder) for path in audits)
+        sources.runs.extend(RunRecord(_run_name(path.parent, folder), _read_run(path)) for path in runs)
+    return Sources(_numbered(sources.studies), _numbered(sources.audits), _numbered(sources.runs))
 
 
 def _read_study(path: Path) -> StudyRecord:
     record = parse_json(path.read_bytes(), str(path))
     try:
-        rows = _read_table(path.with_suffix(".csv"))
-        axes = {name: record["picture"][name] for name in ("score", "measure", "costs")}
-        axes["costs"] = {name: title for name, title in axes["costs"].items() if name in rows[0]}
-        if missing := {"name", "series", axes["score"]} - set(rows[0]):
-            raise ValueError(f"the table lacks {', '.join(sorted(missing))}")
         config = record["config"]
-        table, _, told = path.with_suffix(".md").read_text().rpartition("|\n\n")
-        header, _, *cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
+        if path.name == "isoflop.json":
+            rows, picture = record["points"], {"score": config["score"], "measure": "loss", "costs": {}}
+        else:
+            rows, picture = _read_table(path.with_suffix(".csv")), record["picture"]
+        costs = {name: title for name, title in picture["costs"].items() if name in rows[0]}
+        if missing := {"series", picture["score"]} - set(rows[0]):
+            raise ValueError(f"the table lacks {', '.join(sorted(missing))}")
+        blocks = path.with_suffix(".md").read_text().strip().split("\n\n")
     except (KeyError, IndexError, TypeError, ValueError, OSError) as error:
         raise ValueError(
             f"{str(path)!r} is no study with its table beside it ({type(error).__name__}: {error})"
         ) from error
-    environment = {
-        name: value for name, value in record.items() if name in ("torch", "threads", "cores", "cpu_seconds")
-    }
+    tables = [[_cells(line) for line in block.splitlines()] for block in blocks if block.startswith("|")]
     return StudyRecord(
-        path.parent.name,
-        path.parent,
-        config,
-        rows,
-        [header, *cells],
-        **axes,
-        told=told.strip(),
-        environment=environment,
-    )
+        path.parent.name, path.parent, config, rows, [[header, *lines] for header, _, *lines in tables],
+        picture["score"], picture["measure"], costs,
+        verdict="\n\n".join(block for block in blocks if not block.startswith("|")),
+        environment={name: record[name] for name in ("torch", "threads", "cores", "cpu_seconds") if name in record},
+    )  # fmt: skip
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line[1:-1].split("|")]
 
 
 def _read_audit(path: Path, root: Path) -> AuditRecord:
     record = parse_json(path.read_bytes(), str(path))
-    name = _run_name(path.parent.parent, root)
     try:
-        fields = {field: record[field] for field in ("command", "environment", "flops")}
-        maps = None if record["maps"] is None else RoutingMaps.from_dict(record["maps"])
-        # The last two are not there in what earlier versions wrote.
-        audit, beside, told = read_audit(record["audit"]), record.get("beside_flops"), record.get("generation")
-        generation = None if told is None else read_published(Generation, told)
+        maps, generation = record["maps"], record["generation"]
         return AuditRecord(
-            name, path.parent, audit=audit, maps=maps, beside_flops=beside, generation=generation, **fields
-        )
+            _run_name(path.parent.parent, root), path.parent, record["command"], record["environment"],
+            read_audit(record["audit"]), record["flops"], None if maps is None else RoutingMaps.from_dict(maps),
+            record["beside_flops"], None if generation is None else read_published(Generation, generation),
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is no audit of `mmod audit` ({type(error).__name__}: {error})") from error
 
@@ -201,16 +161,16 @@ def _run_name(run: Path, root: Path) -> str:
 
 
 def _numbered(records: Sequence[Record]) -> list[Record]:
-    """Return records whose names are numbered where they were there before.
+    """Return records with numbers behind repeated names.
 
     Example:
         >>> [run.name for run in _numbered([RunRecord("a", []), RunRecord("b", []), RunRecord("a", [])])]
         ['a', 'b', 'a (2)']
     """
-    names = [own.name for own in records]
+    names = [record.name for record in records]
     counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
-    named = [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts)]
-    return [dataclasses.replace(own, name=name) for own, name in zip(records, named)]
+    numbered = [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts)]
+    return [dataclasses.replace(record, name=name) for record, name in zip(records, numbered)]
 
 
 def _read_table(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The command that evaluates a model as it is: `mmod evaluate CONFIG [--kind KIND] [--key value]`."""
+"""The command that evaluates a model without training: `mmod evaluate CONFIG [--kind KIND] [--key value]`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ from mmod.training.kinds import CONFIGS, recipe_of, split_kind
 if TYPE_CHECKING:
     from mmod.training.engine.evaluate import RoutedResult
 
-__all__ = ["Assessment", "assess", "main"]
-
 _SAMPLES = (1, 8, 32)
 _ROUNDS = 7
 
 
 class Assessment(NamedTuple):
-    """What a model scores and costs.
+    """The score and the costs of a model.
 
     Attributes:
-        evaluation: What its evaluation found.
-        gflops: GFLOPs of a sample, by what is read: "image", "text", "window" or "prompt".
-        parameters: Number of its parameters.
-        ms: Milliseconds of a sample by what is read and by size of the batch, the median of some rounds.
+        gflops: GFLOPs of a sample, by its type: "image", "text", "window" or "prompt".
+        ms: Milliseconds of a sample by its type and by batch size, the median of some rounds.
     """
 
     evaluation: RoutedResult
@@ -36,21 +32,13 @@ class Assessment(NamedTuple):
     def __str__(self) -> str:
         lines = [str(self.evaluation), f"{self.parameters / 1e6:.4g} million parameters"]
         for name, gflops in self.gflops.items():
-            times = ", ".join(f"{own:.3g} at batch {size}" for size, own in self.ms[name].items())
+            times = ", ".join(f"{ms:.3g} at batch {size}" for size, ms in self.ms[name].items())
             lines.append(f"{name}: {gflops:.4g} GFLOPs, ms {times}")
         return "\n".join(lines)
 
 
 def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
-    """Evaluate the model that a run would start from, routed or not, and measure what it costs. Nothing is written.
-
-    Args:
-        config: The run: its model with the weights, evaluation data and routing are used.
-        progress: Show a bar.
-
-    Raises:
-        ValueError: If the config starts from no weights, or they do not fit the model.
-    """
+    """Evaluate the model that a run would start from, routed or not, and measure its costs. Nothing is written."""
     from statistics import median
 
     import torch
@@ -64,30 +52,30 @@ def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
     # As at the start of training, so that a study of the same config sees the same model.
     seed_draws(config.seed, 0, 0)
     model = recipe.load()
-    found = recipe.assess(model, progress)
-    # A set may have fewer samples than a batch.
+    evaluation = recipe.assess(model, progress)
     readings = {
         (name, reading.samples): reading
         for size in _SAMPLES
         for name, reading in recipe.readings(model, size).items()
+        # A set may have fewer samples than a batch.
         if reading.samples == size
     }
     with torch.inference_mode():
         calls = {key: reading.call for key, reading in readings.items()}
         times = interleave(calls, seconds=0, rounds=_ROUNDS, device=recipe.device)
     ms: dict[str, dict[int, float]] = {}
-    for (name, size), own in times.items():
-        ms.setdefault(name, {})[size] = median(own) / size
+    for (name, size), by_round in times.items():
+        ms.setdefault(name, {})[size] = median(by_round) / size
     return Assessment(
-        evaluation=found,
-        gflops={name: cost / 1e9 for name, cost in recipe.cost(model, found).items()},
+        evaluation=evaluation,
+        gflops={name: cost / 1e9 for name, cost in recipe.cost(model, evaluation).items()},
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         ms=ms,
     )
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Evaluate as the command line `CONFIG [--kind KIND] [--key value]` says and print what came out."""
+    """Evaluate as the command line `CONFIG [--kind KIND] [--key value]` says and print the assessment."""
     kind, arguments = split_kind(arguments)
     config: Any = parse_config(arguments, CONFIGS[kind])
     print(assess(config))

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mmod import is_routed
+from mmod import is_routed, trace
+from mmod.analysis.plots import draw_routing_maps
 from mmod.analysis.prefill import prefill_flops
-from mmod.data.readers.conversations import ConversationsConfig, open_conversations
+from mmod.analysis.style import FAINT, INK, new_figure
+from mmod.data.readers.chat import ChatCollator
+from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
+from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import prior_of
-from mmod.studies.chat_pictures import draw_answers, draw_kept
 from mmod.studies.config import ChatStudyConfig
 from mmod.studies.entrants import DENSE, Entrant, create_rivals
 from mmod.studies.jobs import Job
-from mmod.studies.results import Column, table_of
+from mmod.studies.results import COLUMNS, Column, save_picture, table_of
 from mmod.studies.study import Costs, Scores, Study, latencies
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import EvalResult, generate, mean_over_kinds
@@ -31,11 +35,11 @@ from mmod.training.engine.distributed import choose_device
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["ChatStudy"]
-
 _RIGHT = "right/"
-# A rival may cost so much more in FLOPs and still count as cheap as a model.
+# A rival counts as cheap as a model up to this factor in FLOPs.
 _AS_CHEAP = 1.1
+# Characters in a line of the question beside its picture.
+_LINE = 18
 
 
 class ChatStudy(Study[TrainConfig, EvalResult]):
@@ -44,24 +48,11 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
     config: ChatStudyConfig
     recipe: ClassVar[type[ChatRecipe]] = ChatRecipe
     run_config = TrainConfig
-    found = EvalResult
-    score = "right"
-    measure = "right answers"
-    columns: ClassVar = {
-        "name": ("model", ""),
-        "image_share": ("image FLOPs", ".3f"),
-        "flops_share": ("FLOPs", ".3f"),
-        "prefill_ms": ("prefill ms", ".2f"),
-        "prefill_speedup": ("speed-up", ".2f"),
-        "decode_per_s": ("decode tok/s", ".0f"),
-        "cache_bytes": ("cache bytes", ","),
-        "right": ("right %", "±.1f"),
-        "to_dense": ("to dense", ""),
-        "to_control": ("to control", ""),
-        "to_rival": ("to the best as cheap", ""),
-        "rival": ("which", ""),
-        "before": ("before tuning", "±.1f"),
-    }
+    score, measure = "right", "right answers"
+    columns = (
+        "name", "image_share", "flops_share", "prefill_ms", "prefill_speedup", "decode_per_s", "cache_bytes", "right",
+        "to_dense", "to_control", "to_rival", "rival", "before",
+    )  # fmt: skip
     data: ConversationsConfig
     series: Mapping[str, str]
 
@@ -69,39 +60,37 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         """Return the routing of the part that is routed."""
         return {self.config.part: super().routing(fields, capacity)}
 
-    def figures(self, found: EvalResult) -> dict[str, float]:
-        """Return right answers in percent, overall and by kind, and the share kept of tokens that may be skipped."""
-        return {**found.columns(), "kept": found.mean_kept}
+    def figures(self, evaluation: EvalResult) -> dict[str, float]:
+        """Return right answers in percent, overall and by type of question, and the kept share of tokens."""
+        return {**evaluation.columns(), "kept": evaluation.mean_kept}
 
     def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
-        """Return what is compared, after checking that there is something to ask."""
+        """Return what is compared; refuse a config without questions."""
         if dense.data.val is None or tuned.data.val is None:
             raise ValueError(f"{self.config.dense!r} has no data.val, so there is nothing to ask")
         self.data = tuned.data
-        smaller = create_rivals(self.config.rivals, self.config.controls, epochs=0, is_trained=self.config.tune)
-        entrants = [*super().entrants(dense, tuned), *smaller]
+        rivals = create_rivals(self.config.rivals, self.config.controls, epochs=0, is_trained=self.config.tune)
+        entrants = [*super().entrants(dense, tuned), *rivals]
         self.series = {entrant.name: entrant.series for entrant in entrants}
         return entrants
 
-    def examine(self, job: Job[TrainConfig], found: EvalResult) -> dict[str, float]:
-        """Count what reading a prompt of mean length costs and holds, and draw which image tokens are kept."""
+    def examine(self, job: Job[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
+        """Count FLOPs and cache of reading a prompt of mean length, and draw which image tokens are kept."""
         model: Any = self.load(job)
         prompts, text, image = self._prompts(job.config)
-        # Shares are of the dense model's prompts, whose images a rival's may be smaller than.
+        # Shares refer to the dense model's prompts; a rival's images may be smaller.
         full = self._prompts(
             dataclasses.replace(job.config, model=dataclasses.replace(job.config.model, image_size=None))
         )
-        routed = prefill_flops(model, text, image, found.kept if is_routed(model) else None).routed
+        routed = prefill_flops(model, text, image, evaluation.kept if is_routed(model) else None).routed
         dense, alone = (prefill_flops(model, text, images, 0.0).dense for images in (full[2], 0))
         with torch.inference_mode():
             cache = read_prompts(model, prompts)
         if self.config.maps and is_routed(model):
-            folder = Path(self.config.output)
-            folder.mkdir(parents=True, exist_ok=True)
             recipe = self.recipe(job.config)
             figure = draw_kept(model, recipe.collator, recipe.talks(self.config.maps))
             if figure is not None:
-                figure.savefig(folder / f"maps-{job.name}.png", dpi=150, bbox_inches="tight")
+                save_picture(self.config.output, f"maps-{job.name}", figure)
         return {
             "gflops": routed / 1e9,
             "flops_share": routed / dense,
@@ -111,12 +100,13 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         }
 
     def to_rivals(self, scores: Scores, costs: Costs) -> dict[str, dict[str, Any]]:
-        """Return each model's difference to the best of another series that costs about as little, and its name."""
+        """Return the difference of every model to the best of another series that is about as cheap, and its name."""
         best: dict[str, str | None] = {}
         for name in scores:
-            limit, own = _AS_CHEAP * costs[name]["flops_share"], self.series[name]
-            others = [one for one in scores if self.series[one] != own and costs[one]["flops_share"] <= limit]
-            best[name] = max(others, key=lambda one: mean(scores[one].values()), default=None)
+            limit = _AS_CHEAP * costs[name]["flops_share"]
+            rivals = [other for other in scores if self.series[other] != self.series[name]]
+            cheap = [other for other in rivals if costs[other]["flops_share"] <= limit]
+            best[name] = max(cheap, key=lambda other: mean(scores[other].values()), default=None)
         gaps = self.compare(scores, best)
         return {name: {"to_rival": gaps[name], "rival": best[name]} for name in scores}
 
@@ -128,16 +118,16 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         count, rounds = len(prompts[DENSE]["input_ids"]), self.config.timed_rounds
         reads = {name: functools.partial(read_prompts, model, prompts[name]) for name, model in models.items()}
         costs: dict[str, dict[str, float]] = {}
-        for name, (own, ratio) in latencies(reads, count, rounds, choose_device()).items():
-            taken = []
+        for name, (ms, ratio) in latencies(reads, count, rounds, choose_device()).items():
+            times = []
             for _ in range(rounds):
                 started = time.perf_counter()
                 generate(models[name], collators[name], prompts[name], self.config.timed_tokens, exactly=True)
-                taken.append(time.perf_counter() - started)
+                times.append(time.perf_counter() - started)
             # The first token comes from reading the prompt.
-            seconds = max(median(taken) - own * count / 1e3, 1e-9)
+            seconds = max(median(times) - ms * count / 1e3, 1e-9)
             rate = count * max(1, self.config.timed_tokens - 1) / seconds
-            costs[name] = {"prefill_ms": own, "prefill_speedup": ratio, "decode_per_s": rate}
+            costs[name] = {"prefill_ms": ms, "prefill_speedup": ratio, "decode_per_s": rate}
         return costs
 
     @property
@@ -146,7 +136,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         return {"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {self.config.timed_prompts}"}
 
     def pictures(self, rows: Sequence[dict[str, Any]]) -> dict[str, Figure]:
-        """Draw right answers against the cost of prefill, and by kind of question."""
+        """Draw right answers against the cost of prefill, and by type of question."""
         right = {
             row["name"]: {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in self.prior}} for row in rows
         }
@@ -155,10 +145,11 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
 
     def table(self, rows: Sequence[dict[str, Any]]) -> str:
         """Return the points as a Markdown table, with the prior in its last row."""
-        kinds: dict[str, Column] = {_RIGHT + kind: (kind, "±.1f") for kind in self.prior}
+        columns: dict[str, Column] = {name: COLUMNS[name] for name in self.columns}
+        columns |= {_RIGHT + kind: (kind, "±.1f") for kind in self.prior}
         prior = {_RIGHT + kind: share for kind, share in self.prior.items()}
         last = {"name": "language-only prior", "right": mean_over_kinds(self.prior), **prior}
-        return table_of({**self.columns, **kinds}, [*rows, last])
+        return table_of(columns, [*rows, last])
 
     def facts(self) -> dict[str, Any]:
         """Return the language-only prior."""
@@ -166,10 +157,63 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
 
     @functools.cached_property
     def prior(self) -> dict[str, float]:
-        """Percent of right answers that each question's most frequent answer in training gives, by kind."""
+        """Percent right for the answer that is most frequent in training, by type of question."""
         train, val = (open_conversations(str(name), self.data) for name in (self.data.train, self.data.val))
         return {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
 
     def _prompts(self, config: TrainConfig) -> tuple[dict[str, Tensor], int, int]:
-        """Return the prompts that are timed, as a run encodes them, and text and image tokens of one on average."""
+        """Return the timed prompts as a run encodes them, and a prompt's mean text and image tokens."""
         return self.recipe(config).prompts(self.config.timed_prompts)
+
+
+def draw_kept(model: Any, collator: ChatCollator, talks: Sequence[ChatSample]) -> Figure | None:
+    """Draw which image tokens the routed layers kept of questions about one image.
+
+    None where an image's tokens are no square grid over its pixels, as in models that cut images into tiles.
+    """
+    prompts = collator.prompts(talks)
+    pixels = prompts.get("pixel_values")
+    image_BN = prompts["input_ids"] == collator.processor.image_token_id
+    tokens = int(image_BN.sum()) // len(talks)
+    side = math.isqrt(tokens)
+    if pixels is None or pixels.ndim != 4 or side * side != tokens:
+        return None
+    low, high = pixels.amin(), pixels.amax()
+    labels = [textwrap.fill(talk.messages[-2].text.replace(IMAGE, "").strip(), _LINE) for talk in talks]
+    with torch.inference_mode(), trace(model) as decisions:
+        model(**{key: value.to(model.device) for key, value in prompts.items()}, logits_to_keep=1)
+    return draw_routing_maps((pixels - low) / (high - low), decisions, 0, (side, side), labels, image_BN)
+
+
+def draw_answers(right: Mapping[str, Mapping[str, float]], shares: Mapping[str, float]) -> Figure:
+    """Draw the percent of right answers by type of question: of the first model, and differences of the others to it.
+
+    Args:
+        shares: FLOPs of the models as a share of the first one's.
+
+    Example:
+        >>> right = {"dense": {"count": 99.0, "read": 51.0}, "p-mod": {"count": 98.5, "read": 47.0}}
+        >>> [text.get_text() for text in draw_answers(right, {"dense": 1.0, "p-mod": 0.57}).axes[0].texts]
+        ['99.0 %', '51.0 %', '-0.5', '-4.0']
+    """
+    names, kinds = list(right), list(next(iter(right.values())))
+    base = right[names[0]]
+    changes = [[right[name][kind] - base[kind] for kind in kinds] for name in names]
+    limit = max(5.0, *(abs(change) for row in changes for change in row))
+    figure = new_figure(1.0 * len(kinds) + 2.4, 0.36 * len(names) + 0.7)
+    axis = figure.subplots()
+    axis.imshow(changes, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
+    for row, differences in enumerate(changes):
+        for column, change in enumerate(differences):
+            text = f"{change:+.1f}" if row else f"{base[kinds[column]]:.1f} %"
+            axis.text(column, row, text, ha="center", va="center", color="white" if abs(change) > 0.6 * limit else INK)
+    axis.set_xticks(range(len(kinds)), kinds)
+    axis.set_yticks(range(len(names)), [f"{name}  {shares[name]:.2f}" for name in names])
+    axis.xaxis.tick_top()
+    axis.tick_params(length=0)
+    axis.set_xlabel(
+        f"right answers: {names[0]}, then points more or less · beside the names: share of FLOPs", color=FAINT
+    )
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    return figure

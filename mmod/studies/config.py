@@ -1,47 +1,36 @@
-"""The configuration of a study, for each kind of training."""
+"""The configuration of a study, by kind of training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from mmod.config import rational
 from mmod.values import check_fields, one_of, refuse_unknown
 
-__all__ = [
-    "BESIDE",
-    "ChatStudyConfig",
-    "FeaturesStudyConfig",
-    "ImageStudyConfig",
-    "PairsStudyConfig",
-    "PlanOptions",
-    "SegmentationStudyConfig",
-    "StudyConfig",
-    "refuse_set_by_study",
-]
-
-
-BESIDE = ("image_size", "changes", "tune")
-"""What a series of routed models may say of its runs beside how they are routed."""
+RUN_FIELDS = ("image_size", "changes", "tune", "budgets")
+"""Fields of a series of routed models that describe its runs instead of its routing."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How a plan is searched, see `mmod.search_plan`.
+    """Options of the search for a plan, see `mmod.search_plan`.
 
     Args:
         budget: Share of the dense model's cost that the plan may have, or milliseconds.
         batches: Calibration batches, spread evenly over the training data.
-        batch_size: Samples in each.
+        batch_size: Samples of a batch.
         part: The part that is planned; null for the image tower of image and pairs, the language model of chat and
             text.
-        cost: What the budget is of: "flops", "milliseconds" of a pass over a batch, or in a language model "cache" or
+        cost: Unit of the budget: "flops", "milliseconds" of a pass over a batch, or in a language model "cache" or
             "image_flops", those that image tokens add.
-        router: Which tokens a capacity above 0 keeps; a name, or a mapping with options such as `importance`.
-        options: Capacity, operator and context of each option; null for all that the blocks can do.
+        router: Chooses the tokens of a capacity above 0; a name, or a mapping with options such as `importance`.
+        options: Capacity, operator and context of every option; null for all that the blocks support.
         divergence: "kl" or "cosine"; null chooses by the model.
-        rounds: How often choices are scored again beside those of the plan so far.
+        rounds: Rounds in which options are scored again together with the choices of the plan so far.
     """
 
     budget: float = 0.5
@@ -64,30 +53,30 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig:
-    """What every study is told.
+    """Settings that all kinds of study share.
 
     Args:
-        output: The study's folder; its runs, table and pictures go there. A study goes on where it stopped.
+        output: Folder of runs, table and pictures. A stopped study resumes there.
         dense: Training config of the dense model, a YAML file; the study sets its `output`, `seed` and `routing`.
-        routers: Name of each series to its routing: fields of `RoutingConfig`, or `preset: NAME` with changes, or
-            `plan: FILE` with other fields; or `search` with fields of `PlanOptions`, which searches a plan for each
-            seed's dense model. Each is run at every capacity, which is the budget of what is searched. Beside them a
-            series may have `changes`, fields of the training config that differ in its runs, and `tune: false`, which
-            evaluates it as routing leaves it.
+        routers: Names of series to their routing: fields of `RoutingConfig`, or `preset: NAME` with changes, or
+            `plan: FILE` with other fields; or `search` with fields of `PlanOptions`, which searches a plan in the dense
+            model of every seed. All run at every capacity, the budget of a search. A series may also have `changes`,
+            fields of the training config that differ in its runs, `tune: false`, which leaves it untrained, and
+            `budgets`, which replace the capacities: names of budgets to the fields that they set.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         finetune: Fields to set differently again when a model is fine-tuned from the dense one.
-        capacities: Capacities of the routed blocks; null takes a series as it is, like one that sets `capacity` itself.
-        train_dense: Train the dense model first; False takes it as the config's `model` gives it (pretrained or a
-            checkpoint).
-        tune: Fine-tune; False evaluates routed models as routing leaves them, beside the dense one.
-        tune_dense: Fine-tune the dense model like the routed ones, so that none is ahead by mere training.
+        budgets: The budgets of series and rivals that are run; null for all.
+        capacities: Capacities of the routed blocks; null runs a series as it is, like one that sets `capacity`.
+        train_dense: Train the dense model first; False loads it as the config's `model` says.
+        tune: Fine-tune; False evaluates routed models without training.
+        tune_dense: Fine-tune the dense model like the routed ones, for equal training.
         before: Also evaluate models before they are fine-tuned.
-        seeds: Number of seeds; everything is repeated for each.
-        processes: Runs done side by side, each in a process of one thread; 1 does one after another in this process.
-        bases: Folder of another study of the same dense model and as many seeds, whose models to start from are taken
-            and, where they are missing, trained.
-        controls: Name of a series to the series that is its control, null for none; "random" is that of all other
-            series of `routers`.
+        seeds: Number of seeds; all runs are repeated with every seed, unless nothing is trained.
+        processes: Parallel runs, in processes of one thread; 1 runs them in this process.
+        then: Fields that differ in a second study, which follows; its `output` is a folder in this one's.
+        bases: Folder of another study of the same dense model and as many seeds: its dense models are used, and trained
+            where they are missing.
+        controls: Name of a series to the series that is its control, null for none; "random" unless named.
     """
 
     output: str
@@ -96,6 +85,7 @@ class StudyConfig:
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)
     finetune: dict[str, Any] = field(default_factory=dict)
+    budgets: list[float] | None = None
     capacities: list[float | None] = field(default_factory=lambda: [0.5])
     train_dense: bool = True
     tune: bool = True
@@ -103,6 +93,7 @@ class StudyConfig:
     before: bool = True
     seeds: int = 1
     processes: int = 1
+    then: dict[str, Any] | None = None
     bases: str | None = None
     controls: dict[str, str | None] = field(default_factory=dict)
 
@@ -120,67 +111,76 @@ class StudyConfig:
         refuse_set_by_study("changes", self.changes)
         refuse_set_by_study("finetune", self.finetune)
         check_fields(self, seeds="[1, inf)", processes="[1, inf)")
+        if self.then is not None and not self.then.get("output"):
+            raise ValueError(f"then must name its output, a folder in this study's, got {self.then}")
+        _ = self.following  # Checked before anything runs.
 
     @property
     def series(self) -> list[str]:
         """Names of all series apart from the dense model's."""
         return list(self.routers)
 
-    def is_one(self, series: str) -> bool:
-        """Whether a series says its own capacity or budget, so that it is run once.
+    @property
+    def following(self) -> StudyConfig | None:
+        """The study that follows this one, in a folder of its `output`."""
+        if self.then is None:
+            return None
+        folder = Path(self.output) / self.then["output"]
+        return dataclasses.replace(self, **{**self.then, "output": str(folder), "then": None})
 
-        Args:
-            series: A name in `routers`.
-        """
+    def routed_models(self) -> Iterator[tuple[str, float | None, dict[str, Any]]]:
+        """Yield series, capacity or budget, and fields of every routed model."""
+        for series, fields in self.routers.items():
+            for budget, differing in fields.get("budgets", {}).items():
+                if self.is_run(budget):
+                    yield series, budget, {**fields, **differing}
+            if "budgets" not in fields:
+                for capacity in [None] if self.is_one(series) else self.capacities:
+                    yield series, capacity, fields
+
+    def is_run(self, budget: float) -> bool:
+        """Whether models of a budget that a series names are run."""
+        return self.budgets is None or budget in self.budgets
+
+    def is_one(self, series: str) -> bool:
+        """Whether a series in `routers` sets its capacity or budget itself, so that it is run once."""
         fields = self.routers.get(series, {})
         return "capacity" in fields or "budget" in fields.get("search", {})
 
     def search_of(self, series: str, capacity: float | None) -> PlanOptions | None:
-        """Return how the plan of a series is searched; None where its routing is given.
-
-        Args:
-            series: A name in `routers`.
-            capacity: The budget; None takes that of the fields.
-
-        Raises:
-            ValueError: Fields of the search that do not fit, or fields of a routing beside it.
-        """
+        """Return how the plan of a series in `routers` is searched at a budget; None where its routing is fixed."""
         from mmod.training.engine.parse import config_from
 
         fields = self.routers.get(series, {})
         if "search" not in fields:
             return None
-        refuse_unknown(f"field beside routers.{series}.search", fields, ("search", *BESIDE))
+        refuse_unknown(f"field beside routers.{series}.search", fields, ("search", *RUN_FIELDS))
         budget = {} if capacity is None else {"budget": capacity}
         return config_from({**fields["search"], **budget}, PlanOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageStudyConfig(StudyConfig):
-    """A study of image classifiers: accuracy against FLOPs and latency.
+class TimmStudyConfig(StudyConfig):
+    """A study of timm's image models.
 
     Args:
-        kind: The kind of study.
-        score: Figure by which models are compared: "top1", and where patches have the labels "mean_iou" or "objects",
-            the accuracy where there is something (see `mmod.training.image.evaluate.EvalResult`).
-        isoflop: "scratch" also trains dense models with fewer blocks, as near in FLOPs to the routed ones as can be,
-            for as many epochs as training and fine-tuning have together; "none" leaves them out.
-        rivals: Name of each series to its budgets, the capacities of the routed models that they are matched to, and
-            what each is: a training config's `method`, or `kind: resolution`, or `kind: smaller` with `args` of the
-            model that differ. Rivals and series of `routers` may have an `image_size`, their own side of an image, and
-            rivals `changes` too. What is `smaller`, and methods to which dense weights are of no use, are trained from
-            scratch for as many epochs as training and fine-tuning have together.
-        rates: Factors by which the learning rate of each model is multiplied to find its best one, on `rate_split`
-            with the first seed; its runs then have that rate. None searches nothing.
+        score: Figure by which models are compared.
+        isoflop: "scratch" also trains dense models with fewer blocks and about the FLOPs of the routed ones, for as
+            many epochs as training and fine-tuning have together; "none" leaves them out.
+        rivals: Names of series to their budgets, the capacities of the routed models that they are matched to, with a
+            training config's `method`, `kind: resolution`, or `kind: smaller` with changed `args` of the model. Rivals
+            and series of `routers` may have an `image_size`, rivals `changes` too. Smaller models, and methods that
+            cannot use dense weights, are trained from scratch for all epochs.
+        rates: Factors of the learning rate, of which every model uses the best on `rate_split` with the first seed;
+            null searches none.
         rate_split: Split that the search evaluates on.
         latency_batch: Images in the batch whose latency is drawn and whose memory is measured.
-        latency_batches: Further sizes of batches whose latency is measured.
+        latency_batches: Further batch sizes whose latency is measured.
         latency_rounds: Interleaved rounds of the measurement.
         maps: Sample images over which routing is drawn.
     """
 
-    kind: Literal["image"] = "image"
-    score: Literal["top1", "objects", "mean_iou"] = "top1"
+    score: str
     isoflop: Literal["scratch", "none"] = "scratch"
     rivals: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
     rates: list[float] | None = None
@@ -192,8 +192,8 @@ class ImageStudyConfig(StudyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole = dict.fromkeys(("latency_batch", "latency_batches", "latency_rounds"), "[1, inf)")
-        check_fields(self, **whole, rates="(0, inf)", maps="[0, inf)")
+        positive = dict.fromkeys(("latency_batch", "latency_batches", "latency_rounds"), "[1, inf)")
+        check_fields(self, **positive, rates="(0, inf)", maps="[0, inf)")
         if self.rates is not None and len(set(self.rates)) < 2:
             raise ValueError(f"rates must name two factors or more to choose from, or be null, got {self.rates}")
 
@@ -204,30 +204,38 @@ class ImageStudyConfig(StudyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeaturesStudyConfig(ImageStudyConfig):
-    """A study of what a trained image model's features are worth: accuracy of classifiers on them against time.
-
-    Unless it is told to fine-tune, no model is trained. Where training and evaluation split of the dense model's data
-    differ, classifiers are fitted on the one and tested on the other; otherwise every image is tested by classifiers
-    fitted on the others.
+class ImageStudyConfig(TimmStudyConfig):
+    """A study of image classifiers: accuracy against FLOPs and latency.
 
     Args:
         kind: The kind of study.
-        images: Folder of the images, in the place of the config's `data.root`.
-        checkpoint: Weights to start from, in the place of the config's `model.checkpoint` or published ones.
-        limit: Images of each split that are used, spread evenly over the classes.
-        score: The classifier by which models are compared with rivals and controls: "linear" or "knn".
-        feature: What a feature is: "head" for what the classifier would read, "class" for the class token, "mean" for
-            the mean over patches.
+        score: Figure by which models are compared: "top1", and where patches have the labels "mean_iou" or "objects",
+            the accuracy where there is something (see `mmod.training.image.evaluate.EvalResult`).
+    """
+
+    kind: Literal["image"] = "image"
+    score: Literal["top1", "objects", "mean_iou"] = "top1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeStudyConfig(TimmStudyConfig):
+    """A study of a trained image model's features: accuracy of classifiers on them against time.
+
+    Without `tune` no model is trained. Classifiers are fitted on the training split of the dense model's data and
+    tested on the evaluation split; where both are the same, by cross-validation.
+
+    Args:
+        images: Folder of the images; null takes the config's `data.root`.
+        checkpoint: Weights to start from; null takes the config's `model.checkpoint` or published ones.
+        limit: Images used of a split, spread evenly over the classes.
+        feature: The feature.
         neighbours: Neighbours that vote on an image's class.
-        strengths: Values of scikit-learn's `C` from which the linear classifier chooses on the images it is fitted on.
-        folds: Parts into which the images of a single split are dealt.
+        strengths: Values of scikit-learn's `C` among which the linear classifier chooses by cross-validation.
+        folds: Folds of the cross-validation in a single split.
         draws: Draws of the bootstrap over images.
     """
 
-    # Values of its own for keys that it shares.
-    kind: Literal["features"] = "features"  # type: ignore[assignment]
-    score: Literal["linear", "knn"] = "linear"  # type: ignore[assignment]
+    feature: Literal["head", "class", "mean", "patches"]
     train_dense: bool = False
     tune: bool = False
     tune_dense: bool = False
@@ -239,7 +247,6 @@ class FeaturesStudyConfig(ImageStudyConfig):
     images: str | None = None
     checkpoint: str | None = None
     limit: int | None = None
-    feature: Literal["head", "class", "mean"] = "head"
     neighbours: int = 10
     strengths: list[float] = field(default_factory=lambda: [0.001, 0.01, 0.1])
     folds: int = 5
@@ -248,12 +255,7 @@ class FeaturesStudyConfig(ImageStudyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(
-            self,
-            limit="[1, inf)",
-            neighbours="[1, inf)",
-            strengths="(0, inf)",
-            folds="[2, inf)",
-            draws="[100, inf)",
+            self, limit="[1, inf)", neighbours="[1, inf)", strengths="(0, inf)", folds="[2, inf)", draws="[100, inf)"
         )
         if self.seeds != 1 or self.train_dense:
             raise ValueError("a study of features compares one trained model over images: seeds=1, train_dense=False")
@@ -262,8 +264,23 @@ class FeaturesStudyConfig(ImageStudyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentationStudyConfig(FeaturesStudyConfig):
-    """A study of what a trained image model's patch features are worth: how well a linear classifier segments images.
+class FeaturesStudyConfig(ProbeStudyConfig):
+    """A study of features of images; see `ProbeStudyConfig`.
+
+    Args:
+        kind: The kind of study.
+        score: The classifier by which models are compared with rivals and controls: "linear" or "knn".
+        feature: "head" for the classifier's input, "class" for the class token, "mean" for the mean over patches.
+    """
+
+    kind: Literal["features"] = "features"
+    score: Literal["linear", "knn"] = "linear"
+    feature: Literal["head", "class", "mean"] = "head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentationStudyConfig(ProbeStudyConfig):
+    """A study of a trained image model's patch features: segmentation by a linear classifier.
 
     The classifier is fitted on the training split's patches and tested on the evaluation split's, all of which have a
     class (`data.label_patch`). Features of another grid, as of smaller images, are interpolated to that of the labels.
@@ -272,18 +289,18 @@ class SegmentationStudyConfig(FeaturesStudyConfig):
         kind: The kind of study.
         score: "mean_iou", the mean intersection over union of the classes over all tested patches.
         feature: "patches".
-        strengths: As for features; one value is taken as it is.
+        strengths: Values of scikit-learn's `C` to choose from; one value needs no choice.
     """
 
-    kind: Literal["segmentation"] = "segmentation"  # type: ignore[assignment]
-    score: Literal["mean_iou"] = "mean_iou"  # type: ignore[assignment]
-    feature: Literal["patches"] = "patches"  # type: ignore[assignment]
+    kind: Literal["segmentation"] = "segmentation"
+    score: Literal["mean_iou"] = "mean_iou"
+    feature: Literal["patches"] = "patches"
     strengths: list[float] = field(default_factory=lambda: [0.01])
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tune:
-            raise ValueError("a study of segmentation judges features as they are: tune=False")
+            raise ValueError("a study of segmentation judges features without training: tune=False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,8 +309,8 @@ class PairsStudyConfig(StudyConfig):
 
     Args:
         kind: The kind of study.
-        routers: Name of each series to the routing of its towers: `{image: {...}, text: {...}}`, each with fields of
-            `RoutingConfig`, or `preset: NAME` with changes. Each is run at every capacity.
+        routers: Names of series to the routing of their towers: `{image: {...}, text: {...}}`, with fields of
+            `RoutingConfig`, or `preset: NAME` with changes. All run at every capacity.
         latency_batch: Images and captions in a batch whose latency is measured.
         latency_rounds: Interleaved rounds of the measurement.
     """
@@ -316,11 +333,11 @@ class ChatStudyConfig(StudyConfig):
     Args:
         kind: The kind of study.
         part: The part that is routed.
-        rivals: Smaller images: name of each series to its budgets, the capacities of the routed models that they are
-            matched to, and `{kind: resolution, image_size: SIDE}`.
+        rivals: Smaller images: names of series to their budgets, the capacities of the routed models that they are
+            matched to, with `{kind: resolution, image_size: SIDE}`.
         maps: Evaluation questions for which kept image tokens are drawn; 0 draws none.
-        timed_prompts: Prompts that are read at once when time is measured.
-        timed_tokens: Tokens that are decoded for each of them.
+        timed_prompts: Prompts in the batch whose latency is measured.
+        timed_tokens: Tokens decoded after a prompt.
         timed_rounds: Interleaved rounds of the measurement.
     """
 
@@ -348,12 +365,7 @@ class ChatStudyConfig(StudyConfig):
 
 
 def refuse_set_by_study(what: str, changes: Mapping[str, Any]) -> None:
-    """Raise a ValueError where changes of a training config name what a study sets itself.
-
-    Args:
-        what: What the changes are, for the error.
-        changes: The changes.
-    """
-    taken = sorted({"output", "seed", "routing"} & set(changes))
-    if taken:
-        raise ValueError(f"{what} must not set {', '.join(taken)}: the study sets them")
+    """Raise a ValueError where changes of a training config name what a study sets itself."""
+    reserved = sorted({"output", "seed", "routing"} & set(changes))
+    if reserved:
+        raise ValueError(f"{what} must not set {', '.join(reserved)}: the study sets them")

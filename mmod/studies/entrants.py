@@ -1,4 +1,4 @@
-"""What a study compares: rules that make a training config of the dense model's."""
+"""The entrants of a study: rules that make a training config from the dense model's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from mmod.methods import METHODS, read_method
 from mmod.studies.config import PlanOptions, refuse_set_by_study
 from mmod.values import one_of, refuse_unknown
 
-__all__ = ["DENSE", "Anew", "Changed", "Dense", "Entrant", "create_rivals", "merged"]
-
 DENSE = "dense"
 """Name of the entrant that all others are compared with."""
 
@@ -28,11 +26,11 @@ class Entrant(ABC):
         series: Entrants of one series are joined in the picture.
         capacity: Capacity of its routed blocks; None where its routing says more than one number.
         control: Name of the entrant that it is compared with besides the dense one.
-        share: Its time in training as a share of the dense model's.
+        share: Its training time as a share of the dense model's.
         is_trained: It is trained; otherwise it is evaluated as it is made.
-        image_size: Side of its images in pixels, where it is not the dense model's; weights are the same, position
-            embeddings resampled.
-        search: How its routing is searched, for each seed in its own dense model; None where it is known.
+        image_size: Side of its images in pixels, where it differs from the dense model's; position embeddings are
+            resampled.
+        search: How its routing is searched in the dense model of every seed; None where it is known.
         changes: Fields of its training config that differ, nested as there.
 
     Attributes:
@@ -60,14 +58,14 @@ class Entrant(ABC):
 
     def configure(self, dense: Any, tuned: Any) -> Any:
         """Return the config of its run; the study sets the folder."""
-        config = self.change(dense, tuned)
+        config = self._change(dense, tuned)
         if self.changes:
             config = type(config).from_dict(merged(config.to_dict(), self.changes))
         return config if self.image_size is None else config.at_size(self.image_size)
 
     @abstractmethod
-    def change(self, dense: Any, tuned: Any) -> Any:
-        """Return the config of its run at the dense model's size of images; see `configure`."""
+    def _change(self, dense: Any, tuned: Any) -> Any:
+        """Return the config of its run at the dense model's image size; see `configure`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +75,7 @@ class Dense(Entrant):
     name: str = DENSE
     series: str = DENSE
 
-    def change(self, dense: Any, tuned: Any) -> Any:
-        """Return the config that fine-tunes the dense model."""
+    def _change(self, dense: Any, tuned: Any) -> Any:
         return tuned
 
 
@@ -99,15 +96,14 @@ class Changed(Entrant):
         """Whether some of its blocks are routed."""
         return self.method is None or self.routing is not None
 
-    def change(self, dense: Any, tuned: Any) -> Any:
-        """Return the config that fine-tunes the changed model."""
+    def _change(self, dense: Any, tuned: Any) -> Any:
         method = {} if self.method is None else {"method": self.method}
         return dataclasses.replace(tuned, routing=self.routing, **method)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Anew(Entrant):
-    """A model that is trained from scratch for as long as the others in all: dense, or of a method that starts so.
+    """A model trained from scratch for as long as the others in total: dense, or of a method that starts so.
 
     Args:
         epochs: Epochs of its training.
@@ -125,8 +121,7 @@ class Anew(Entrant):
         """Whether its blocks choose what they run on."""
         return self.method is not None
 
-    def change(self, dense: Any, tuned: Any) -> Any:
-        """Return the config that trains it."""
+    def _change(self, dense: Any, tuned: Any) -> Any:
         model = type(dense.model)(dense.model.name, {**dense.model.args, **self.args})
         config = dataclasses.replace(dense, model=model, epochs=self.epochs)
         return config if self.method is None else dataclasses.replace(config, method=self.method)
@@ -139,18 +134,13 @@ def create_rivals(
     epochs: int,
     is_trained: bool,
 ) -> list[Entrant]:
-    """Return the entrants of a study that no router is part of.
+    """Return the entrants of a study that have no router.
 
     Args:
-        rivals: Name of each series to its budgets: the capacity of the routed models that one is matched to, and what
-            it is: `kind: resolution`, `kind: smaller` with `args`, or a training config's `method`; each may have an
-            `image_size`, and a resolution must, and `changes` of the training config. Experts take its `routing` too.
+        rivals: Series to capacity of the routed models that a rival is matched to, to its fields: `kind: resolution`
+            with `image_size`, `kind: smaller` with `args` and perhaps a `checkpoint`, or a training config's `method`;
+            any may have `image_size` and `changes` of the training config. Experts take its `routing` too.
         controls: Name of a series to the one that it is compared with besides the dense model.
-        epochs: Epochs of training and fine-tuning together, for those that start from scratch.
-        is_trained: The others are fine-tuned.
-
-    Raises:
-        ValueError: A field that the kind does not have, or lacks one.
 
     Example:
         >>> small = {"resolution": {0.5: {"kind": "resolution", "image_size": 24}}}
@@ -159,23 +149,23 @@ def create_rivals(
     """
     entrants = []
     for series, budgets in rivals.items():
-        for capacity, given in budgets.items():
+        for capacity, rival in budgets.items():
             control = controls.get(series)
             common: dict[str, Any] = {
                 "name": f"{series}-{capacity:g}",
                 "series": series,
                 "capacity": capacity,
                 "control": None if control is None else f"{control}-{capacity:g}",
-                "image_size": given.get("image_size"),
-                "changes": given.get("changes", {}),
+                "image_size": rival.get("image_size"),
+                "changes": rival.get("changes", {}),
             }
-            fields = {key: value for key, value in given.items() if key not in ("image_size", "changes")}
+            fields = {key: value for key, value in rival.items() if key not in ("image_size", "changes")}
             entrants.append(_rival(common, fields, epochs, is_trained))
     return entrants
 
 
 def _rival(common: dict[str, Any], fields: dict[str, Any], epochs: int, is_trained: bool) -> Entrant:
-    """Return a rival from what all entrants have and the fields of its kind."""
+    """Return a rival from the fields that all entrants have and those of its kind."""
     name, kind = common["name"], fields.get("kind")
     one_of(f"rivals.{name}.kind", kind, [*sorted({*METHODS} - {"routing"}), "resolution", "smaller"])
     if kind == "resolution":
@@ -184,9 +174,12 @@ def _rival(common: dict[str, Any], fields: dict[str, Any], epochs: int, is_train
             raise ValueError(f"rivals.{name} needs image_size")
         return Dense(is_trained=is_trained, **common)
     if kind == "smaller":
-        refuse_unknown(f"field of rivals.{name}", fields, ["kind", "args"])
+        refuse_unknown(f"field of rivals.{name}", fields, ["kind", "args", "checkpoint"])
         if fields.get("args") is None:
             raise ValueError(f"rivals.{name} needs args")
+        if "checkpoint" in fields:
+            model = {"args": fields["args"], "checkpoint": fields["checkpoint"]}
+            return Dense(is_trained=is_trained, **{**common, "changes": merged({"model": model}, common["changes"])})
         return Anew(args=fields["args"], epochs=epochs, **common)
     routing = fields.pop("routing", None) if str(kind) in METHODS["routing"].follows else None
     if read_method(fields).starts_anew:

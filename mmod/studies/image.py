@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar, TypeVar
 
@@ -15,15 +15,16 @@ from torch import nn
 from mmod.adapters import find_stack
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import sample_maps
+from mmod.analysis.redundancy import redundancy
 from mmod.analysis.timing import interleave, relative_times
 from mmod.model import is_routed
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.config import ImageStudyConfig, TimmStudyConfig
 from mmod.studies.entrants import DENSE, Anew, Entrant, create_rivals
 from mmod.studies.jobs import Job, Runner, Tick
 from mmod.studies.paired import as_fast, quoted, unbeaten
-from mmod.studies.rates import best_rates, starts_others, trials, with_rate
-from mmod.studies.results import Column, table_of
-from mmod.studies.study import Costs, Outcome, Scores, Study
+from mmod.studies.rates import best_rates, starts_others, trials, try_rates, with_rate
+from mmod.studies.results import COLUMNS, Column, save_picture, table_of
+from mmod.studies.study import Costs, Scores, Study
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.recipe import by_data
@@ -31,23 +32,23 @@ from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult
 from mmod.training.image.recipe import ImageRecipe, sample_images, timed_images
 
-__all__ = ["ImageStudy", "TimmStudy"]
-
-Found = TypeVar("Found", bound=RoutedResult)
+Evaluation = TypeVar("Evaluation", bound=RoutedResult)
 
 
-class TimmStudy(Study[TrainConfig, Found]):
-    """A study of timm's image models, of what they cost, and of their rivals; a subclass says how they are judged."""
+class TimmStudy(Study[TrainConfig, Evaluation]):
+    """A study of timm's image models, their costs and their rivals; a subclass says how they are judged."""
 
-    config: ImageStudyConfig
+    config: TimmStudyConfig
     recipe: ClassVar[type[ImageRecipe]] = ImageRecipe
     run_config = TrainConfig
 
-    def __init__(self, config: ImageStudyConfig) -> None:
+    def __init__(self, config: TimmStudyConfig) -> None:
         super().__init__(config)
         self.rates: dict[str, float] = {}
         self.routed_names: set[str] = set()
         self.epochs: dict[str, str] = {}
+        self.caption: list[str] = []
+        self.chance = 0.0
 
     def prepare(self, runner: Runner) -> None:
         """Find the learning rate of each model, if the config asks for it."""
@@ -55,22 +56,17 @@ class TimmStudy(Study[TrainConfig, Found]):
         if config.rates is None:
             return
         _, jobs = self.plan()
-        tried = trials(jobs, config.rates, config.rate_split, f"{config.output}/rates")
+        by_trial = trials(jobs, config.rates, config.rate_split, f"{config.output}/rates")
         first = [job for job in jobs[:1] if starts_others(job)]
-        names = {job.config.output: trial for trial, job in tried.items()}
-        scores: dict[tuple[str, float], float] = {}
-        for job, outcome in runner.run([*first, *tried.values()], self.try_rate):
-            if job.config.output in names:
-                scores[names[job.config.output]] = outcome.figures[self.score]
-        self.rates = best_rates({trial: scores[trial] for trial in tried})
+        self.rates = best_rates(try_rates(runner, by_trial, self.try_rate, first))
 
-    def try_rate(self, job: Job[TrainConfig], tick: Tick) -> Outcome:
-        """Do a run of the search."""
-        found = self.train(self.ready(job).config, tick)
-        return Outcome(found, self.figures(found))
+    def try_rate(self, job: Job[TrainConfig], tick: Tick) -> float:
+        """Return the score of a run of the search."""
+        evaluation: Any = self.recipe(self.ready(job).config).train(tick)
+        return self.figures(evaluation)[self.score]
 
     def plan(self) -> tuple[list[Entrant], list[Job[TrainConfig]]]:
-        """Return what is compared, and the runs with the learning rates that were found."""
+        """Return what is compared, and the runs with the best learning rates."""
         entrants, jobs = super().plan()
         self.routed_names = {entrant.name for entrant in entrants if entrant.is_routed}
         base = f"{jobs[0].config.epochs} " if starts_others(jobs[0]) else ""
@@ -79,24 +75,27 @@ class TimmStudy(Study[TrainConfig, Found]):
         return entrants, rated
 
     def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows with how long each model was trained."""
+        """Return the rows with the epochs of every model."""
         return [{**row, "epochs": self.epochs[row["name"]]} for row in rows]
 
     def facts(self) -> dict[str, Any]:
-        """Return the factors of the learning rates that were found."""
-        return {"rates": self.rates}
+        """Return the best factors of the learning rates, and the caption of the images."""
+        return {"rates": self.rates, "images": self.caption}
 
     def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
-        """Return the dense model, the routed ones, dense ones as near to them in FLOPs as can be, and rivals."""
-        epochs = dense.epochs + (tuned.epochs if self.config.tune else 0)
-        entrants = super().entrants(dense, tuned)
-        shallow = [] if self.config.isoflop == "none" else self._shallow(entrants, dense, epochs)
-        config = self.config
-        rivals = create_rivals(config.rivals, config.controls, epochs=epochs, is_trained=config.tune)
+        """Return the dense model, the routed ones, dense ones of about their FLOPs, and rivals."""
+        config, entrants = self.config, super().entrants(dense, tuned)
+        epochs = dense.epochs + (tuned.epochs if config.tune else 0)
+        shallow = [] if config.isoflop == "none" else self._shallow(entrants, dense, epochs)
+        chosen = {
+            series: {budget: fields for budget, fields in budgets.items() if config.is_run(budget)}
+            for series, budgets in config.rivals.items()
+        }
+        rivals = create_rivals(chosen, config.controls, epochs=epochs, is_trained=config.tune)
         return [*entrants, *shallow, *rivals]
 
     def _shallow(self, entrants: Sequence[Entrant], dense: TrainConfig, epochs: int) -> list[Entrant]:
-        """Return dense models of fewer blocks, as near in FLOPs to the routed ones as can be."""
+        """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible."""
         plain = dataclasses.replace(dense, model=ModelConfig(dense.model.name, dense.model.args))
         model = self.create(plain)
         report, depth = self.recipe(plain).report(model), len(find_stack(model).blocks)
@@ -105,29 +104,32 @@ class TimmStudy(Study[TrainConfig, Found]):
         for entrant in entrants:
             config = entrant.configure(plain, plain)
             routed = self.create(config)
-            # What thresholds cost follows from the data.
+            # The cost of thresholds depends on the data.
             if not by_data(routed):
                 cost = self.recipe(config).report(routed).routed
                 depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - cost)))
         return [
-            Anew(name=f"isoflop-{fewer}", series="shallow", args={"depth": fewer}, epochs=epochs, share=fewer / depth)
+            Anew(name=f"shallow-{fewer}", series="shallow", args={"depth": fewer}, epochs=epochs, share=fewer / depth)
             for fewer in sorted(depths - {depth})
         ]
 
-    def examine(self, job: Job[TrainConfig], found: Found) -> dict[str, float]:
+    def examine(self, job: Job[TrainConfig], evaluation: Evaluation) -> dict[str, float]:
         """Count the FLOPs of one image and the memory of a batch, and draw what a routed model keeps."""
         model = self.load(job)
+        if job.name == DENSE:
+            self.caption = [_caption(job.config, model)]
         if self.config.maps and is_routed(model):
-            self._draw_maps(job, model)
+            maps = sample_maps(model, sample_images(job.config, self.config.maps))
+            save_picture(self.config.output, f"maps-{job.name}", maps.draw())
         images = timed_images(job.config, self.config.latency_batch).to(choose_device(job.config.device))
         with torch.inference_mode():
             peak = peak_bytes(partial(model, images), images.device)
-        return {"gflops": self.recipe(job.config).cost(model, found)["image"] / 1e9, "peak_mb": peak / 1e6}
+        return {"gflops": self.recipe(job.config).cost(model, evaluation)["image"] / 1e9, "peak_mb": peak / 1e6}
 
     def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
-        """Measure the latency of the same evaluation images in batches of several sizes, for each image.
+        """Measure the latency of an image in batches of several sizes; models and sizes take turns.
 
-        All models and sizes take turns. Where images leave a model early, its time is the mean over the images.
+        Where images leave a model early, its time is the mean over the images.
         """
         device = choose_device(jobs[DENSE].config.device)
         count = max(self._batches)
@@ -135,32 +137,32 @@ class TimmStudy(Study[TrainConfig, Found]):
         for name, job in jobs.items():
             model, images = self.load(job), timed_images(job.config, count).to(device)
             for size in self._batches:
-                # None smaller at the end, which would be timed as one of this size.
+                # Without a smaller last batch, which would be timed as one of this size.
                 reads[name, size] = partial(_read, model, images[: count // size * size].split(size))
         with torch.inference_mode():
             times = interleave(reads, seconds=0, rounds=self.config.latency_rounds, device=device)
-        found: dict[str, dict[str, float]] = {name: {} for name in jobs}
+        figures: dict[str, dict[str, float]] = {name: {} for name in jobs}
         for size in self._batches:
-            own, (ms, speedup) = {name: times[name, size] for name in jobs}, self._time_columns(size)
-            for name, (total, ratio) in relative_times(own, DENSE).items():
-                found[name] |= {ms: total / (count // size * size), speedup: ratio}
-        return found
+            by_model, (ms, speedup) = {name: times[name, size] for name in jobs}, self._time_columns(size)
+            for name, (total, ratio) in relative_times(by_model, DENSE).items():
+                figures[name] |= {ms: total / (count // size * size), speedup: ratio}
+        return figures
 
     @property
     def _batches(self) -> list[int]:
-        """Sizes of batches whose latency is measured."""
+        """Batch sizes whose latency is measured."""
         return sorted({*self.config.latency_batches, self.config.latency_batch})
 
     def _time_columns(self, size: int) -> tuple[str, str]:
-        """Return the names of the columns with the time of a batch and with the speed-up over the dense model."""
+        """Return the names of a batch size's columns of time and of speed-up over the dense model."""
         is_main = size == self.config.latency_batch
         return ("latency_ms", "speedup") if is_main else (f"latency_ms_b{size}", f"speedup_b{size}")
 
     def _times(self, costs: Costs, names: Iterable[str]) -> dict[int, dict[str, float]]:
-        """Return the time of each model by size of the batch, for sizes above 1; nothing before it is measured."""
+        """Return the time of every model by batch size, for sizes above 1; nothing before it is measured."""
         columns = {size: self._time_columns(size)[0] for size in self._batches if size > 1}
-        found = {size: {name: costs[name].get(ms, 0.0) for name in names} for size, ms in columns.items()}
-        return {size: own for size, own in found.items() if all(own.values())}
+        by_size = {size: {name: costs[name].get(ms, 0.0) for name in names} for size, ms in columns.items()}
+        return {size: times for size, times in by_size.items() if all(times.values())}
 
     @property
     def costs(self) -> dict[str, str]:
@@ -169,8 +171,8 @@ class TimmStudy(Study[TrainConfig, Found]):
         return {"gflops": "GFLOPs per image", **times}
 
     def to_rivals(self, scores: Scores, costs: Costs) -> dict[str, dict[str, Any]]:
-        """Return each model's difference to the best model without a router that is as fast, and that one's name."""
-        found: dict[str, dict[str, Any]] = {name: {} for name in scores}
+        """Return the difference of every model to the best model without a router that is as fast, and its name."""
+        columns: dict[str, dict[str, Any]] = {name: {} for name in scores}
         for size, ms in self._times(costs, scores).items():
             fast = {name: [other for other in as_fast(ms, name) if other not in self.routed_names] for name in scores}
             best = {
@@ -179,97 +181,120 @@ class TimmStudy(Study[TrainConfig, Found]):
             }
             gaps = self.compare(scores, best)
             for name in scores:
-                found[name] |= {f"to_rival_b{size}": gaps[name], f"rival_b{size}": best[name]}
-        return found
+                columns[name] |= {f"to_rival_b{size}": gaps[name], f"rival_b{size}": best[name]}
+        return columns
 
     def ranking(self, scores: Scores, costs: Costs) -> str:
-        """Say which models none as fast is clearly better than; all are compared before time is measured."""
+        """Describe the images, name a model for some speeds, and say what is not known; without times, compare all."""
         times = self._times(costs, scores)
         to_dense = self.compare(scores, dict.fromkeys(scores, DENSE)).values()
-        if not times or not any(gap is not None and gap.has_interval for gap in to_dense):
+        if not times:
             return self.verdict(scores)
+        has_intervals = any(gap is not None and gap.has_interval for gap in to_dense)
 
         def is_better(one: str, other: str) -> bool:
             gap = self.compare(scores, {one: other})[one]
-            return gap is not None and gap.is_clear and gap.value > 0
+            return gap is not None and gap.value > 0 and (gap.is_clear if has_intervals else gap.value > self.chance)
 
-        found = {size: ", ".join(map(quoted, unbeaten(ms, is_better))) for size, ms in times.items()}
-        return "\n\n".join(
-            f"At batch {size}, no entrant that is as fast is clearly better (95 % interval of the paired difference) "
-            f"than any of these, which are not ranked: {names}."
-            for size, names in found.items()
-        )
+        advice = [self._advice(scores, ms, size, is_better) for size, ms in times.items()]
+        if not has_intervals:
+            return "\n\n".join([*self.caption, *advice, _ONE_SEED.format(chance=self.chance)])
+        lines = [
+            f"At batch {size}, no entrant that is as fast is significantly better (95 % interval of the paired "
+            f"difference) than any of these, which are not ranked: {', '.join(map(quoted, unbeaten(ms, is_better)))}."
+            for size, ms in times.items()
+        ]
+        return "\n\n".join([*self.caption, *advice, *lines])
+
+    def _advice(self, scores: Scores, ms: Mapping[str, float], size: int, is_better: Callable[[str, str], bool]) -> str:
+        """Name the best model at some speeds, and those that may be as good."""
+        mean_of = {name: mean(by_seed.values()) for name, by_seed in scores.items()}
+        lines = [f"What to use, in batches of {size}:\n"]
+        for speed in _SPEEDS:
+            fast = [name for name in mean_of if name != DENSE and ms[DENSE] >= speed * ms[name]]
+            best = max(fast, key=lambda name: mean_of[name], default=None)
+            if best is None:
+                lines.append(f"- {speed:g} times the dense speed: nothing measured is that fast")
+                continue
+            close = ", ".join(quoted(name) for name in fast if name != best and not is_better(best, name))
+            change = f"{quoted(best)}, {mean_of[best] - mean_of[DENSE]:+.1f} points"
+            lines.append(
+                f"- {speed:g} times the dense speed: {change}{f'; no clear difference from {close}' if close else ''}"
+            )
+        return "\n".join(lines)
+
+    def summary(self, rows: Sequence[dict[str, Any]]) -> str:
+        """Return the columns of the table that fit a screen."""
+        speedups = {self._time_columns(size)[1]: (f"speed-up b{size}", ".2f") for size in self._batches}
+        first, last = ("name", "gflops"), (self.score, "to_dense")
+        columns = {name: COLUMNS[name] for name in first} | speedups | {name: COLUMNS[name] for name in last}
+        return table_of(columns, rows)
 
     def table(self, rows: Sequence[dict[str, Any]]) -> str:
-        """Return the points as a Markdown table, with a column for each size of batch."""
+        """Return the points as a Markdown table, with a column for every batch size."""
         columns: dict[str, Column] = {}
-        last = [key for key in self.columns if key.endswith("to_dense")][-1]
-        for key, column in self.columns.items():
-            if key == "latency_ms":
-                for size in self._batches:
-                    columns[self._time_columns(size)[0]] = (f"ms / image b{size}", ".3f")
-            elif key == "speedup":
-                for size in self._batches:
-                    columns[self._time_columns(size)[1]] = (f"speed-up b{size}", ".2f")
-            else:
-                columns[key] = column
-            if key.endswith("to_dense"):
-                for size in self._batches:
-                    columns[f"{key[:-5]}rival_b{size}"] = (f"{column[0][:-5]}rival b{size}", "")
-            if key == last:
+        gaps = [name for name in self.columns if name.endswith("to_dense")]
+        for name in self.columns:
+            title, form = COLUMNS[name]
+            if name in ("latency_ms", "speedup"):
+                names = {size: self._time_columns(size)[name == "speedup"] for size in self._batches}
+                columns |= {column: (f"{title} b{size}", form) for size, column in names.items()}
+                continue
+            columns[name] = (title, form)
+            if name in gaps:
+                rival, heading = f"{name.removesuffix('dense')}rival", f"{title.removesuffix('dense')}rival"
+                columns |= {f"{rival}_b{size}": (f"{heading} b{size}", form) for size in self._batches}
+            if name == gaps[-1]:
                 columns |= {f"rival_b{size}": (f"rival b{size}", "") for size in self._batches}
         return table_of(columns, rows)
 
-    def _draw_maps(self, job: Job[TrainConfig], model: nn.Module) -> None:
-        figure = sample_maps(model, sample_images(job.config, self.config.maps)).draw()
-        folder = Path(self.config.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / f"maps-{job.name}.png", dpi=150)
 
-
+# Speeds for which a model is named, as multiples of the dense model's; images whose redundancy is measured.
+_SPEEDS, _MEASURED = (1.25, 1.5, 2.0), 256
+_ONE_SEED = (
+    "One seed and one dense model: differences below {chance:.1f} points may be chance, and another dense model may "
+    "rank these differently. `--seeds 5` gives confidence intervals over runs."
+)
 _MEASURES = {"top1": "top-1 accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
 
 
 class ImageStudy(TimmStudy[EvalResult]):
     """A study of timm's classifiers, of images or of patches; see `Study`."""
 
-    found = EvalResult
-    columns: ClassVar = {
-        "name": ("model", ""),
-        "capacity": ("capacity", "g"),
-        "epochs": ("epochs", ""),
-        "gflops": ("GFLOPs", ".4f"),
-        "latency_ms": ("ms / image", ".3f"),
-        "speedup": ("speed-up", ".2f"),
-        "peak_mb": ("peak MB", ".1f"),
-        "mean_iou": ("mean IoU %", "±.2f"),
-        "objects": ("objects %", "±.2f"),
-        "top1": ("top-1 %", ".2f"),
-        "top1_std": ("std", ".2f"),
-        "to_dense": ("to dense", ""),
-        "to_control": ("to control", ""),
-        "before": ("before tuning", ".2f"),
-        "kept": ("kept", ".3f"),
-    }
+    columns = (
+        "name", "capacity", "epochs", "gflops", "latency_ms", "speedup", "peak_mb", "mean_iou", "objects", "top1",
+        "top1_std", "to_dense", "to_control", "before", "kept",
+    )  # fmt: skip
 
     def __init__(self, config: ImageStudyConfig) -> None:
         super().__init__(config)
         self.score, self.measure = config.score, _MEASURES[config.score]
 
     def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
-        """Return what is compared.
-
-        Raises:
-            ValueError: If the score is one of patches and images have the labels.
-        """
+        """Return what is compared; refuse a score of patches where images have the labels."""
         if self.score != "top1" and dense.data.label_patch is None:
             raise ValueError(f"score={self.score!r} is one of patches: set data.label_patch, or score to 'top1'")
         return super().entrants(dense, tuned)
 
-    def figures(self, found: EvalResult) -> dict[str, float]:
-        """Return accuracy, what is known of patches alone, and kept share."""
-        kept = {"kept": found.mean_kept} if found.kept else {}
-        return {"top1": found.top1, **found.patch_figures(), **kept}
+    def examine(self, job: Job[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
+        """Count a model's costs, and the chance that sampling the dense model's test images adds to a difference."""
+        if job.name == DENSE:
+            right = self.figures(evaluation)[self.score] / 100
+            # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
+            self.chance = 196 * math.sqrt(2 * right * (1 - right) / evaluation.samples)
+        return super().examine(job, evaluation)
+
+    def figures(self, evaluation: EvalResult) -> dict[str, float]:
+        """Return accuracy, figures of patches, and kept share."""
+        kept = {"kept": evaluation.mean_kept} if evaluation.kept else {}
+        return {"top1": evaluation.top1, **evaluation.patch_figures(), **kept}
+
+
+def _caption(config: TrainConfig, model: nn.Module) -> str:
+    """Return the source, size and redundancy of the images."""
+    data, patch = config.data, getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    images = f"Images: {data.source}, {data.image_size} px"
+    return images if patch is None else f"{images}; {redundancy(timed_images(config, _MEASURED), patch[0])}"
 
 
 def _read(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
@@ -278,12 +303,7 @@ def _read(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
 
 
 def _epochs(job: Job[TrainConfig], base: str) -> str:
-    """Say for how many epochs a model was trained: from scratch, or those of the dense model and its own.
-
-    Args:
-        job: Its run.
-        base: Epochs of the dense model that others start from and a space; empty where it was not trained.
-    """
+    """Return a model's epochs: from scratch, or those of the dense model (`base`) and of its fine-tuning."""
     if not job.is_tuned:
         return str(job.config.epochs) if job.is_trained else ""
     if not job.is_trained:

@@ -1,4 +1,4 @@
-"""The runs of a study, one after another or in processes side by side, under a bar that says how long it will take."""
+"""The runs of a study or benchmark, one by one or in parallel processes, under a bar with the time left."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ import torch
 from mmod.io.progress import progress_bar, say
 from mmod.studies.config import PlanOptions
 
-__all__ = ["Job", "Runner", "Search", "Tick", "in_words"]
-
 Config = TypeVar("Config")
 Result = TypeVar("Result")
-# Told the share of a run that is done, from 0 to 1.
 Tick = Callable[[float], None]
+"""Receives the progress of a run, from 0 to 1."""
 
 
 class Search(NamedTuple):
-    """How the routing of a run is searched before it starts, and where what was found is kept."""
+    """How the routing of a run is searched before it starts, and the folder of the search."""
 
     options: PlanOptions
     folder: Path
@@ -35,25 +33,18 @@ class Search(NamedTuple):
 
 @dataclass(frozen=True)
 class Job(Generic[Config]):
-    """One run of a study.
-
-    Args:
-        name: Name of the model.
-        seed: Its seed.
-        config: How it is trained.
-        is_tuned: It starts from the dense model's weights.
-        is_trained: It is trained; otherwise it is evaluated as it starts.
-        work: How long it takes, in any unit that all runs of the study share.
-        search: How its routing is searched; None where its config says it.
-    """
+    """One run: the training or evaluation of a model, or a measurement, which has no config."""
 
     name: str
     seed: int
     config: Config
-    is_tuned: bool = False
+    is_tuned: bool = False  # It starts from the dense model's weights.
     is_trained: bool = True
-    work: float = 1.0
+    work: float = 1.0  # Expected duration, in any unit that all runs share.
     search: Search | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.config is None else f"{self.name}, seed {self.seed}"
 
 
 # Does one run and reports its progress.
@@ -62,20 +53,12 @@ Do = Callable[[Job[Config], Tick], Result]
 
 @dataclass
 class Runner:
-    """Does the runs of a study.
-
-    Args:
-        processes: Runs done side by side, each in a process of one thread; 1 does them in this process with torch's
-            threads.
-        progress: Show a bar over all of them.
-
-    Attributes:
-        cpu: CPU seconds that each process has used so far, by its id.
-    """
+    """Does the runs of a study or benchmark, one by one in this process or several in processes of one thread."""
 
     processes: int = 1
     progress: bool = True
-    cpu: dict[int, float] = field(default_factory=dict)
+    title: str = "study"
+    cpu: dict[int, float] = field(default_factory=dict)  # Seconds used so far by process id.
 
     @property
     def cpu_seconds(self) -> float:
@@ -84,7 +67,7 @@ class Runner:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the runs are done on, and what they have cost so far, as records of studies say it."""
+        """The machine, and the CPU time so far, for a study's record."""
         machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
         return {**machine, "cpu_seconds": self.cpu_seconds}
 
@@ -94,13 +77,11 @@ class Runner:
             say(line)
 
     def run(self, jobs: Sequence[Job[Config]], do: Do[Config, Result]) -> Iterator[tuple[Job[Config], Result]]:
-        """Do the runs and yield each with its result as soon as it has one.
+        """Do the runs by `do`, which other processes get pickled, and yield every finished run with its result.
 
-        Args:
-            jobs: The runs. All runs of a seed wait for its first, from whose weights they start.
-            do: Does one; it is pickled for other processes.
+        All runs of a seed wait for its first, from whose weights they start.
         """
-        with _Bar(jobs, self.progress) as bar:
+        with _Bar(jobs, self.title, self.progress) as bar:
             yield from self._in_turn(jobs, do, bar) if self.processes == 1 else self._side_by_side(jobs, do, bar)
 
     def _in_turn(
@@ -137,7 +118,7 @@ class Runner:
                     bar.update(index, 1.0)
                     yield jobs[index], future.result()
         except BaseException:
-            # Runs can be resumed: what others are still doing is not waited for.
+            # Runs can be resumed, so the others are not waited for.
             pool.shutdown(wait=False, cancel_futures=True)
             for process in set(multiprocessing.active_children()) - set(before):
                 process.terminate()
@@ -154,12 +135,12 @@ class Runner:
 class _Bar:
     """A bar over all runs, with the time left at the rate measured so far."""
 
-    def __init__(self, jobs: Sequence[Job[Any]], progress: bool) -> None:
+    def __init__(self, jobs: Sequence[Job[Any]], title: str, progress: bool) -> None:
         self.jobs = jobs
         self.shares = [0.0] * len(jobs)
         self.total = sum(job.work for job in jobs)
         self.started: tuple[float, float] | None = None
-        layout = "study: {percentage:.0f} % |{bar}| {desc}"
+        layout = f"{title}: {{percentage:.0f}} % |{{bar}}| {{desc}}"
         self.bar = progress_bar(total=self.total, bar_format=layout, shown=progress)
         self.shown = 0.0
 
@@ -178,14 +159,13 @@ class _Bar:
 
     def begin(self, index: int) -> None:
         """Name the run that begins."""
-        job = self.jobs[index]
-        self.name = f"{job.name}, seed {job.seed}"
+        self.name = str(self.jobs[index])
         self._show()
 
     def update(self, index: int, share: float) -> None:
-        """Take in how much of a run is done."""
+        """Record the progress of a run."""
         self.shares[index] = max(share, self.shares[index])
-        # What an earlier start has done says nothing about the rate, so the clock starts at the first report.
+        # Runs of an earlier start say nothing about the rate, so the clock starts at the first report.
         self.started = self.started or (time.perf_counter(), self.done)
         if time.monotonic() - self.shown > 0.5:
             self._show()
@@ -204,7 +184,7 @@ class _Bar:
 
 
 def in_words(seconds: float) -> str:
-    """Say how much time is left.
+    """Return how much time is left, in words.
 
     Example:
         >>> in_words(20), in_words(250), in_words(9000)

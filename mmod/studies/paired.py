@@ -1,4 +1,4 @@
-"""Differences between models that share their seeds: means, 95 % intervals, and which models they tell apart."""
+"""Differences between models that share their seeds: means, 95 % intervals, and which of them are significant."""
 
 from __future__ import annotations
 
@@ -8,62 +8,45 @@ from statistics import stdev
 
 from mmod.analysis.statistics import BySeed, Estimate, difference
 
-__all__ = ["as_fast", "compare", "quoted", "spread", "unbeaten", "verdict"]
-
 
 def compare(figures: Mapping[str, BySeed], partners: Mapping[str, str | None]) -> dict[str, Estimate | None]:
-    """Return each model's difference to its partner.
-
-    Args:
-        figures: Figures by seed of each model.
-        partners: Name of the model that each is compared with; itself, None or a missing one gives None.
-    """
-    found: dict[str, Estimate | None] = {}
-    for name, own in figures.items():
+    """Return the difference of every model's figures by seed to those of its partner, None for itself or none."""
+    gaps: dict[str, Estimate | None] = {}
+    for name, values in figures.items():
         partner = partners.get(name)
         other = {} if partner is None or partner == name else figures.get(partner, {})
-        found[name] = difference(own, other) if set(own) & set(other) else None
-    return found
+        gaps[name] = difference(values, other) if set(values) & set(other) else None
+    return gaps
 
 
 def verdict(figures: Mapping[str, BySeed]) -> str:
-    """Say in one sentence which models the seeds do not tell apart.
-
-    Args:
-        figures: Figures by seed of each model.
+    """Say in one sentence between which models there is no significant difference.
 
     Example:
         >>> print(verdict({"dense": {0: 95.0, 1: 95.2}, "a": {0: 94.9, 1: 95.2}, "b": {0: 70.0, 1: 70.1}}))
-        Paired over 2 seeds, 95 % intervals do not tell apart: dense and a.
+        Paired over 2 seeds (95 % intervals), no significant difference between dense and a.
     """
-    seeds = max((len(own) for own in figures.values()), default=0)
+    seeds = max((len(values) for values in figures.values()), default=0)
     if seeds < 2:
-        return "One seed: which model is better is not said."
-    groups = _close_groups(figures)
-    told = "do not tell apart: " + "; ".join(map(_listed, groups)) if groups else "tell all models apart"
-    return f"Paired over {seeds} seeds, 95 % intervals {told}."
+        return "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
+    groups = "; ".join(map(_listed, _close_groups(figures)))
+    differing = f"no significant difference between {groups}" if groups else "all differences are significant"
+    return f"Paired over {seeds} seeds (95 % intervals), {differing}."
 
 
 def as_fast(ms: Mapping[str, float], name: str) -> list[str]:
-    """Return the models that take no more time than one of them, apart from itself.
-
-    Args:
-        ms: Measured time of each model. A fiftieth more counts as equal, which is what measurements repeat to.
-        name: The model.
+    """Return the other models that take no more time than one of them.
 
     Example:
         >>> as_fast({"dense": 3.0, "a": 2.0, "b": 2.02, "c": 1.0}, "a")
         ['b', 'c']
     """
-    return [other for other, own in ms.items() if other != name and own <= 1.02 * ms[name]]
+    # Measurements repeat to within 2 %.
+    return [other for other, time in ms.items() if other != name and time <= 1.02 * ms[name]]
 
 
 def unbeaten(ms: Mapping[str, float], is_better: Callable[[str, str], bool]) -> list[str]:
-    """Return the models that none as fast is clearly better than.
-
-    Args:
-        ms: Measured time of each model.
-        is_better: Whether a model is clearly better than another.
+    """Return the models than which none that is as fast is clearly better.
 
     Example:
         >>> unbeaten({"dense": 3.0, "a": 2.0, "b": 2.0}, lambda one, other: (one, other) == ("a", "b"))
@@ -73,7 +56,7 @@ def unbeaten(ms: Mapping[str, float], is_better: Callable[[str, str], bool]) -> 
 
 
 def quoted(name: str) -> str:
-    """Return a name as it stands in a list: in quotes where it has a comma.
+    """Return a name for a list of names: in quotes where it has a comma.
 
     Example:
         >>> quoted("dense"), quoted("attention, merged")
@@ -88,7 +71,7 @@ def spread(values: Sequence[float]) -> float | None:
 
 
 def _close_groups(figures: Mapping[str, BySeed]) -> list[list[str]]:
-    """Return groups of models no two of which are told apart, so that each pair that is not stands in one of them."""
+    """Return groups of models without a significant difference, such that every such pair stands in one of them."""
     near = {name: {other for other in figures if not _is_clear(figures[name], figures[other])} for name in figures}
     groups: list[list[str]] = []
     for one, two in combinations(figures, 2):
@@ -106,5 +89,5 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def _is_clear(own: BySeed, other: BySeed) -> bool:
-    return bool(set(own) & set(other)) and difference(own, other).is_clear
+def _is_clear(one: BySeed, other: BySeed) -> bool:
+    return bool(set(one) & set(other)) and difference(one, other).is_clear

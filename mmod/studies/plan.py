@@ -1,4 +1,4 @@
-"""The command that searches a plan: `mmod plan CONFIG [--kind KIND] [--key value]`."""
+"""The search of a plan for the model that a run would start from: `mmod plan CONFIG [--kind KIND] [--key value]`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,15 @@ if TYPE_CHECKING:
     # By way of the package, which readers of the fields' types import without torch.
     import mmod.planning
 
-__all__ = ["main", "plan_config", "search_for", "search_run"]
-
 _DOCS = """The keys of a training config, whose model, data and device say what is searched.
 
 Args:
-    plan: How it is searched. What is found goes to the folder `plan` in `output`.
+    plan: How it is searched. The plan goes to the folder `plan` in `output`.
 """
 
 
 def plan_config(kind: str) -> Any:
-    """Return the dataclass of the config of a search: that of a run of a kind of training, with `plan`.
-
-    Args:
-        kind: A name of `mmod.training.kinds.CONFIGS`.
-    """
+    """Return the dataclass of the config of a search: that of a kind of training, with `plan`."""
     group = ("plan", PlanOptions, dataclasses.field(default_factory=PlanOptions))
     return dataclasses.make_dataclass(
         "PlanConfig", [group], bases=(CONFIGS[kind],), namespace={"__doc__": _DOCS}, frozen=True, kw_only=True
@@ -39,32 +33,15 @@ def plan_config(kind: str) -> Any:
 
 
 def search_run(config: Any) -> mmod.planning.PlanSearch:
-    """Search a plan for the model that a run would start from, and write what was found into its folder `plan`.
-
-    Args:
-        config: The model with its weights, the data, and how to search; see `plan_config`.
-
-    Raises:
-        FileExistsError: The folder holds another plan of the same name.
-        ValueError: A config that starts from no weights or routes, or the folder belongs to another search.
-    """
+    """Search a plan as a config of `plan_config` says, into the folder `plan` of its output; see `search_for`."""
     return search_for(config, config.plan, Path(config.output) / "plan")
 
 
 def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.planning.PlanSearch:
-    """Search a plan for the model that a run would start from, and write what was found.
+    """Search a plan for the model that a run would start from, and write plan and picture into a folder.
 
-    Scores are kept batch by batch in `scores.jsonl`, so that the search goes on where it stopped and another budget
-    tries nothing again; each budget has a plan and a picture of its own.
-
-    Args:
-        config: The run: its model with weights, and its training data.
-        options: How to search.
-        folder: Where scores, plan and picture go.
-
-    Raises:
-        FileExistsError: The folder holds another plan of the same name.
-        ValueError: A run that starts from no weights or routes, or the folder belongs to another search.
+    `scores.jsonl` in the folder keeps the scores batch by batch: a stopped search continues, and another budget scores
+    nothing again.
     """
     from mmod import Option, Plan, search_plan
 
@@ -78,12 +55,12 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.pl
     name = f"{options.cost}-{options.budget:g}" + (f"-rounds-{options.rounds}" if options.rounds else "")
     with locked(folder, wait=True):
         folder.mkdir(parents=True, exist_ok=True)
-        found = search_plan(
+        search = search_plan(
             model,
             batches,
             options.budget,
             part=options.part or recipe.part,
-            options=None if options.options is None else [Option(*each) for each in options.options],
+            options=None if options.options is None else [Option(*option) for option in options.options],
             router=options.router,
             cost=options.cost,
             divergence=options.divergence,
@@ -91,15 +68,16 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.pl
             progress_file=folder / "scores.jsonl",
         )
         path = folder / f"{name}.json"
-        if not path.exists() or Plan.load(path) != found.plan:
-            found.plan.save(path)
-        found.plot(folder / f"{name}.png")
-    return found
+        if not path.exists() or Plan.load(path) != search.plan:
+            search.plan.save(path)
+        for suffix in ("png", "svg"):
+            search.plot(folder / f"{name}.{suffix}")
+    return search
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Search as the command line `CONFIG [--kind KIND] [--key value]` says and print what was found."""
+    """Search as the command line `CONFIG [--kind KIND] [--key value]` says and print the result."""
     kind, arguments = split_kind(arguments)
     config: Any = parse_config(arguments, plan_config(kind))
-    found = search_run(config)
-    print(f"{found}\n\nPlan, picture and scores: {Path(config.output) / 'plan'}")
+    search = search_run(config)
+    print(f"{search}\n\nPlan, picture and scores: {Path(config.output) / 'plan'}")

@@ -1,4 +1,4 @@
-"""How well features tell classes apart without training the model, and how sure differences over images are."""
+"""Classifiers on the features of a model that is not trained."""
 
 from __future__ import annotations
 
@@ -7,22 +7,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Split", "guess_linearly", "linear_probe", "nearest_neighbours", "split_by_class"]
-
 Split = tuple[np.ndarray, np.ndarray]
-"""Numbers of the images that a classifier is fitted on, and of those it is tested on."""
+"""Indices of the images that a classifier is fitted on, and of those it is tested on."""
 
 
 def split_by_class(labels: np.ndarray, count: int) -> list[Split]:
-    """Return splits in which every image is tested once, by a classifier fitted on the others.
-
-    Args:
-        labels: Class of each image.
-        count: Number of splits.
-
-    Raises:
-        ValueError: If a class has fewer images than there are splits.
-    """
+    """Return `count` splits in which every image is tested once, by a classifier fitted on the others."""
     from sklearn.model_selection import StratifiedKFold
 
     numbers, counts = np.unique(labels, return_counts=True)
@@ -34,16 +24,9 @@ def split_by_class(labels: np.ndarray, count: int) -> list[Split]:
 
 
 def nearest_neighbours(features: np.ndarray, labels: np.ndarray, splits: Sequence[Split], k: int) -> np.ndarray:
-    """Return which tested images their nearest neighbours by cosine classify rightly, near ones weighing more.
+    """Return which tested images their k nearest neighbours by cosine, weighted by distance, classify correctly.
 
-    Args:
-        features: Features (images, channels).
-        labels: Class of each image.
-        splits: What is fitted and tested.
-        k: Neighbours that vote.
-
-    Returns:
-        1 where right, else 0, in the order of the images (tested images,).
+    1 where correct, else 0, in the order of the images (tested images,).
 
     Example:
         >>> x = np.array([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
@@ -58,35 +41,21 @@ def nearest_neighbours(features: np.ndarray, labels: np.ndarray, splits: Sequenc
 def linear_probe(
     features: np.ndarray, labels: np.ndarray, splits: Sequence[Split], strengths: Sequence[float]
 ) -> np.ndarray:
-    """Return which tested images a logistic regression on standardised features classifies rightly.
+    """Return which tested images a logistic regression on standardised features classifies correctly.
 
-    Its regularisation is chosen by cross-validation among the images it is fitted on.
-
-    Args:
-        features: Features (images, channels).
-        labels: Class of each image.
-        splits: What is fitted and tested.
-        strengths: Values of scikit-learn's `C` to choose from.
-
-    Returns:
-        1 where right, else 0, in the order of the images (tested images,).
+    scikit-learn's `C` is chosen among `strengths` by cross-validation in the images it is fitted on. 1 where correct,
+    else 0, in the order of the images (tested images,).
     """
     return _tested(_regression(strengths, 3), features, labels, splits)
 
 
-def guess_linearly(
+def predict_linearly(
     fitted: np.ndarray, labels: np.ndarray, tested: np.ndarray, images: np.ndarray, strengths: Sequence[float]
 ) -> np.ndarray:
-    """Return the classes that a logistic regression on standardised features guesses.
+    """Return the classes that a logistic regression on standardised features of patches predicts for tested patches.
 
-    Its regularisation is chosen by cross-validation, with all patches of an image on the same side.
-
-    Args:
-        fitted: Features of patches (patches, channels).
-        labels: Their classes (patches,).
-        tested: Features of the patches that are guessed.
-        images: Number of the image that each fitted patch is of (patches,).
-        strengths: Values of scikit-learn's `C` to choose from.
+    Cross-validation chooses `C` with all patches of an image on the same side; `images` numbers the image of every
+    fitted patch.
     """
     from sklearn.model_selection import GroupKFold
 

@@ -1,4 +1,4 @@
-"""The search for a learning rate, the same for every model of a study."""
+"""The search for the learning rate of every model of a study."""
 
 from __future__ import annotations
 
@@ -6,28 +6,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmod.studies.jobs import Job
-
-__all__ = ["best_rates", "trials", "with_rate"]
+from mmod.studies.jobs import Do, Job, Runner
 
 # Name of a model, and the factor of its learning rate.
 Trial = tuple[str, float]
 
 
 def trials(jobs: Sequence[Job[Any]], rates: Sequence[float], split: str, folder: str) -> dict[Trial, Job[Any]]:
-    """Return the runs that try learning rates.
+    """Return the runs that try factors of the learning rate, evaluated on a split, for the first seed's models.
 
-    Args:
-        jobs: The runs of the study; those of the first seed that are trained are tried, apart from one that others
-            start from, which comes first.
-        rates: Factors of the learning rate.
-        split: Split that the trials are evaluated on.
-        folder: Where they go.
+    A first run that others start from is not tried: it comes before all others.
     """
-    others = jobs[1:] if starts_others(jobs[0]) else jobs
     return {
-        (job.name, rate): dataclasses.replace(job, config=_tried(job.config, rate, split, f"{folder}/{job.name}"))
-        for job in others
+        (job.name, rate): dataclasses.replace(job, config=_trial(job.config, rate, split, f"{folder}/{job.name}"))
+        for job in (jobs[1:] if starts_others(jobs[0]) else jobs)
         if job.seed == 0 and job.is_trained
         for rate in rates
     }
@@ -38,8 +30,16 @@ def starts_others(first: Job[Any]) -> bool:
     return first.is_trained and not first.is_tuned
 
 
+def try_rates(
+    runner: Runner, by_trial: Mapping[Trial, Job[Any]], do: Do[Any, float], before: Sequence[Job[Any]] = ()
+) -> dict[Trial, float]:
+    """Return the score of every trial, after runs that the trials start from."""
+    scores = {job.config.output: score for job, score in runner.run([*before, *by_trial.values()], do)}
+    return {trial: scores[job.config.output] for trial, job in by_trial.items()}
+
+
 def best_rates(scores: Mapping[Trial, float]) -> dict[str, float]:
-    """Return the best factor of each model by name, the first of equal ones.
+    """Return the best factor of every model by name, the first of equal ones.
 
     Example:
         >>> best_rates({("a", 0.5): 90.0, ("a", 1.0): 91.0, ("b", 0.5): 80.0, ("b", 1.0): 80.0})
@@ -57,6 +57,6 @@ def with_rate(config: Any, rate: float) -> Any:
     return dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=rate * config.optim.lr))
 
 
-def _tried(config: Any, rate: float, split: str, folder: str) -> Any:
+def _trial(config: Any, rate: float, split: str, folder: str) -> Any:
     data = dataclasses.replace(config.data, val_split=split)
     return dataclasses.replace(with_rate(config, rate), data=data, output=f"{folder}-{rate:g}")

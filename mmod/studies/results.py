@@ -1,4 +1,4 @@
-"""What a study finds: its points, and how they are written."""
+"""The results of a study: its points, the columns of its table, and its files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from mmod.analysis.statistics import Estimate, published
+from mmod.analysis.style import svg_of
 from mmod.analysis.tables import markdown_table
+from mmod.analysis.timing import Spread
 from mmod.io.files import write_atomically
 from mmod.studies.paired import spread
 from mmod.training.engine.logging import write_csv
@@ -19,25 +21,60 @@ from mmod.training.engine.logging import write_csv
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Column", "Point", "StudyResult", "flat", "table_of", "write_outcome"]
-
 Column = tuple[str, str]
-"""Title of a column, and how its values are formatted; `±` in front adds the standard deviation over seeds."""
+"""Title and format of a column. `±` before the format adds the standard deviation over seeds, `[` the quartiles."""
+
+COLUMNS: dict[str, Column] = {
+    "name": ("model", ""),
+    "capacity": ("capacity", "g"),
+    "epochs": ("epochs", ""),
+    "gflops": ("GFLOPs", ".4g"),
+    "image_gflops": ("GFLOPs / image", ".4f"),
+    "text_gflops": ("GFLOPs / caption", ".4f"),
+    "image_share": ("image FLOPs", ".3f"),
+    "flops_share": ("FLOPs", ".3f"),
+    "latency_ms": ("ms / image", ".3f"),
+    "speedup": ("speed-up", ".2f"),
+    "image_ms": ("ms / image", ".3f"),
+    "text_ms": ("ms / caption", ".3f"),
+    "image_speedup": ("image speed-up", ".2f"),
+    "text_speedup": ("text speed-up", ".2f"),
+    "prefill_ms": ("prefill ms", ".2f"),
+    "prefill_speedup": ("speed-up", ".2f"),
+    "decode_per_s": ("decode tok/s", ".0f"),
+    "cache_bytes": ("cache bytes", ","),
+    "peak_mb": ("peak MB", ".1f"),
+    "mean_iou": ("mean IoU %", "±.2f"),
+    "mean_iou_to_dense": ("IoU to dense", ""),
+    "objects": ("objects %", "±.2f"),
+    "top1": ("top-1 %", ".2f"),
+    "top1_std": ("std", ".2f"),
+    "knn": ("k-NN %", ".1f"),
+    "knn_to_dense": ("k-NN to dense", ""),
+    "linear": ("linear %", ".1f"),
+    "linear_to_dense": ("linear to dense", ""),
+    "recall1": ("R@1 %", ".2f"),
+    "recall1_std": ("std", ".2f"),
+    "recall5": ("R@5 %", ".2f"),
+    "zero_shot": ("zero-shot %", ".2f"),
+    "right": ("right %", "±.1f"),
+    "to_dense": ("to dense", ""),
+    "to_control": ("to control", ""),
+    "to_rival": ("to the best as cheap", ""),
+    "rival": ("which", ""),
+    "patches": ("patches %", ".1f"),
+    "before": ("before tuning", "±.2f"),
+    "cosine": ("cosine", ".3f"),
+    "kept": ("kept", ".3f"),
+}
+"""The columns of all studies by the name that they have in CSV files."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One model of a study.
+    """One model of a study: the costs of its first seed, the figures of all seeds, and differences paired by seed.
 
-    Args:
-        name: Its name.
-        series: Its series.
-        capacity: Capacity of its routed blocks; 1 without any, None where the study sets none.
-        cost: FLOPs, latency and the like of the first seed's model.
-        figures: What its evaluation found with each seed: figures by name.
-        to_dense: How much higher it scores than the dense model, paired by seed; None for the dense model.
-        to_control: The same against its control; None where it has none.
-        to_rivals: The same against the best rival that is as fast, and its name, by column.
+    `to_rivals` holds the difference to the best rival that is as fast, and the rival's name, by column.
     """
 
     name: str
@@ -50,41 +87,34 @@ class Point:
     to_rivals: Mapping[str, Estimate | str | None] = field(default_factory=dict)
 
     def values(self, figure: str) -> list[float]:
-        """Return a figure's value for each seed that has one."""
-        return [own[figure] for _, own in sorted(self.figures.items()) if figure in own]
+        """Return a figure's value for every seed that has one."""
+        return [values[figure] for _, values in sorted(self.figures.items()) if figure in values]
 
     def row(self) -> dict[str, Any]:
-        """Return everything by name; a figure `x` gives its mean `x` and the standard deviation `x_std`."""
+        """Return all columns by name; a figure `x` gives its mean `x` and the standard deviation `x_std`."""
         row = {"name": self.name, "series": self.series, "capacity": self.capacity, "seeds": len(self.figures)}
-        for figure in dict.fromkeys(name for own in self.figures.values() for name in own):
-            values = self.values(figure)
-            row |= {figure: mean(values), f"{figure}_std": spread(values)}
+        for figure in dict.fromkeys(name for values in self.figures.values() for name in values):
+            by_seed = self.values(figure)
+            row |= {figure: mean(by_seed), f"{figure}_std": spread(by_seed)}
         return {**row, **self.cost, "to_dense": self.to_dense, "to_control": self.to_control, **self.to_rivals}
 
 
 @dataclass(frozen=True)
 class StudyResult:
-    """The outcome of a study.
+    """The outcome of a study: its points, as rows of plain values in an isoFLOP study, and its text as Markdown.
 
-    Args:
-        folder: The study's folder with `tradeoff.{csv,json,md,png}` and other pictures.
-        points: Its points.
-        table: The points as a Markdown table, and which of them the seeds do not tell apart.
-        cpu_seconds: CPU time of all processes since the study was last started.
+    `summary` is the text with the most important columns.
     """
 
     folder: Path
-    points: list[Point]
+    points: list[Any]
     table: str
-    cpu_seconds: float
+    summary: str
+    cpu_seconds: float  # Of all processes since the study was last started.
 
 
 def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as a Markdown table; columns without any value are left out.
-
-    Args:
-        columns: Name of each column to its title and format.
-        rows: Values by name of the column.
+    """Return rows as a Markdown table without empty rows and columns.
 
     Example:
         >>> rows = [{"name": "dense", "top1": 95.82, "top1_std": 0.11}, {"name": "shallow", "top1": 95.0}]
@@ -94,9 +124,10 @@ def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]]) -
         | dense   | 95.8 ± 0.1 |
         | shallow |       95.0 |
     """
-    cells = {title: [_cell(row, name, form) for row in rows] for name, (title, form) in columns.items()}
-    used = {title: column for title, column in cells.items() if any(column)}
-    return markdown_table(list(used), list(zip(*used.values())))
+    cells = {name: [_cell(row, name, form) for row in rows] for name, (_, form) in columns.items()}
+    used = [name for name, column in cells.items() if any(column)]
+    lines = [line for line in zip(*(cells[name] for name in used)) if any(line)]
+    return markdown_table([columns[name][0] for name in used], lines)
 
 
 def write_outcome(
@@ -107,16 +138,7 @@ def write_outcome(
     text: str,
     pictures: Mapping[str, Figure],
 ) -> None:
-    """Write what a study found.
-
-    Args:
-        folder: The study's folder.
-        name: What the files are called but for their endings.
-        record: All of it, as JSON values.
-        rows: A row for each model.
-        text: Table and verdict as Markdown.
-        pictures: Figures by the name of their file.
-    """
+    """Write a study's record as JSON, its rows as CSV, its text as Markdown, and its pictures by their names."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{name}.json", json.dumps(record, indent=2) + "\n")
     write_csv(folder / f"{name}.csv", rows)
@@ -125,17 +147,28 @@ def write_outcome(
         figure.savefig(folder / f"{title}.png", dpi=150)
 
 
-def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
-    if row.get(name) is None:
-        return ""
-    text, std = format(row[name], form.lstrip("±")), row.get(f"{name}_std")
-    return text if std is None or not form.startswith("±") else f"{text} ± {std:{form[1:]}}"
+def save_picture(folder: str | Path, name: str, figure: Figure) -> None:
+    """Write a figure as PNG and, for pages, as SVG."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    figure.savefig(Path(folder) / f"{name}.png", dpi=150, bbox_inches="tight")
+    write_atomically(Path(folder) / f"{name}.svg", svg_of(figure))
 
 
 def flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with a column `NAME/FIELD` for each field of a difference."""
+    """Return a row with a column `NAME/FIELD` for every field of a difference."""
     columns: dict[str, Any] = {}
     for name, value in row.items():
-        parts = dataclasses.asdict(value, dict_factory=published) if isinstance(value, Estimate) else {"": value}
-        columns |= {f"{name}/{part}".rstrip("/"): number for part, number in parts.items()}
+        fields = dataclasses.asdict(value, dict_factory=published) if isinstance(value, Estimate) else {"": value}
+        columns |= {f"{name}/{field}".rstrip("/"): number for field, number in fields.items()}
     return columns
+
+
+def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
+    value, number = row.get(name), form.lstrip("±[")
+    if value is None:
+        return ""
+    if isinstance(value, Spread):
+        quartiles = f" [{value.low:{number}}, {value.high:{number}}]" if form.startswith("[") else ""
+        return f"{value.median:{number}}{quartiles}"
+    std = row.get(f"{name}_std") if form.startswith("±") else None
+    return format(value, number) + ("" if std is None else f" ± {std:{number}}")

@@ -1,9 +1,8 @@
-"""A study: one dense model, the entrants made from it, and what they cost and score over several seeds."""
+"""A study: one dense model, the entrants made from it, and their costs and scores over several seeds."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +16,14 @@ from mmod.analysis.plots import draw_tradeoff
 from mmod.analysis.statistics import Estimate, published
 from mmod.analysis.timing import interleave, relative_times
 from mmod.io.claim import differences
-from mmod.io.files import parse_json, write_atomically
+from mmod.io.journal import Journal
 from mmod.io.yaml import merged, read_yaml
-from mmod.studies.config import BESIDE, StudyConfig
+from mmod.studies.config import RUN_FIELDS, StudyConfig
 from mmod.studies.entrants import DENSE, Changed, Dense, Entrant
 from mmod.studies.jobs import Job, Runner, Search, Tick
 from mmod.studies.paired import compare, verdict
 from mmod.studies.plan import search_for
-from mmod.studies.results import Column, Point, StudyResult, flat, table_of, write_outcome
+from mmod.studies.results import COLUMNS, Point, StudyResult, flat, table_of, write_outcome
 from mmod.training.engine.loop import seed_draws
 from mmod.training.engine.recipe import Recipe
 from mmod.training.engine.run_folder import portable
@@ -32,84 +31,66 @@ from mmod.training.engine.run_folder import portable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Study", "latencies"]
-
 Config = TypeVar("Config")
-Found = TypeVar("Found")
+Evaluation = TypeVar("Evaluation")
 # The dense model that all fine-tuning starts from; the point shown as dense is fine-tuned like the others.
 _BASE = "base"
-# The series that others are compared with where a study names no other control.
+# The control of series for which a study names no other.
 _CONTROL = "random"
 Scores = Mapping[str, Mapping[int, float]]
-"""The score of each model by its name and the seed."""
+"""The score of a model by its name and the seed."""
 Costs = Mapping[str, Mapping[str, float]]
-"""What each model costs, by its name and that of the figure."""
+"""The costs of a model, by its name and that of the cost."""
 
 
 class Outcome(NamedTuple):
-    """What came out of one run: the evaluation of its final model, and all of its figures."""
+    """The outcome of one run: the evaluation of its final model, and all figures."""
 
-    found: Any
+    evaluation: Any
     figures: dict[str, float]
 
 
-class Study(ABC, Generic[Config, Found]):
+class Study(ABC, Generic[Config, Evaluation]):
     """A comparison of models by cost and score; a subclass says what they are and how they are judged.
-
-    Args:
-        config: The study.
 
     Attributes:
         recipe: The kind of training.
         run_config: The dataclass of a run's config.
-        found: The dataclass of an evaluation.
         score: The figure, in percent, by which models are compared.
-        measure: What the score is, for the picture.
-        columns: Name of each column of the table to its title and format.
+        measure: Name of the score in the picture.
+        columns: Names of the table's columns, see `COLUMNS`.
     """
 
     recipe: ClassVar[type[Recipe[Any, Any]]]
     run_config: ClassVar[Any]
-    found: ClassVar[type]
     score: str
     measure: str
-    columns: ClassVar[dict[str, Column]]
+    columns: ClassVar[Sequence[str]]
 
     def __init__(self, config: StudyConfig) -> None:
         self.config = config
-        self._searched: dict[str, dict[str, Any]] = {}  # Runs ask for their plan several times.
+        self._plans: dict[str, dict[str, Any]] = {}  # Runs ask for their plan several times.
 
     def create(self, config: Config) -> nn.Module:
         """Make the model that a run starts from, routed as its config says."""
         return self.recipe(config).create()
 
-    def start_from(self, config: Config, folder: str) -> Config:
-        """Return the config of the same run from the final weights of the run in `folder`."""
-        started: Config = self.recipe(config).started_from(folder)
-        return started
-
-    def train(self, config: Config, tick: Tick) -> Found:
-        """Do a run, or read the result of one that is finished."""
-        found: Found = self.recipe(config).train(tick)
-        return found
-
-    def evaluate(self, config: Config) -> Found:
-        """Judge the model that a run starts from."""
-        recipe = self.recipe(config)
-        found: Found = recipe.assess(self.create(config).to(recipe.device))
-        return found
-
     @abstractmethod
-    def figures(self, found: Found) -> dict[str, float]:
+    def figures(self, evaluation: Evaluation) -> dict[str, float]:
         """Return the figures of an evaluation by name, the score among them."""
 
     @abstractmethod
-    def examine(self, job: Job[Config], found: Found) -> dict[str, float]:
-        """Count what a finished model costs, and draw what it keeps."""
+    def examine(self, job: Job[Config], evaluation: Evaluation) -> dict[str, float]:
+        """Count the costs of a finished model, and draw what it keeps."""
 
     @abstractmethod
     def time(self, jobs: Mapping[str, Job[Config]]) -> dict[str, dict[str, float]]:
-        """Measure the final models of some runs side by side; return each one's figures."""
+        """Measure the final models of some runs side by side; return figures by model."""
+
+    @property
+    @abstractmethod
+    def costs(self) -> dict[str, str]:
+        """Columns of costs that the score is drawn against, to the titles of their axes; times name their batch."""
 
     def routing(self, fields: dict[str, Any], capacity: float | None) -> Any:
         """Return a run's `routing` from that of a series and a capacity."""
@@ -118,84 +99,79 @@ class Study(ABC, Generic[Config, Found]):
     def entrants(self, dense: Config, tuned: Config) -> list[Entrant]:
         """Return what is compared, the dense model first."""
         config, entrants = self.config, list[Entrant]([Dense()])
-        runs = [
-            (series, fields, capacity)
-            for series, fields in config.routers.items()
-            for capacity in ([None] if config.is_one(series) else config.capacities)
-        ]
 
-        def name_of(series: str, capacity: float | None) -> str:
-            return series if capacity is None or config.is_one(series) else f"{series}-{capacity:g}"
+        def name_of(series: str, budget: float | None) -> str:
+            return series if budget is None or config.is_one(series) else f"{series}-{budget:g}"
 
-        for series, fields, capacity in runs:
+        for series, budget, fields in config.routed_models():
             control = config.controls.get(series, _CONTROL)
-            name, against = name_of(series, capacity), None if control is None else name_of(control, capacity)
-            search = config.search_of(series, capacity)
-            own = {key: value for key, value in fields.items() if key not in BESIDE}
+            search = config.search_of(series, budget)
+            routing = {key: value for key, value in fields.items() if key not in RUN_FIELDS}
             entrants.append(
                 Changed(
-                    name=name, series=series, capacity=capacity, control=against, search=search,
-                    routing=None if search else self.routing(own, capacity), image_size=fields.get("image_size"),
-                    changes=fields.get("changes", {}), is_trained=config.tune and fields.get("tune", True),
+                    name=name_of(series, budget), series=series, capacity=budget, search=search,
+                    control=None if control is None else name_of(control, budget),
+                    routing=None if search else self.routing(routing, None if "budgets" in fields else budget),
+                    image_size=fields.get("image_size"), changes=fields.get("changes", {}),
+                    is_trained=config.tune and fields.get("tune", True),
                 )
             )  # fmt: skip
         return entrants
 
     def ready(self, job: Job[Config]) -> Job[Config]:
-        """Return a run as it starts: with the plan of its seed's dense model, where one is searched."""
+        """Return a run with the plan of its seed's dense model, where one is searched."""
         if job.search is None:
             return job
-        own: Any = job.config
-        if (key := str(job.search)) not in self._searched:
-            self._searched[key] = search_for(own, *job.search).config.to_dict()
-        routing = self.routing(self._searched[key], None)
-        return dataclasses.replace(job, config=dataclasses.replace(own, routing=routing), search=None)
-
-    @property
-    @abstractmethod
-    def costs(self) -> dict[str, str]:
-        """Columns of costs that the score is drawn against, to the titles of their axes; times name their batch."""
+        config: Any = job.config
+        if (key := str(job.search)) not in self._plans:
+            self._plans[key] = search_for(config, *job.search).config.to_dict()
+        routing = self.routing(self._plans[key], None)
+        return dataclasses.replace(job, config=dataclasses.replace(config, routing=routing), search=None)
 
     def pictures(self, rows: Sequence[dict[str, Any]]) -> dict[str, Figure]:
         """Draw the points; return figures by the name of their file."""
         return {"tradeoff": draw_tradeoff(rows, self.score, self.measure, self.costs)}
 
     def compare(self, scores: Scores, partners: Mapping[str, str | None]) -> dict[str, Estimate | None]:
-        """Return each model's difference to the model that is its partner."""
+        """Return the difference of every model to its partner."""
         return compare(scores, partners)
 
     def verdict(self, scores: Scores) -> str:
-        """Say in one sentence which models are not told apart."""
+        """Say in one sentence between which models there is no significant difference."""
         return verdict(scores)
 
     def to_rivals(self, scores: Scores, costs: Costs) -> dict[str, dict[str, Any]]:
-        """Return each model's difference to the best rival that is as fast, by column; none as a rule."""
+        """Return the difference of every model to the best rival that is as fast, by column; none as a rule."""
         return {name: {} for name in scores}
 
     def ranking(self, scores: Scores, costs: Costs) -> str:
-        """Say which models may be called better."""
+        """Say which models are significantly better."""
         return self.verdict(scores)
 
     def prepare(self, runner: Runner) -> None:
-        """Find out what must be known before the runs; nothing as a rule."""
+        """Do what must be done before the runs; nothing as a rule."""
 
     def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows of the table with what follows from all of them together."""
+        """Return the rows of the table with columns that need all of them."""
         return rows
 
     def table(self, rows: Sequence[dict[str, Any]]) -> str:
         """Return the points as a Markdown table."""
-        return table_of(self.columns, rows)
+        return table_of({name: COLUMNS[name] for name in self.columns}, rows)
+
+    def summary(self, rows: Sequence[dict[str, Any]]) -> str:
+        """Return the table that is printed; all of it as a rule."""
+        return self.table(rows)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the JSON file says beyond config and points."""
+        """Return further entries of the JSON file."""
         return {}
 
     def run(self, *, progress: bool = True) -> StudyResult:
         """Train or load the dense model and the entrants made from it, evaluate, time, and draw.
 
-        Table and pictures are written as soon as there is a model to compare with the dense one, and again with each
-        further model of the first seed and each further seed. Latency joins them at the end, when nothing else runs.
+        Table and pictures are written as soon as there is a model to compare with the dense one, and again with every
+        further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
 
         Args:
             progress: Show a bar.
@@ -204,7 +180,7 @@ class Study(ABC, Generic[Config, Found]):
             The points; the same are written as CSV, JSON, Markdown and pictures.
 
         Raises:
-            ValueError: The folder holds runs of another config, or a part of the config does not fit the model.
+            ValueError: The folder holds runs of another config, or an entry of the config does not fit the model.
         """
         runner = Runner(self.config.processes, progress)
         self.prepare(runner)
@@ -212,34 +188,20 @@ class Study(ABC, Generic[Config, Found]):
         first = {job.name: job for job in jobs if job.seed == 0 and job.name != _BASE}
         figures: dict[str, dict[int, dict[str, float]]] = {name: {} for name in first}
         costs: dict[str, dict[str, float]] = {}
-
-        def write() -> StudyResult:
-            shown = {entrant.name: entrant for entrant in entrants if entrant.name in costs}
-            scores = {name: {seed: own[self.score] for seed, own in sorted(figures[name].items())} for name in shown}
-            to_dense = self.compare(scores, dict.fromkeys(shown, DENSE))
-            to_control = self.compare(scores, {name: entrant.control for name, entrant in shown.items()})
-            to_rivals = self.to_rivals(scores, costs)
-            points = [
-                Point(
-                    name, own.series, own.capacity, costs[name], figures[name], to_dense[name], to_control[name],
-                    to_rivals[name],
-                )
-                for name, own in shown.items()
-            ]  # fmt: skip
-            return self._write(points, self.ranking(scores, costs), runner)
-
         for job, outcome in runner.run(jobs, self.do):
             if job.name not in first:
                 continue
             figures[job.name][job.seed] = outcome.figures
             if job.seed == 0:
-                costs[job.name] = self.examine(job, outcome.found)
-            is_news = job.seed == 0 or all(job.seed in seeds for seeds in figures.values())
+                costs[job.name] = self.examine(job, outcome.evaluation)
+            # Where nothing is trained, the next model is there before a picture is drawn.
+            is_first = len(costs) == 2 or job.is_trained
+            is_news = (job.seed == 0 and is_first) or all(job.seed in by_seed for by_seed in figures.values())
             if len(costs) > 1 and DENSE in costs and is_news:
-                write()
+                self._write(entrants, figures, costs, runner)
         for name, times in self.time(first).items():
             costs[name] |= times
-        return write()
+        return self._write(entrants, figures, costs, runner)
 
     def plan(self) -> tuple[list[Entrant], list[Job[Config]]]:
         """Return what is compared, and the runs in the order they must be done."""
@@ -252,17 +214,18 @@ class Study(ABC, Generic[Config, Found]):
         if max(names.values()) > 1:
             raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
         base = _BASE if config.tune_dense else DENSE
-        for seed in range(config.seeds):
+        is_trained = config.train_dense or any(entrant.is_trained for entrant in entrants if entrant.name != base)
+        for seed in range(config.seeds if is_trained else 1):
             root = Path(config.output) / f"seed{seed}"
-            place = Path(config.bases) / root.name / _BASE if config.bases else root / base
-            own = dataclasses.replace(dense, output=str(place), seed=seed)
+            folder = Path(config.bases) / root.name / _BASE if config.bases else root / base
+            seeded = dataclasses.replace(dense, output=str(folder), seed=seed)
             if config.train_dense or not config.tune_dense:
-                runs.append(Job(base, seed, own, is_trained=config.train_dense, work=self.recipe(own).work))
-            start: Any = self.start_from(tuned, str(place)) if config.train_dense else tuned
+                runs.append(Job(base, seed, seeded, is_trained=config.train_dense, work=self.recipe(seeded).work))
+            start: Any = self.recipe(tuned).started_from(str(folder)) if config.train_dense else tuned
             for entrant in entrants:
                 if entrant.name == base:
                     continue
-                run = entrant.configure(own, dataclasses.replace(start, seed=seed))
+                run = entrant.configure(seeded, dataclasses.replace(start, seed=seed))
                 run = dataclasses.replace(run, output=str(root / entrant.name))
                 # Evaluating alone takes about as long as a twentieth of an epoch.
                 work = entrant.share * self.recipe(run).work if entrant.is_trained else 0.05
@@ -272,15 +235,14 @@ class Study(ABC, Generic[Config, Found]):
 
     def do(self, job: Job[Config], tick: Tick) -> Outcome:
         """Do one run."""
-        job = self.ready(job)
+        job, before = self.ready(job), {}
         if not job.is_trained:
-            found = self._evaluate_once(job)
-            return Outcome(found, self.figures(found))
-        before = {}
+            evaluation = self._evaluate_once(job)
+            return Outcome(evaluation, self.figures(evaluation))
         if job.is_tuned and self.config.before:
             before["before"] = self.figures(self._evaluate_once(job))[self.score]
-        found = self.train(job.config, tick)
-        return Outcome(found, self.figures(found) | before)
+        evaluation = self.recipe(job.config).train(tick)
+        return Outcome(evaluation, self.figures(evaluation) | before)
 
     def load(self, job: Job[Config]) -> nn.Module:
         """Make the final model of a run, in evaluation mode on the device it was trained on."""
@@ -289,47 +251,69 @@ class Study(ABC, Generic[Config, Found]):
             config = self.recipe(config).finished(config.output)
         return self.create(config).to(self.recipe(config).device).eval()
 
-    def _evaluate_once(self, job: Job[Config]) -> Found:
-        """Evaluate the model that a run starts from; read again when that was done before."""
+    def _evaluate_once(self, job: Job[Config]) -> Evaluation:
+        """Evaluate the model that a run starts from, or return the evaluation of an earlier call."""
         run: Any = job.config
-        path = Path(f"{run.output}.before.json")
-        config = portable(run.to_dict())
-        del config["output"]
-        if path.exists():
-            kept = parse_json(path.read_bytes(), str(path))
-            if not differences(kept.get("config") or {}, config):
-                found: Found = self.found(**kept["found"])
-                return found
-        # As at the start of training, so that routers are drawn alike.
-        seed_draws(run.seed, 0, 0)
-        found = self.evaluate(run)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"config": config, "found": dataclasses.asdict(found)}  # type: ignore[call-overload]
-        write_atomically(path, json.dumps(record) + "\n")
-        return found
+        settings = portable(run.to_dict())
+        del settings["output"]
 
-    def _write(self, points: list[Point], told: str, runner: Runner) -> StudyResult:
+        def evaluate() -> Any:
+            recipe = self.recipe(run)
+            # As at the start of training, so that routers are drawn alike.
+            seed_draws(run.seed, 0, 0)
+            return recipe.assess(self.create(run).to(recipe.device))
+
+        evaluation: Evaluation = self.recipe.result(**evaluate_once(f"{run.output}.before.jsonl", settings, evaluate))
+        return evaluation
+
+    def _write(
+        self,
+        entrants: Sequence[Entrant],
+        figures: Mapping[str, dict[int, dict[str, float]]],
+        costs: Mapping[str, dict[str, float]],
+        runner: Runner,
+    ) -> StudyResult:
+        """Write table and pictures of the entrants whose costs are known."""
+        shown = {entrant.name: entrant for entrant in entrants if entrant.name in costs}
+        scores = {name: {seed: by[self.score] for seed, by in sorted(figures[name].items())} for name in shown}
+        to_dense = self.compare(scores, dict.fromkeys(shown, DENSE))
+        to_control = self.compare(scores, {name: entrant.control for name, entrant in shown.items()})
+        to_rivals = self.to_rivals(scores, costs)
+        points = [
+            Point(
+                name, entrant.series, entrant.capacity, costs[name], figures[name], to_dense[name], to_control[name],
+                to_rivals[name],
+            )
+            for name, entrant in shown.items()
+        ]  # fmt: skip
         folder, rows = Path(self.config.output), self.complete([point.row() for point in points])
         record = {"config": dataclasses.asdict(self.config), **runner.facts, **self.facts()}
         record["picture"] = {"score": self.score, "measure": self.measure, "costs": self.costs}
         record["points"] = [dataclasses.asdict(point, dict_factory=published) for point in points]
-        result = StudyResult(folder, points, f"{self.table(rows)}\n\n{told}", record["cpu_seconds"])
-        write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], result.table, self.pictures(rows))
-        runner.say(f"{len(points)} models after {result.cpu_seconds:.0f} CPU seconds: {folder}/tradeoff.{{md,png}}")
-        return result
+        ranking = self.ranking(scores, costs)
+        text, summary = (f"{shown}\n\n{ranking}" for shown in (self.table(rows), self.summary(rows)))
+        write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], text, self.pictures(rows))
+        if len(points) == 2:
+            runner.say(f"table and picture, from now on: {folder}/tradeoff.{{md,png}}")
+        return StudyResult(folder, points, text, summary, record["cpu_seconds"])
 
 
 def latencies(
     calls: Mapping[str, Callable[[], object]], count: int, rounds: int, device: torch.device
 ) -> dict[str, tuple[float, float]]:
-    """Time calls in interleaved rounds; return milliseconds and speed-up over "dense" by name.
-
-    Args:
-        calls: What to time, "dense" among it.
-        count: Samples that a call takes; the time returned is that of one.
-        rounds: Rounds of the measurement.
-        device: Where they run.
-    """
+    """Time calls of `count` samples in interleaved rounds; return ms of a sample and speed-up over "dense" by name."""
     with torch.inference_mode():
         times = interleave(calls, seconds=0, rounds=rounds, device=device)
     return {name: (ms / count, speedup) for name, (ms, speedup) in relative_times(times, DENSE).items()}
+
+
+def evaluate_once(path: str | Path, settings: Mapping[str, Any], evaluate: Callable[[], Any]) -> dict[str, Any]:
+    """Return the fields of an evaluation with some settings; a journal keeps them for later calls."""
+    journal = Journal(path, {}, "evaluation")
+    for record in journal.records:
+        if not differences(record["settings"], settings):
+            earlier: dict[str, Any] = record["evaluation"]
+            return earlier
+    evaluation = dataclasses.asdict(evaluate())
+    journal.add({"settings": settings, "evaluation": evaluation})
+    return evaluation

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mmod.benchmarks import DraftConfig, DraftRow, benchmark_drafts
+from mmod.benchmarks import DraftConfig, DraftRow, benchmark
 from mmod.benchmarks.command import main
 from mmod.speculation import DraftReport
 from mmod.training.text.recipe import fit
@@ -57,4 +57,4 @@ def test_a_row_adds_the_prompts_up() -> None:
 def test_what_has_not_learned_both_passes_is_refused(tmp_path: Path) -> None:
     fit(text_config(tmp_path / "run", epochs=1, epoch_steps=1), progress=False)
     with pytest.raises(ValueError, match="was not trained with elastic: true"):
-        benchmark_drafts(DraftConfig(run=str(tmp_path / "run"), out=str(tmp_path / "out")), progress=False)
+        benchmark(DraftConfig(run=str(tmp_path / "run"), out=str(tmp_path / "out")), progress=False)

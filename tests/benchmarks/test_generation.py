@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mmod.benchmarks import GenerationConfig, SuiteConfig, WrongOutputError, benchmark_generation
-from mmod.benchmarks.generation.models import GenerationModels
+from mmod.benchmarks import GenerationConfig, SuiteConfig, WrongOutputError, benchmark
+from mmod.benchmarks.generation import GenerationModels
 from mmod.benchmarks.suite import Criterion
 from mmod.config import PRESETS
 
@@ -35,7 +35,7 @@ def test_every_preset_passes_and_caches_what_it_keeps(name: str) -> None:
 def test_a_report_names_every_cell(tmp_path: Path) -> None:
     sizes = {**TINY, "batch_sizes": [1, 2]}
     config = GenerationConfig(presets=["p-mod", "a-mod"], **sizes, train=True, out=str(tmp_path))
-    report = benchmark_generation(config, progress=False)
+    report = benchmark(config, progress=False)
     rows = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
     assert [(row["batch_size"], row["preset"]) for row in rows] == [(b, p) for b in (1, 2) for p in config.presets]
     assert all(row["of_flops"] == row["speedup"]["median"] / row["flop_speedup"] for row in rows)
@@ -60,7 +60,7 @@ def test_a_wrong_path_is_never_timed(
     monkeypatch.setattr(target, wrong[target.rpartition(".")[2]])
     monkeypatch.setattr("mmod.analysis.timing._time_on_cpu", lambda *_: pytest.fail("timed"))
     with pytest.raises(WrongOutputError, match=message):
-        benchmark_generation(GenerationConfig(presets=["p-mod"], **TINY, out=str(tmp_path)), progress=False)
+        benchmark(GenerationConfig(presets=["p-mod"], **TINY, out=str(tmp_path)), progress=False)
     assert not list(tmp_path.iterdir())
 
 

@@ -17,8 +17,8 @@ from mmod.benchmarks.gpu import benchmark as gpu_benchmark
 from mmod.benchmarks.gpu.config import FiguresRow, PartName, UnavailableError
 from mmod.benchmarks.gpu.parts import PARTS, Part
 from mmod.benchmarks.gpu.programs import run_tests
-from mmod.benchmarks.report import BenchmarkReport
-from mmod.benchmarks.resume import run_all
+from mmod.benchmarks.options import Runs
+from mmod.benchmarks.report import BenchmarkReport, run_all
 from tests.scripts import ROOT
 
 
@@ -35,8 +35,8 @@ def _lacks(config: GpuConfig) -> BenchmarkReport:
 
 
 def _row(name: str, folder: Path) -> list[FiguresRow]:
-    with (folder / "seen").open("a") as seen:
-        seen.write(name)
+    with (folder / "calls").open("a") as calls:
+        calls.write(name)
     if name == "b" and not (folder / "go").exists():
         time.sleep(600)
     return [FiguresRow(name, {"ms": 1.5})]
@@ -44,7 +44,7 @@ def _row(name: str, folder: Path) -> list[FiguresRow]:
 
 def _hangs(config: GpuConfig) -> BenchmarkReport:
     runs = {name: partial(_row, name, Path(config.out)) for name in "ab"}
-    return run_all(config, "letters", FiguresRow, runs, progress=False)
+    return run_all(config, Runs("letters", FiguresRow, runs), progress=False)
 
 
 def config(folder: Path, **options: Any) -> GpuConfig:
@@ -52,7 +52,7 @@ def config(folder: Path, **options: Any) -> GpuConfig:
 
 
 def statuses(report: BenchmarkReport) -> dict[str, str]:
-    return {row.cells()[0]: row.cells()[1] for row in report.rows}
+    return {row.cells()["part"]: row.cells()["status"] for row in report.rows}
 
 
 def test_parts_that_fail_crash_or_hang_leave_the_others_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -65,18 +65,19 @@ def test_parts_that_fail_crash_or_hang_leave_the_others_alone(monkeypatch: pytes
         benchmark_gpu(config(tmp_path), progress=False)
     expected = {"fails": "failed", "crashes": "failed", "hangs": "timed out", "lacks": "skipped"}
     assert statuses(error.value.report) == expected
-    cells = [row.cells() for row in error.value.report.rows]
-    assert ("hangs", "timed out", "", "a", "ms 1.5") in cells, "rows of an unfinished part are shown"
+    names = ("part", "status", "seconds", "what", "figures")
+    cells = [tuple(row.cells()[name] for name in names) for row in error.value.report.rows]
+    assert ("hangs", "timed out", None, "a", "ms 1.5") in cells, "rows of an unfinished part are shown"
     assert ("lacks", "skipped") in [c[:2] for c in cells if c[4] == "there is no program"]
     assert "no luck" in (tmp_path / "fails" / "log.txt").read_text()
 
     (tmp_path / "hangs" / "go").touch()
     monkeypatch.setattr(gpu_benchmark, "PARTS", {name: parts[name] for name in ("hangs", "lacks")})
-    with pytest.raises(FileExistsError, match="tests"):
+    with pytest.raises(ValueError, match="another GPU benchmark: tests: "):
         benchmark_gpu(config(tmp_path, tests=["elsewhere"]), progress=False)
     report = benchmark_gpu(config(tmp_path, minutes=3.0), progress=False)
     assert statuses(report) == {"hangs": "done", "lacks": "skipped"}
-    assert (tmp_path / "hangs" / "seen").read_text() == "abb", (
+    assert (tmp_path / "hangs" / "calls").read_text() == "abb", (
         "the first run is not repeated, nor is what lacks a program"
     )
     with pytest.raises(FileExistsError, match=r"benchmark\.json exists"):
@@ -126,7 +127,7 @@ def test_a_rehearsal_runs_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert statuses(report) == {**dict.fromkeys(PARTS, "done"), "memcheck": "skipped"}
     shown: dict[str, list[str]] = {}
     for row in report.rows:
-        shown.setdefault(row.cells()[0], []).append(" ".join(row.cells()[3:]))
+        shown.setdefault(row.cells()["part"], []).append(f"{row.cells()['what']} {row.cells()['figures']}")
     assert "failed 0" in shown["tests"][0]
     assert [line.split()[0] for line in shown["training"]] == ["dense", "a-mod", "mod", "merging"]
     assert all("top-1" in line and "GFLOPs" in line for line in shown["training"])

@@ -84,6 +84,12 @@ def test_right_models_pass(name: str, router: str) -> None:
     check_reference(model, images)
 
 
+def test_models_that_scale_skipped_tokens_pass() -> None:
+    model = timm.create_model("test_vit", img_size=64).eval()
+    mmod.route_(model, mmod.RoutingConfig(router="linear", gate="tanh", skipped="scale"))
+    check_dense(model, torch.randn(2, 3, 64, 64))
+
+
 def _shift_rows(x_BND: torch.Tensor, index_BK: torch.Tensor, y_BKD: torch.Tensor) -> torch.Tensor:
     return x_BND.scatter(1, index_BK.unsqueeze(-1).expand_as(y_BKD), y_BKD.roll(1, dims=1))
 
@@ -169,7 +175,7 @@ def test_the_command_prints_a_table_and_overwrites_nothing(tmp_path: Path, capsy
     ]  # fmt: skip
     main(arguments)
     printed = capsys.readouterr()
-    assert "2 of 2 run" in printed.err
+    assert "batch 2, eager train" in printed.err
     assert (out / "benchmark.md").read_text() in printed.out
     saved = json.loads((out / "benchmark.json").read_text())
     assert saved["config"]["batch_sizes"] == [2]

@@ -28,13 +28,6 @@ def test_a_record_claims_its_folder_once(tmp_path: Path, file: str) -> None:
     assert (tmp_path / "run" / file).read_bytes() == written
 
 
-def test_a_key_that_an_older_record_lacks_has_its_default(tmp_path: Path) -> None:
-    claim_folder(tmp_path, {"a": 1}, file="c.json", kind="a run")
-    assert claim_folder(tmp_path, {"a": 1, "b": 2}, file="c.json", kind="a run", defaults={"a": 0, "b": 2})
-    with pytest.raises(FolderTakenError, match="b: None there, 2 now"):
-        claim_folder(tmp_path, {"a": 1, "b": 2}, file="c.json", kind="a run")
-
-
 @pytest.mark.parametrize("name", ["notes.txt", "data/image.png"])
 def test_a_folder_with_other_files_is_not_taken(tmp_path: Path, name: str) -> None:
     # Left by a start that failed before it kept its record.

@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from pathlib import Path
 
 import torch
 from PIL import Image
 
 import mmod
+from mmod.analysis.style import new_figure, svg_of
+from mmod.studies.isoflop.report import table, verdict
 from mmod.training.engine.health import FIGURES, evaluated, write_rows
 from tests.analysis.audit.planted import SIDE, batches_of, plant
 
@@ -19,7 +22,7 @@ TABLE = """| model | top-1 % |
 | dense | 90.0 |
 | early exit | |
 
-Paired over 2 seeds, 95 % intervals do not tell apart: dense and a <b>&amp; b</b>.
+Paired over 2 seeds (95 % intervals), no significant difference between dense and a <b>&amp; b</b>.
 """
 AXES = {
     "score": "top1",
@@ -42,10 +45,32 @@ def write_study(folder: Path) -> Path:
     (folder / "tradeoff.json").write_text(json.dumps({"config": config, "torch": "2", "points": [], "picture": AXES}))
     (folder / "tradeoff.csv").write_text(ROWS)
     (folder / "tradeoff.md").write_text(TABLE)
-    (folder / "maps-a.png").write_bytes(_png(torch.rand(8, 8)))
+    figure = new_figure(1, 1)
+    figure.subplots().imshow(torch.rand(8, 8))
+    (folder / "maps-a.svg").write_text(svg_of(figure))
     plans = folder / "seed0/searched.plans"
     plans.mkdir(parents=True)
-    (plans / "flops-0.5.png").write_bytes(_png(torch.rand(8, 8)))
+    (plans / "flops-0.5.svg").write_text(svg_of(figure))
+    return folder
+
+
+def write_isoflop(folder: Path) -> Path:
+    points = []
+    for series, shift in (("dense", 2.0), ("mod", 1.9)):
+        for size in (1e4, 3e4, 1e5):
+            losses = {seed: {"loss": shift + 0.1 * seed + (math.log(size) - 10) ** 2} for seed in range(2)}
+            facts = {
+                "series": series,
+                "size": f"s{size:g}",
+                "budget": 1e9,
+                "parameters": int(size),
+                "forward": 2 * size,
+            }
+            points.append({**facts, "seeds": losses, "loss": losses[0]["loss"] + 0.05, "rate": 0.1, "steps": 9})
+    folder.mkdir(parents=True)
+    record = {"config": {"score": "loss"}, "torch": "2", "points": points}
+    (folder / "isoflop.json").write_text(json.dumps(record))
+    (folder / "isoflop.md").write_text(f"{table(points, 'loss')}\n\n{verdict(points, 'loss')}\n")
     return folder
 
 
@@ -67,6 +92,7 @@ def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), cap
         "environment": {"torch": torch.__version__},
         "audit": found.to_dict(),
         "flops": mmod.flops(model, images.shape[1:]).to_dict(),
+        "generation": None,
         "beside_flops": {"dense": float(mmod.flops(model, images.shape[1:]).dense)},
         "maps": {
             "grid": [SIDE, SIDE],

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from statistics import mean
 
-from mmod.report.over_runs import rows_over_runs
+from mmod.report.charts import rows_over_runs
 from mmod.report.sources import read_sources
 from tests.report.records import write_audit
 

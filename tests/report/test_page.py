@@ -14,11 +14,10 @@ import pytest
 
 from mmod import cli
 from mmod.report import write_report
-from mmod.report.charts import tradeoff_chart
+from mmod.report.charts import health_chart, study_chart
 from mmod.report.command import main
-from mmod.report.health import health_chart
 from mmod.report.sources import RunRecord, read_sources
-from tests.report.records import write_audit, write_run, write_study
+from tests.report.records import write_audit, write_isoflop, write_run, write_study
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +89,14 @@ def test_every_figure_is_drawn_with_its_words_its_command_and_its_files(report: 
         assert (report.parent / f"{name}.svg").read_text().count("<svg") == 1
         with (report.parent / f"{name}.csv").open() as file:
             assert list(csv.DictReader(file))
-    words = [own["aria-label"] for tag, own in page.elements if tag == "svg"]
-    assert len(words) == len(names)
-    assert all(len(text) > 40 for text in words)
+    words = [attributes["aria-label"] for tag, attributes in page.elements if tag == "svg"]
+    # Maps and plans of the study are folded away.
+    assert len(words) == len(names) + 2
+    assert all(len(text) > 30 for text in words)
     assert report.read_text().count("mmod audit ") >= 12
-    told = [own["alt"] for tag, own in page.elements if tag == "img"]
-    assert [text.partition(",")[0] for text in told] == ["Patches that routed blocks of a keep", "Plan of searched"]
+    assert not [tag for tag, _ in page.elements if tag == "img"]
+    folded = [text.partition(",")[0] for text in words]
+    assert {"Patches that routed blocks of a keep", "Plan of searched"} <= set(folded)
     ids = [own["id"] for _, own in page.elements if "id" in own]
     assert len(ids) == len(set(ids))
     headings = [tag for tag, _ in page.elements if tag in ("h1", "h2")]
@@ -144,9 +145,9 @@ def test_sources_are_read_as_they_were_written(folders: list[Path]) -> None:
     assert studies[0].score == "top1"
     assert studies[0].measure == "top-1 accuracy"
     assert list(studies[0].costs) == ["gflops", "latency_ms"]
-    assert studies[0].told.startswith("Paired over 2 seeds")
-    assert studies[0].table == [["model", "top-1 %"], ["dense", "90.0"], ["early exit", ""]]
-    notes = [row["note"].splitlines() for row in tradeoff_chart(studies[0], "").rows]
+    assert studies[0].verdict.startswith("Paired over 2 seeds")
+    assert studies[0].tables == [[["model", "top-1 %"], ["dense", "90.0"], ["early exit", ""]]]
+    notes = [row["note"].splitlines() for row in study_chart(studies[0], "").rows]
     assert notes == [
         [],
         ["to dense: -1.0 [-2.0, +0.1]", "router: norm, capacity: 0.5"],
@@ -155,6 +156,18 @@ def test_sources_are_read_as_they_were_written(folders: list[Path]) -> None:
     ]
     assert [record.name for record in audits] == ["audits/norm", "audits/seed0/random"]
     assert [run.name for run in runs] == ["audits/seed0/random", "audits/seed1/random"]
+
+
+def test_an_isoflop_study_has_its_page(tmp_path: Path) -> None:
+    text = write_report([write_isoflop(tmp_path / "sizes")]).read_text()
+    opening = text[: text.index("<figure")]
+    assert "At 1e+09 training FLOPs mod is best with " in opening
+    assert "-0.1000 [" in opening
+    page = Page(text)
+    assert page.drawn["sizes-isoflop"].count("svg") == 1
+    assert text.count("<table>") == 2
+    with (tmp_path / "sizes/report/sizes-isoflop.csv").open() as file:
+        assert [row["series"] for row in csv.DictReader(file)] == ["dense"] * 3 + ["mod"] * 3
 
 
 def test_routers_of_a_long_run_stay_few(tmp_path: Path) -> None:
@@ -206,7 +219,7 @@ def test_a_study_ends_with_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study = write_study(tmp_path / "study")
-    monkeypatch.setattr("mmod.studies.command.main", lambda arguments: study)
+    monkeypatch.setattr("mmod.studies.command.main", lambda arguments: [study])
     cli.run("tradeoff CONFIG", ["digits"])
     assert (study / "report/report.html").is_file()
     assert capsys.readouterr().out == f"Report: {study / 'report/report.html'}\n"
@@ -218,7 +231,7 @@ def test_a_study_whose_page_cannot_be_written_ends_well(
     study = write_study(tmp_path / "study")
     (study / "report").mkdir()
     (study / "report/mine.txt").write_text("notes")
-    monkeypatch.setattr("mmod.studies.command.main", lambda arguments: study)
+    monkeypatch.setattr("mmod.studies.command.main", lambda arguments: [study])
     cli.run("tradeoff CONFIG", ["digits"])
     assert re.search("^No report: .*holds", capsys.readouterr().out)
     assert [path.name for path in (study / "report").iterdir()] == ["mine.txt"]

@@ -68,7 +68,7 @@ def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypat
     assert (folder / "tradeoff.png").stat().st_size
     assert (folder / "answers.png").stat().st_size
     assert sorted(path.name for path in folder.glob("maps-*.png")) == ["maps-p-mod.png", "maps-random.png"]
-    assert "Paired over 2 seeds, 95 % intervals" in result.table
+    assert "Paired over 2 seeds (95 % intervals)" in result.table
     rows = list(csv.DictReader((folder / "tradeoff.csv").open()))
     assert [row["name"] for row in rows] == list(points)
     assert float(rows[0]["right/count"]) == dense.row()["right/count"]

@@ -26,10 +26,9 @@ from mmod.data.corrupt import CorruptDataError
 from mmod.data.stream import BatchStream
 from mmod.io.configs import find_config
 from mmod.studies.config import FeaturesStudyConfig, SegmentationStudyConfig
-from mmod.studies.features import FeaturesStudy
+from mmod.studies.features import FeaturesStudy, SegmentationStudy
 from mmod.studies.probes import linear_probe, nearest_neighbours, split_by_class
 from mmod.studies.results import StudyResult
-from mmod.studies.segmentation import SegmentationStudy
 from mmod.training.engine.parse import load_config
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import feature_of
@@ -285,7 +284,7 @@ def test_intervals_contain_the_mean_and_follow_scale(values: list[float], scale:
     assert own.high is not None
     assert min(values) - 1e-6 <= own.low <= own.high <= max(values) + 1e-6
     assert (larger.low, larger.high) == pytest.approx((scale * own.low, scale * own.high), abs=1e-4)
-    assert own.mean == pytest.approx(np.mean(values))
+    assert own.value == pytest.approx(np.mean(values))
 
 
 def test_the_bootstrap_agrees_with_the_standard_error() -> None:

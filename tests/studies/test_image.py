@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -54,18 +55,18 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
 def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     result = ImageStudy(study).run(progress=False)
     points = {point.name: point for point in result.points}
-    assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5", "isoflop-3"]
-    assert points["dense"].cost["gflops"] > points["isoflop-3"].cost["gflops"] > 0
+    assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5", "shallow-3"]
+    assert points["dense"].cost["gflops"] > points["shallow-3"].cost["gflops"] > 0
     assert points["dense"].cost["gflops"] > points["a-mod-0.5"].cost["gflops"]
     assert points["a-mod-0.5"].row()["kept"] == pytest.approx(8 / 17)
-    assert "before" not in points["isoflop-3"].row()
+    assert "before" not in points["shallow-3"].row()
     assert {"before", "top1"} <= set(points["dense"].row()) & set(points["a-mod-0.5"].row())
     assert all(len(point.figures) == 2 and point.row()["top1_std"] is not None for point in result.points)
     for name, point in points.items():
         own, dense = point.values("top1"), points["dense"].values("top1")
         gaps = [own[seed] - dense[seed] for seed in (0, 1)]
         assert point.to_dense is None if name == "dense" else point.to_dense.value == pytest.approx(mean(gaps))
-        assert (point.to_control is None) == (name in ("dense", "random-0.5", "isoflop-3"))
+        assert (point.to_control is None) == (name in ("dense", "random-0.5", "shallow-3"))
         assert point.cost["latency_ms"] > 0
         assert point.cost["speedup"] > 0
     assert result.cpu_seconds > 0
@@ -116,7 +117,7 @@ def test_table_and_pictures_come_with_the_first_pair(
     assert [[point["name"] for point in stage] for stage in stages] == [names[:2], names[:3], names, names]
     assert all(("latency_ms" in point) == (stage is stages[-1]) for stage in stages for point in stage)
     printed = capsys.readouterr()
-    assert printed.out.count("CPU seconds: ") == 4
+    assert printed.out.count("table and picture, from now on") == 1
     assert "left" in printed.err
 
 
@@ -131,6 +132,52 @@ def test_an_evaluation_of_another_routing_is_not_taken(study: ImageStudyConfig, 
     assert kept[0] < kept[1]
 
 
+BUDGETS = {"a-mod": {"preset": "a-mod", "budgets": {0.7: {"capacity": 0.6}, 0.5: {"capacity": 0.3}}}}
+PRUNE = {"prune": {0.7: {"kind": "prune", "keep": 0.6}, 0.5: {"kind": "prune", "keep": 0.3}}}
+
+
+def test_models_are_named_by_the_budget_whose_fields_they_have(study: ImageStudyConfig) -> None:
+    plain = dataclasses.replace(study, routers=BUDGETS, rivals=PRUNE, isoflop="none", seeds=1)
+    _, jobs = ImageStudy(plain).plan()
+    assert [job.name for job in jobs[2:]] == ["a-mod-0.7", "a-mod-0.5", "prune-0.7", "prune-0.5"]
+    assert [job.config.routing_config().capacity for job in jobs[2:4]] == [0.6, 0.3]
+    _, jobs = ImageStudy(dataclasses.replace(plain, budgets=[0.5])).plan()
+    assert [job.name for job in jobs[2:]] == ["a-mod-0.5", "prune-0.5"]
+
+
+def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> None:
+    plain = dataclasses.replace(
+        study, seeds=3, train_dense=False, tune=False, tune_dense=False, isoflop="none", rivals=PRUNE,
+        then={"output": "tuned", "tune": True, "seeds": 2},
+    )  # fmt: skip
+    assert {job.seed for job in ImageStudy(plain).plan()[1]} == {0}
+    following = plain.following
+    assert isinstance(following, ImageStudyConfig)
+    assert (following.output, following.following) == (str(Path(study.output) / "tuned"), None)
+    assert {job.seed for job in ImageStudy(following).plan()[1]} == {0, 1}
+
+
+def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
+    own = ImageStudy(dataclasses.replace(study, latency_batch=16))
+    own.caption, own.chance = ["Images: some"], 2.0
+    scores = {"dense": {0: 90.0}, "a": {0: 88.0}, "b": {0: 89.0}, "c": {0: 85.0}}
+    costs = {name: {"latency_ms": ms} for name, ms in (("dense", 3.0), ("a", 1.9), ("b", 2.2), ("c", 1.8))}
+    text = own.ranking(scores, costs)
+    assert text.splitlines() == [
+        "Images: some",
+        "",
+        "What to use, in batches of 16:",
+        "",
+        "- 1.25 times the dense speed: b, -1.0 points; no clear difference from a",
+        "- 1.5 times the dense speed: a, -2.0 points",
+        "- 2 times the dense speed: nothing measured is that fast",
+        "",
+        *text.splitlines()[-1:],
+    ]
+    assert text.endswith("`--seeds 5` gives confidence intervals over runs.")
+    assert "differences below 2.0 points may be chance" in text
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -143,6 +190,8 @@ def test_an_evaluation_of_another_routing_is_not_taken(study: ImageStudyConfig, 
             "unknown series in controls rand; valid ones are a-mod, threshold, random",
         ),
         ({"seeds": 0}, ValueError, "seeds must be an integer of at least 1, got 0"),
+        ({"then": {"seeds": 2}}, ValueError, "then must name its output, a folder in this study's"),
+        ({"then": {"output": "b", "seeds": 0}}, ValueError, "seeds must be an integer of at least 1, got 0"),
         ({"changes": {"seed": 3}}, ValueError, "changes must not set seed: the study sets them"),
         ({"dense": "nowhere.yaml"}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
         ({"routers": {"x": {"router": "atention"}}}, ValueError, "router must be one of"),
@@ -165,6 +214,7 @@ STUDIES = sorted(path for path in Path("configs/tradeoff").glob("*.yaml") if "\n
 
 # Those of studies that choose something else.
 CONTROLS = {
+    "digits": {"random"},
     "digits-capacities": {"uniform"},
     "digits-cnn": {"random", "random, own"},
     "digits-mindskip": {"coin"},
@@ -182,12 +232,11 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
         fields.get("router") for fields in config.routers.values()
     }
     routed = [job for job in planned if job.config.routing is not None and job.config.method is None]
-    chosen = {name: fields for name, fields in config.routers.items() if "search" not in fields}
-    per_series = [1 if config.is_one(name) else len(config.capacities) for name in chosen]
-    assert len(routed) == config.seeds * sum(per_series)
+    chosen = [name for name, _, fields in config.routed_models() if "search" not in fields]
+    assert len(routed) == config.seeds * len(chosen)
     assert all(job.config.model.has_weights and job.config.routing_config() for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
-    assert f"mmod tradeoff {path}" in path.read_text()
+    assert re.search(rf"mmod tradeoff ({path}|{path.stem})\b", path.read_text())
     # Every rival fits the model that it is meant for.
     rivals = {f"{series}-{capacity:g}" for series, budgets in config.rivals.items() for capacity in budgets}
     for job in planned if rivals else ():

@@ -42,7 +42,10 @@ def test_what_all_seeds_share_does_not_count() -> None:
 def test_one_seed_claims_nothing() -> None:
     found = difference({0: 95.0}, {0: 70.0})
     assert (found.has_interval, found.is_clear, str(found)) == (False, False, "+25.0")
-    assert verdict({"a": {0: 95.0}, "b": {0: 70.0}}) == "One seed: which model is better is not said."
+    assert (
+        verdict({"a": {0: 95.0}, "b": {0: 70.0}})
+        == "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
+    )
 
 
 def test_models_whose_interval_holds_zero_are_named_and_not_ranked() -> None:
@@ -51,8 +54,8 @@ def test_models_whose_interval_holds_zero_are_named_and_not_ranked() -> None:
         "close": {0: 95.2, 1: 94.9, 2: 95.3},
         "random": {0: 70.0, 1: 71.0, 2: 69.5},
     }
-    assert verdict(figures).endswith("do not tell apart: dense and close.")
-    assert verdict({name: figures[name] for name in ("dense", "random")}).endswith("tell all models apart.")
+    assert verdict(figures).endswith("no significant difference between dense and close.")
+    assert verdict({name: figures[name] for name in ("dense", "random")}).endswith("all differences are significant.")
 
 
 @given(st.lists(st.sampled_from([70.0, 75.0, 80.0, 85.0]), min_size=2, max_size=8))
@@ -66,8 +69,8 @@ def test_each_pair_that_is_not_told_apart_stands_in_one_group(means: list[float]
         for pair in combinations(figures, 2)
         if not difference(*(figures[name] for name in pair)).is_clear
     }
-    told = verdict(figures).rpartition("apart")[2].strip(": .")
-    groups = [group.replace(" and ", ", ").split(", ") for group in told.split("; ")] if told else []
+    _, _, listed = verdict(figures).rstrip(".").partition("between ")
+    groups = [group.replace(" and ", ", ").split(", ") for group in listed.split("; ")] if listed else []
     assert {frozenset(pair) for group in groups for pair in combinations(group, 2)} == close
 
 

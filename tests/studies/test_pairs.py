@@ -60,9 +60,9 @@ def test_a_study_compares_and_can_be_continued(study: PairsStudyConfig) -> None:
     for name in ("tradeoff.csv", "tradeoff.md", "tradeoff.png"):
         assert (folder / name).stat().st_size
     assert all((point.to_dense is None) == (point is dense) for point in result.points)
-    table, told = result.table.split("\n\n")
+    table, verdict = result.table.split("\n\n")
     assert table.count("\n") == 4
-    assert told.startswith("Paired over 2 seeds, 95 % intervals")
+    assert verdict.startswith("Paired over 2 seeds (95 % intervals)")
     assert len(json.loads((folder / "tradeoff.json").read_text())["points"]) == 3
     runs = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
     assert len(runs) == 8

@@ -41,7 +41,7 @@ def test_an_image_classifier_is_searched_once(config: Path, capsys: pytest.Captu
     scores = (folder / "scores.jsonl").read_text()
     main([str(config), *quick, "--plan.budget", "0.9"])
     assert (folder / "scores.jsonl").read_text() == scores
-    names = {f"flops-{budget}.{ending}" for budget in (0.8, 0.9) for ending in ("json", "png")}
+    names = {f"flops-{budget}.{ending}" for budget in (0.8, 0.9) for ending in ("json", "png", "svg")}
     assert {path.name for path in folder.iterdir()} == {"scores.jsonl", *names}
     assert mmod.Plan.load(folder / "flops-0.8.json").depth == 4
     main([str(config), *quick, "--plan.budget", "0.8", "--plan.rounds", "1"])

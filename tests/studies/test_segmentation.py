@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from mmod.studies.config import SegmentationStudyConfig
-from mmod.studies.segmentation import SegmentationStudy, Segmented
+from mmod.studies.features import SegmentationStudy, Segmented
 
 ARGS = {
     "patch_size": 4,

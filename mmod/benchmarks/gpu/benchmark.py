@@ -1,8 +1,7 @@
-"""Runs the parts of the GPU benchmark, each in a process of its own and in a time box, and sums them up."""
+"""Runs the parts of the GPU benchmark, each in a process and a time box, and sums them up."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -21,13 +20,12 @@ from mmod.benchmarks.report import (
     UNFINISHED,
     BenchmarkReport,
     environment,
+    measured_rows,
     plain_options,
     refuse_to_overwrite,
 )
-from mmod.benchmarks.resume import measured_rows
 from mmod.benchmarks.suite import SuiteFailedError, describe
-from mmod.io.claim import claim_folder
-from mmod.io.files import read_json_object, write_atomically
+from mmod.io.journal import Journal
 from mmod.io.progress import say
 
 LEAST_SECONDS = 10.0
@@ -36,25 +34,12 @@ LEAST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class State:
-    """What came of a part so far.
-
-    Args:
-        status: As in `SummaryRow`.
-        why: Why it is not done.
-        seconds: Seconds that it has taken, over all calls.
-        tries: Number of calls that ran it.
-    """
+    """The state of a part: status as in `SummaryRow`, why it is not done, seconds and number of its calls."""
 
     status: str = "not run yet"
     why: str = ""
     seconds: float = 0.0
     tries: int = 0
-
-    @classmethod
-    def read(cls, folder: Path) -> State:
-        """Return the state of a part that keeps its results in a folder."""
-        path = folder / "state.json"
-        return cls(**read_json_object(path)) if path.exists() else cls()
 
     @property
     def settled(self) -> bool:
@@ -65,27 +50,21 @@ class State:
 def benchmark_gpu(config: GpuConfig, progress: bool = True) -> BenchmarkReport:
     """Run the parts that are not done yet, as far as the time budget goes, and write a summary after each.
 
-    A part runs in a process of its own. One that fails, crashes or outlasts its time box is recorded, and the next one
-    runs; the same command tries it again, after the parts that never ran, and continues behind its last finished run.
-
-    Args:
-        config: Which parts, on what, for how long.
-        progress: Print each part as it starts and ends.
+    A part runs in a process. One that fails, crashes or outlasts its time box is recorded, and the next one runs; the
+    same command tries it again, after the parts that never ran, and continues behind its last finished run.
 
     Returns:
-        The summary. Each part's own table and log are in a folder with its name.
-
-    Raises:
-        FileExistsError: The output folder holds a finished benchmark, or one with other options or of another machine.
-        ValueError: There is no GPU.
-        SuiteFailedError: Parts failed in this call. The summary is written all the same.
+        The summary. Tables and logs of the parts are in folders with their names.
     """
     folder, machine = Path(config.out), environment(config.device)
     refuse_to_overwrite(folder)
-    record = {"device": config.device, "tests": config.tests, "environment": machine}
-    claim_folder(folder, record, file="gpu.json", kind="a GPU benchmark")
+    identity = {"device": config.device, "tests": config.tests, "environment": machine}
+    journal = Journal(folder / UNFINISHED, identity, "GPU benchmark")
+    recorded = dict(journal.records)
+    states = {name: State(**recorded.get(name, {})) for name in PARTS}
+    for name in states.keys() - recorded.keys():
+        journal.add([name, asdict(states[name])])
     deadline = time.monotonic() + 60 * config.minutes
-    states = {name: State.read(folder / name) for name in PARTS}
     pending = [name for name, state in states.items() if not state.settled and config.only in (None, name)]
     failures = {}
     report = _summarise(config, machine, states)
@@ -96,21 +75,24 @@ def benchmark_gpu(config: GpuConfig, progress: bool = True) -> BenchmarkReport:
         if progress:
             say(f"{name}: at most {seconds:.0f} s")
         states[name] = _run_part(name, PARTS[name], config, seconds, states[name])
+        journal.add([name, asdict(states[name])])
         if progress:
             say(f"{name}: {states[name].status} {states[name].why}".rstrip())
         if states[name].status == "failed":
             failures[name] = states[name].why
         report = _summarise(config, machine, states)
+    if all(state.settled for state in states.values()):
+        journal.close()
     if failures:
         raise SuiteFailedError(failures, report)
     return report
 
 
 def _run_part(name: str, part: Part, config: GpuConfig, seconds: float, before: State) -> State:
-    """Run a part for at most some seconds and return what came of it."""
+    """Run a part for at most some seconds and return its state."""
     folder = Path(config.out) / name
     folder.mkdir(parents=True, exist_ok=True)
-    # What does not change the results may differ when the part continues.
+    # Options without influence on the results may differ when the part continues.
     options = replace(config, out=str(folder), minutes=GpuConfig.minutes, only=None)
     context = multiprocessing.get_context("forkserver")
     # Imported once for all parts; each starts without a CUDA context, so a crash of one leaves the others alone.
@@ -121,7 +103,7 @@ def _run_part(name: str, part: Part, config: GpuConfig, seconds: float, before: 
     sender.close()
     begun = time.monotonic()
     try:
-        # Its first word says that its imports are done.
+        # Its first message says that its imports are done.
         receiver.recv()
         status, why = receiver.recv() if receiver.poll(seconds) else ("timed out", f"after {seconds:.0f} s")
         if status != "timed out":
@@ -131,13 +113,11 @@ def _run_part(name: str, part: Part, config: GpuConfig, seconds: float, before: 
         status, why = "failed", f"its process ended with exit code {process.exitcode}; see {folder / 'log.txt'}"
     finally:
         _end(process)
-    state = State(status, why, before.seconds + time.monotonic() - begun, before.tries + 1)
-    write_atomically(folder / "state.json", json.dumps(asdict(state), indent=2) + "\n")
-    return state
+    return State(status, why, before.seconds + time.monotonic() - begun, before.tries + 1)
 
 
 def _end(process: Any) -> None:
-    """Kill a part that did not end by itself, with the programs that it started: it leads their process group."""
+    """Kill the process group of a part that did not end by itself: the part and the programs that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -146,7 +126,7 @@ def _end(process: Any) -> None:
 
 
 def _work(run: Callable[[GpuConfig], BenchmarkReport], options: GpuConfig, sender: Connection) -> None:
-    """Run a part in this process, its output in a log, and send what came of it."""
+    """Run a part in this process, its output in a log, and send status and reason."""
     os.setsid()
     with (Path(options.out) / "log.txt").open("a") as log:
         for stream in (1, 2):
@@ -163,7 +143,7 @@ def _work(run: Callable[[GpuConfig], BenchmarkReport], options: GpuConfig, sende
 
 
 def _summarise(config: GpuConfig, machine: Mapping[str, Any], states: Mapping[str, State]) -> BenchmarkReport:
-    """Write the summary of all parts; the folder counts as finished once every part is done or skipped."""
+    """Write the summary of all parts."""
     folder, rows = Path(config.out), []
     for name, state in states.items():
         shown = _results(PARTS[name], measured_rows(folder / name))
@@ -174,16 +154,12 @@ def _summarise(config: GpuConfig, machine: Mapping[str, Any], states: Mapping[st
     clocks = ", ".join(f"{name} {value}" for name, value in device_state().items())
     notes = [f"Clocks and driver: {clocks}."] * bool(clocks) + [f"Command: `{config.command}`"]
     report = BenchmarkReport("GPU benchmark", plain_options(config), machine, rows, notes)
-    unfinished = folder / UNFINISHED
-    unfinished.touch()
     report.save(folder)
-    if all(state.settled for state in states.values()):
-        unfinished.unlink()
     return report
 
 
 def _results(part: Part, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return what the rows of a part are about and their figures, as text."""
+    """Return subject and figures of a part's rows, as text."""
     counted = [row for row in rows if all(row[name] == value for name, value in part.where.items())]
     figures = [{name: row[name] for name in part.figures} if part.figures else row["figures"] for row in counted]
-    return [(describe(row), figures_text(each)) for row, each in zip(counted, figures)]
+    return [(describe(row), figures_text(values)) for row, values in zip(counted, figures)]

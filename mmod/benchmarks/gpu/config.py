@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mmod.benchmarks.options import Options
 from mmod.benchmarks.report import ReportRow
@@ -41,7 +41,7 @@ class GpuConfig(Options):
 
     @property
     def rehearses(self) -> bool:
-        """Whether every part runs small, on a CPU."""
+        """Whether all parts run small models on a CPU."""
         return self.device == "cpu"
 
     @property
@@ -58,33 +58,20 @@ class UnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class FiguresRow(ReportRow):
-    """One thing and what was measured of it.
+    """One subject, such as a model or a file of tests, and its figures as JSON values by name."""
 
-    Args:
-        what: The thing: a model, a file of tests, a property of the machine.
-        figures: Values by name, each of which JSON can hold.
-    """
-
-    HEADER = ("what", "figures")
+    COLUMNS: ClassVar = {"what": ("what", ""), "text": ("figures", "")}
 
     what: str
     figures: dict[str, Any]
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the line as text."""
-        return (self.what, figures_text(self.figures))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> FiguresRow:
-        """Make a row from the values that `to_dict` returned."""
-        return cls(**values)
+    def cells(self) -> dict[str, Any]:
+        """Return the line, with the figures as text."""
+        return {**super().cells(), "text": figures_text(self.figures)}
 
 
 def figures_text(figures: Mapping[str, Any]) -> str:
-    """Return figures as a table's cell: medians of spreads, nothing for None.
-
-    Args:
-        figures: Values by name.
+    """Return figures by name as a table's cell: medians of spreads, nothing for None.
 
     Example:
         >>> figures_text({"speedup": {"median": 1.5, "low": 1.4, "high": 1.6}, "baseline": None, "rounds": 10})
@@ -100,21 +87,19 @@ class SummaryRow(ReportRow):
     """One result of a part, or the reason for which it has none.
 
     Args:
-        part: Name of the part.
         status: "done", "skipped", "failed", "timed out" or "not run yet".
         seconds: Seconds that it has taken, over all calls; None on lines after a part's first.
         what: What the figures belong to.
         figures: Figures with their names, or why there are none.
     """
 
-    HEADER = ("part", "status", "seconds", "what", "figures")
+    COLUMNS: ClassVar = {
+        "part": ("part", ""), "status": ("status", ""), "seconds": ("seconds", ".0f"), "what": ("what", ""),
+        "figures": ("figures", ""),
+    }  # fmt: skip
 
     part: str
     status: str
     seconds: float | None
     what: str
     figures: str
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the line as text."""
-        return (self.part, self.status, "" if self.seconds is None else f"{self.seconds:.0f}", self.what, self.figures)

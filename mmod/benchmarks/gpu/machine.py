@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks.gpu.config import FiguresRow, GpuConfig
-from mmod.benchmarks.report import BenchmarkReport, environment
-from mmod.benchmarks.resume import run_all
+from mmod.benchmarks.options import Runs
+from mmod.benchmarks.report import BenchmarkReport, environment, run_all
 from mmod.ops import attention_with_importance, choices
 
 PACKAGES = ("triton", "timm", "transformers", "open_clip_torch", "numpy")
@@ -55,23 +55,23 @@ REHEARSED = {"ViT": Shape(2, 2, 17, 16), "LLaVA, prefill": Shape(1, 2, 33, 16, T
 
 def describe_machine(config: GpuConfig) -> BenchmarkReport:
     """Record device, driver, clocks, versions, and the implementation that each op takes."""
-    return run_all(config, "machine", FiguresRow, {"machine": functools.partial(_facts, config)}, progress=False)
+    return run_all(config, Runs("machine", FiguresRow, {"machine": functools.partial(_facts, config)}), progress=False)
 
 
 def _facts(config: GpuConfig) -> list[FiguresRow]:
-    found: dict[str, Any] = environment(config.device)
-    found |= {name: _version(name) for name in PACKAGES}
-    found["cuDNN"] = torch.backends.cudnn.version()
-    found["SDPA priority"] = ", ".join(SDPBackend(each).name for each in torch._C._get_sdp_priority_order())
+    facts: dict[str, Any] = environment(config.device)
+    facts |= {name: _version(name) for name in PACKAGES}
+    facts["cuDNN"] = torch.backends.cudnn.version()
+    facts["SDPA priority"] = ", ".join(SDPBackend(number).name for number in torch._C._get_sdp_priority_order())
     if not config.rehearses:
-        found["capability"] = torch.cuda.get_device_capability()
-        found["multiprocessors"] = torch.cuda.get_device_properties(0).multi_processor_count
+        facts["capability"] = torch.cuda.get_device_capability()
+        facts["multiprocessors"] = torch.cuda.get_device_properties(0).multi_processor_count
     lines = (line.partition(": ") for line in choices(config.device, torch.bfloat16).splitlines())
-    return [FiguresRow("machine", found | device_state()), *(FiguresRow(op, {"runs": how}) for op, _, how in lines)]
+    return [FiguresRow("machine", facts | device_state()), *(FiguresRow(op, {"runs": how}) for op, _, how in lines)]
 
 
 def device_state() -> dict[str, str]:
-    """Return what nvidia-smi says of the first device: driver, clocks, power and temperature; empty without it."""
+    """Return driver, clocks, power and temperature of the first device by nvidia-smi; empty without it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
@@ -91,14 +91,14 @@ def benchmark_attention(config: GpuConfig) -> BenchmarkReport:
     """Record which fused attention SDPA picks at the shapes of known models, and how much longer the others take."""
     shapes = REHEARSED if config.rehearses else SHAPES
     runs = {name: functools.partial(_attend, config, name, shape) for name, shape in shapes.items()}
-    return run_all(config, "fused attention, bfloat16", FiguresRow, runs, progress=False)
+    return run_all(config, Runs("fused attention, bfloat16", FiguresRow, runs), progress=False)
 
 
 @torch.no_grad()
 def _attend(config: GpuConfig, name: str, shape: Shape) -> list[FiguresRow]:
     device, (images, heads, tokens, channels, causal) = torch.device(config.device), shape
     generator = torch.Generator(device).manual_seed(0)
-    # As a host's projection gives them: a view that is not contiguous.
+    # As from a host's projection: views that are not contiguous.
     q_BHNE, k_BHNE, v_BHNE = (
         torch.randn(images, tokens, heads, channels, generator=generator, device=device).bfloat16().transpose(1, 2)
         for _ in range(3)
@@ -113,7 +113,7 @@ def _attend(config: GpuConfig, name: str, shape: Shape) -> list[FiguresRow]:
     calls |= {label: call for label, call in forced.items() if _serves(call)}
     times = interleave(calls, seconds=0.2, rounds=2 if config.rehearses else 20, device=device)
     base = times.pop("SDPA")
-    relative = {f"{label} / SDPA": asdict(ratios(own, base)) for label, own in times.items()}
+    relative = {f"{label} / SDPA": asdict(ratios(ms, base)) for label, ms in times.items()}
     size = " x ".join(map(str, shape[:4])) + ", causal" * causal
     return [FiguresRow(f"{name} ({size})", {"picked": picked, "ms": asdict(Spread.of(base)), **relative})]
 
@@ -127,7 +127,7 @@ def _serves(call: Callable[[], Any]) -> bool:
     try:
         call()
     except RuntimeError as error:
-        # Torch's words on a GPU and on a CPU.
+        # Torch's messages on a GPU and on a CPU.
         if "No available kernel" in str(error) or "No viable backend" in str(error):
             return False
         raise

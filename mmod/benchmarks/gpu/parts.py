@@ -1,4 +1,4 @@
-"""The parts of the GPU benchmark, the most valuable first: what each runs, for how long, and which figures tell."""
+"""The parts of the GPU benchmark, the most valuable first, with their time boxes and the figures of the summary."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mmod.benchmarks.generation.benchmark import benchmark_generation
-from mmod.benchmarks.generation.config import GenerationConfig
+from mmod.benchmarks.generation import GenerationConfig
 from mmod.benchmarks.gpu.config import GpuConfig
 from mmod.benchmarks.gpu.machine import benchmark_attention, describe_machine
 from mmod.benchmarks.gpu.programs import check_memory, run_tests
 from mmod.benchmarks.gpu.training import compare_training
-from mmod.benchmarks.models.benchmark import benchmark
-from mmod.benchmarks.models.config import BenchmarkConfig
-from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig, benchmark_ops
+from mmod.benchmarks.models.benchmark import BenchmarkConfig
+from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig
 from mmod.benchmarks.ops.case import OpSize
 from mmod.benchmarks.options import Options
-from mmod.benchmarks.report import BenchmarkReport
+from mmod.benchmarks.report import BenchmarkReport, benchmark
 
 LONG = [
     {"images": 256, "tokens": 197, "heads": 12},
@@ -34,7 +32,7 @@ class Part:
     Args:
         run: Measures it into the folder `out` of a config; continues where it was killed.
         seconds: Time box on a GPU.
-        figures: Columns that the summary shows; none for rows of `FiguresRow`, which it shows as they are.
+        figures: Columns that the summary shows; none for rows of `FiguresRow`.
         where: Values of columns that a row must have to be in the summary.
     """
 
@@ -44,8 +42,8 @@ class Part:
     where: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _measure(run: Callable[..., BenchmarkReport], make: Callable[[GpuConfig], Options], config: GpuConfig) -> Any:
-    return run(make(config), progress=False)
+def _measure(make: Callable[[GpuConfig], Options], config: GpuConfig) -> BenchmarkReport:
+    return benchmark(make(config), progress=False)
 
 
 def _timing(config: GpuConfig, seconds: float, rounds: int) -> dict[str, Any]:
@@ -88,22 +86,22 @@ PARTS: dict[str, Part] = {
     "environment": Part(describe_machine, 40, where={"what": "machine"}),
     "tests": Part(run_tests, 240),
     "models": Part(
-        partial(_measure, benchmark, partial(_models, step="forward")), 90, ("speedup", "flop_speedup", "of_free")
+        partial(_measure, partial(_models, step="forward")), 90, ("speedup", "flop_speedup", "of_free")
     ),
     "attention": Part(benchmark_attention, 40),
     "ops": Part(
-        partial(_measure, benchmark_ops, _ops), 150, ("ms", "of_bound", "of_baseline", "baseline"), {"path": "auto"}
+        partial(_measure, _ops), 150, ("ms", "of_bound", "of_baseline", "baseline"), {"path": "auto"}
     ),
     "graphs": Part(
-        partial(_measure, benchmark, partial(_models, step="forward", execution="cudagraphs")),
+        partial(_measure, partial(_models, step="forward", execution="cudagraphs")),
         240, ("speedup", "flop_speedup", "of_free"),
     ),
     "llava": Part(
-        partial(_measure, benchmark_generation, _llava), 120,
+        partial(_measure, _llava), 120,
         ("dense_ms", "speedup", "flop_speedup", "cache_share", "decode"),
     ),
     "memory": Part(
-        partial(_measure, benchmark, partial(_models, step="train")), 60, ("speedup", "peak_of_dense", "peak_of_bound")
+        partial(_measure, partial(_models, step="train")), 60, ("speedup", "peak_of_dense", "peak_of_bound")
     ),
     "training": Part(compare_training, 290),
     "memcheck": Part(check_memory, 120),

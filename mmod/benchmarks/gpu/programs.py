@@ -14,8 +14,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from mmod.benchmarks.gpu.config import FiguresRow, GpuConfig, UnavailableError
-from mmod.benchmarks.report import BenchmarkReport
-from mmod.benchmarks.resume import run_all
+from mmod.benchmarks.options import Runs
+from mmod.benchmarks.report import BenchmarkReport, run_all
 
 # Exit codes of pytest: no test failed, some failed, none was collected.
 _OK, _FAILED, _NONE = 0, 1, 5
@@ -23,12 +23,7 @@ MOVEMENT = ("gather_rows", "scatter_rows", "gather_norm", "merge_rows")
 
 
 def run_tests(config: GpuConfig) -> BenchmarkReport:
-    """Run the tests marked `gpu`, file by file: every kernel against float64, whole models on kernels against torch.
-
-    Raises:
-        UnavailableError: The tests or pytest are not here.
-        RuntimeError: pytest did not start, or could not read the tests.
-    """
+    """Run the tests marked `gpu`, file by file: every kernel against float64, models on kernels against torch."""
     missing = [path for path in config.tests if not Path(path).exists()]
     if missing:
         raise UnavailableError(
@@ -39,11 +34,11 @@ def run_tests(config: GpuConfig) -> BenchmarkReport:
     listed = _pytest(["--collect-only", "-q", *config.tests])
     files = list(dict.fromkeys(line.partition("::")[0] for line in listed.splitlines() if "::" in line))
     runs = {file: functools.partial(_run_file, file) for file in (files[:1] if config.rehearses else files)}
-    return run_all(config, "tests marked gpu", FiguresRow, runs, progress=False)
+    return run_all(config, Runs("tests marked gpu", FiguresRow, runs), progress=False)
 
 
 def _run_file(file: str) -> list[FiguresRow]:
-    # A process to compile kernels for each core but two.
+    # A process for every core but two compiles kernels.
     workers = max(0, (os.cpu_count() or 1) - 2)
     options = ["-n", str(workers)] if find_spec("xdist") and workers else []
     options += ["--timeout", "120"] if find_spec("pytest_timeout") else []
@@ -90,16 +85,12 @@ def _read_results(file: str, results: Path) -> FiguresRow:
 
 
 def check_memory(config: GpuConfig) -> BenchmarkReport:
-    """Run the kernels that move rows under compute-sanitizer, which finds accesses outside of allocated memory.
-
-    Raises:
-        UnavailableError: There is no such program, or no GPU for it.
-        RuntimeError: It found errors.
-    """
+    """Run the kernels that move rows under compute-sanitizer, which finds accesses outside of allocated memory."""
     program = shutil.which("compute-sanitizer")
     if program is None or config.rehearses:
         raise UnavailableError("compute-sanitizer is not installed" if program is None else "it needs a GPU")
-    return run_all(config, "memcheck", FiguresRow, {"memcheck": functools.partial(_memcheck, program)}, progress=False)
+    runs = Runs("memcheck", FiguresRow, {"memcheck": functools.partial(_memcheck, program)})
+    return run_all(config, runs, progress=False)
 
 
 def _memcheck(program: str) -> list[FiguresRow]:
@@ -110,7 +101,7 @@ def _memcheck(program: str) -> list[FiguresRow]:
             "device": "cuda", "seconds": "0", "rounds": "1", "out": f"{folder}/ops",
         }  # fmt: skip
         command = [sys.executable, "-m", "mmod", "benchmark", "ops", *(f"--{n}={v}" for n, v in options.items())]
-        # Without the cache every tensor is an allocation of its own, whose end the program knows.
+        # Without the cache every tensor is a separate allocation, whose end the program knows.
         checked = [program, "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "20", *command]
         done = _run(checked, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     if done.returncode:

@@ -20,8 +20,8 @@ from torch import Tensor
 from mmod.analysis.flops import flops
 from mmod.analysis.memory import peak_bytes
 from mmod.benchmarks.gpu.config import FiguresRow, GpuConfig
-from mmod.benchmarks.report import BenchmarkReport
-from mmod.benchmarks.resume import run_all
+from mmod.benchmarks.options import Runs
+from mmod.benchmarks.report import BenchmarkReport, run_all
 from mmod.config import Gate
 from mmod.model import apply_
 from mmod.planning import preset
@@ -39,7 +39,7 @@ METHODS = {
 
 
 class Size(NamedTuple):
-    """Size of the comparison: side of the images, batch, images to train on and to test on, seconds of each model."""
+    """Size of the comparison: side of the images, batch size, training and test images, seconds per model."""
 
     side: int
     batch: int
@@ -54,7 +54,7 @@ REHEARSED = Size(64, 16, 64, 32, 0.5, {"embed_dim": 48, "depth": 3, "num_heads":
 
 
 class Scenes(NamedTuple):
-    """Grey images in uint8 (images, height, width), and the digit that each shows."""
+    """Grey images in uint8 (images, height, width), and their digits."""
 
     images: Tensor
     labels: Tensor
@@ -73,16 +73,16 @@ class Scenes(NamedTuple):
 
 
 def compare_training(config: GpuConfig) -> BenchmarkReport:
-    """Train each model for the same number of seconds, in bfloat16 autocast, and test it on new images."""
+    """Train all models for the same number of seconds, in bfloat16 autocast, and test them on new images."""
     size, device = REHEARSED if config.rehearses else FULL, torch.device(config.device)
     load = functools.cache(functools.partial(_load, size, device))
     runs = {name: functools.partial(_run, name, size, device, load) for name in METHODS}
     title = f"ViT-S/16 at {size.side} px from scratch, {size.seconds:g} s each"
-    return run_all(config, title, FiguresRow, runs, progress=False)
+    return run_all(config, Runs(title, FiguresRow, runs), progress=False)
 
 
 def _load(size: Size, device: torch.device) -> tuple[Scenes, Scenes]:
-    """Compose the images to train on and to test on; no handwriting is in both."""
+    """Compose training and test images without common handwriting."""
     from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 
     def scenes(split: str, count: int) -> Scenes:

@@ -5,56 +5,190 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
-from mmod.benchmarks.models.config import DENSE, BenchmarkConfig, BenchmarkRow, Variant
 from mmod.benchmarks.models.steps import Step
-from mmod.benchmarks.models.variants import Variants
-from mmod.benchmarks.report import BenchmarkReport
-from mmod.benchmarks.resume import run_all
+from mmod.benchmarks.models.variants import DENSE, Variant, Variants
+from mmod.benchmarks.options import Runs, TimedOptions
+from mmod.benchmarks.report import ReportRow
+from mmod.config import RoutingConfig, score
+from mmod.values import check_distinct, check_fields
 
 
-def benchmark(config: BenchmarkConfig, progress: bool = True) -> BenchmarkReport:
-    """Check and time dense, routed and freely routed models side by side, and write the results.
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig(TimedOptions):
+    """A batch size, an execution and a step make one interleaved run of all models.
+
+    Other options are those of `TimedOptions`.
 
     Args:
-        config: What to time.
-        progress: Show a progress bar on stderr.
-
-    Returns:
-        The rows, with the environment they were measured in.
+        model: A name of timm's registry.
+        model_args: Further arguments of `timm.create_model`.
+        routers: Routers to time.
+        capacities: Shares of tokens kept, each with every router.
+        select: "topk", "threshold" (its thresholds are set so that it keeps as many tokens of the timed images), or
+            both.
+        context: What kept tokens attend to: "kept", "all", or both.
+        blocks: Which blocks are routed: "every_other", "late", "all", or their indices.
+        controls: Also time other implementations of the first router's decisions: "loop" (image by image), "masked"
+            (every token computed), "removed" (the routed blocks left out).
+        batch_sizes: Images per call.
+        execution: "eager", "compiled" (`torch.compile` with `fullgraph=True`), "cudagraphs" (the same with
+            `mode="reduce-overhead"`, on a GPU only), or several of them. Threshold routing is compiled with
+            `max_tokens` set to the largest number of tokens that it keeps of an image.
+        step: "forward" (inference), "train" (forward, loss and backward, without the optimiser), or both.
+        image_size: Side of the image in pixels; None for the model's default.
+        dtype: Type of weights and images. Outputs are checked in float32 first, then in this type.
 
     Raises:
-        FileExistsError: The output folder holds a benchmark already.
-        ValueError: The output folder holds an unfinished benchmark with other options or of another machine.
-        WrongOutputError: A path computes something wrong; nothing is timed then.
+        ValueError: Nothing to time, a model that is timed against itself, or CUDA graphs without a GPU.
     """
-    checked = functools.cache(functools.partial(_Bench, config))
-    runs: dict[str, Callable[[], list[BenchmarkRow]]] = {
-        "batch {}, {} {}".format(*run): functools.partial(_run, checked, *run)
-        for run in itertools.product(config.batch_sizes, config.execution, config.step)
-    }
-    size = f" at {config.image_size} px" if config.image_size else ""
-    return run_all(config, f"{config.model}{size}, {config.dtype}", BenchmarkRow, runs, progress)
+
+    model: str = "vit_small_patch16_224"
+    model_args: dict[str, Any] = field(default_factory=dict)
+    routers: list[str] = field(default_factory=lambda: ["linear", "attention"])
+    capacities: list[float] = field(default_factory=lambda: [0.125, 0.5])
+    select: list[Literal["topk", "threshold"]] = field(default_factory=lambda: ["topk"])
+    context: list[Literal["kept", "all"]] = field(default_factory=lambda: ["kept"])
+    blocks: str | list[int] = "every_other"
+    controls: list[Literal["loop", "masked", "removed"]] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32])
+    execution: list[Literal["eager", "compiled", "cudagraphs"]] = field(default_factory=lambda: ["eager", "compiled"])
+    step: list[Literal["forward", "train"]] = field(default_factory=lambda: ["forward", "train"])
+    image_size: int | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    out: str = "runs/benchmark"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_distinct(self, "routers", "capacities", "select", "context", "batch_sizes", "execution", "step")
+        check_fields(self, batch_sizes="[1, inf)")
+        if "cudagraphs" in self.execution and torch.device(self.device).type != "cuda":
+            raise ValueError(f"execution 'cudagraphs' needs device 'cuda', got {self.device!r}")
+
+    def routing(self, variant: Variant) -> RoutingConfig:
+        """Return the routing config of one of the timed models."""
+        return RoutingConfig(
+            router=score(variant.router, seed=self.seed) if variant.router == "random" else variant.router,
+            capacity=variant.capacity,
+            select=variant.select,
+            context=variant.context,
+            blocks=self.blocks if isinstance(self.blocks, str) else tuple(self.blocks),
+        )
+
+    def routed(self) -> list[Variant]:
+        """Return the routed models to time, the controls last."""
+        options = itertools.product(self.capacities, self.routers, self.select, self.context)
+        routed = [Variant(router, capacity, select, context) for capacity, router, select, context in options]
+        controls = itertools.product(self.capacities, self.controls)
+        return routed + [Variant(self.routers[0], capacity, path=path) for capacity, path in controls]
+
+    def runs(self) -> Runs:
+        """Return a run of all models for every batch size, execution and step."""
+        # Models are made and checked at the first run.
+        checked = functools.cache(functools.partial(_Bench, self))
+        calls: dict[str, Callable[[], list[BenchmarkRow]]] = {
+            "batch {}, {} {}".format(*run): functools.partial(lambda *run: checked().run(*run), *run)
+            for run in itertools.product(self.batch_sizes, self.execution, self.step)
+        }
+        size = f" at {self.image_size} px" if self.image_size else ""
+        return Runs(f"{self.model}{size}, {self.dtype}", BenchmarkRow, calls)
 
 
-def _run(checked: Callable[[], _Bench], batch_size: int, execution: str, step: str) -> list[BenchmarkRow]:
-    """Time all models, which are made and checked at the first run."""
-    return checked().run(batch_size, execution, step)
+@dataclass(frozen=True)
+class BenchmarkRow(ReportRow):
+    """One routed model in one run. All ratios are taken round by round; memory is that of the whole batch.
+
+    Args:
+        select: "topk" or "threshold".
+        context: What kept tokens attend to: "kept" or "all".
+        path: "routed", or a control, see `mmod.benchmarks.models.paths.control`.
+        capacity: Its capacity; for "threshold" the share that the threshold was set to keep.
+        batch_size: Images per call.
+        execution: "eager", "compiled" or "cudagraphs".
+        step: "forward" or "train".
+        rounds: Rounds timed.
+        kept: Tokens kept by a routed block, mean over images and blocks.
+        most: The largest number of tokens that one block kept of one image.
+        dense_ms: Milliseconds per call of the dense model.
+        free_ms: The same of free routing at this capacity.
+        of_free: Speed of this model as a share of free routing's.
+        of_topk: Speed under "threshold" as a share of that of the same model under "topk"; None elsewhere.
+        speedup: Speed of this model over the dense one's.
+        flop_speedup: FLOPs of the dense model over those of this one.
+        dense_peak: Most bytes that a training step of the dense model holds beyond the weights; None for "forward".
+        peak_bound: `dense_peak` less the activations of skipped tokens in routed blocks, or the gradients where they
+            are more; None for compiled graphs, where the compiler decides what is held.
+    """
+
+    COLUMNS: ClassVar = {
+        "batch_size": ("batch", ""), "run": ("run", ""), "model": ("router", ""), "capacity": ("capacity", "g"),
+        "kept_most": ("kept (most)", ""), "dense_ms": ("dense ms", ".2f"), "free_ms": ("free ms", ".2f"),
+        "routed_ms": ("routed ms", ".2f"), "of_free": ("routed / free speed", "[.3f"),
+        "of_topk": ("threshold / top-k speed", "[.3f"), "speedup": ("speed-up", "[.3f"),
+        "flop_speedup": ("FLOP speed-up", ".3f"), "of_flops": ("speed-up / FLOP speed-up", ".3f"),
+        "peak_of_dense": ("peak / dense peak", ".3f"), "peak_of_bound": ("peak / bound", ".3f"),
+    }  # fmt: skip
+
+    router: str
+    select: str
+    context: str
+    path: str
+    capacity: float
+    batch_size: int
+    execution: str
+    step: str
+    rounds: int
+    kept: float
+    most: int
+    dense_ms: Spread
+    free_ms: Spread
+    routed_ms: Spread
+    of_free: Spread
+    of_topk: Spread | None
+    speedup: Spread
+    flop_speedup: float
+    dense_peak: int | None = None
+    routed_peak: int | None = None
+    peak_bound: int | None = None
+
+    @property
+    def of_flops(self) -> float:
+        """Measured speed-up as a share of the FLOP speed-up."""
+        return self.speedup.median / self.flop_speedup
+
+    @property
+    def peak_of_dense(self) -> float | None:
+        """Peak memory as a share of the dense model's."""
+        return None if self.dense_peak is None or self.routed_peak is None else self.routed_peak / self.dense_peak
+
+    @property
+    def peak_of_bound(self) -> float | None:
+        """Peak memory over its bound."""
+        return None if self.peak_bound is None or self.routed_peak is None else self.routed_peak / self.peak_bound
+
+    def cells(self) -> dict[str, Any]:
+        """Return the line, with run, model and kept tokens in words."""
+        model = self.router if self.path == "routed" else f"{self.router}, {self.path}"
+        model += ", threshold" * (self.select == "threshold") + ", context all" * (self.context == "all")
+        texts = {"run": f"{self.execution} {self.step}", "kept_most": f"{self.kept:.1f} ({self.most})"}
+        return {**super().cells(), **texts, "model": model}
 
 
 class _Bench:
-    """Times the models of a benchmark; made only if their outputs are right."""
+    """Times the models of a benchmark, after their outputs were checked."""
 
     def __init__(self, config: BenchmarkConfig) -> None:
         self.config = config
         self.device = torch.device(config.device)
         torch.manual_seed(config.seed)
-        self.exact = Variants(config)
+        self.exact = Variants(*_dense(config), {name: config.routing(name) for name in config.routed()})
         self.exact.check()
         self.timed = self.exact if config.dtype == "float32" else self.exact.to(getattr(torch, config.dtype))
         if self.timed is not self.exact:
@@ -101,25 +235,27 @@ class _Bench:
     ) -> BenchmarkRow:
         dense, routed, free = times[DENSE], times[name], times[name.free]
         topk = times[name.topk] if name.select == "threshold" and name.topk in times else None
-        decided = self.timed.decided(name, images)
         dense_peak = peaks.get(DENSE)
         gradients = sum(p.numel() * p.element_size() for p in self.timed.models[name].parameters())
         return BenchmarkRow(
-            **name._asdict(),
-            batch_size=batch_size,
-            execution=execution,
-            step=step,
-            rounds=len(routed),
-            kept=decided.kept,
-            most=decided.most,
-            dense_ms=Spread.of(dense),
-            free_ms=Spread.of(free),
-            routed_ms=Spread.of(routed),
-            of_free=ratios(free, routed),
-            of_topk=None if topk is None else ratios(topk, routed),
-            speedup=ratios(dense, routed),
-            flop_speedup=decided.flop_speedup,
-            dense_peak=dense_peak,
-            routed_peak=peaks.get(name),
+            **name._asdict(), **self.timed.decided(name, images)._asdict(),
+            batch_size=batch_size, execution=execution, step=step, rounds=len(routed),
+            dense_ms=Spread.of(dense), free_ms=Spread.of(free), routed_ms=Spread.of(routed),
+            of_free=ratios(free, routed), of_topk=None if topk is None else ratios(topk, routed),
+            speedup=ratios(dense, routed), dense_peak=dense_peak, routed_peak=peaks.get(name),
             peak_bound=None if dense_peak is None or name not in saved else max(dense_peak - saved[name], gradients),
-        )
+        )  # fmt: skip
+
+
+def _dense(config: BenchmarkConfig) -> tuple[nn.Module, tuple[int, int, int]]:
+    """Return the dense model and the size of an image (C, height, width)."""
+    import timm
+    from timm.data import resolve_model_data_config
+
+    arguments = dict(config.model_args)
+    if config.image_size is not None:
+        arguments["img_size"] = config.image_size
+    model = timm.create_model(config.model, **arguments).to(config.device).eval()
+    channels, height, width = resolve_model_data_config(model)["input_size"]
+    side = arguments.get("img_size")
+    return model, (arguments.get("in_chans", channels), side or height, side or width)

@@ -27,14 +27,7 @@ CONTROLS = ("loop", "masked", "removed")
 
 @dataclass(eq=False)
 class FreeState:
-    """The state of a freely routed block.
-
-    Args:
-        call: How the host calls the block.
-        capacity: Share of tokens kept.
-        prefix: Leading tokens that are always kept.
-        context: What a kept token attends to.
-    """
+    """The state of a freely routed block: how the host calls it, share of tokens and prefix kept, context."""
 
     call: BlockCall
     capacity: Fraction
@@ -43,11 +36,7 @@ class FreeState:
 
 
 class FreeBlock(nn.Module):
-    """Mixin that runs a host block on the first K tokens: no score, no selection, no gate, no moving by index.
-
-    Attributes:
-        mod_state: Plain state, see `FreeState`.
-    """
+    """Mixin that runs a host block on the first K tokens: no score, no selection, no gate, no moving by index."""
 
     mod_state: FreeState
 
@@ -66,16 +55,10 @@ class FreeBlock(nn.Module):
 
 
 def first_tokens(arguments: Mapping[str, Any], tokens: int, count: int) -> dict[str, Any]:
-    """Cut a block's arguments down to the first `count` of `tokens` tokens.
-
-    Args:
-        arguments: The block's arguments after the tokens, by name.
-        tokens: N.
-        count: K.
-    """
+    """Cut a block's arguments after the tokens, by name, down to the first `count` of `tokens` tokens."""
     cut = dict(arguments)
     if "rope" in cut:
-        # Rotary embeddings leave the prefix out, so the last N - K of them are those of the tokens left out.
+        # Rotary embeddings leave the prefix out, so the last N - K of them belong to the skipped tokens.
         rope = cut["rope"]
         cut["rope"] = rope[..., : rope.shape[-2] - (tokens - count), :]
     for name in ("attn_mask", "shared_rel_pos_bias"):
@@ -87,14 +70,8 @@ def first_tokens(arguments: Mapping[str, Any], tokens: int, count: int) -> dict[
 def free_routing(model: nn.Module) -> nn.Module:
     """Return a copy of a routed model, sharing its weights, whose routed blocks run on their first K tokens.
 
-    It keeps as many tokens as the routed model and computes no importance, so what the routed model takes longer is
-    the price of routing. Its outputs mean nothing.
-
-    Args:
-        model: A model routed by top-k.
-
-    Raises:
-        ValueError: Nothing in it is routed, or by threshold, which fixes no K.
+    It keeps as many tokens as the routed model and computes no importance, so the routed model's additional time is the
+    overhead of routing. Its outputs are meaningless.
 
     Example:
         >>> import timm, mmod
@@ -142,7 +119,7 @@ class Looped(Way):
 
 
 class Masked(Way):
-    """Every token is computed, attending to kept ones only, and the results of skipped tokens are thrown away."""
+    """Every token is computed, attending to kept ones only; results of skipped tokens are discarded."""
 
     def run(self, block: RoutedBlock, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Run the host block on all tokens and take its result where a token is kept."""
@@ -160,7 +137,7 @@ class RemovedBlock(nn.Module):
     """Mixin that passes every token by."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the tokens as they came."""
+        """Return the tokens unchanged."""
         return x
 
 
@@ -169,11 +146,8 @@ def control(model: nn.Module, path: str) -> nn.Module:
 
     Args:
         model: A model routed by top-k whose blocks take a mask and no rotary embeddings.
-        path: "loop" and "masked" compute the same outputs: image by image, or every token and throw the skipped ones
-            away. "removed" leaves the routed blocks out.
-
-    Raises:
-        ValueError: Unknown path.
+        path: "loop" and "masked" compute the same outputs: image by image, or every token, discarding the skipped
+            ones. "removed" leaves the routed blocks out.
 
     Example:
         >>> import timm, mmod

@@ -20,7 +20,6 @@ class Step:
     """One call that is timed: inference, or a training step up to the gradients.
 
     Args:
-        model: The model.
         step: "forward" or "train".
         execution: "eager", "compiled" (`torch.compile` without a graph break) or "cudagraphs" (the same with
             `mode="reduce-overhead"`).
@@ -33,16 +32,12 @@ class Step:
         self.forward: Callable[[Tensor], Tensor] = model if execution == "eager" else _compiled(model, self.replays)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Run the step and return the model's output.
-
-        Args:
-            images: Images (B, C, height, width).
-        """
+        """Run the step on images (B, C, height, width) and return the model's output."""
         if self.model.training != self.trains:
-            # Walking through all modules takes as long as a small model's call.
+            # A walk through all modules takes as long as a small model's call.
             self.model.train(self.trains)
         if self.replays:
-            # What the last call returned may be overwritten from here on.
+            # The last call's outputs may be overwritten from here on.
             torch.compiler.cudagraph_mark_step_begin()
         if not self.trains:
             with torch.no_grad():
@@ -58,43 +53,31 @@ class Step:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return a copy of the gradients that the last call left."""
-        found = {name: parameter.grad for name, parameter in self.model.named_parameters()}
-        return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        return {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None}
 
 
 def _compiled(model: nn.Module, replays: bool) -> Callable[[Tensor], Tensor]:
     def forward(images: Tensor) -> Tensor:
         return model(images)
 
-    # Compiled code is kept by code object. One of its own keeps other models' guards out of this model's calls.
-    own = types.FunctionType(forward.__code__.replace(), globals(), closure=forward.__closure__)
-    return torch.compile(own, fullgraph=True, dynamic=False, mode="reduce-overhead" if replays else None)
+    # Compiled code is cached by code object. A new one keeps other models' guards out of this model's calls.
+    copied = types.FunctionType(forward.__code__.replace(), globals(), closure=forward.__closure__)
+    return torch.compile(copied, fullgraph=True, dynamic=False, mode="reduce-overhead" if replays else None)
 
 
 def check_compiled(name: str, compiled: Step, eager: Step, images: Tensor) -> None:
-    """Raise unless a compiled step gives the outputs and gradients of the eager one.
-
-    Args:
-        name: Names the model in the error.
-        compiled: The compiled step.
-        eager: The same step of the same model, not compiled.
-        images: Images (B, C, height, width).
-
-    Raises:
-        WrongOutputError: They differ.
-    """
+    """Raise a WrongOutputError unless a compiled step gives the outputs and gradients of the eager one."""
     expected = eager(images).clone()
     gradients = eager.gradients() if eager.trains else {}
     check_close(f"{name}, compiled against eager", compiled(images), expected, COMPILED_TOLERANCE)
     if not eager.trains:
         return
-    found = compiled.gradients()
-    if set(found) != set(gradients):
-        raise WrongOutputError(f"{name}: gradients reach {sorted(set(found) ^ set(gradients))} compiled or eager only")
-    for parameter, gradient in gradients.items():
-        check_close(
-            f"{name}, the gradient of {parameter} compiled against eager",
-            found[parameter],
-            gradient,
-            COMPILED_GRADIENT_TOLERANCE,
+    observed = compiled.gradients()
+    if set(observed) != set(gradients):
+        raise WrongOutputError(
+            f"{name}: gradients reach {sorted(set(observed) ^ set(gradients))} compiled or eager only"
         )
+    for parameter, gradient in gradients.items():
+        what = f"{name}, the gradient of {parameter} compiled against eager"
+        check_close(what, observed[parameter], gradient, COMPILED_GRADIENT_TOLERANCE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,26 +17,46 @@ from mmod.analysis.calibrate import match_topk_
 from mmod.analysis.flops import flops
 from mmod.analysis.memory import held_by_blocks
 from mmod.analysis.trace import Trace, trace
-from mmod.benchmarks.models.config import DENSE, BenchmarkConfig, Variant
 from mmod.benchmarks.models.paths import control, free_routing, sharing_copy
 from mmod.benchmarks.models.steps import Step, check_compiled
 from mmod.benchmarks.oracle import PLAIN_TOLERANCE, check_dense, check_reference, clear_images
+from mmod.config import RoutingConfig
 from mmod.model import route_
 
 CHECKED_IMAGES = 2
-# Of whole models in float32, whose errors average out over many sums.
+# Of models in float32, whose errors average out over many sums.
 EXACT_TOLERANCE = 1e-5
 
 
-@dataclass(frozen=True)
-class Decided:
-    """Decisions of a model on some images, in numbers.
+class Variant(NamedTuple):
+    """Names a model of a benchmark: a router, "dense" or "free", and fields of `BenchmarkRow`."""
 
-    Args:
-        kept: Tokens that a routed block keeps, mean over images and blocks.
-        most: The largest number that one keeps of one image.
-        flop_speedup: FLOPs of the dense model over those of this one.
-    """
+    router: str
+    capacity: float
+    select: str = "topk"
+    context: str = "kept"
+    path: str = "routed"
+
+    @property
+    def free(self) -> Variant:
+        """The free routing that bounds this model."""
+        return Variant("free", self.capacity, context=self.context)
+
+    @property
+    def topk(self) -> Variant:
+        """The same model routed by top-k."""
+        return self._replace(select="topk")
+
+    def __str__(self) -> str:
+        """Return the name for messages."""
+        return f"{self.router} at capacity {self.capacity:g} ({self.select}, context {self.context}, {self.path})"
+
+
+DENSE = Variant("dense", 1.0)
+
+
+class Decided(NamedTuple):
+    """Fields of `BenchmarkRow` that follow from a model's decisions."""
 
     kept: float
     most: int
@@ -44,42 +64,24 @@ class Decided:
 
 
 class Variants:
-    """The models of a benchmark.
+    """The models of a benchmark, in evaluation mode by name; `routed` names those compared with dense and free ones."""
 
-    Args:
-        config: What to time.
-
-    Attributes:
-        models: Every model by name, in evaluation.
-        routed: Names of those that are compared with dense and free ones.
-    """
-
-    def __init__(self, config: BenchmarkConfig) -> None:
-        import timm
-        from timm.data import resolve_model_data_config
-
-        self.device = torch.device(config.device)
-        self.dtype = torch.float32
-        arguments = dict(config.model_args)
-        if config.image_size is not None:
-            arguments["img_size"] = config.image_size
-        dense = timm.create_model(config.model, **arguments).to(self.device).eval()
-        channels, height, width = resolve_model_data_config(dense)["input_size"]
-        side = arguments.get("img_size")
-        self.size = (arguments.get("in_chans", channels), side or height, side or width)
-        self.routed = config.routed()
+    def __init__(self, dense: nn.Module, size: tuple[int, int, int], routings: Mapping[Variant, RoutingConfig]) -> None:
+        self.size, self.device, self.dtype = size, next(dense.parameters()).device, torch.float32
+        self.routed = list(routings)
         self.models: dict[Variant, nn.Module] = {DENSE: dense}
-        for name in self.routed:
-            routed = route_(sharing_copy(dense), config.routing(name))
+        for name, routing in routings.items():
+            routed = route_(sharing_copy(dense), routing)
             self.models[name] = routed if name.path == "routed" else control(routed, name.path)
             if name.free not in self.models:
-                fixed = routed if name.select == "topk" else route_(sharing_copy(dense), config.routing(name.topk))
+                is_fixed = name.select == "topk"
+                fixed = routed if is_fixed else route_(sharing_copy(dense), routing.replace(select="topk"))
                 self.models[name.free] = free_routing(fixed)
 
     def to(self, dtype: torch.dtype) -> Variants:
         """Return copies of the models in another type, again on the same weights."""
         converted = copy.copy(self)
-        # One copy of all of them together: they go on sharing their weights.
+        # One copy of all models together, so that they still share their weights.
         converted.models = copy.deepcopy(self.models)
         converted.dtype = dtype
         for model in converted.models.values():
@@ -91,7 +93,7 @@ class Variants:
         return torch.randn(count, *self.size, device=self.device, dtype=self.dtype)
 
     def check(self) -> None:
-        """Raise unless every routed model computes what it must."""
+        """Raise unless every routed model computes correct outputs."""
         tolerance = EXACT_TOLERANCE if self.dtype == torch.float32 else PLAIN_TOLERANCE[self.dtype]
         for name in self.routed:
             if name.path != "removed":
@@ -102,26 +104,18 @@ class Variants:
                     check_reference(model, images, tolerance)
 
     def check_compiled(self, batch_size: int, execution: str, step: str) -> None:
-        """Raise unless every model computes the same compiled as it does eagerly.
-
-        Args:
-            batch_size: Images per call.
-            execution: How to compile, see `Step`.
-            step: "forward" or "train".
-        """
+        """Raise unless every model computes the same compiled as eagerly; see `Step` for execution and step."""
         images = self.prepare(batch_size, static=True)
         for name, model in self.models.items():
             with _full_precision():
                 check_compiled(str(name), Step(model, step, execution), Step(model, step, "eager"), images[name])
-            # What was compiled for a check is in the way of what is timed.
+            # Code that was compiled for a check would interfere with the timed code.
             torch.compiler.reset()
 
     def prepare(self, batch_size: int, static: bool) -> dict[Variant, Tensor]:
-        """Return images for every model, and set thresholds so that they keep of them as many tokens as top-k.
+        """Return images for every model, and set thresholds so that they keep as many of their tokens as top-k.
 
-        Args:
-            batch_size: Images per call.
-            static: Threshold routing gets a static maximum.
+        `static` gives threshold routing a static maximum.
         """
         return {name: self._images_for(name, batch_size, static) for name in self.models}
 
@@ -133,16 +127,11 @@ class Variants:
             images = self.images(count)
             match_topk_(model, images, static)
             return images
-        # In lower precision no two paths are compared that decide by themselves.
+        # Paths that decide separately are only compared in float32.
         return clear_images(model, self.images, count) if self.dtype == torch.float32 else self.images(count)
 
     def decided(self, name: Variant, images: Tensor) -> Decided:
-        """Return what a routed model makes of the images it was timed on.
-
-        Args:
-            name: One of `routed`.
-            images: Images (B, C, height, width).
-        """
+        """Return the decisions of a routed model on the images (B, C, height, width) that it was timed on."""
         if name.path == "removed":
             dense, removed = (flops(self.models[which], self.size).routed for which in (DENSE, name))
             return Decided(0.0, 0, dense / removed)
@@ -158,13 +147,10 @@ class Variants:
         return decisions
 
     def saved_bytes(self, images: Mapping[Variant, Tensor]) -> dict[Variant, int]:
-        """Return how much of the dense model's memory in training belongs to tokens that a routed model skips.
+        """Return the bytes of the dense model's training memory that belong to tokens a routed model skips.
 
-        It is the skipped share of what each routed block holds for the backward pass, less the tokens it hands on,
-        which are all there whatever is skipped. Keys and values of all tokens are no part of this, nor are controls.
-
-        Args:
-            images: Images of every model (B, C, height, width).
+        It is the skipped share of the memory that a routed block holds for the backward pass, except its output tokens,
+        which are always there. Models with context "all" and controls are left out.
         """
         held = held_by_blocks(self.models[DENSE], images[DENSE])
         saved = {}
@@ -177,7 +163,7 @@ class Variants:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Convolutions in float32 on a GPU are rounded to fewer bits unless they are told not to be."""
+    """Turn off TF32, to which cuDNN rounds float32 convolutions by default."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,9 @@ from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks.ops.case import Result
 from mmod.benchmarks.ops.cases import CASES, OpCase, OpSize, make_case
 from mmod.benchmarks.ops.roofline import Probes, cache_flush
-from mmod.benchmarks.options import TimedOptions
+from mmod.benchmarks.options import Runs, TimedOptions
 from mmod.benchmarks.oracle import PLAIN_TOLERANCE, check_close, check_error_rule
-from mmod.benchmarks.report import BenchmarkReport, ReportRow, spread_cell
-from mmod.benchmarks.resume import run_all
+from mmod.benchmarks.report import ReportRow
 from mmod.ops import use
 from mmod.values import check_distinct
 
@@ -38,8 +37,9 @@ class OpBenchmarkConfig(TimedOptions):
         sizes: Sizes, each with every op.
         dtypes: Types of the inputs.
         step: "forward", "train" (forward and backward together), or both.
-        backends: Backends to force, those that cannot serve are left out and named; "auto" is what users get.
-        compiled: Time torch's own operations and the other implementations compiled, too.
+        backends: Backends to force; those that do not support a case are left out and named. "auto" is the default of
+            users.
+        compiled: Also time torch's operations and the other implementations compiled.
 
     Raises:
         ValueError: Nothing to time, or an unknown op.
@@ -64,6 +64,14 @@ class OpBenchmarkConfig(TimedOptions):
         if unknown:
             raise ValueError(f"unknown ops {unknown}; valid are {', '.join(CASES)}")
 
+    def runs(self) -> Runs:
+        """Return a run for every op, size, dtype and step."""
+        calls = {
+            f"{op}, {size}, {dtype}, {step}": partial(_run, self, op, size, dtype, step)
+            for op, size, dtype, step in itertools.product(self.ops, self.sizes, self.dtypes, self.step)
+        }
+        return Runs("ops", OpRow, calls, _reasons)
+
 
 @dataclass(frozen=True)
 class OpRow(ReportRow):
@@ -81,20 +89,22 @@ class OpRow(ReportRow):
         path: A backend's name, "torch, compiled", or another implementation's name.
         rounds: Rounds timed.
         ms: Milliseconds per call.
-        limit: What bounds it: the "copy" of its bytes or the "matmul" of its FLOPs.
+        limit: Its bound: the "copy" of its bytes or the "matmul" of its FLOPs.
         bound_ms: The time that its bytes and FLOPs take at the rates measured in the same run.
-        of_bound: Speed as a share of the bound's. It can exceed 1 where the data stays in a cache.
-        extra_bytes: Most memory held at once during the call beyond inputs and results.
-        baseline: The fastest implementation in the run that is not this library's (for compiled ones, the fastest of
-            those); None where it is itself one of them.
+        of_bound: Speed as a share of the bound's; above 1 where the data stays in a cache.
+        extra_bytes: Peak memory during the call beyond inputs and results.
+        baseline: The fastest implementation of others in the run, compiled where this one is; None for baselines.
         of_baseline: Speed as a share of the baseline's.
         left_out: Why this backend was not timed; None where it was.
     """
 
-    HEADER = (
-        "op", "images", "tokens", "kept", "heads x channels", "dtype", "step", "by", "ms", "bound ms", "bound by",
-        "speed / bound", "extra MiB", "baseline", "speed / baseline",
-    )  # fmt: skip
+    COLUMNS: ClassVar = {
+        "op": ("op", ""), "images": ("images", ""), "tokens": ("tokens", ""), "kept": ("kept", ""),
+        "heads_channels": ("heads x channels", ""), "dtype": ("dtype", ""), "step": ("step", ""), "path": ("by", ""),
+        "ms": ("ms", ".4f"), "bound_ms": ("bound ms", ".4f"), "limit": ("bound by", ""),
+        "of_bound": ("speed / bound", "[.3f"), "extra_mib": ("extra MiB", ".2f"), "baseline": ("baseline", ""),
+        "of_baseline": ("speed / baseline", "[.3f"),
+    }  # fmt: skip
 
     op: str
     images: int
@@ -115,38 +125,12 @@ class OpRow(ReportRow):
     of_baseline: Spread | None = None
     left_out: str | None = None
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the line as text, without text where the backend was left out."""
-        if self.ms is None or self.bound_ms is None or self.extra_bytes is None:
-            return ("",) * len(self.HEADER)
-        return (
-            self.op, str(self.images), str(self.tokens), str(self.kept), f"{self.heads} x {self.channels}", self.dtype,
-            self.step, self.path, f"{self.ms.median:.4f}", f"{self.bound_ms:.4f}", self.limit or "",
-            spread_cell(self.of_bound), f"{self.extra_bytes / 2**20:.2f}", self.baseline or "",
-            spread_cell(self.of_baseline),
-        )  # fmt: skip
-
-
-def benchmark_ops(config: OpBenchmarkConfig, progress: bool = True) -> BenchmarkReport:
-    """Check and time every implementation of the ops side by side, and write the results.
-
-    Args:
-        config: What to time.
-        progress: Show a progress bar on stderr.
-
-    Returns:
-        The rows, with the environment they were measured in.
-
-    Raises:
-        FileExistsError: The output folder holds a benchmark already.
-        ValueError: The output folder holds an unfinished benchmark with other options or of another machine.
-        WrongOutputError: An implementation computes something wrong; it is not timed then.
-    """
-    runs = {
-        f"{op}, {size}, {dtype}, {step}": partial(_run, config, op, size, dtype, step)
-        for op, size, dtype, step in itertools.product(config.ops, config.sizes, config.dtypes, config.step)
-    }
-    return run_all(config, "ops", OpRow, runs, progress, _reasons)
+    def cells(self) -> dict[str, Any]:
+        """Return the line, empty where the backend was left out."""
+        if self.extra_bytes is None:
+            return {}
+        texts = {"heads_channels": f"{self.heads} x {self.channels}", "extra_mib": self.extra_bytes / 2**20}
+        return {**super().cells(), **texts}
 
 
 def _reasons(rows: Sequence[OpRow]) -> list[str]:
@@ -187,16 +171,16 @@ class _Call:
             results = _as_tuple(self.function(**self.inputs))
             if not self.learned:
                 return results
-            led = [result for result in results if result.requires_grad]
-            gradients = torch.autograd.grad(led, self.learned, [self._gradient_of(result) for result in led])
+            outputs = [result for result in results if result.requires_grad]
+            gradients = torch.autograd.grad(outputs, self.learned, [self._gradient_of(result) for result in outputs])
         return (*results, *gradients)
 
     def _gradient_of(self, result: Tensor) -> Tensor:
-        """Return what would come from above: the same for every implementation, and made once."""
+        """Return the upstream gradient of a result, the same for every implementation."""
         shape = tuple(result.shape)
         if shape not in self.upstream:
             generator = torch.Generator(result.device).manual_seed(len(shape))
-            # Numbers that every type holds exactly, so that float64 gets no other gradient than the others.
+            # Numbers that every dtype holds exactly, so that float64 gets the same gradient.
             drawn = torch.randint(-96, 97, shape, generator=generator, device=result.device) / 32
             self.upstream[shape] = drawn.to(result.dtype)
         return self.upstream[shape]
@@ -232,30 +216,21 @@ def _calls(
 def check_case(
     op: str, case: OpCase, calls: Mapping[str, Callable[[], tuple[Tensor, ...]]], dtype: torch.dtype, trains: bool
 ) -> None:
-    """Raise unless every implementation of an op is right: moved bits equal, own results as near as torch's.
+    """Raise a WrongOutputError unless every implementation of an op is correct.
 
-    Other implementations are held to torch's tolerance only.
-
-    Args:
-        op: Names the op in the error.
-        case: The op.
-        calls: Implementations by name; each returns its results and, in training, the gradients.
-        dtype: Type of the inputs.
-        trains: Whether gradients are returned.
-
-    Raises:
-        WrongOutputError: One is wrong.
+    Moved rows must be bitwise equal, computed results at most twice as far from float64 as torch's. Baselines may be
+    within torch's tolerance. With `trains`, calls return gradients after their results.
     """
     learns = case.learns if trains else ()
     exact_call = _Call(case.exact, {name: _double(value) for name, value in case.inputs.items()}, learns)
     exact, gradients = exact_call(), len(exact_call.learned)
     plain = _Call(case.op, case.inputs, learns, "torch", case.choice or op)()
     for name, call in calls.items():
-        found = call()
-        results = len(found) - gradients
-        # A baseline may leave the last results out; the gradients come after what it has.
+        outputs = call()
+        results = len(outputs) - gradients
+        # A baseline may leave the last results out; gradients follow the results that it has.
         places = [*range(results), *range(len(exact) - gradients, len(exact))]
-        for place, value in zip(places, found):
+        for place, value in zip(places, outputs):
             what = f"{op} by {name}, result {place}"
             if case.moves or not value.is_floating_point():
                 check_close(what, value, plain[place], 0.0)
@@ -297,34 +272,27 @@ def _run(config: OpBenchmarkConfig, op: str, size: OpSize, dtype: str, step: str
     rows = [OpRow(**about, path=path, left_out=reason) for path, reason in left_out.items()]
     for path, call in calls.items():
         against = baseline_of.get(path)
-        rows.append(
-            OpRow(
-                **about,
-                path=path,
-                rounds=len(times[path]),
-                ms=Spread.of(times[path]),
-                limit=rates[0].limit(work),
-                bound_ms=Spread.of(bounds).median,
-                of_bound=ratios(bounds, times[path]),
-                extra_bytes=_extra_bytes(call, device),
-                baseline=against,
-                of_baseline=None if against is None else ratios(times[against], times[path]),
-            )
-        )
+        row = OpRow(
+            **about, path=path, rounds=len(times[path]), ms=Spread.of(times[path]), limit=rates[0].limit(work),
+            bound_ms=Spread.of(bounds).median, of_bound=ratios(bounds, times[path]),
+            extra_bytes=_extra_bytes(call, device), baseline=against,
+            of_baseline=None if against is None else ratios(times[against], times[path]),
+        )  # fmt: skip
+        rows.append(row)
     torch.compiler.reset()
     return rows
 
 
 def _baselines(case: OpCase, times: Mapping[str, list[float]]) -> dict[str, str]:
-    """Return the fastest other implementation for each of this library's."""
-    found = {}
+    """Return the fastest other implementation for every backend of this library."""
+    baselines: dict[str, str] = {}
     for form in ("{}", COMPILED):
         others = [form.format(name) for name in case.baselines]
-        own = [form.format(backend) for backend in ("auto", "torch", "triton", "xformers")]
+        backends = [form.format(backend) for backend in ("auto", "torch", "triton", "xformers")]
         if all(name in times for name in others):
             fastest = min(others, key=lambda name: Spread.of(times[name]).median)
-            found.update(dict.fromkeys([name for name in own if name in times], fastest))
-    return found
+            baselines |= dict.fromkeys([name for name in backends if name in times], fastest)
+    return baselines
 
 
 def _extra_bytes(call: _Call, device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Case of an op: sizes, inputs, definition, baselines, and the work that no implementation can do without.
+"""Case of an op: sizes, inputs, definition, baselines, and the work that every implementation must do.
 
 Axes: B images, N tokens, K slots per image, D channels, H heads, E channels of a head.
 """
@@ -61,11 +61,11 @@ class OpCase:
         inputs: Its arguments.
         learns: Names of the arguments that get a gradient in a training step, beside the parameters of modules.
         exact: The definition, called with the same arguments in float64.
-        baselines: Other implementations with the same arguments; one may return the first of the results alone.
+        baselines: Other implementations with the same arguments; they may return the first results only.
         forward: Work of the call.
         backward: Work of its gradients.
-        moves: Results are moved, not computed: they must equal torch's bit for bit.
-        choice: The op's name where backends are chosen, if it is another one.
+        moves: Results are moved, not computed: they must equal torch's bitwise.
+        choice: The name by which backends are chosen, if it is not the op's.
     """
 
     op: Callable[..., Result]
@@ -80,14 +80,7 @@ class OpCase:
 
 
 class Maker:
-    """Draws the inputs of a case.
-
-    Args:
-        size: Sizes.
-        dtype: Type of the inputs.
-        device: Where they are.
-        seed: Seed of their values.
-    """
+    """Draws the inputs of a case."""
 
     def __init__(self, size: OpSize, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.size, self.dtype, self.device = size, dtype, device
@@ -102,7 +95,7 @@ class Maker:
         return self.normal(self.size.images, tokens, self.size.channels)
 
     def heads(self, tokens: int) -> Tensor:
-        """Return what a host's projection gives attention (B, H, tokens, E): a view that is not contiguous."""
+        """Return the output of a host's projection (B, H, tokens, E): a view that is not contiguous."""
         shape = (self.size.images, tokens, self.size.heads, self.size.head_channels)
         return self.normal(*shape).transpose(1, 2)
 
@@ -126,14 +119,7 @@ CASES: dict[str, MakesCase] = {}
 
 
 def register_case(op: str) -> Callable[[MakesCase], MakesCase]:
-    """Make a case known by the name of its op.
-
-    Args:
-        op: The name, by which `OpBenchmarkConfig.ops` asks for it.
-
-    Raises:
-        ValueError: The name is taken.
-    """
+    """Register a case by the name of its op, for `OpBenchmarkConfig.ops`; a ValueError if the name is taken."""
 
     def register(function: MakesCase) -> MakesCase:
         if op in CASES:
@@ -145,17 +131,7 @@ def register_case(op: str) -> Callable[[MakesCase], MakesCase]:
 
 
 def make_case(op: str, size: OpSize, dtype: torch.dtype, device: torch.device, seed: int = 0) -> OpCase:
-    """Return an op with inputs of a size.
-
-    Args:
-        op: A registered name.
-        size: Sizes.
-        dtype: Type of the inputs.
-        device: Where they are.
-        seed: Seed of their values.
-
-    Raises:
-        ValueError: Unknown op.
+    """Return a registered op with inputs of a size.
 
     Example:
         >>> import mmod.benchmarks.ops.cases

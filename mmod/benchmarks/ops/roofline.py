@@ -1,4 +1,4 @@
-"""Roofline: the rates of this machine, measured, and the lower bound that they set on the time of an op."""
+"""Roofline: the measured rates of this machine, and the lower bound that they set on the time of an op."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rates:
     flops: float
 
     def bound_ms(self, work: Work) -> float:
-        """Return the time that some work takes at least: memory and arithmetic at full rate, and at the same time.
+        """Return the least time that some work takes: memory and arithmetic in parallel, both at full rate.
 
         Example:
             >>> Rates(bytes=10.0, flops=100.0).bound_ms(Work(bytes=20, flops=100))
@@ -60,12 +60,7 @@ class Rates:
 
 
 class Probes:
-    """A large copy and a large matrix product, timed beside everything else in a run.
-
-    Args:
-        device: Where to run.
-        dtype: Type of the matrices.
-    """
+    """A large copy and a large matrix product, timed in turns with the implementations of a run."""
 
     COPY = "copy"
     PRODUCT = "matmul"

@@ -7,30 +7,29 @@ from typing import Any, Literal
 
 from mmod.values import check_distinct, check_fields
 
-__all__ = ["IsoflopConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class IsoflopConfig:
-    """A grid of sizes, budgets and routings of a causal language model, each with its own learning rate.
+    """A grid of sizes, budgets and routings of a causal language model, every model with its best learning rate.
 
-    Every model is trained for as many steps as its budget pays for, so that a cheaper model sees more text. Its rate is
-    the best of `rates` with a seed of its own, with which nothing is reported.
+    A model is trained for as many steps as its budget pays for, so that a cheaper model sees more text. Its rate is the
+    best of `rates` with a further seed, whose results are not reported.
 
     Args:
         output: The study's folder; its runs, table and picture go there. A study goes on where it stopped.
         dense: Training config of the dense model, a YAML file; the study sets `output`, `seed`, `routing`, `optim.lr`
-            and `epoch_steps`. A run is divided into as many parts as it has `epochs`, or up to twice as many where its
-            steps then come nearer to the budget; warm-up takes some of them.
+            and `epoch_steps`. A run has its `epochs`, or up to twice as many where its steps then come nearer to the
+            budget; warm-up takes some of them.
         sizes: Name of each size to the fields of `model.config` that differ.
         budgets: FLOPs of a training run, forward and backward passes, see `mmod.analysis.prefill.training_flops`.
-        routings: Name of each series to its routing, as in a training config; or to `method:`, and `routing:` where the
+        routings: Name of a series to its routing, as in a training config; or to `method:`, and `routing:` where the
             model is routed as well; null is the dense model. The first series is what others are compared with.
-        rates: Learning rates that are tried for each size, budget and routing; one needs no trial.
+        rates: Learning rates that are tried for every size, budget and routing; one needs no trial.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         seeds: Number of seeds.
-        processes: Runs done side by side, each in a process of one thread.
-        score: What the curves show: "loss", with the decisions of training, or "causal_loss", each token decided alone.
+        processes: Parallel runs, in processes of one thread.
+        score: What the curves show: "loss", with the decisions of training, or "causal_loss", with tokens decided one
+            by one.
 
     Source: Hoffmann et al., arXiv 2203.15556, approach 2; Raposo et al., arXiv 2404.02258, section 4.
     """
@@ -49,6 +48,6 @@ class IsoflopConfig:
     def __post_init__(self) -> None:
         check_fields(self, "", budgets="(0, inf)", rates="(0, inf)", seeds="[1, inf)", processes="[1, inf)")
         check_distinct(self, "sizes", "budgets", "routings", "rates")
-        taken = sorted({"output", "seed", "routing", "method", "epoch_steps"} & set(self.changes))
-        if taken:
-            raise ValueError(f"changes must not set {', '.join(taken)}: the study sets them")
+        reserved = sorted({"output", "seed", "routing", "method", "epoch_steps"} & set(self.changes))
+        if reserved:
+            raise ValueError(f"changes must not set {', '.join(reserved)}: the study sets them")

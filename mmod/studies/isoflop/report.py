@@ -1,17 +1,16 @@
-"""What an isoFLOP study found: its points, the least loss of each curve, table and picture."""
+"""The results of an isoFLOP study: its points, a curve of loss over size at every budget, table and picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmod.analysis.statistics import difference
-from mmod.analysis.style import FAINT, INK, MARKERS, PALETTE, new_figure, tidy
-from mmod.studies.isoflop.fit import Curve, fit_curve
-from mmod.studies.isoflop.grid import Place
+from mmod.analysis.statistics import Estimate, difference
+from mmod.analysis.style import FAINT, INK, MARKERS, add_hint, add_legend, looks, new_figure, tidy
 from mmod.studies.paired import spread
 from mmod.studies.results import Column, table_of
 
@@ -19,15 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["curves_of", "draw", "optima", "point_of", "table"]
-
 # Budget and name of a series.
 Group = tuple[float, str]
-_POINTS: dict[str, Column] = {
+Points = Sequence[Mapping[str, Any]]
+_COLUMNS: dict[str, Column] = {
     "budget": ("training FLOPs", ".3g"),
     "series": ("model", ""),
     "size": ("size", ""),
-    "parameters": ("parameters", ","),
+    "parameters": ("parameters", ",.0f"),
     "forward": ("forward FLOPs", ".3g"),
     "steps": ("steps", ""),
     "rate": ("rate", "g"),
@@ -36,37 +34,72 @@ _POINTS: dict[str, Column] = {
     "agreement": ("alike", ".3f"),
     "difference": ("to the first", ""),
 }
-_OPTIMA: dict[str, Column] = {
-    "budget": ("training FLOPs", ".3g"),
-    "series": ("model", ""),
-    "parameters": ("best parameters", ",.0f"),
-    "forward": ("forward FLOPs", ".3g"),
-    "loss": ("loss", ".4f"),
-    "difference": ("to the first", ""),
-}
 
 
-def point_of(place: Place, rate: float, found: Mapping[int, Any]) -> dict[str, Any]:
-    """Return the row of a model."""
-    names = ("series", "size", "budget", "parameters", "forward", "steps", "spent")
-    row = {name: getattr(place, name) for name in names}
-    columns = {seed: result.columns() for seed, result in sorted(found.items())}
-    row |= {"rate": rate, "seeds": columns}
+@dataclass(frozen=True)
+class Curve:
+    """A parabola of the loss in the logarithm of the size, through models of one budget and routing.
+
+    Args:
+        sizes: Parameters of the models, ascending.
+        flops: FLOPs of their forward passes.
+        coefficients: Those of the parabola, the highest power first.
+
+    Source: Hoffmann et al., arXiv 2203.15556, approach 2.
+    """
+
+    sizes: tuple[float, ...]
+    flops: tuple[float, ...]
+    coefficients: tuple[float, float, float]
+
+    def loss(self, size: float) -> float:
+        """Return the loss at a number of parameters."""
+        return float(np.polyval(self.coefficients, np.log(size)))
+
+    def forward(self, size: float) -> float:
+        """Return the FLOPs of a forward pass at a number of parameters, interpolated between the models."""
+        return float(np.exp(np.interp(np.log(size), np.log(self.sizes), np.log(self.flops))))
+
+    @property
+    def optimum(self) -> float | None:
+        """The number of parameters with the least loss; None where the parabola has no minimum among the sizes."""
+        square, slope, _ = self.coefficients
+        if square <= 0:
+            return None
+        best = float(np.exp(-slope / (2 * square)))
+        return best if self.sizes[0] <= best <= self.sizes[-1] else None
+
+
+def fit_curve(sizes: Sequence[float], flops: Sequence[float], losses: Sequence[float]) -> Curve | None:
+    """Fit a curve to models by least squares; None for fewer than three sizes.
+
+    Example:
+        >>> sizes = [1e4, 1e5, 1e6, 1e7]
+        >>> curve = fit_curve(sizes, sizes, [3.0, 2.0, 2.0, 3.0])
+        >>> round(curve.optimum), round(curve.loss(curve.optimum), 3)
+        (316228, 1.875)
+    """
+    if len(set(sizes)) < 3:
+        return None
+    order = np.argsort(sizes)
+    size, flop, loss = (np.asarray(values, dtype=float)[order] for values in (sizes, flops, losses))
+    square, slope, level = np.polyfit(np.log(size), loss, 2).tolist()
+    return Curve(tuple(size.tolist()), tuple(flop.tolist()), (square, slope, level))
+
+
+def point_of(facts: Mapping[str, Any], evaluations: Mapping[int, Any]) -> dict[str, Any]:
+    """Return the row of a model: its facts, and the figures of its evaluations by seed with their means."""
+    columns = {seed: evaluation.columns() for seed, evaluation in sorted(evaluations.items())}
+    row = {**facts, "seeds": columns}
     for name in ("loss", "causal_loss", "agreement"):
-        values = [own[name] for own in columns.values() if name in own]
+        values = [figures[name] for figures in columns.values() if name in figures]
         if values:
             row |= {name: mean(values)} | ({f"{name}_std": spread(values)} if len(values) > 1 else {})
     return row
 
 
-def curves_of(points: Sequence[Mapping[str, Any]], score: str, seed: int | None = None) -> dict[Group, Curve]:
-    """Fit the curve of each budget and series that has three sizes or more.
-
-    Args:
-        points: The rows of models.
-        score: The figure that is fitted.
-        seed: The seed whose figures are taken; None takes the means.
-    """
+def curves_of(points: Points, score: str, seed: int | None = None) -> dict[Group, Curve]:
+    """Fit the curve of every budget and series with three sizes or more, to one seed's scores or the means."""
     groups: dict[Group, list[Mapping[str, Any]]] = {}
     for point in points:
         groups.setdefault((point["budget"], point["series"]), []).append(point)
@@ -79,14 +112,10 @@ def curves_of(points: Sequence[Mapping[str, Any]], score: str, seed: int | None 
     return curves
 
 
-def optima(points: Sequence[Mapping[str, Any]], score: str) -> list[dict[str, Any]]:
-    """Return where each curve is least, with the difference to the first series paired by seed.
+def optima(points: Points, score: str) -> list[dict[str, Any]]:
+    """Return the minimum of every curve, and the difference to that of the first series, paired by seed.
 
-    Differences are between the least losses of curves that are fitted to one seed each.
-
-    Args:
-        points: The rows of models.
-        score: The figure that is fitted.
+    Differences are between the minima of curves that are fitted to one seed at a time.
     """
     seeds = sorted(set.intersection(*(set(point["seeds"]) for point in points)))
     by_seed = {seed: curves_of(points, score, seed) for seed in seeds}
@@ -103,14 +132,10 @@ def optima(points: Sequence[Mapping[str, Any]], score: str) -> list[dict[str, An
     return rows
 
 
-def table(points: Sequence[Mapping[str, Any]], score: str) -> str:
-    """Return points and least losses as Markdown.
+def table(points: Points, score: str) -> str:
+    """Return points and minima as Markdown.
 
     A model is compared with that of the first series of its size and budget, paired by seed.
-
-    Args:
-        points: The rows of models.
-        score: The figure that is compared.
     """
     firsts = {
         (point["budget"], point["size"]): point["seeds"] for point in points if point["series"] == points[0]["series"]
@@ -119,70 +144,72 @@ def table(points: Sequence[Mapping[str, Any]], score: str) -> str:
     for point in points:
         first, gap = firsts[point["budget"], point["size"]], None
         if point["seeds"] is not first:
-            own, other = ({seed: row[score] for seed, row in seeds.items()} for seeds in (point["seeds"], first))
-            gap = difference(own, other)
+            one, other = ({seed: row[score] for seed, row in seeds.items()} for seeds in (point["seeds"], first))
+            gap = difference(one, other)
         rows.append({**point, "difference": _in_nats(gap)})
-    found = [{**row, "difference": _in_nats(row["difference"])} for row in optima(points, score)]
-    told = "Least loss of each curve; where it has none among the sizes, the row says nothing."
-    least = f"\n\n{told}\n\n{table_of(_OPTIMA, found)}" if found else ""
-    return f"{table_of(_POINTS, rows)}{least}"
+    minima = [{**row, "difference": _in_nats(row["difference"])} for row in optima(points, score)]
+    return "\n\n".join(table_of(_COLUMNS, lines) for lines in (rows, minima) if lines)
 
 
-def draw(points: Sequence[Mapping[str, Any]], score: str) -> Figure:
-    """Draw loss against parameters and against FLOPs of a forward pass, a curve for each budget and series.
+def verdict(points: Points, score: str) -> str:
+    """Say at which size every curve is lowest, and how far below the first series' minimum."""
+    sentences = []
+    for row in optima(points, score):
+        at = f"At {row['budget']:.3g} training FLOPs"
+        if "loss" not in row:
+            sentences.append(f"{at} the loss of {row['series']} has no minimum among the sizes.")
+            continue
+        best = f"{at} {row['series']} is best with {row['parameters']:,.0f} parameters: {row['loss']:.4f} nats a byte"
+        gap = "" if row["difference"] is None else f", {_in_nats(row['difference'])} to {points[0]['series']}"
+        sentences.append(f"{best}{gap}.")
+    return " ".join(sentences) or "No curve was fitted: a budget needs three sizes or more."
 
-    Args:
-        points: The rows of models.
-        score: The figure that is drawn.
+
+def draw(points: Points, score: str) -> Figure:
+    """Draw loss against parameters and against FLOPs of a forward pass, a curve for every budget and series.
 
     Returns:
-        A figure with two panels; stars stand where curves are least.
+        A figure with two panels: colours are series, markers budgets, stars the minima of curves.
     """
-    figure = new_figure(11.2, 4.4)
+    from matplotlib.lines import Line2D
+
+    figure = new_figure(11.2, 4.7)
     axes = figure.subplots(1, 2, sharey=True)
+    styles, budgets = looks(point["series"] for point in points), sorted({point["budget"] for point in points})
+    markers = {budget: MARKERS[number % len(MARKERS)] for number, budget in enumerate(budgets)}
     for axis, key, title in zip(axes, ("parameters", "forward"), ("parameters", "FLOPs of a window's forward pass")):
-        _draw_panel(axis, points, score, key)
+        for (_, name), curve in curves_of(points, score).items():
+            _draw_curve(axis, curve, key, styles[name])
+        for point in points:
+            look = {"color": styles[point["series"]]["color"], "marker": markers[point["budget"]], "markersize": 5}
+            axis.errorbar(point[key], point[score], point.get(f"{score}_std", 0.0), capsize=2, ecolor=look["color"])
+            (mark,) = axis.plot(point[key], point[score], **look)
+            add_hint(mark, f"{point['series']} {point['size']}, {point['budget']:.3g} FLOPs: {point[score]:.4f}")
         axis.set(xlabel=title, xscale="log")
         tidy(axis)
     axes[0].set_ylabel(f"{score.replace('_', ' ')} in nats a byte", color=INK)
-    axes[1].legend(fontsize=8, frameon=False, labelcolor=INK)
+    handles = {
+        name: Line2D([], [], color=styles[name]["color"], linestyle=styles[name]["linestyle"] or "-")
+        for name in dict.fromkeys(point["series"] for point in points)
+    }
+    handles |= {
+        f"{budget:.3g} FLOPs": Line2D([], [], color=FAINT, marker=marker, linestyle="")
+        for budget, marker in markers.items()
+    }
+    add_legend(figure, handles, 6)
     seeds = max(len(point["seeds"]) for point in points)
     note = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
-    figure.supxlabel(f"stars: least loss of a curve · {note}", fontsize=8, color=FAINT, x=0.99, ha="right")
+    figure.suptitle(f"stars: least loss of a curve · {note}", fontsize=9, color=FAINT, x=0.99, ha="right")
     return figure
 
 
-def _draw_panel(axis: Axes, points: Sequence[Mapping[str, Any]], score: str, key: str) -> None:
-    budgets = sorted({point["budget"] for point in points})
-    series = list(dict.fromkeys(point["series"] for point in points))
-    curves = curves_of(points, score)
-    for budget in budgets:
-        colour = PALETTE[budgets.index(budget) % len(PALETTE)]
-        for number, name in enumerate(series):
-            rows = sorted(
-                (point for point in points if (point["budget"], point["series"]) == (budget, name)),
-                key=lambda row: row["parameters"],
-            )
-            if not rows:
-                continue
-            marker, line = MARKERS[number % len(MARKERS)], "-" if not number else "--"
-            look: dict[str, Any] = {"color": colour, "markersize": 5, "capsize": 2, "linestyle": "none"}
-            error = [row.get(f"{score}_std", 0.0) for row in rows]
-            label = f"{name}, {budget:.3g} FLOPs"
-            axis.errorbar(
-                [row[key] for row in rows], [row[score] for row in rows], error, marker=marker, **look, label=label
-            )
-            curve = curves.get((budget, name))
-            if curve is not None:
-                _draw_curve(axis, curve, key, colour, line)
-
-
-def _draw_curve(axis: Axes, curve: Curve, key: str, colour: str, line: str) -> None:
-    sizes = np.geomspace(curve.sizes[0], curve.sizes[-1], 60)
+def _draw_curve(axis: Axes, curve: Curve, key: str, style: Mapping[str, Any]) -> None:
+    sizes, colour = np.geomspace(curve.sizes[0], curve.sizes[-1], 60), style["color"]
 
     def place(size: float) -> float:
         return size if key == "parameters" else curve.forward(size)
 
+    line = style["linestyle"] or "-"
     axis.plot([place(size) for size in sizes], [curve.loss(size) for size in sizes], line, color=colour, linewidth=1.2)
     best = curve.optimum
     if best is not None:
@@ -190,16 +217,16 @@ def _draw_curve(axis: Axes, curve: Curve, key: str, colour: str, line: str) -> N
 
 
 def _least(curves: Mapping[int, Mapping[Group, Curve]], group: Group) -> dict[int, float]:
-    """Return the least loss of a group's curve by seed, of those that have one."""
-    found = {}
-    for seed, own in curves.items():
-        best = own[group].optimum if group in own else None
+    """Return the minimum of a group's curve for every seed that has one."""
+    minima = {}
+    for seed, by_group in curves.items():
+        best = by_group[group].optimum if group in by_group else None
         if best is not None:
-            found[seed] = own[group].loss(best)
-    return found
+            minima[seed] = by_group[group].loss(best)
+    return minima
 
 
-def _in_nats(gap: Any) -> str | None:
+def _in_nats(gap: Estimate | None) -> str | None:
     if gap is None:
         return None
     return f"{gap:+.4f} ({gap.seeds} seeds)"

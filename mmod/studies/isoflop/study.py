@@ -1,4 +1,4 @@
-"""The runs of an isoFLOP study: trials of learning rates, then every model with every seed."""
+"""An isoFLOP study: its grid of models, trials of learning rates, then every model with every seed."""
 
 from __future__ import annotations
 
@@ -8,52 +8,93 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmod.analysis.prefill import training_flops
 from mmod.analysis.statistics import published
+from mmod.data.readers.text import create_train_text
+from mmod.io.yaml import merged, read_yaml
 from mmod.studies.isoflop.config import IsoflopConfig
-from mmod.studies.isoflop.grid import Place, plan
-from mmod.studies.isoflop.report import draw, optima, point_of, table
+from mmod.studies.isoflop.report import draw, optima, point_of, table, verdict
 from mmod.studies.jobs import Job, Runner, Tick
-from mmod.studies.results import write_outcome
+from mmod.studies.rates import best_rates, try_rates, with_rate
+from mmod.studies.results import StudyResult, write_outcome
+from mmod.training.engine.loop import steps_of_epoch
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult
+from mmod.training.text.model import create_models, window_flops
 from mmod.training.text.recipe import TextRecipe
-
-__all__ = ["IsoflopResult", "describe", "run_study"]
 
 
 @dataclass(frozen=True)
-class IsoflopResult:
-    """The outcome of a study.
+class Place:
+    """One model of the grid, trained with one budget."""
 
-    Args:
-        folder: The study's folder, with `isoflop.{csv,json,md,png}`.
-        points: A row for each model.
-        table: Points and least losses as Markdown.
-        cpu_seconds: CPU time of all processes since the study was last started.
-    """
+    series: str
+    size: str
+    budget: float
+    parameters: int  # Routers included.
+    forward: int  # FLOPs of the forward pass of a window.
+    steps: int
+    spent: float  # FLOPs of all steps.
+    config: TrainConfig  # Without learning rate, seed and folder.
 
-    folder: Path
-    points: list[dict[str, Any]]
-    table: str
-    cpu_seconds: float
+    @property
+    def name(self) -> str:
+        """Name of its runs."""
+        return f"{self.series}-{self.size}-{self.budget:g}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Its columns in the study's table."""
+        names = ("series", "size", "budget", "parameters", "forward", "steps", "spent")
+        return {name: getattr(self, name) for name in names}
+
+    def job(self, rate: float, seed: int, folder: Path) -> Job[TrainConfig]:
+        """Return the run with a learning rate and a seed, in a folder named after the place."""
+        config = dataclasses.replace(self.config, output=str(folder / self.name), seed=seed)
+        config = with_rate(config, rate / config.optim.lr)
+        return Job(f"{self.name} at rate {rate:g}", seed, config, work=self.spent)
 
 
-def run_study(config: IsoflopConfig, *, progress: bool = True) -> IsoflopResult:
-    """Find each model's learning rate, train it with every seed, and write table and picture.
-
-    They are written with each seed that all models have been trained with.
-
-    Args:
-        config: The study.
-        progress: Show a bar.
+def plan(config: IsoflopConfig) -> list[Place]:
+    """Return the models of a study, by budget, series and size.
 
     Raises:
-        ValueError: The folder holds runs of another config, or a budget does not fit the model or the text.
-        FloatingPointError: All learning rates of a model let its loss stop being finite.
+        ValueError: A budget is too small for a step of every epoch, or takes more text than there is.
+    """
+    recipe = merged(merged(read_yaml(config.dense), config.changes), {"output": config.output})
+    places = []
+    for series, routing in config.routings.items():
+        for size, fields in config.sizes.items():
+            ways = routing if routing is not None and "method" in routing else {"routing": routing}
+            run = TrainConfig.from_dict(merged(recipe, {"model": {"config": fields}, **ways}))
+            model, _ = create_models(run)
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            forward, window = count_flops(model, run.data.length)
+            for budget in config.budgets:
+                step = window * run.data.batch_size * run.accumulate
+                timed = _timed(run, budget, step, f"{series} {size}")
+                steps = timed.epochs * (timed.epoch_steps or 0)
+                places.append(Place(series, size, budget, parameters, forward, steps, float(step * steps), timed))
+    _check_text(places)
+    return sorted(places, key=lambda place: place.budget)
+
+
+def count_flops(model: Any, length: int) -> tuple[int, int]:
+    """Return the FLOPs of a forward pass, and of forward and backward pass, of a window of some tokens.
+
+    They are counted as in training: logits of every token, and the top-k of routed layers.
+    """
+    return window_flops(model, length), training_flops(model, length)
+
+
+def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
+    """Find every model's learning rate, train it with every seed, and write `isoflop.{csv,json,md,png}`.
+
+    They are written with every seed that all models have been trained with.
     """
     places, runner = plan(config), Runner(config.processes, progress)
     rates = _find_rates(config, places, runner)
-    root, found = Path(config.output), {place.name: dict[int, EvalResult]() for place in places}
+    root, evaluations = Path(config.output), {place.name: dict[int, EvalResult]() for place in places}
     # By seed, so that there is a picture after the first.
     jobs = {
         (place.name, seed): place.job(rates[place.name], seed, root / f"seed{seed}")
@@ -64,16 +105,16 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> IsoflopResult:
     result = None
     for job, evaluation in runner.run(list(jobs.values()), _train):
         name, seed = of_folder[job.config.output]
-        found[name][seed] = evaluation
-        if all(seed in own for own in found.values()):
-            points = [point_of(place, rates[place.name], found[place.name]) for place in places]
+        evaluations[name][seed] = evaluation
+        if all(seed in by_seed for by_seed in evaluations.values()):
+            points = [point_of({**place.facts, "rate": rates[place.name]}, evaluations[place.name]) for place in places]
             result = _write(config, points, runner)
     assert result is not None
     return result
 
 
 def describe(config: IsoflopConfig) -> str:
-    """Say what a study would do: runs, steps and FLOPs of each model."""
+    """Say what a study would do: runs, steps and FLOPs of every model."""
     places = plan(config)
     trials = len(config.rates) if len(config.rates) > 1 else 0
     runs = trials + config.seeds
@@ -83,29 +124,51 @@ def describe(config: IsoflopConfig) -> str:
         for place in places
     ]
     total = runs * sum(place.spent for place in places)
-    return "\n".join([*lines, f"{runs * len(places)} runs of {len(places)} models, {total:.3g} FLOPs in all"])
+    return "\n".join([*lines, f"{runs * len(places)} runs of {len(places)} models, {total:.3g} FLOPs in total"])
+
+
+def _timed(config: TrainConfig, budget: float, step: int, name: str) -> TrainConfig:
+    """Return the config of a run whose steps of some FLOPs come nearest to the budget."""
+    paid, numbers = budget / step, range(config.epochs, 2 * config.epochs)
+    if paid < config.epochs:
+        raise ValueError(
+            f"budget {budget:g} pays for {paid:.1f} steps of {name}, and its run has {config.epochs} epochs: "
+            "give a larger budget, or smaller batches"
+        )
+    epochs = min(numbers, key=lambda number: abs(number * round(paid / number) - paid))
+    return dataclasses.replace(config, epochs=epochs, epoch_steps=round(paid / epochs), eval_every=epochs)
+
+
+def _check_text(places: list[Place]) -> None:
+    longest = max(places, key=lambda place: place.steps)
+    stream = create_train_text(longest.config.data, seed=0)
+    available = steps_of_epoch(dataclasses.replace(longest.config, epoch_steps=None), stream)
+    if longest.steps > available:
+        raise ValueError(
+            f"budget {longest.budget:g} trains {longest.series} {longest.size} for {longest.steps} steps, and the text "
+            f"has {available}: give a smaller budget, or smaller batches"
+        )
 
 
 def _find_rates(config: IsoflopConfig, places: list[Place], runner: Runner) -> dict[str, float]:
-    """Return the learning rate of each model by name; lower ones come first where losses are equal."""
+    """Return the learning rate of every model by name, the lowest of equal losses."""
     if len(config.rates) == 1:
         return {place.name: config.rates[0] for place in places}
-    # Nothing is reported of this seed.
+    # This seed's results are not reported.
     seed, root = config.seeds, Path(config.output) / "rates"
     jobs = {
         (place.name, rate): place.job(rate, seed, root / f"{rate:g}")
         for place in places
         for rate in sorted(config.rates)
     }
-    of_folder = {job.config.output: key for key, job in jobs.items()}
-    losses: dict[str, dict[float, float]] = {place.name: {} for place in places}
-    for job, loss in runner.run(list(jobs.values()), _try):
-        name, rate = of_folder[job.config.output]
-        losses[name][rate] = loss
-    for name, own in losses.items():
-        if min(own.values()) == math.inf:
-            raise FloatingPointError(f"{name} is trained by none of the rates {sorted(own)}: give smaller ones")
-    return {name: min(sorted(own), key=own.__getitem__) for name, own in losses.items()}
+    losses = try_rates(runner, jobs, _try)
+    best = best_rates({trial: -loss for trial, loss in losses.items()})
+    for name, rate in best.items():
+        if losses[name, rate] == math.inf:
+            raise FloatingPointError(
+                f"{name} is trained by none of the rates {sorted(config.rates)}: give smaller ones"
+            )
+    return best
 
 
 def _train(job: Job[TrainConfig], tick: Tick) -> EvalResult:
@@ -113,23 +176,22 @@ def _train(job: Job[TrainConfig], tick: Tick) -> EvalResult:
 
 
 def _try(job: Job[TrainConfig], tick: Tick) -> float:
-    """Return the loss that a learning rate leads to, infinite where it stops being a number."""
+    """Return the loss that a learning rate leads to, infinite where it diverges."""
     try:
         return _train(job, tick).loss
     except FloatingPointError:
         return math.inf
 
 
-def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) -> IsoflopResult:
-    folder = Path(config.output)
-    text = table(points, config.score)
+def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) -> StudyResult:
+    folder, facts = Path(config.output), runner.facts
+    text = f"{table(points, config.score)}\n\n{verdict(points, config.score)}"
     least = [
         {**row, "difference": row["difference"] and dataclasses.asdict(row["difference"], dict_factory=published)}
         for row in optima(points, config.score)
     ]
-    facts = runner.facts
     record = {"config": dataclasses.asdict(config), **facts, "points": points, "optima": least}
     rows = [{key: value for key, value in row.items() if key != "seeds"} for row in points]
     write_outcome(folder, "isoflop", record, rows, text, {"isoflop": draw(points, config.score)})
     runner.say(f"{len(points)} models after {facts['cpu_seconds']:.0f} CPU seconds: {folder}/isoflop.{{md,png}}")
-    return IsoflopResult(folder, points, text, facts["cpu_seconds"])
+    return StudyResult(folder, points, text, text, facts["cpu_seconds"])

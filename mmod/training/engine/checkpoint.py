@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmod.io.files import DamagedFileError, replacing
 from mmod.io.tensors import read_tensors, write_tensors
+from mmod.values import one_of
 
 __all__ = [
     "Checkpoint",
@@ -40,6 +41,8 @@ _WEIGHTS = "model.safetensors"
 _CLIP_WEIGHTS = "open_clip_model.safetensors"
 _AVERAGE = "ema.safetensors"
 _TRAINING = "training.pt"
+# Weights that come with the package.
+_SHIPPED, _SHIPPED_FOLDER = "mmod:", Path(__file__).parents[2] / "data" / "weights"
 
 
 @dataclass(frozen=True)
@@ -208,11 +211,15 @@ def find_weights(path: str | Path) -> Path:
     """Find the file that holds the weights: the path itself, or one in a run folder or a saved model's folder.
 
     Args:
-        path: A file or a folder.
+        path: A file, a folder, or `mmod:NAME` for weights that come with the package.
 
     Raises:
         FileNotFoundError: If nothing is there.
     """
+    if str(path).startswith(_SHIPPED):
+        name = str(path).removeprefix(_SHIPPED)
+        one_of("weights of mmod", name, [file.stem for file in sorted(_SHIPPED_FOLDER.glob("*.safetensors"))])
+        return _SHIPPED_FOLDER / f"{name}.safetensors"
     path = Path(path)
     if path.is_file():
         return path

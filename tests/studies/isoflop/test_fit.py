@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmod.studies.isoflop.fit import fit_curve
-from mmod.studies.isoflop.report import curves_of, draw, optima, table
+from mmod.analysis.style import looks
+from mmod.studies.isoflop.report import curves_of, draw, fit_curve, optima, table, verdict
 
 SIZES = [1e4, 3e4, 1e5, 4e5, 1e6]
 
@@ -65,10 +65,14 @@ def test_differences_are_those_of_the_least_losses_of_each_seed() -> None:
     assert len(figure.axes) == 2
     stars = [line for axis in figure.axes for line in axis.get_lines() if line.get_marker() == "*"]
     assert len(stars) == 8
+    # A series has the colour that it has in every other figure.
+    assert {star.get_color() for star in stars} == {look["color"] for look in looks(shifts).values()}
+    assert verdict(points, "loss").count("-0.1000 [") == 2
 
 
 def test_a_grid_of_two_sizes_has_points_and_no_curve() -> None:
     points = [point("dense", size, 1e9, 2.0) for size in SIZES[:2]]
     assert optima(points, "loss") == []
-    assert "Least loss" not in table(points, "loss")
+    assert "\n\n" not in table(points, "loss")
+    assert verdict(points, "loss").startswith("No curve")
     assert len(draw(points, "loss").axes) == 2

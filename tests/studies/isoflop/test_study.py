@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmod.studies.isoflop import study
 from mmod.studies.isoflop.config import IsoflopConfig
-from mmod.studies.isoflop.grid import count_flops, plan
-from mmod.studies.isoflop.study import describe, run_study
+from mmod.studies.isoflop.study import count_flops, describe, plan, run_study
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.parse import load_config
 from mmod.training.text.model import create_models

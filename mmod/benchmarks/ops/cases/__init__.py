@@ -1,4 +1,4 @@
-"""Cases: the ops as they are timed. Every module of this folder registers its own."""
+"""Cases: the ops as they are timed. The modules of this folder register them."""
 
 import importlib
 import pkgutil

@@ -1,11 +1,13 @@
 """Cases of attention: with importance, and over rows of different numbers.
 
-Axes: B images, N tokens, T packed rows, H heads, E channels of a head.
+Axes: B images, N tokens, K slots per image, T packed rows, H heads, E channels of a head.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmod.benchmarks.ops.baselines import packed_baselines
-from mmod.benchmarks.ops.case import Maker, OpCase, register_case
+from mmod.benchmarks.ops.case import Maker, OpCase, Result, register_case
 from mmod.benchmarks.ops.roofline import Work
 from mmod.ops import attention_with_importance, capture_importance, packed_attention
 
@@ -26,9 +27,9 @@ def _attend_exactly(q_HNE: Tensor, k_HNE: Tensor, v_HNE: Tensor) -> tuple[Tensor
 
 
 def _attend_by_image(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `_attend_exactly` of a batch; the maps of one image are held at a time, in the backward pass too."""
-    found = [checkpoint(_attend_exactly, *image, use_reentrant=False) for image in zip(*tensors)]
-    return torch.stack([out for out, _ in found]), torch.stack([importance for _, importance in found])
+    """Return `_attend_exactly` of a batch with the maps of one image at a time, in the backward pass too."""
+    outputs = [checkpoint(_attend_exactly, *image, use_reentrant=False) for image in zip(*tensors)]
+    return torch.stack([out for out, _ in outputs]), torch.stack([importance for _, importance in outputs])
 
 
 def _attention_work(query_bytes: int, key_bytes: int, pairs: int, channels: int) -> tuple[Work, Work]:
@@ -39,7 +40,7 @@ def _attention_work(query_bytes: int, key_bytes: int, pairs: int, channels: int)
 
 @register_case("attention_with_importance")
 def importance_case(make: Maker) -> OpCase:
-    """Return the case of attention that notes what each token receives."""
+    """Return the case of attention that records the attention received by every token."""
 
     def by_map(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor) -> tuple[Tensor, Tensor]:
         scores = q_BHNE @ k_BHNE.transpose(-2, -1) / math.sqrt(q_BHNE.shape[-1])
@@ -68,7 +69,7 @@ def packed_case(make: Maker) -> OpCase:
     """Return the case of images that keep different numbers of tokens."""
     size = make.size
     drawn_B = torch.randint(2 * size.kept + 1, (size.images,), generator=make.generator, device=make.device)
-    # As many rows as top-k keeps in the mean, and an image that keeps nothing.
+    # On average as many rows as top-k keeps, and an image that keeps nothing.
     length_B = drawn_B.clamp(max=size.tokens)
     length_B[0], length_B[1:][-1:] = size.kept, 0
     lengths = length_B.tolist()
@@ -91,14 +92,70 @@ def packed_case(make: Maker) -> OpCase:
 
 
 def _attend_by_lengths(q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, lengths: list[int]) -> Tensor:
-    parts = zip(*(x_THE.transpose(0, 1).split(lengths, dim=1) for x_THE in (q_THE, k_THE, v_THE)))
-    found = [checkpoint(_attend_exactly, *part, use_reentrant=False)[0] for part in parts]
-    return torch.cat(found, dim=1).transpose(0, 1)
+    images = zip(*(x_THE.transpose(0, 1).split(lengths, dim=1) for x_THE in (q_THE, k_THE, v_THE)))
+    outputs = [checkpoint(_attend_exactly, *image, use_reentrant=False)[0] for image in images]
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+def packed_baselines(lengths: list[int], device: torch.device, dtype: torch.dtype) -> dict[str, Callable[..., Result]]:
+    """Return other implementations of `mmod.ops.packed_attention` that run here, for images of some numbers of rows.
+
+    By name: padding with a key mask, a call for each image, and on a GPU in half precision torch's `varlen_attn` and,
+    where it is installed, the attention of xformers.
+    """
+    baselines: dict[str, Callable[..., Result]] = {"padded": _padded, "loop": _loop_over(lengths)}
+    if device.type == "cuda" and dtype != torch.float32:
+        baselines["varlen_attn"] = _varlen
+        if importlib.util.find_spec("xformers"):
+            baselines["xformers"] = _xformers_of(lengths)
+    return baselines
+
+
+def _padded(q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    images, total = cu_seqlens.shape[0] - 1, q_THE.shape[0]
+    slot_K = torch.arange(max_seqlen, device=q_THE.device)
+    valid_BK = slot_K < cu_seqlens.diff().unsqueeze(1)
+    slot_T = torch.nonzero_static(valid_BK.flatten(), size=total).squeeze(1)
+
+    def pad(x_THE: Tensor) -> Tensor:
+        empty = x_THE.new_zeros(images * max_seqlen, *x_THE.shape[1:])
+        return empty.index_copy(0, slot_T, x_THE).unflatten(0, (images, max_seqlen)).transpose(1, 2)
+
+    # An image that keeps nothing still needs a key: a softmax over nothing is NaN.
+    mask = (valid_BK | (slot_K == 0))[:, None, None, :]
+    out_BHKE = F.scaled_dot_product_attention(pad(q_THE), pad(k_THE), pad(v_THE), attn_mask=mask)
+    return out_BHKE.transpose(1, 2).flatten(0, 1).index_select(0, slot_T)
+
+
+def _loop_over(lengths: list[int]) -> Callable[..., Result]:
+    def loop(q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        images = zip(*(x_THE.transpose(0, 1).split(lengths, dim=1) for x_THE in (q_THE, k_THE, v_THE)))
+        outputs = [F.scaled_dot_product_attention(*image) for image in images if image[0].shape[1]]
+        return torch.cat(outputs, dim=1).transpose(0, 1)
+
+    return loop
+
+
+def _varlen(q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Any:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(q_THE, k_THE, v_THE, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+
+
+def _xformers_of(lengths: list[int]) -> Callable[..., Result]:
+    def attend(q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Any:
+        from xformers.ops import memory_efficient_attention
+        from xformers.ops.fmha.attn_bias import BlockDiagonalMask
+
+        bias = BlockDiagonalMask.from_seqlens([length for length in lengths if length], device=q_THE.device)
+        return memory_efficient_attention(q_THE[None], k_THE[None], v_THE[None], attn_bias=bias)[0]
+
+    return attend
 
 
 @register_case("importance_block")
 def importance_block_case(make: Maker) -> OpCase:
-    """Return the case of a whole ViT block that notes what each token receives."""
+    """Return the case of a ViT block that records the attention received by every token."""
     from timm.models.vision_transformer import Block
 
     def with_importance(x_BND: Tensor, block: nn.Module) -> tuple[Tensor, Tensor]:
@@ -124,7 +181,7 @@ def importance_block_case(make: Maker) -> OpCase:
         exact=exact,
         baselines={"block without importance": lambda x_BND, block: block(x_BND)},
         forward=Work(2 * rows, flops),
-        # Gradients of tokens and of weights.
+        # Gradients of tokens and weights.
         backward=Work(2 * rows, 2 * flops),
         choice="attention_with_importance",
     )

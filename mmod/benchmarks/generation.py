@@ -1,0 +1,360 @@
+"""Benchmark of prefill and decoding: a routed vision-language model beside the dense one.
+
+Axes: B prompts, N tokens, P image tokens, D channels.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmod.analysis.calibrate import between
+from mmod.analysis.prefill import prefill_flops
+from mmod.analysis.timing import Spread, interleave, ratios
+from mmod.analysis.trace import trace
+from mmod.benchmarks.options import Runs, TimedOptions
+from mmod.benchmarks.oracle import WrongOutputError, check_close, ungated
+from mmod.benchmarks.report import ReportRow
+from mmod.config import PRESETS, RoutingConfig
+from mmod.model import route_, routed_blocks
+from mmod.planning import preset
+from mmod.values import check_distinct, check_fields
+
+TOLERANCE = 1e-4
+# Two small words, so that no id of a word is that of the image token.
+_SPECIAL = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig(TimedOptions):
+    """A LLaVA of random weights, dense and routed by each preset, interleaved.
+
+    The language model is a Llama with heads of 64 channels. Its prefill takes `input_ids` and precomputed image
+    features and returns the logits of the last token; no vision tower runs. Other options are those of `TimedOptions`.
+
+    Args:
+        presets: Names of `mmod.preset`. Thresholds are set so that the capacity is kept.
+        image_tokens: Image tokens of a prompt.
+        text_tokens: Text tokens of a prompt, before and behind the image.
+        batch_sizes: Prompts per call.
+        hidden: Channels of a token.
+        intermediate: Channels of the MLP; None means 11/4 of `hidden`.
+        layers: Decoder layers.
+        vocabulary: Tokens the model knows.
+        attention: transformers' attention implementation.
+        train: Time a training step on the same prompts, too.
+        dtype: Type of weights and features. Outputs are checked in float32.
+
+    Raises:
+        ValueError: Nothing to time, an unknown preset, or a width that heads of 64 channels do not divide.
+    """
+
+    presets: list[str] = field(default_factory=lambda: ["p-mod", "gamma-mod", "a-mod"])
+    image_tokens: list[int] = field(default_factory=lambda: [576, 2880])
+    text_tokens: int = 48
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 4])
+    hidden: int = 256
+    intermediate: int | None = None
+    layers: int = 8
+    vocabulary: int = 1000
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    train: bool = False
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    out: str = "runs/benchmark_generation"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_distinct(self, "presets", "image_tokens", "batch_sizes")
+        for name in self.presets:
+            PRESETS.check(name)
+        check_fields(self, image_tokens="[1, inf)", text_tokens="[1, inf)", batch_sizes="[1, inf)")
+        if self.hidden < 64 or self.hidden % 64:
+            raise ValueError(f"hidden must be a multiple of 64, the channels of a head, got {self.hidden}")
+
+    def runs(self) -> Runs:
+        """Return a run for every number of image tokens and batch size."""
+        calls = {
+            f"{tokens} image tokens, batch {batch}": functools.partial(_run, self, tokens, batch)
+            for tokens, batch in itertools.product(self.image_tokens, self.batch_sizes)
+        }
+        title = f"LLaVA, {self.layers} layers of width {self.hidden}, {self.attention}, {self.dtype}"
+        return Runs(title, GenerationRow, calls)
+
+
+@dataclass(frozen=True)
+class GenerationRow(ReportRow):
+    """One routed model in one run; ratios are taken round by round.
+
+    Args:
+        image_tokens: Image tokens of a prompt.
+        batch_size: Prompts per call.
+        rounds: Rounds of the prefill that were timed.
+        dense_ms: Milliseconds of the dense model's prefill.
+        routed_ms: Milliseconds of this model's.
+        speedup: The first over the second.
+        flop_speedup: FLOPs of the dense prefill over those of this one, see `prefill_flops`.
+        slots: Tokens that a layer caches of the longest prompt, mean over layers.
+        cache_share: Bytes of this model's cache over those of the dense one's.
+        dense_step_ms: Milliseconds in which the dense model decodes a token with that many cached in every layer.
+        step_ms: Milliseconds in which this model does.
+        decode: The first over the second: decoding speed against dense at equal cache length.
+        train: Time of the dense model's training step over that of this one's; None where it was not asked for.
+        train_flop_speedup: FLOPs of the former over those of the latter; training may keep other tokens.
+    """
+
+    COLUMNS: ClassVar = {
+        "image_tokens": ("image tokens", ""), "batch_size": ("batch", ""), "preset": ("preset", ""),
+        "dense_ms": ("dense prefill ms", ".1f"), "routed_ms": ("prefill ms", ".1f"), "speedup": ("speed-up", "[.3f"),
+        "flop_speedup": ("FLOP speed-up", ".3f"), "of_flops": ("speed-up / FLOP speed-up", ".3f"),
+        "slots": ("cached per layer", ".1f"), "cache_share": ("cache share", ".4f"),
+        "dense_rate": ("dense tokens/s", ".1f"), "rate": ("tokens/s", ".1f"),
+        "decode": ("decoding / dense speed", "[.3f"), "train": ("training speed-up", "[.3f"),
+        "train_of_flops": ("training speed-up / FLOP speed-up", ".3f"),
+    }  # fmt: skip
+
+    preset: str
+    image_tokens: int
+    batch_size: int
+    rounds: int
+    dense_ms: Spread
+    routed_ms: Spread
+    speedup: Spread
+    flop_speedup: float
+    slots: float
+    cache_share: float
+    dense_step_ms: Spread
+    step_ms: Spread
+    decode: Spread
+    train: Spread | None = None
+    train_flop_speedup: float | None = None
+
+    @property
+    def of_flops(self) -> float:
+        """Measured speed-up as a share of the FLOP speed-up."""
+        return self.speedup.median / self.flop_speedup
+
+    @property
+    def train_of_flops(self) -> float | None:
+        """The same of a training step."""
+        return None if self.train is None else self.train.median / (self.train_flop_speedup or 1.0)
+
+    def cells(self) -> dict[str, Any]:
+        """Return the line, with tokens a second."""
+        dense_rate, rate = (1e3 * self.batch_size / step.median for step in (self.dense_step_ms, self.step_ms))
+        return {**super().cells(), "dense_rate": dense_rate, "rate": rate}
+
+
+class Cached(NamedTuple):
+    """Cost of a routed prefill and size of its cache.
+
+    Args:
+        slots: Tokens cached by a layer of the longest prompt, mean over layers.
+        share: Bytes cached over those of the dense model.
+        flop_speedup: FLOPs of the dense prefill over those of the routed one.
+    """
+
+    slots: float
+    share: float
+    flop_speedup: float
+
+
+class GenerationModels:
+    """A dense model, None by name, and routed ones of the same weights with one batch of prompts."""
+
+    def __init__(self, config: GenerationConfig, image_tokens: int, batch_size: int) -> None:
+        self.config, self.image_tokens, self.samples = config, image_tokens, batch_size
+        self.image_id = config.vocabulary
+        generator = torch.Generator().manual_seed(config.seed + 1)
+        tokens = config.text_tokens + image_tokens
+        ids_BN = torch.randint(_SPECIAL, self.image_id, (batch_size, tokens), generator=generator)
+        # Most text follows the image, as a question does.
+        before = config.text_tokens // 4
+        ids_BN[:, before : before + image_tokens] = self.image_id
+        self.ids_BN = ids_BN.to(config.device)
+        self.words_B1 = torch.randint(_SPECIAL, self.image_id, (batch_size, 1), generator=generator).to(config.device)
+        features = torch.randn(batch_size, image_tokens, config.hidden, generator=generator)
+        self.features_BPD = (0.02 * features).to(config.device)
+        self.models: dict[str | None, Any] = {None: self._make()}
+        for name in config.presets:
+            self.models[name] = self._route(self._make(), preset_config(name, config.layers))
+
+    def _make(self) -> Any:
+        from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+        config = self.config
+        heads = config.hidden // 64
+        text = LlamaConfig(
+            vocab_size=config.vocabulary + 1, hidden_size=config.hidden, num_hidden_layers=config.layers,
+            intermediate_size=config.intermediate or config.hidden * 11 // 4, num_attention_heads=heads,
+            num_key_value_heads=heads, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            max_position_embeddings=2 * self.ids_BN.shape[1],
+        )  # fmt: skip
+        vision = CLIPVisionConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+        )
+        llava = LlavaConfig(text_config=text, vision_config=vision, image_token_index=self.image_id)
+        llava._attn_implementation = config.attention
+        torch.manual_seed(config.seed)
+        with torch.device(config.device):
+            return LlavaForConditionalGeneration(llava).eval()
+
+    def _route(self, model: nn.Module, routing: RoutingConfig) -> nn.Module:
+        """Route a model; thresholds are set on the prompts, layer by layer."""
+        route_(model, language=routing)
+        for name, block in routed_blocks(model).items():
+            router = block.router
+            if routing.select == "topk" and routing.language.inference_threshold is None:
+                continue
+            with trace(model) as decisions, torch.no_grad():
+                self._call(model)
+            groups = decisions[name].groups
+            assert groups is not None
+            level = torch.sigmoid(decisions[name].score_BN)[groups.free_BN]
+            threshold = between(level, int(len(level) * router.capacity))
+            if routing.select == "topk":
+                router.config = router.config.replace(language={"inference_threshold": threshold})
+            else:
+                router.config = router.config.replace(select={"threshold": threshold})
+        return model
+
+    def _call(self, model: Any, more_BN: Tensor | None = None, use_cache: bool = True) -> Any:
+        ids_BN = self.ids_BN if more_BN is None else torch.cat([self.ids_BN, more_BN], dim=1)
+        outputs = {"image": SimpleNamespace(pooler_output=list(self.features_BPD))}
+        return model(input_ids=ids_BN, mm_encoder_outputs=outputs, use_cache=use_cache, logits_to_keep=1)
+
+    def prefill(self, name: str | None) -> Any:
+        """Read the prompts with one of the models, into an empty cache."""
+        return self._call(self.models[name])
+
+    @torch.enable_grad()
+    def train_step(self, name: str | None) -> None:
+        """Go forward and backward with one of the models, from the loss of the last token."""
+        model = self.models[name].train()
+        logits = self._call(model, use_cache=False).logits
+        logits.float().square().mean().backward()
+        model.zero_grad(set_to_none=True)
+        model.eval()
+
+    def train_flop_speedup(self, name: str) -> float:
+        """Return the FLOPs of the dense model's training step over those of a routed one."""
+        model = self.models[name]
+        with trace(model.train()) as decisions:
+            self._call(model, use_cache=False)
+        model.eval()
+        return self._flop_speedup(model, decisions)
+
+    def decoder(self, name: str, dense: bool) -> Callable[[], Any]:
+        """Return a function that decodes a token of every prompt after a routed model's prefill.
+
+        `dense` decodes with the dense model, whose cache is filled to the same mean length.
+        """
+        model, cache = self.models[name], self.prefill(name).past_key_values
+        if dense:
+            length = round(sum(layer.keys.shape[2] for layer in cache.layers) / len(cache.layers))
+            model = self.models[None]
+            words_BN = self.words_B1.expand(-1, length)
+            cache = model(input_ids=words_BN, use_cache=True, logits_to_keep=1).past_key_values
+        return lambda: model(input_ids=self.words_B1, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def cached(self, name: str) -> Cached:
+        """Return cost and cache of a routed model's prefill."""
+        with trace(self.models[name]) as decisions:
+            cache = self.prefill(name).past_key_values
+        tokens, layers = self.ids_BN.shape[1], self.config.layers
+        slots = [tokens] * layers
+        for block, routing in decisions.items():
+            slots[int(block.rpartition(".")[2])] = routing.index_BK.shape[1]
+        routed, dense = _bytes(cache), _bytes(self.prefill(None).past_key_values)
+        if routed * tokens * layers != dense * sum(slots):
+            raise WrongOutputError(f"{name} caches {routed} bytes, {sum(slots)} of {tokens * layers} slots of {dense}")
+        return Cached(sum(slots) / layers, routed / dense, self._flop_speedup(self.models[name], decisions))
+
+    def _flop_speedup(self, model: nn.Module, decisions: Mapping[str, Any]) -> float:
+        kept = {block: _share(routing) for block, routing in decisions.items()}
+        report = prefill_flops(model, self.config.text_tokens, self.image_tokens, kept)
+        return report.dense / report.routed
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Check every routed model; before `to`."""
+        dense = self._call(self.models[None]).logits
+        for name in self.config.presets:
+            plain = preset_config(name, self.config.layers)
+            language = {"inference_threshold": None, "positions": "original", "gate_on": "update"}
+            everything = ungated(plain, capacity=1.0, losses={}, language=language)
+            full = route_(self._make(), language=everything)
+            what = f"{name} at capacity 1 and gate 1 against dense"
+            check_close(what, self._call(full).logits, dense, TOLERANCE)
+            if self.config.train:
+                pairs = zip(self._gradients(full), self._gradients(self.models[None]), strict=True)
+                for gradient, expected in pairs:
+                    check_close(f"gradients of {what}", gradient, expected, TOLERANCE)
+            model = self.models[name]
+            if plain.router.name == "attention":
+                # Importance counts the attention of the word, too; the cache is the same whatever chooses.
+                model = route_(self._make(), language=plain.replace(router="stride"))
+            cache = self._call(model).past_key_values
+            step = model(input_ids=self.words_B1, past_key_values=cache, use_cache=True).logits
+            once = self._call(model, self.words_B1, use_cache=False).logits
+            check_close(f"{name}, prefill and decoding against one pass", step, once, TOLERANCE)
+
+    @torch.enable_grad()
+    def _gradients(self, model: nn.Module) -> list[Tensor]:
+        """Return the gradients of the layers' parameters."""
+        named = [(n, p) for n, p in model.named_parameters() if ".language_model.layers." in n and ".router." not in n]
+        loss = self._call(model, use_cache=False).logits.square().mean()
+        return list(torch.autograd.grad(loss, [parameter for _, parameter in named]))
+
+    def to(self, dtype: torch.dtype) -> None:
+        """Change the type of weights and features."""
+        self.features_BPD = self.features_BPD.to(dtype)
+        for model in self.models.values():
+            model.to(dtype)
+
+
+def preset_config(name: str, layers: int) -> RoutingConfig:
+    """Return a preset for a model of some depth that skips image tokens only."""
+    return preset(name, depth=layers, language={"tokens": "image"})
+
+
+def _share(routing: Any) -> float:
+    free_BN = routing.groups.free_BN
+    return float((routing.keep_BN & free_BN).sum() / free_BN.sum())
+
+
+def _bytes(cache: Any) -> int:
+    return sum(int(tensor.nbytes) for layer in cache.layers for tensor in (layer.keys, layer.values))
+
+
+@torch.no_grad()
+def _run(config: GenerationConfig, image_tokens: int, batch_size: int) -> list[GenerationRow]:
+    models = GenerationModels(config, image_tokens, batch_size)
+    models.check()
+    models.to(getattr(torch, config.dtype))
+    time = functools.partial(
+        interleave, seconds=config.seconds, rounds=config.rounds, device=torch.device(config.device), seed=config.seed
+    )
+    prefill = time({name: functools.partial(models.prefill, name) for name in (None, *config.presets)})
+    train = time({name: functools.partial(models.train_step, name) for name in prefill}) if config.train else None
+    rows = []
+    for name in config.presets:
+        cached = models.cached(name)
+        # A step takes a fraction of a prefill, so that many more of them fit into the same time.
+        steps = time({dense: models.decoder(name, dense) for dense in (True, False)})
+        row = GenerationRow(
+            name, image_tokens, batch_size, len(prefill[name]),
+            Spread.of(prefill[None]), Spread.of(prefill[name]), ratios(prefill[None], prefill[name]),
+            cached.flop_speedup, cached.slots, cached.share,
+            Spread.of(steps[True]), Spread.of(steps[False]), ratios(steps[True], steps[False]),
+            None if train is None else ratios(train[None], train[name]),
+            None if train is None else models.train_flop_speedup(name),
+        )  # fmt: skip
+        rows.append(row)
+    return rows

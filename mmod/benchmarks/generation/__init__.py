@@ -1,1 +1,0 @@
-"""Benchmark of prefill, decoding and training of language models."""

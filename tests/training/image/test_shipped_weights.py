@@ -1,0 +1,43 @@
+"""The weights that come with the package score what their header says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from mmod.data.synthetic.digits import DIFFICULTIES
+from mmod.io.tensors import read_tensors
+from mmod.training import TrainConfig
+from mmod.training.engine.checkpoint import find_weights
+from mmod.training.image.recipe import ImageRecipe
+
+CONFIGS = {"digits-dense": "digits/filled.yaml", "digits-shallow": "digits/filled-shallow.yaml"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shipped_weights_score_what_they_say(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = find_weights(f"mmod:{name}")
+    assert file.stat().st_size < 3e6
+    header = read_tensors(file)[1]
+    recipe, config = json.loads(header["config"]), TrainConfig.load(f"configs/{CONFIGS[name]}")
+    assert recipe == {key: value for key, value in config.to_dict().items() if key != "output"}
+    assert recipe["seed"] == 0
+    # The test split alone; images do not depend on how many the other splits have.
+    scenes = {"train": 32, "val": 32, "test": DIFFICULTIES["filled"].scenes["test"]}
+    monkeypatch.setitem(DIFFICULTIES, "filled", dataclasses.replace(DIFFICULTIES["filled"], scenes=scenes))
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, checkpoint=f"mmod:{name}"),
+        data=dataclasses.replace(config.data, root=str(tmp_path)),
+    )
+    shipped = ImageRecipe(config)
+    found = shipped.assess(shipped.load())
+    assert (found.samples, found.top1) == (1000, pytest.approx(float(header["top1"]), abs=0.2))
+
+
+def test_unknown_shipped_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"weights of mmod must be one of .*digits-dense.* got 'digits'"):
+        find_weights("mmod:digits")
