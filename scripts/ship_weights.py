@@ -4,9 +4,9 @@
 the run's config, its seed and the accuracy of the rounded weights, which a test checks.
 """
 
+import argparse
 import dataclasses
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -35,4 +35,7 @@ def main(run: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", help="run folder")
+    parser.add_argument("name", help="name of the weights")
+    main(**vars(parser.parse_args()))
