@@ -31,7 +31,10 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NESTED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
 # Programs of others, which tests do not start; those of the repository that need a download.
-FOREIGN = ("pip ", "python -m venv ", "source ", "lmms_eval ", "apt-get ", "python train.py", "pytest", "ruff ", "mkdocs ", "MMOD_FUZZ")
+FOREIGN = (
+    "pip ", "python -m venv ", "source ", "lmms_eval ", "apt-get ", "python train.py", "pytest", "ruff ", "mkdocs ",
+    "MMOD_FUZZ",
+)  # fmt: skip
 DOWNLOADS = ("python tools/run_timm_tests.py", "python tools/run_transformers_tests.py")
 HELPED = ("data", "report", "train open-clip")
 
