@@ -14,7 +14,7 @@ from mmod.ops.importance import (
     class_token_importance,
     importance_of_map,
 )
-from mmod.ops.merging import add_updates, first_rows, group_sizes, mean_rows
+from mmod.ops.merging import add_updates, first_rows, group_sizes, mean_rows, size_groups
 from mmod.ops.packed import Packing, attend_within, pack_rows, packed_attention
 from mmod.ops.reference import inverse_rows, lerp_rows
 from mmod.ops.rows import gather_norm, gather_rows, merge_rows, scatter_rows
@@ -57,6 +57,7 @@ __all__ = [
     "scatter_rows",
     "select_topk",
     "signed_sums",
+    "size_groups",
     "spread_evenly",
     "unit_rows",
     "use",

@@ -7,6 +7,7 @@ Axes: B images, N tokens, K slots per image, D channels, E projected channels.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -166,14 +167,14 @@ def _hide_later(rows: int) -> Tensor:
     return torch.full((rows, rows), -4.0, device="cpu").triu()
 
 
-def _cut(images: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Cut B maps (rows, columns) into tiles: several images, or some rows of one image."""
+def _cut(images: int, rows: int, columns: int, most: int | None = None) -> Iterator[tuple[slice, slice]]:
+    """Cut B maps (rows, columns) into tiles of several images, or of at most so many rows of them."""
     if torch.compiler.is_compiling() or exporting():
         # Loops over tiles would be unrolled, for one length.
         yield slice(None), slice(None)
         return
     together = max(1, tiles.CHUNK_ELEMENTS // max(1, rows * columns))
-    height = min(rows, max(1, tiles.CHUNK_ELEMENTS // max(1, columns)))
+    height = min(rows if most is None else most, max(1, tiles.CHUNK_ELEMENTS // max(1, columns)))
     for image in range(0, images, together):
         for row in range(0, rows, max(1, height)):
             yield slice(image, image + together), slice(row, min(row + height, rows))
@@ -209,7 +210,9 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None)
     order_N, place_N = _spread_order(tokens).unbind()
     unit_BNE = unit_BNE[:, prefix:].index_select(1, order_N)
     best_BN = unit_BNE.new_empty(images, tokens)
-    for image, row in _cut(images, tokens, tokens):
+    # The fewer rows, the fewer products with later ones: 0.6 to 0.8 of the time at 785 tokens, 0.9 at 197.
+    height = math.ceil(tokens / max(1, math.ceil(tokens / tiles.CAUSAL_QUERIES)))
+    for image, row in _cut(images, tokens, tokens, height):
         alike = unit_BNE[image, row] @ unit_BNE[image, : row.stop].transpose(1, 2)
         alike[..., row].add_(_hide_later(row.stop - row.start))
         torch.amax(alike, dim=-1, out=best_BN[image, row])

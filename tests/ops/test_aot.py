@@ -86,6 +86,17 @@ CASES: dict[str, list[Case]] = {
     "importance.column_kernel": attention_cases(
         "q k", {"lse": "*fp32", "sums": "*fp32", "valid_q": "*i1", "valid_k": "*i1"}, backward=False, swapped=True
     ),
+    "merging.size_kernel": [
+        row_case(kind, "bias", {"slot": "*i64", "size": "*fp32"}, SLOTS=32, TOKENS=128) for kind in ("bf16", "fp32")
+    ],
+    "merging.mean_kernel": [
+        row_case(kind, "x out", {"slot": "*i64", "size": "*fp32", "weight": "*fp32"},
+                 HAS_SIZE=weighted, HAS_WEIGHT=weighted, SLOTS=32, TOKENS=32, CHANNELS=64)
+        for kind, weighted in (("bf16", True), ("fp32", False))
+    ],
+    "merging.add_kernel": [
+        row_case(kind, "x update out", {"slot": "*i64"}, ROWS=16, CHANNELS=128) for kind in ("bf16", "fp32")
+    ],
     "rows.gather_kernel": [
         row_case("bf16", "x out", _INDEX, ROWS=16, CHANNELS=128),
         row_case("fp32", "x out", {"index": "*i32"}, ROWS=8, CHANNELS=256),

@@ -100,7 +100,7 @@ def test_an_error_inside_ends_the_forcing_too() -> None:
     ("arguments", "message"),
     [
         (("cuda",), "valid are auto, torch, triton, xformers"),
-        (("torch", "gather"), "valid are unit_rows"),
+        (("torch", "gather"), "valid are size_groups"),
         (("xformers", "gather_rows"), "xformers"),
     ],
 )

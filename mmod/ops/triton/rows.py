@@ -189,7 +189,7 @@ def gather(x_BND: Tensor, index_BK: Tensor) -> Tensor:
     """
     images, slots, channels = *index_BK.shape, x_BND.shape[2]
     out = torch.empty(images, slots, channels, dtype=x_BND.dtype, device=x_BND.device)
-    rows, (tile_rows, tile_channels) = images * slots, _tile(channels)
+    rows, (tile_rows, tile_channels) = images * slots, tile_of(channels)
     if out.numel():
         with on_device(x_BND):
             gather_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)](
@@ -224,7 +224,7 @@ def merge(
     gate = out_BND if gate_BK is None else gate_BK.contiguous()
     valid = inverse_BN if valid_BK is None else valid_BK.contiguous().view(torch.uint8)
     slots = next((value.shape[1] for value in (y_BKD, valid_BK) if value is not None), 0)
-    rows, (tile_rows, tile_channels) = images * tokens, _tile(channels)
+    rows, (tile_rows, tile_channels) = images * tokens, tile_of(channels)
     if out_BND.numel():
         with on_device(out_BND):
             merge_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)](
@@ -253,7 +253,7 @@ def merge_grad(
     grad_y = torch.empty(y_BKD.shape, dtype=y_BKD.dtype, device=y_BKD.device)
     grad_gate = torch.empty(gate_BK.shape, dtype=gate_BK.dtype, device=gate_BK.device)
     valid = index_BK if valid_BK is None else valid_BK.contiguous().view(torch.uint8)
-    rows, (tile_rows, tile_channels) = images * slots, _tile(channels)
+    rows, (tile_rows, tile_channels) = images * slots, tile_of(channels)
     if grad_z.numel():
         with on_device(grad_BND):
             merge_grad_kernel[(triton.cdiv(rows, tile_rows),)](
@@ -330,7 +330,7 @@ def gather_norm_grad(
     return grad_x, grad_weight.sum(dim=0), grad_bias.sum(dim=0)
 
 
-def _tile(channels: int) -> tuple[int, int]:
+def tile_of(channels: int) -> tuple[int, int]:
     """Return rows and channels of a tile; channels divide D where they can, so that no lane idles."""
     span = min(triton.next_power_of_2(channels), 256 if channels % 256 == 0 or channels > 1024 else 128)
     return min(128, TILE // span), span
