@@ -215,7 +215,7 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
             best = max(fast, key=lambda name: mean_of[name], default=None)
             if best is None:
                 lines.append(f"- {speed:g} times the dense speed: nothing measured is that fast")
-                continue
+                break
             close = ", ".join(quoted(name) for name in fast if name != best and not is_better(best, name))
             change = f"{quoted(best)}, {mean_of[best] - mean_of[DENSE]:+.1f} points"
             lines.append(
