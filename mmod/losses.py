@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmod.blocks import Deciding, RoutedBlock
 from mmod.config import LOSSES, register_loss
 from mmod.model import is_routed, routed_blocks
-from mmod.routing import Router, Routing, apply_gate, select_topk, select_within
+from mmod.routing import Kept, Router, Routing, TokenGroups, apply_gate, select_topk, select_within
 from mmod.values import check_module
 
 
@@ -25,8 +25,7 @@ def membership_loss(routing: Routing, router: Router) -> Tensor:
 
     Source: Raposo et al., arXiv 2404.02258, section 3.5.
     """
-    logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
-    return _cross_entropy(logit_BN, routing.keep_BN, routing, router)
+    return _cross_entropy(routing.evidence.logit_BN, routing.keep_BN, routing, router)
 
 
 @register_loss("load")
@@ -38,7 +37,7 @@ def load_loss(routing: Routing, router: Router) -> Tensor:
     gate_BN = apply_gate(routing.score_BN, router.config.gate.name, router.config.gate.scale)
     if gate_BN is None:
         raise ValueError("the load loss needs a gate other than 'identity'")
-    counted_BN = _skippable(routing, router)
+    counted_BN = routing.evidence.tokens.gated(routing.score_BN, router.prefix)
     return _mean(routing.keep_BN.float(), counted_BN) * _mean(gate_BN, counted_BN)
 
 
@@ -52,8 +51,7 @@ def capacity_loss(routing: Routing, router: Router) -> Tensor:
     Source: Router-Tuning, arXiv 2410.13184, and D-LLM, NeurIPS 2024, with a two-sided distance.
     """
     soft_BN = torch.sigmoid(routing.score_BN)
-    counted_BN = routing.real_BN if routing.groups is None else routing.groups.gated_BN
-    share = _mean(routing.keep_BN.float() + soft_BN - soft_BN.detach(), counted_BN)
+    share = _mean(routing.keep_BN.float() + soft_BN - soft_BN.detach(), routing.evidence.tokens.counted_BN)
     return (share - float(router.capacity)).abs()
 
 
@@ -64,34 +62,23 @@ def importance_loss(routing: Routing, router: Router) -> Tensor:
     Raises:
         ValueError: Importance was not computed in this forward pass.
     """
-    if routing.importance_BN is None:
+    importance_BN, tokens = routing.evidence.importance_BN, routing.evidence.tokens
+    if importance_BN is None:
         raise ValueError("the importance loss reads importance, which is computed in training mode only")
-    if routing.groups is None:
-        index_BK, valid_BK, *_ = select_topk(
-            routing.importance_BN, router.capacity, router.prefix, routing.real_BN, routing.protect_BN
-        )
+    if isinstance(tokens, TokenGroups):
+        index_BK, valid_BK, _ = select_within(importance_BN, router.capacity, tokens)
     else:
-        index_BK, valid_BK, _ = select_within(routing.importance_BN, router.capacity, routing.groups)
-    target_BN = Routing(routing.importance_BN, index_BK, valid_BK=valid_BK).keep_BN
+        index_BK, valid_BK, *_ = select_topk(
+            importance_BN, router.capacity, router.prefix, tokens.valid_BN, tokens.protect_BN
+        )
+    target_BN = Kept(index_BK, valid_BK).among(importance_BN.shape[1])
     return _cross_entropy(routing.score_BN, target_BN, routing, router)
 
 
 def _cross_entropy(logit_BN: Tensor, target_BN: Tensor, routing: Routing, router: Router) -> Tensor:
     """Return the mean binary cross-entropy over tokens that may be skipped."""
     loss_BN = F.binary_cross_entropy_with_logits(logit_BN, target_BN.to(logit_BN.dtype), reduction="none")
-    return _mean(loss_BN, _skippable(routing, router))
-
-
-def _skippable(routing: Routing, router: Router) -> Tensor:
-    """Return which tokens may be skipped: neither padding nor protected, or in a gated group."""
-    if routing.groups is not None:
-        return routing.groups.gated_BN
-    if routing.protect_BN is None:
-        skippable_BN = (torch.arange(routing.score_BN.shape[1], device=routing.score_BN.device) >= router.prefix)[None]
-    else:
-        skippable_BN = ~routing.protect_BN
-    skippable_BN = skippable_BN if routing.real_BN is None else skippable_BN & routing.real_BN
-    return skippable_BN.expand_as(routing.score_BN)
+    return _mean(loss_BN, routing.evidence.tokens.gated(routing.score_BN, router.prefix))
 
 
 def _mean(value_BN: Tensor, counted_BN: Tensor | None) -> Tensor:

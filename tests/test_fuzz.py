@@ -297,9 +297,9 @@ def _flops(case: Case, sample: Sample, decisions: Trace) -> FlopReport:
 
 def _prefill(case: Case, sample: Sample, decisions: Trace) -> PrefillFlops:
     shares = {
-        name: float(routing.keep_BN[routing.groups.free_BN].float().mean())
+        name: float(routing.keep_BN[routing.evidence.tokens.free_BN].float().mean())
         for name, routing in decisions.items()
-        if routing.groups is not None
+        if routing.evidence.tokens is not None
     }
     images = [PATCHES] * len(sample.get("pixels", ()))
     return prefill_flops(case.model, len(sample["ids"]) - sum(images), images, shares)

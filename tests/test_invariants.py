@@ -170,7 +170,7 @@ def test_any_shape_and_capacity(batch: int, rows: int, columns: int, capacity: f
         out = model(images)
         close(out, reference_forward(model, images), 1e-4)
     tokens = rows * columns + 1
-    assert decisions["blocks.1"].index_BK.shape == (batch, max(1, int(tokens * round(capacity, 3) + 1e-9)))
+    assert decisions["blocks.1"].kept.index_BK.shape == (batch, max(1, int(tokens * round(capacity, 3) + 1e-9)))
 
 
 @pytest.mark.parametrize("context", ["kept", "all"])
@@ -206,7 +206,7 @@ def test_late_blocks_keep_the_tokens_the_last_dense_block_attends_to() -> None:
     with torch.no_grad(), mmod.trace(model) as decisions:
         close(model(images), reference_forward(model, images), 1e-6)
     first, *others = decisions.values()
-    assert all(other.index_BK.data_ptr() == first.index_BK.data_ptr() for other in others)
+    assert all(other.index_BK.data_ptr() == first.kept.index_BK.data_ptr() for other in others)
     mmod.set_capacity_(model, [0.3, 0.5, 0.5, 0.3])
     with torch.no_grad(), mmod.trace(model) as decisions:
         close(model(images), reference_forward(model, images), 1e-6)

@@ -195,7 +195,7 @@ class TestCapacity:
             assert list(mmod.capacities(model).values()) == expected
             with mmod.trace(model) as decisions:
                 model(images)
-            assert [r.index_BK.shape[1] for r in decisions.values()] == [int(37 * c) for c in expected]
+            assert [r.kept.index_BK.shape[1] for r in decisions.values()] == [int(37 * c) for c in expected]
 
     @pytest.mark.parametrize(
         ("capacity", "message"),
@@ -237,7 +237,7 @@ class TestTrace:
         with mmod.trace(model) as decisions:
             model(make_images(NAME, 2))
         model(make_images(NAME, 1))
-        assert decisions["blocks.1"].index_BK.shape[0] == 2
+        assert decisions["blocks.1"].kept.index_BK.shape[0] == 2
 
     def test_evaluation_keeps_nothing_outside_a_trace(self) -> None:
         model = mmod.route_(make_model(NAME))

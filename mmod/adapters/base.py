@@ -188,26 +188,26 @@ class NamedArguments:
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
         """Return the arguments for the kept tokens, or for all tokens of the kept images."""
-        if routing.image_S is not None:
-            return {name: _of_images(value, routing.image_S) for name, value in arguments.items()}
+        if routing.kept.image_S is not None:
+            return {name: _of_images(value, routing.kept.image_S) for name, value in arguments.items()}
         narrowed = dict(arguments)
-        index_BK = routing.index_BK
+        index_BK = routing.kept.index_BK
         if "rope" in narrowed:
             narrowed["rope"] = narrow_rope(narrowed["rope"], index_BK, self.rope_prefix)
         if "shared_rel_pos_bias" in self.names:
             bias = narrowed.get("shared_rel_pos_bias")
             bias = None if bias is None else narrow_pairs(bias, index_BK, x_BND.shape[1])
-            bias = hide_empty_slots(bias, routing.valid_BK, x_BND.dtype)
-            narrowed["shared_rel_pos_bias"] = weigh_groups(bias, routing.size_BK, x_BND.dtype)
+            bias = hide_empty_slots(bias, routing.kept.valid_BK, x_BND.dtype)
+            narrowed["shared_rel_pos_bias"] = weigh_groups(bias, routing.joined.size_BK, x_BND.dtype)
             return narrowed
         mask = narrowed.get("attn_mask")
         if mask is not None:
             mask = narrow_pairs(mask, index_BK, x_BND.shape[1])
-        if routing.valid_BK is not None:
-            mask = hide_empty_slots(mask, routing.valid_BK, x_BND.dtype)
+        if routing.kept.valid_BK is not None:
+            mask = hide_empty_slots(mask, routing.kept.valid_BK, x_BND.dtype)
             if narrowed.pop("is_causal", False):
                 mask = add_causal(mask, x_BND.dtype)
-        mask = weigh_groups(mask, routing.size_BK, x_BND.dtype)
+        mask = weigh_groups(mask, routing.joined.size_BK, x_BND.dtype)
         if mask is not None:
             narrowed["attn_mask"] = mask
         return narrowed
@@ -231,17 +231,17 @@ class NamedArguments:
 
     def _narrow_queries(self, arguments: Mapping[str, Any], tokens: int, routing: Routing) -> dict[str, Any]:
         """Return the arguments for kept queries and all keys."""
-        narrowed, index_BK = dict(arguments), routing.index_BK
+        narrowed, index_BK = dict(arguments), routing.kept.index_BK
         if "rope" in narrowed:
             narrowed["rope"] = narrow_rope(narrowed["rope"], index_BK, self.rope_prefix)
         for name in ("attn_mask", "shared_rel_pos_bias"):
             if name in narrowed:
                 narrowed[name] = narrow_queries(narrowed[name], index_BK, tokens)
-        if "attn_mask" in narrowed and routing.valid_BK is not None:
+        if "attn_mask" in narrowed and routing.kept.valid_BK is not None:
             # An empty slot may point at padding, whose row may be masked completely: that gives NaN gradients.
             mask = narrowed["attn_mask"]
             visible = True if mask.dtype == torch.bool else 0.0
-            narrowed["attn_mask"] = torch.where(routing.valid_BK[:, None, :, None], mask, visible)
+            narrowed["attn_mask"] = torch.where(routing.kept.valid_BK[:, None, :, None], mask, visible)
         if narrowed.pop("is_causal", False):
             # As in the hosts, causal attention takes no further mask.
             position = torch.arange(tokens, device=index_BK.device)

@@ -164,7 +164,7 @@ class ClipBlock(NamedArguments):
         mask = arguments.get("attn_mask")
         if self.causal and mask is not None and mask.ndim == 2:
             # Kept tokens are in order and precede empty slots, so the causal mask of slots is that of tokens.
-            slots = routing.index_BK.shape[1]
+            slots = routing.kept.index_BK.shape[1]
             return {**arguments, "attn_mask": mask[:slots, :slots]}
         return self._flat(super().select_tokens(self._unflat(arguments), x_BND, routing), routing)
 
@@ -184,8 +184,8 @@ class ClipBlock(NamedArguments):
         mask = arguments.get("attn_mask")
         if mask is None or not self.flat_masks:
             return dict(arguments)
-        batch, slots = routing.index_BK.shape
-        batch = batch if routing.image_S is None else len(routing.image_S)
+        batch, slots = routing.kept.index_BK.shape
+        batch = batch if routing.kept.image_S is None else len(routing.kept.image_S)
         return {**arguments, "attn_mask": mask.expand(batch, self.heads, slots, -1).flatten(0, 1)}
 
 

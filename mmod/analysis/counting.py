@@ -107,7 +107,7 @@ def count_pass(
         held = training.live
         del output
     # Not from the routers, which blocks that share a decision do not call.
-    kept = {name: routing.index_BK.shape[1] for name, routing in decisions.items() if name in tokens}
+    kept = {name: routing.kept.index_BK.shape[1] for name, routing in decisions.items() if name in tokens}
     return PassCounts(inference.flops, tokens, kept, inference.peak, held)
 
 

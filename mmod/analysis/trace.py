@@ -145,7 +145,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         >>> model = mmod.route_(timm.create_model("test_vit").eval())
         >>> with trace(model) as decisions:
         ...     _ = model(torch.randn(1, 3, 160, 160))
-        >>> decisions["blocks.1"].index_BK.shape
+        >>> decisions["blocks.1"].kept.index_BK.shape
         torch.Size([1, 50])
         >>> print(decisions)
         3 decisions, 0.495 of the tokens kept on average

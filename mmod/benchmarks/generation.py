@@ -25,6 +25,7 @@ from mmod.benchmarks.report import ReportRow
 from mmod.config import PRESETS, RoutingConfig
 from mmod.model import route_, routed_blocks
 from mmod.planning import preset
+from mmod.routing import TokenGroups
 from mmod.values import check_distinct, check_fields
 
 TOLERANCE = 1e-4
@@ -214,8 +215,8 @@ class GenerationModels:
                 continue
             with trace(model) as decisions, torch.no_grad():
                 self._call(model)
-            groups = decisions[name].groups
-            assert groups is not None
+            groups = decisions[name].evidence.tokens
+            assert isinstance(groups, TokenGroups)
             level = torch.sigmoid(decisions[name].score_BN)[groups.free_BN]
             threshold = between(level, int(len(level) * router.capacity))
             if routing.select == "topk":
@@ -270,7 +271,7 @@ class GenerationModels:
         tokens, layers = self.ids_BN.shape[1], self.config.layers
         slots = [tokens] * layers
         for block, routing in decisions.items():
-            slots[int(block.rpartition(".")[2])] = routing.index_BK.shape[1]
+            slots[int(block.rpartition(".")[2])] = routing.kept.index_BK.shape[1]
         routed, dense = _bytes(cache), _bytes(self.prefill(None).past_key_values)
         if routed * tokens * layers != dense * sum(slots):
             raise WrongOutputError(f"{name} caches {routed} bytes, {sum(slots)} of {tokens * layers} slots of {dense}")
@@ -325,7 +326,7 @@ def preset_config(name: str, layers: int) -> RoutingConfig:
 
 
 def _share(routing: Any) -> float:
-    free_BN = routing.groups.free_BN
+    free_BN = routing.evidence.tokens.free_BN
     return float((routing.keep_BN & free_BN).sum() / free_BN.sum())
 
 

@@ -119,8 +119,8 @@ def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -
 
 
 def _kept(routing: Routing, image: int) -> list[int]:
-    index_K = routing.index_BK[image]
-    kept: list[int] = (index_K if routing.valid_BK is None else index_K[routing.valid_BK[image]]).tolist()
+    index_BK, valid_BK = routing.kept.index_BK, routing.kept.valid_BK
+    kept: list[int] = (index_BK[image] if valid_BK is None else index_BK[image][valid_BK[image]]).tolist()
     return kept
 
 
@@ -318,7 +318,7 @@ def _margin(routing: Routing, router: Router) -> Tensor:
     if isinstance(router.config.select, Threshold):
         level_BN = router.config.router.squashed(score_BN)[:, prefix:]
         return (level_BN - router.config.select.threshold).abs().amin(dim=1) / level_BN.abs().amax(dim=1)
-    kept = routing.index_BK.shape[1] - prefix
+    kept = routing.kept.index_BK.shape[1] - prefix
     if not 0 < kept < score_BN.shape[1] - prefix:
         return torch.full_like(score_BN[:, 0], torch.inf)
     ranked_BN = score_BN[:, prefix:].sort(dim=1, descending=True).values

@@ -15,11 +15,9 @@ from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
 from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
 from mmod.blocks.record import Deciding, Record, deciding_modules
-from mmod.blocks.routed import ImportanceBlock, RoutedBlock
-from mmod.blocks.rows import Rows
+from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, RoutedState
+from mmod.blocks.rows import Rows, Way
 from mmod.blocks.span import SpanHook
-from mmod.blocks.state import ImportanceState, RoutedState
-from mmod.blocks.ways import Way
 
 __all__ = [
     "BlockCall",

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from mmod.blocks.call import BlockCall
 from mmod.blocks.forward_pass import PassTracker
-from mmod.blocks.rows import enter_rows, leave_rows
+from mmod.blocks.rows import Host, Rows, Way, enter_rows, leave_rows
+from mmod.config import RoutingConfig
 from mmod.routing import Routing
 
 # Runs a host's forward, given it, its arguments after the tokens by name, all tokens and the kept ones.
@@ -50,7 +53,7 @@ class BranchRows(NamedTuple):
         if self.attend_to_all is not None:
             output = self.attend_to_all(run_on, others, x_BND, z_BKD)
         else:
-            output = run_on(z_BKD, **others) if routing.index_BK.shape[1] else z_BKD
+            output = run_on(z_BKD, **others) if routing.kept.index_BK.shape[1] else z_BKD
         if self.in_tuple and not isinstance(output, tuple):
             output = output, None
         y_BKD = output[0] if isinstance(output, tuple) else output
@@ -84,7 +87,7 @@ class Branch(nn.Module):
     It is a mixin because compilers cannot trace a hook that lasts for one call.
 
     Attributes:
-        mod_state: Knows how the branch of the running block runs.
+        mod_state: Knows how the branches of the running block run.
     """
 
     mod_state: PassTracker
@@ -97,15 +100,27 @@ class Branch(nn.Module):
 
 @contextmanager
 def running_branch(tracker: PassTracker, branch: BranchRows | WeighedBranch) -> Iterator[None]:
-    """Let the branches of the running block run in a certain way as long as the context lasts.
-
-    Args:
-        tracker: The tracker of the block's stack.
-        branch: How they run.
-    """
+    """Let the branches of the running block run in a certain way as long as the context lasts."""
     running = tracker.running
     running.branch = branch
     try:
         yield
     finally:
         running.branch = None
+
+
+class OneBranch(Way):
+    """The block runs on all tokens, except for one branch, which runs on the kept tokens."""
+
+    def __init__(self, call: BlockCall, config: RoutingConfig) -> None:
+        super().__init__(call, config)
+        self.among_all = config.context == "all"
+
+    def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+        """Return all tokens after the host's block."""
+        call, routing = self.call, rows.routing
+        attends = partial(call.attend_to_all, block, routing=routing) if self.among_all else None
+        if self.operator == "attention" and attends is None:
+            arguments = call.select_tokens(arguments, z, routing)
+        with running_branch(block.mod_state.tracker, BranchRows(routing, attends, self.operator in call.tuples)):
+            return host(z, **arguments)

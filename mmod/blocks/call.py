@@ -69,7 +69,9 @@ class BlockCall(Protocol):
         """Return the block's arguments after the tokens, by name, raising for those mmod cannot narrow."""
         ...
 
-    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None) -> TokenMarks:
+    def marks(
+        self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None
+    ) -> TokenMarks | TokenGroups:
         """Return which tokens are padding and which are always kept, as far as the arguments or the pass tell."""
         ...
 
@@ -84,7 +86,7 @@ class BlockCall(Protocol):
         ...
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
-        """Return the arguments for the kept tokens alone."""
+        """Return the arguments for the kept tokens alone; not asked where there are none and every slot is filled."""
         ...
 
     def attend_to_all(

@@ -8,9 +8,8 @@ from torch import nn
 
 from mmod.blocks.branches import Branch
 from mmod.blocks.call import DecoderCall
-from mmod.blocks.fused_norm import FusedNorm
-from mmod.blocks.routed import ImportanceBlock, RoutedBlock
-from mmod.blocks.state import ImportanceState, RoutedState
+from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, RoutedState
+from mmod.blocks.rows import FusedNorm
 from mmod.routing import Router
 
 

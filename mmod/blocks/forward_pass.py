@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mmod.routing import Router, Routing, TokenMarks
 from mmod.routing.rule import PerThread
+
+T = TypeVar("T")
 
 
 class SharedScore:
@@ -43,7 +45,7 @@ class SharedScore:
             if earlier.config is router.config and earlier.capacity == router.capacity:
                 if router.config.joins:
                     return routing.to(device)
-                if routing.index_BK.device == device and all(a is b for a, b in zip(seen, tokens)):
+                if routing.kept.index_BK.device == device and all(a is b for a, b in zip(seen, tokens)):
                     return routing
         return None
 
@@ -62,7 +64,7 @@ class SharedScore:
             earlier = routing
             if other.capacity == router.capacity:
                 break
-        return None if earlier is None or earlier.join_BN is None else earlier.to(device)
+        return None if earlier is None or earlier.joined.slot_BN is None else earlier.to(device)
 
     def remember(self, router: Router, tokens: tuple[object, ...], routing: Routing) -> None:
         """Keep a decision for the blocks that follow."""
@@ -77,45 +79,51 @@ class ForwardPass:
 
     - The first converted module that runs begins the pass: the token embedding of a text tower, which knows its
       captions, or the first converted block. Whatever an aborted pass left behind is out of sight from then on.
-    - Each thread has a running pass of its own. A block asks for it once, by its input, and writes or reads shared
-      scores. When it leaves, the pass that it entered runs again, whatever was called inside the block.
+    - Each thread has a running pass; between passes it is an empty one. A block asks for it once, by its input, and
+      writes or reads shared scores. When it leaves, the pass that it entered runs again, whatever was called inside.
     - The last routed block ends the pass, and nothing is left in the tracker.
-    - Gradient checkpointing runs parts again, in a backward pass, perhaps in another thread and after other passes.
-      A block that starts such a part gets the input it had at first: by that, each input remembers its pass for as
-      long as it lives. Blocks that follow in the same part find the pass that runs in this backward pass.
+    - Gradient checkpointing runs segments again, in a backward pass, perhaps in another thread and after other passes.
+      A block that starts such a segment gets the input it had at first: by that, each input remembers its pass for as
+      long as it lives. Blocks that follow in the same segment find the pass that runs in this backward pass.
 
     Attributes:
-        scores: Shared scores by the first block of their span. They stay to the end of the pass, for parts that run
+        begun: A module has begun it; False between passes.
+        scores: Shared scores by the first block of their span. They stay to the end of the pass, for segments that run
             again.
         tokens: What is known of a batch of captions, None for images.
         holds_rows: Blocks of a span may hand on rows in the place of all tokens.
+        next_holds_rows: They may in the pass that the call of the model will begin.
         held: The rows that the block before has handed on, a `Rows`, or None if it did not.
-    """
-
-    def __init__(self, holds_rows: bool = False) -> None:
-        self.scores: dict[int, SharedScore] = {}
-        self.tokens: TokenMarks | None = None
-        self.holds_rows = holds_rows
-        self.held: Any = None
-
-
-class _Running:
-    """What runs in one thread.
-
-    Attributes:
-        forward_pass: The running pass, if any.
         task: The backward pass that it was last used in, -1 for none.
         normed: Kept rows of the running block, and what its first norm makes of them.
         branch: How the branches of the running block run, a `BranchRows` or `WeighedBranch`; None as the host's do.
-        holds_rows: See `ForwardPass`; of the pass that the call of the model will begin.
     """
 
-    def __init__(self) -> None:
-        self.holds_rows = False
-        self.forward_pass: ForwardPass | None = None
-        self.task = -1
+    def __init__(self, holds_rows: bool = False, begun: bool = False, task: int = -1) -> None:
+        self.begun = begun
+        self.scores: dict[int, SharedScore] = {}
+        self.tokens: TokenMarks | None = None
+        self.holds_rows = holds_rows
+        self.next_holds_rows = False
+        self.held: Any = None
+        self.task = task
         self.normed: tuple[Tensor, Tensor] | None = None
         self.branch: Any = None
+        self._slots: dict[type, Any] = {}
+
+    def slot(self, owner: type[T]) -> T:
+        """Return what one sort of module keeps in this pass, an object of its class, made when first asked for."""
+        if owner not in self._slots:
+            self._slots[owner] = owner()
+        value: T = self._slots[owner]
+        return value
+
+
+class _Current:
+    """Refers to the running pass of a thread."""
+
+    def __init__(self) -> None:
+        self.forward_pass = ForwardPass()
 
 
 class PassTracker:
@@ -131,29 +139,29 @@ class PassTracker:
     """
 
     def __init__(self) -> None:
-        self._threads = PerThread(_Running)
-        self._seen: dict[int, tuple[weakref.ref[Tensor], ForwardPass]] = {}
+        self._threads = PerThread(_Current)
+        self._remembered: dict[int, tuple[weakref.ref[Tensor], ForwardPass]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make an empty one in its place."""
         return type(self), ()
 
     @property
-    def running(self) -> _Running:
-        """What runs in this thread."""
-        return self._threads.own
+    def running(self) -> ForwardPass:
+        """The pass that runs in this thread, an empty one between passes."""
+        return self._threads.own.forward_pass
 
     def begin(self) -> ForwardPass:
         """Begin a pass in this thread."""
-        running = self.running
-        # For one pass: a call that is interrupted is not told of its end.
-        holds_rows, running.holds_rows = running.holds_rows, False
-        return self._run(ForwardPass(holds_rows))
+        before = self.running
+        # For one pass: a call that is interrupted does not hear of its end.
+        holds_rows, before.next_holds_rows = before.next_holds_rows, False
+        return self._run(ForwardPass(holds_rows, begun=True))
 
     def resume(self) -> ForwardPass:
-        """Return the running pass for a block that only writes; begin one where none runs, or a part runs again."""
-        running = self.running.forward_pass
-        return self.begin() if running is None or recomputing() else running
+        """Return the running pass for a block that only writes; begin one where none runs, or a segment runs again."""
+        running = self.running
+        return running if running.begun and not recomputing() else self.begin()
 
     def of(self, x: Tensor) -> ForwardPass | None:
         """Return the pass that a block's input belongs to, or None where none was begun.
@@ -162,12 +170,14 @@ class PassTracker:
             x: The block's input.
 
         Raises:
-            RuntimeError: Gradient checkpointing runs the block again, but on an input that it has not seen.
+            RuntimeError: Gradient checkpointing runs the block again, but on an input that it never had.
         """
         if recomputing():
             return self._recomputed(x)
-        running = self.running.forward_pass
-        if running is not None and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+        running = self.running
+        if not running.begun:
+            return None
+        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
             self._remember(x, running)
         return running
 
@@ -177,29 +187,30 @@ class PassTracker:
         Args:
             forward_pass: The pass that goes on, None where the block was the last of it.
         """
-        self.running.forward_pass = forward_pass
+        current = self._threads.own
+        current.forward_pass = ForwardPass(task=current.forward_pass.task) if forward_pass is None else forward_pass
 
     def _run(self, forward_pass: ForwardPass) -> ForwardPass:
-        running = self.running
-        running.forward_pass = forward_pass
+        self._threads.own.forward_pass = forward_pass
         if not torch.compiler.is_compiling():
-            running.task = torch._C._current_graph_task_id()
+            forward_pass.task = torch._C._current_graph_task_id()
         return forward_pass
 
     def _remember(self, x: Tensor, forward_pass: ForwardPass) -> None:
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             return
-        seen, address = self._seen, x.data_ptr()
-        seen[address] = (weakref.ref(x, lambda _: seen.pop(address, None)), forward_pass)
+        remembered, address = self._remembered, x.data_ptr()
+        remembered[address] = (weakref.ref(x, lambda _: remembered.pop(address, None)), forward_pass)
 
     def _recomputed(self, x: Tensor) -> ForwardPass | None:
-        found = self._seen.get(x.data_ptr())
-        if found is not None:
-            return self._run(found[1])
-        if self.running.task == torch._C._current_graph_task_id():
-            return self.running.forward_pass
+        match = self._remembered.get(x.data_ptr())
+        if match is not None:
+            return self._run(match[1])
+        running = self.running
+        if running.task == torch._C._current_graph_task_id():
+            return running if running.begun else None
         raise RuntimeError(
-            "gradient checkpointing runs a routed block again on an input that it has not seen: checkpointing that "
+            "gradient checkpointing runs a routed block again on an input that it never had: checkpointing that "
             "moves or copies inputs in between cannot be combined with this router"
         )
 

@@ -36,11 +36,10 @@ class SpanHook(ModelHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take note of the call."""
         holds_rows = bool(self.host) and not torch.is_grad_enabled() and self._runs(module) and not self._is_watched()
-        self.tracker.running.holds_rows = holds_rows
+        self.tracker.running.next_holds_rows = holds_rows
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """End the pass, which a call that fails leaves open."""
-        self.tracker.running.holds_rows = False
         self.tracker.leave(None)
 
     def _runs(self, module: nn.Module) -> bool:

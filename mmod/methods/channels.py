@@ -18,7 +18,7 @@ from mmod.adapters import find_library
 from mmod.blocks import Deciding, Record, StandingModule, convert
 from mmod.methods.base import Method, register_method
 from mmod.ops import gather_rows, scatter_rows, select_topk
-from mmod.routing import Routing
+from mmod.routing import Evidence, Kept, Routing, Weights
 from mmod.routing.rule import PerThread
 from mmod.routing.score.random import RandomScore
 from mmod.values import check_fields
@@ -150,7 +150,7 @@ class ChannelBlock(StandingModule, Deciding):
         flat = x_BCHW.flatten(2)
         index_BK, gate_BK = self._choose(flat, logit_BC)
         if self.record.traced:
-            self.record.keep("", Routing(logit_BC, index_BK, gate_BK))
+            self.record.keep("", Routing(Kept(index_BK), Evidence(logit_BC), Weights(gate_BK)))
         z = gather_rows(flat, index_BK).unflatten(2, x_BCHW.shape[2:])
         y = super().forward(z)
         added = (y - z if config.adds == "change" else y) * gate_BK.to(y.dtype)[..., None, None]

@@ -22,7 +22,7 @@ from mmod.methods.mixture import balance_loss, probabilities
 from mmod.ops import gather_rows, select_topk
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold
-from mmod.routing import Routing
+from mmod.routing import Evidence, Kept, Routing, Weights
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import slots_of
 from mmod.routing.rule import PerThread
@@ -188,7 +188,7 @@ class Cycle(StandingModule, Deciding):
             previous_BN = routing.keep_BN if recursion else valid_BN
             if recursion and record.traced:
                 record.keep(f"recursion{recursion + 1}", routing)
-            z = y = gather_rows(x_BND, routing.index_BK)
+            z = y = gather_rows(x_BND, routing.kept.index_BK)
             for number, keys in enumerate(cached):
                 y = self._run(number, recursion, arguments, x_BND, y, routing, keys)
             if y.shape[1]:
@@ -240,19 +240,20 @@ class Cycle(StandingModule, Deciding):
             return _all_tokens(score_BN, gate_BN)
         if config.sampling == "predictor":
             predicted_BN = self.predictors[recursion - 1](x_BND)
+        evidence = Evidence(score_BN, predicted_BN=predicted_BN)
         if self._alone(x_BND):
-            keep_BN = (score_BN if predicted_BN is None else predicted_BN) >= 0
+            keep_BN = evidence.logit_BN >= 0
             keep_BN = keep_BN if previous_BN is None else keep_BN & previous_BN
             index_BK, valid_BK, total = slots_of(keep_BN, keep_BN.sum(1).tolist())
             assert gate_BN is not None
             gate_BK = gate_BN.gather(1, index_BK)
-            return Routing(score_BN, index_BK, gate_BK, valid_BK, total=total, predicted_BN=predicted_BN)
+            return Routing(Kept(index_BK, valid_BK, total), evidence, Weights(gate_BK))
         share = Fraction(config.recursions - recursion, config.recursions)
         candidate_BN = score_BN if previous_BN is None else score_BN.masked_fill(~previous_BN, -torch.inf)
         index_BK, valid_BK, weight_BK, inverse_BN = select_topk(
             candidate_BN, share, self.mod_state.prefix, valid_BN, gate="sigmoid", scale=GATE
         )
-        return Routing(score_BN, index_BK, weight_BK, valid_BK, inverse_BN=inverse_BN, predicted_BN=predicted_BN)
+        return Routing(Kept(index_BK, valid_BK, inverse_BN=inverse_BN), evidence, Weights(weight_BK))
 
     def _depths(self, x_BND: Tensor, valid_BN: Tensor | None) -> Depths:
         """Return the depths that tokens choose."""
@@ -278,23 +279,23 @@ class Cycle(StandingModule, Deciding):
         else:
             level_BN = depths.last_BN.to(depths.prob_BNR.dtype)
             index_BK, valid_BK, _ = select_threshold(level_BN, recursion, prefix=self.mod_state.prefix)
-        return Routing(prob_BN, index_BK, prob_BN.gather(1, index_BK), valid_BK)
+        return Routing(Kept(index_BK, valid_BK), Evidence(prob_BN), Weights(prob_BN.gather(1, index_BK)))
 
     def _leave(
         self, x_BND: Tensor, z: Tensor, y: Tensor, first_BND: Tensor, depths: Depths | None, routing: Routing,
         recursion: int,
     ) -> Tensor:  # fmt: skip
         """Return all tokens after a recursion, from its rows before (z) and after the shared blocks (y)."""
-        assert routing.gate_BK is not None
+        assert routing.weights.gate_BK is not None
         if self.mod_state.config.adds == "change":
             return leave_rows(x_BND, z, y, routing)
-        y = routing.gate_BK.to(y.dtype).unsqueeze(-1) * y
+        y = routing.weights.gate_BK.to(y.dtype).unsqueeze(-1) * y
         if depths is None:
             y = z + y
         else:
-            ends_BK = depths.last_BN.gather(1, routing.index_BK) == recursion
-            y = y + torch.where(ends_BK.unsqueeze(-1), gather_rows(first_BND, routing.index_BK), 0.0)
-        return leave_rows(x_BND, z, y, routing._replace(gate_BK=None))
+            ends_BK = depths.last_BN.gather(1, routing.kept.index_BK) == recursion
+            y = y + torch.where(ends_BK.unsqueeze(-1), gather_rows(first_BND, routing.kept.index_BK), 0.0)
+        return leave_rows(x_BND, z, y, routing._replace(weights=Weights()))
 
 
 def membership(routing: Routing, previous_BN: Tensor | None) -> Tensor:
@@ -304,11 +305,12 @@ def membership(routing: Routing, previous_BN: Tensor | None) -> Tensor:
         routing: The decision of a recursion.
         previous_BN: Which tokens the previous recursion kept (B, N), over which the mean is taken; None for all.
     """
-    logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
+    logit_BN = routing.evidence.logit_BN
     loss_BN = F.binary_cross_entropy_with_logits(logit_BN, routing.keep_BN.to(logit_BN.dtype), reduction="none")
     return loss_BN.mean() if previous_BN is None else loss_BN[previous_BN].mean()
 
 
 def _all_tokens(score_BN: Tensor, gate_BN: Tensor | None) -> Routing:
     """Return the decision that keeps all tokens."""
-    return Routing(score_BN, torch.arange(score_BN.shape[1], device=score_BN.device).expand_as(score_BN), gate_BN)
+    index_BN = torch.arange(score_BN.shape[1], device=score_BN.device).expand_as(score_BN)
+    return Routing(Kept(index_BN), Evidence(score_BN), Weights(gate_BN))

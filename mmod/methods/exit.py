@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import Deciding, Record, convert, host_class
-from mmod.blocks.forward_pass import recomputing
+from mmod.blocks.forward_pass import PassTracker, recomputing
 from mmod.blocks.routed import ConvertedBlock
 from mmod.methods.base import Method, check_blocks, register_method
-from mmod.routing import Routing
+from mmod.routing import Evidence, Kept, Routing
 from mmod.routing.rule import PerThread
 from mmod.values import check_fields
 
@@ -66,14 +66,14 @@ class Exit(Method):
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Add a copy of the model's head to every exit block, and make the model gather the logits of all exits."""
-        running, ends = PerThread(_Leaving), len(self.blocks) + 1
+        tracker, ends = PassTracker(), len(self.blocks) + 1
         heads = {index: ExitHead(model) for index in self.blocks}
         for index in range(self.blocks[0], len(stack.blocks)):
             turn = self.blocks.index(index) if index in heads else None
-            convert(stack.blocks[index], ExitBlock, _ExitState(running, self.confidence, turn, ends, PerThread(Record)))
+            convert(stack.blocks[index], ExitBlock, _ExitState(tracker, self.confidence, turn, ends, PerThread(Record)))
             if index in heads:
                 stack.blocks[index].exit = heads[index]
-        convert(model, ExitModel, running)
+        convert(model, ExitModel, tracker)
 
     def remove(self, model: nn.Module) -> None:
         """Remove the heads."""
@@ -118,10 +118,6 @@ class _Leaving:
     """
 
     def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a forward pass."""
         self.total = 0
         self.index_B: Tensor | None = None
         self.answers: list[tuple[Tensor, Tensor]] = []
@@ -131,14 +127,14 @@ class _ExitState(NamedTuple):
     """Plain state of a block before, at or after an exit.
 
     Args:
-        running: State of the forward pass per thread, shared by all blocks of a model.
+        tracker: Finds the running forward pass.
         confidence: Probability at which an image exits.
         turn: Index of the exit after the block, or None.
         ends: Number of exits, including the final head.
         records: Decisions, per thread.
     """
 
-    running: PerThread[_Leaving]
+    tracker: PassTracker
     confidence: float
     turn: int | None
     ends: int
@@ -187,13 +183,12 @@ class ExitBlock(Deciding, ConvertedBlock):
 
     def _trace(self, x_BND: Tensor) -> None:
         """Record which images the block runs on."""
-        leaving = self.mod_state.running.own
+        leaving = self.mod_state.tracker.running.slot(_Leaving)
         leaving.total = leaving.total or len(x_BND)
         runs_B1 = torch.zeros(leaving.total, 1, dtype=torch.bool, device=x_BND.device)
         runs_B1[slice(None) if leaving.index_B is None else leaving.index_B] = True
-        self.record.keep(
-            "", Routing(runs_B1.float(), runs_B1.new_zeros(runs_B1.shape, dtype=torch.long), valid_BK=runs_B1)
-        )
+        kept = Kept(torch.zeros_like(runs_B1, dtype=torch.long), runs_B1)
+        self.record.keep("", Routing(kept, Evidence(runs_B1.float())))
 
     # The number of remaining images depends on the data, so this cannot be compiled.
     @torch.compiler.disable
@@ -201,7 +196,7 @@ class ExitBlock(Deciding, ConvertedBlock):
         """Store the logits of the images that exit, and return the tokens of the others."""
         state = self.mod_state
         assert state.turn is not None
-        leaving = state.running.own
+        leaving = state.tracker.running.slot(_Leaving)
         if leaving.index_B is None:
             leaving.index_B = torch.arange(len(y_BND), device=y_BND.device)
         if self.training:
@@ -220,16 +215,16 @@ class ExitModel(nn.Module):
     """Mixin of a model that gathers the logits of its exits.
 
     Attributes:
-        mod_state: State of the forward pass, per thread.
+        mod_state: Begins a forward pass and ends it.
     """
 
-    mod_state: PerThread[_Leaving]
+    mod_state: PassTracker
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all images, from the exit that each one took."""
-        leaving = self.mod_state.own
-        leaving.begin()
+        leaving = self.mod_state.begin().slot(_Leaving)
         last: Tensor = super().forward(*args, **kwargs)
+        self.mod_state.leave(None)
         if leaving.index_B is None:
             return last
         places, logits = zip(*leaving.answers, (leaving.index_B, last))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.halves import SPLIT
 from mmod.blocks.conversion import convert, host_class
-from mmod.routing.rule import PerThread
+from mmod.blocks.forward_pass import PassTracker
 
 
 class AttentionInputs(NamedTuple):
@@ -31,25 +31,23 @@ class AttentionInputs(NamedTuple):
     importance_BN: Tensor | None = None
 
 
-class _Last:
-    """The last output in one thread."""
-
-    value: Tensor | None = None
+class _Outputs(dict[nn.Module, Tensor]):
+    """The last outputs of the watched modules of a stack."""
 
 
 class _Watched(nn.Module):
     """Mixin of the last module that queries or keys pass before attention; it stores its output.
 
     Attributes:
-        mod_state: The last output, per thread.
+        mod_state: Finds the running forward pass.
     """
 
-    mod_state: PerThread[_Last]
+    mod_state: PassTracker
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the host's module and store its output."""
         y: Tensor = super().forward(x)
-        self.mod_state.own.value = y
+        self.mod_state.running.slot(_Outputs)[self] = y
         return y
 
 
@@ -65,10 +63,10 @@ def check_halves(name: str, block: nn.Module) -> None:
         raise ValueError(f"{name} has a {type(attention).__name__}, whose queries and keys cannot be read")
 
 
-def watch(block: nn.Module) -> None:
+def watch(block: nn.Module, tracker: PassTracker) -> None:
     """Make a block store the queries and keys of its attention until `take_inputs` reads them."""
     for norm in ("attn.q_norm", "attn.k_norm"):
-        convert(block.get_submodule(norm), _Watched, PerThread(_Last))
+        convert(block.get_submodule(norm), _Watched, tracker)
 
 
 def take_inputs(block: nn.Module, arguments: Mapping[str, Any], importance_BN: Tensor | None) -> AttentionInputs:
@@ -87,10 +85,7 @@ def take_inputs(block: nn.Module, arguments: Mapping[str, Any], importance_BN: T
 
 def _take(norm: nn.Module) -> Tensor:
     assert isinstance(norm, _Watched)
-    last = norm.mod_state.own
-    value, last.value = last.value, None
-    assert value is not None
-    return value
+    return norm.mod_state.running.slot(_Outputs).pop(norm)
 
 
 def _rotated(x: Tensor, rope: Tensor, attention: Any) -> Tensor:

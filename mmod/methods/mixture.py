@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.routing import Routing
+from mmod.routing import Evidence, Kept, Routing, Weights
 from mmod.routing.groups import slots_of
 
 
@@ -166,7 +166,7 @@ def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | Non
     experts, (batch, tokens, _) = len(rows.counts), prob_BNJ.shape
     if prob_BNJ.is_meta:
         index = torch.arange(rows.counts[0] // batch, device=prob_BNJ.device).expand(batch, -1)
-        return [Routing(prob_BNJ[..., number], index) for number in range(experts)]
+        return [Routing(Kept(index), Evidence(prob_BNJ[..., number])) for number in range(experts)]
     keep_EBN = computed(rows, experts, prob_BNJ)
     gate = prob_BNJ.new_zeros(experts, batch * tokens)
     gate[_experts_of(rows), rows.row_T] = rows.gate_T
@@ -174,8 +174,8 @@ def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | Non
     for number, (keep_BN, gate_BN) in enumerate(zip(keep_EBN, gate.view(experts, batch, tokens))):
         index_BK, valid_BK, total = slots_of(keep_BN, keep_BN.sum(1).tolist())
         predicted_BN = None if logit_EBN is None else logit_EBN[number]
-        weights = {"gate_BK": gate_BN.gather(1, index_BK), "valid_BK": valid_BK, "predicted_BN": predicted_BN}
-        decisions.append(Routing(prob_BNJ[..., number], index_BK, **weights, total=total))
+        evidence = Evidence(prob_BNJ[..., number], predicted_BN=predicted_BN)
+        decisions.append(Routing(Kept(index_BK, valid_BK, total), evidence, Weights(gate_BN.gather(1, index_BK))))
     return decisions
 
 

@@ -83,8 +83,8 @@ class Recursions(CycleOptions, Method):
             previous_BN = None
             for place in cycle.places():
                 routing = decisions[f"{name}.{place}"]
-                logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
-                alone[f"{name}.{place}"] = logit_BN >= 0 if previous_BN is None else (logit_BN >= 0) & previous_BN
+                keep_BN = routing.evidence.logit_BN >= 0
+                alone[f"{name}.{place}"] = keep_BN if previous_BN is None else keep_BN & previous_BN
                 previous_BN = routing.keep_BN
         return alone
 

@@ -18,11 +18,11 @@ from mmod.adapters.base import NamedArguments
 from mmod.adapters.halves import attend, feed
 from mmod.adapters.masks import narrow_rope
 from mmod.blocks import Deciding, Record, convert
-from mmod.blocks.forward_pass import recomputing
+from mmod.blocks.forward_pass import PassTracker, recomputing
 from mmod.blocks.routed import ConvertedBlock
 from mmod.methods.halves import AttentionInputs, take_inputs, watch
 from mmod.ops import capture_importance
-from mmod.routing import Routing
+from mmod.routing import Evidence, Joined, Kept, Routing
 from mmod.routing.rule import PerThread
 
 
@@ -63,13 +63,9 @@ class Reduction(ABC):
 
 
 class _Passage:
-    """State that the blocks of a model share in one forward pass."""
+    """What the blocks of a model share in one forward pass."""
 
     def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a forward pass."""
         self.tokens = 0
         self.place_BN: Tensor | None = None
         self.size_BN: Tensor | None = None
@@ -81,19 +77,21 @@ class _ReducedState(NamedTuple):
 
     Args:
         call: How the host calls the block.
-        running: State of the forward pass per thread, shared by all blocks of a model.
+        tracker: Finds the running forward pass.
         prefix: Number of leading tokens, which are always kept.
         reduction: How the block reduces tokens, or None.
         begins: The block begins the forward pass.
-        restores: The block ends it and restores all tokens.
+        ends: The block ends it.
+        restores: The last block restores all tokens.
         records: Decisions, per thread.
     """
 
     call: NamedArguments
-    running: PerThread[_Passage]
+    tracker: PassTracker
     prefix: int
     reduction: Reduction | None
     begins: bool
+    ends: bool
     restores: bool
     records: PerThread[Record]
 
@@ -114,15 +112,15 @@ class ReducedBlock(Deciding, ConvertedBlock):
             raise RuntimeError(
                 "gradient checkpointing runs blocks twice, which pruning and merging do not support: turn it off"
             )
-        passage = state.running.own
+        passage = (state.tracker.begin() if state.begins else state.tracker.running).slot(_Passage)
         if state.begins:
-            passage.begin()
             passage.tokens = x.shape[1]
         arguments = self._narrowed(state.call.bind(args, kwargs), passage)
         y = self.run_host(x, **arguments) if state.reduction is None else self._reduce(x, arguments, passage)
-        if state.restores:
-            for restore in reversed(passage.undone):
+        if state.ends:
+            for restore in reversed(passage.undone) if state.restores else ():
                 y = restore(y)
+            state.tracker.leave(None)
         return y
 
     def _narrowed(self, arguments: dict[str, Any], passage: _Passage) -> dict[str, Any]:
@@ -161,19 +159,19 @@ class ReducedBlock(Deciding, ConvertedBlock):
         index_BK, order_BK = passage.place_BN.sort(dim=1)
         size_BK = None if passage.size_BN is None else passage.size_BN.gather(1, order_BK)
         score_BN = torch.zeros(len(index_BK), passage.tokens, device=index_BK.device)
-        self.record.keep("", Routing(score_BN, index_BK, size_BK=size_BK))
+        self.record.keep("", Routing(Kept(index_BK), Evidence(score_BN), joined=Joined(size_BK=size_BK)))
 
 
 def reduce_(stack: BlockStack, reductions: Mapping[int, Reduction], restores: bool) -> None:
     """Convert the blocks of a stack from the first reduction on."""
-    running, first, last = PerThread(_Passage), min(reductions), len(stack.blocks) - 1
+    tracker, first, last = PassTracker(), min(reductions), len(stack.blocks) - 1
     for index in range(first, last + 1):
         block, call = stack.blocks[index], stack.call_of(stack.blocks[index], None)
         assert isinstance(call, NamedArguments)
-        begins, ends = index == first, restores and index == last
         if index in reductions:
-            watch(block)
-        state = _ReducedState(call, running, stack.prefix, reductions.get(index), begins, ends, PerThread(Record))
+            watch(block, tracker)
+        place = index == first, index == last, restores
+        state = _ReducedState(call, tracker, stack.prefix, reductions.get(index), *place, PerThread(Record))
         convert(block, ReducedBlock, state)
 
 

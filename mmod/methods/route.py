@@ -122,8 +122,7 @@ class Route(Method):
         for name, block in routed_blocks(model).items():
             routing, config = decisions[name], block.router.config
             if config.language.inference_threshold is not None:
-                logit_BN = routing.score_BN if routing.predicted_BN is None else routing.predicted_BN
-                alone[name] = config.router.squashed(logit_BN) >= config.language.inference_threshold
+                alone[name] = config.router.squashed(routing.evidence.logit_BN) >= config.language.inference_threshold
         return alone
 
     def find(self, model: nn.Module) -> dict[str, BlockStack]:

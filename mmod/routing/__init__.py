@@ -2,7 +2,7 @@
 
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold, select_topk
-from mmod.routing.decision import Routing, TokenGroups, TokenMarks
+from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, TokenMarks, Weights
 from mmod.routing.decoder import DecoderRouter, Predictor
 from mmod.routing.groups import assign_groups, decoded_groups, select_within
 from mmod.routing.router import Router
@@ -19,6 +19,10 @@ from mmod.routing.shared import BorrowedScore, share_score, unshare_score
 __all__ = [
     "BorrowedScore",
     "CoinScore",
+    "Evidence",
+    "Joined",
+    "Kept",
+    "Weights",
     "DiversityScore",
     "FunctionScore",
     "LinearScore",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 # Groups of tokens that no router chooses among.
 PADDING, KEPT = -1, 0
@@ -26,6 +27,26 @@ class TokenMarks(NamedTuple):
 
     valid_BN: Tensor | None = None
     protect_BN: Tensor | None = None
+
+    def protected(self, score_BN: Tensor, prefix: int) -> Tensor:
+        """Return where a token is always kept, for tokens with these scores (B, N) and a router's prefix."""
+        if self.protect_BN is not None:
+            return self.protect_BN
+        return (torch.arange(score_BN.shape[1], device=score_BN.device) < prefix).expand_as(score_BN)
+
+    def free(self, score_BN: Tensor, prefix: int) -> Tensor:
+        """Return where a token may be skipped: it is neither padding nor protected."""
+        free_BN = ~self.protected(score_BN, prefix)
+        return free_BN if self.valid_BN is None else free_BN & self.valid_BN
+
+    def gated(self, score_BN: Tensor, prefix: int) -> Tensor:
+        """Return where the gate weighs a kept token's update: where it may be skipped."""
+        return self.free(score_BN, prefix)
+
+    @property
+    def counted_BN(self) -> Tensor | None:
+        """True where a token counts towards a capacity (B, N); None where all do."""
+        return self.valid_BN
 
 
 class TokenGroups(NamedTuple):
@@ -58,9 +79,10 @@ class TokenGroups(NamedTuple):
     importance: Callable[[], Tensor] | None = None
 
     @property
-    def padded(self) -> bool:
-        """Whether a token is padding."""
-        return sum(map(sum, self.sizes)) + sum(self.always) < self.group_BN.numel()
+    def valid_BN(self) -> Tensor | None:
+        """False where a token is padding (B, N); None where none is."""
+        padded = sum(map(sum, self.sizes)) + sum(self.always) < self.group_BN.numel()
+        return self.group_BN > PADDING if padded else None
 
     @property
     def skips(self) -> bool:
@@ -72,72 +94,128 @@ class TokenGroups(NamedTuple):
         """True where a token may be skipped (B, N)."""
         return self.group_BN > KEPT
 
+    @property
+    def counted_BN(self) -> Tensor:
+        """True where a token counts towards a capacity (B, N)."""
+        return self.gated_BN
+
+    def free(self, score_BN: Tensor, prefix: int) -> Tensor:
+        """Return where a token may be skipped (B, N)."""
+        return self.free_BN
+
+    def gated(self, score_BN: Tensor, prefix: int) -> Tensor:
+        """Return where the gate weighs a kept token's update (B, N)."""
+        return self.gated_BN
+
+
+class Kept(NamedTuple):
+    """The tokens that run.
+
+    Args:
+        index_BK: Kept tokens, ascending among the valid slots (B, K).
+        valid_BK: False where a slot is empty (B, K); None where every slot is filled.
+        total: Number of valid slots in the batch where the host knows it, else None.
+        inverse_BN: Slot of each token, -1 for none (B, N), where the selection computed it, else None.
+        idle_BK: True where a skipped token fills a slot at gate 0, so that the router learns from it (B, K); None where
+            none does.
+        image_S: Images that run, where images are kept or skipped as a whole, else None.
+    """
+
+    index_BK: Tensor
+    valid_BK: Tensor | None = None
+    total: int | None = None
+    inverse_BN: Tensor | None = None
+    idle_BK: Tensor | None = None
+    image_S: Tensor | None = None
+
+    def among(self, tokens: int) -> Tensor:
+        """Return where one of N tokens is kept (B, N)."""
+        valid_BK = torch.ones_like(self.index_BK, dtype=torch.bool) if self.valid_BK is None else self.valid_BK
+        if self.idle_BK is not None:
+            valid_BK = valid_BK & ~self.idle_BK
+        none_BN = valid_BK.new_zeros(len(valid_BK), tokens)
+        return none_BN.scatter(1, self.index_BK, valid_BK)
+
+
+class Weights(NamedTuple):
+    """How updates and states are weighed.
+
+    Args:
+        gate_BK: Weight of the block's update for each slot (B, K), or None where it is 1.
+        skipped_BN: Weight of a skipped token's state (B, N), or None where it is 1.
+    """
+
+    gate_BK: Tensor | None = None
+    skipped_BN: Tensor | None = None
+
+
+class Joined(NamedTuple):
+    """Which kept tokens the skipped ones join.
+
+    Args:
+        slot_BN: Slot of the kept token whose update a token receives, its own where it is kept, -1 where it passes by
+            (B, N); None where all skipped tokens pass by.
+        size_BK: Number of tokens averaged into each slot (B, K), or None where each slot holds its own token.
+        all: No token passes by, as far as shapes tell.
+    """
+
+    slot_BN: Tensor | None = None
+    size_BK: Tensor | None = None
+    all: bool = False
+
+
+class Evidence(NamedTuple):
+    """What a decision is based on; auxiliary losses, traces and audits read it.
+
+    Args:
+        score_BN: Raw scores, fp32 (B, N).
+        tokens: Which tokens are padding, and which may be skipped.
+        importance_BN: Importance of the tokens where it was computed, else None.
+        predicted_BN: Logits of the network that predicts what is kept, where there is one.
+    """
+
+    score_BN: Tensor
+    tokens: TokenMarks | TokenGroups = TokenMarks()
+    importance_BN: Tensor | None = None
+    predicted_BN: Tensor | None = None
+
+    @property
+    def logit_BN(self) -> Tensor:
+        """What says of a token alone whether it is kept: the prediction, or else the score (B, N)."""
+        return self.score_BN if self.predicted_BN is None else self.predicted_BN
+
 
 class Routing(NamedTuple):
     """One block's decision for a batch: made once by its router, then only applied.
 
     Args:
-        score_BN: Raw scores, fp32 (B, N).
-        index_BK: Kept tokens, ascending among the valid slots (B, K).
-        gate_BK: Weight of the block's update for each slot, or None where it is 1.
-        valid_BK: False where a slot is empty; None where every slot is filled.
-        skip_weight_BN: Weight of a skipped token's state, or None where it is 1.
-        importance_BN: Importance of the tokens where it was computed, else None.
-        total: Number of valid slots in the batch where the host knows it, else None.
-        groups: Which tokens may be skipped, in a language model, else None.
-        predicted_BN: Logits of the network that predicts what is kept, where there is one.
-        inverse_BN: Slot of each token, -1 where it has none, where the selection found it on the way, else None.
-        real_BN: False where a token is padding, or None where none is, or groups say so.
-        protect_BN: True where a token is always kept, or None where those are the leading ones, or groups say so.
-        join_BN: Slot of the kept token whose update a token is given, its own where it is kept, -1 where it passes by
-            (B, N); None where all skipped tokens pass by.
-        size_BK: Number of tokens that were averaged into each slot (B, K), or None where each slot holds its own token.
-        idle_BK: True where a token counts as skipped and fills a slot only so that the router learns from it, at a gate
-            of 0 (B, K); None where there is none.
-        image_S: Images that run, where images are kept or skipped as a whole, else None.
+        kept: Which tokens run.
+        evidence: What was known of the tokens.
+        weights: How updates and states are weighed.
+        joined: Which kept tokens the skipped ones join.
     """
 
-    score_BN: Tensor
-    index_BK: Tensor
-    gate_BK: Tensor | None = None
-    valid_BK: Tensor | None = None
-    skip_weight_BN: Tensor | None = None
-    importance_BN: Tensor | None = None
-    total: int | None = None
-    groups: TokenGroups | None = None
-    predicted_BN: Tensor | None = None
-    inverse_BN: Tensor | None = None
-    real_BN: Tensor | None = None
-    protect_BN: Tensor | None = None
-    join_BN: Tensor | None = None
-    size_BK: Tensor | None = None
-    idle_BK: Tensor | None = None
-    image_S: Tensor | None = None
+    kept: Kept
+    evidence: Evidence
+    weights: Weights = Weights()
+    joined: Joined = Joined()
 
     @property
-    def all_join(self) -> bool:
-        """Whether no token passes by, as far as can be told without looking."""
-        return self.valid_BK is None and self.real_BN is None and self.protect_BN is None
+    def score_BN(self) -> Tensor:
+        """Raw scores, fp32 (B, N)."""
+        return self.evidence.score_BN
 
     @property
     def keep_BN(self) -> Tensor:
         """True where a token is kept (B, N)."""
-        valid_BK = torch.ones_like(self.index_BK, dtype=torch.bool) if self.valid_BK is None else self.valid_BK
-        if self.idle_BK is not None:
-            valid_BK = valid_BK & ~self.idle_BK
-        empty_BN = torch.zeros(self.score_BN.shape, dtype=torch.bool, device=self.score_BN.device)
-        return empty_BN.scatter(1, self.index_BK, valid_BK)
+        return self.kept.among(self.evidence.score_BN.shape[1])
 
     def to(self, device: torch.device) -> Routing:
-        """Return the same decision on another device.
-
-        Args:
-            device: The device.
-        """
-        if self.index_BK.device == device:
+        """Return the same decision on another device."""
+        if self.kept.index_BK.device == device:
             return self
-        return Routing(*(value.to(device) if isinstance(value, Tensor) else value for value in self))  # type: ignore[arg-type]
+        return tree_map_only(Tensor, lambda value: value.to(device), self)
 
     def detach(self) -> Routing:
         """Return the same decision without its autograd graph."""
-        return Routing(*(value.detach() if isinstance(value, Tensor) else value for value in self))  # type: ignore[arg-type]
+        return tree_map_only(Tensor, lambda value: value.detach(), self)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmod.config import RoutingConfig, Threshold
 from mmod.ops.gate import apply_gate, step_gate
-from mmod.routing.decision import KEPT, Routing, TokenGroups, TokenMarks
+from mmod.routing.decision import KEPT, Evidence, Kept, Routing, TokenGroups, TokenMarks, Weights
 from mmod.routing.groups import select_within, slots_of
 from mmod.routing.router import Router
 
@@ -61,7 +61,7 @@ class DecoderRouter(Router):
         >>> from mmod.routing import assign_groups
         >>> router = DecoderRouter(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5)
         >>> free = torch.tensor([[False] + [True] * 4])
-        >>> router(torch.randn(1, 5, 8), tokens=assign_groups(free, free, torch.ones_like(free))).index_BK.shape
+        >>> router(torch.randn(1, 5, 8), tokens=assign_groups(free, free, torch.ones_like(free))).kept.index_BK.shape
         torch.Size([1, 3])
     """
 
@@ -108,23 +108,14 @@ class DecoderRouter(Router):
         if gate.name == "step" and isinstance(select, Threshold) and self.training:
             return self._run_all_of(score_BN, select.threshold, tokens)
         index_BK, valid_BK, total = self._slots(score_BN, predicted_BN, tokens)
-        gate_BK, skip_weight_BN = None, None
+        gate_BK, skipped_BN = None, None
         weight_BN = apply_gate(score_BN, gate.name, gate.scale)
         if weight_BN is not None:
             gate_BK = torch.where(tokens.gated_BN, weight_BN, 1.0).gather(1, index_BK)
             if self.config.skipped == "scale":
-                skip_weight_BN = torch.where(tokens.free_BN, weight_BN, 1.0)
-        return Routing(
-            score_BN,
-            index_BK,
-            gate_BK,
-            valid_BK,
-            skip_weight_BN,
-            None if self.config.router.draws else importance_BN,
-            total,
-            tokens,
-            predicted_BN,
-        )
+                skipped_BN = torch.where(tokens.free_BN, weight_BN, 1.0)
+        evidence = Evidence(score_BN, tokens, None if self.config.router.draws else importance_BN, predicted_BN)
+        return Routing(Kept(index_BK, valid_BK, total), evidence, Weights(gate_BK, skipped_BN))
 
     def _run_all_of(self, score_BN: Tensor, threshold: float, tokens: TokenGroups) -> Routing:
         """Let all tokens run, those that are skipped at a weight of 0, so that the score learns from them too."""
@@ -132,7 +123,8 @@ class DecoderRouter(Router):
         gate_BN = torch.where(free_BN, step_gate(self.config.router.squashed(score_BN, free_BN), threshold), 1.0)
         index_BK, valid_BK, total = slots_of(there_BN, there_BN.sum(1).tolist())
         gate_BK = gate_BN.gather(1, index_BK)
-        return Routing(score_BN, index_BK, gate_BK, valid_BK, total=total, groups=tokens, idle_BK=gate_BK == 0)
+        kept = Kept(index_BK, valid_BK, total, idle_BK=gate_BK == 0)
+        return Routing(kept, Evidence(score_BN, tokens), Weights(gate_BK))
 
     def _slots(
         self, score_BN: Tensor, predicted_BN: Tensor | None, tokens: TokenGroups

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmod.ops.select import kept_count
-from mmod.routing.decision import Routing
+from mmod.routing.decision import Routing, TokenMarks
 
 
 class PartialSlots(NamedTuple):
@@ -35,22 +35,25 @@ class PartialSlots(NamedTuple):
 
         Example:
             >>> scores, kept = torch.tensor([[0.1, 0.9, 0.5, 0.2]]), torch.tensor([[1, 2]])
-            >>> PartialSlots(Fraction(1, 4), torch.tensor(0.3)).weigh(Routing(scores, kept), prefix=0).gate_BK
+            >>> from mmod.routing import Evidence, Kept
+            >>> routing = Routing(Kept(kept), Evidence(scores))
+            >>> PartialSlots(Fraction(1, 4), torch.tensor(0.3)).weigh(routing, prefix=0).weights.gate_BK
             tensor([[1.0000, 0.3000]])
         """
-        tokens = routing.score_BN.shape[1]
-        always_BN = routing.protect_BN
-        if always_BN is None:
-            always_BN = (torch.arange(tokens, device=routing.score_BN.device) < prefix).expand_as(routing.score_BN)
-        level_BK = routing.score_BN.detach().masked_fill(always_BN, torch.inf).gather(1, routing.index_BK)
-        if routing.valid_BK is not None:
-            level_BK = level_BK.masked_fill(~routing.valid_BK, -torch.inf)
+        score_BN, kept, tokens = routing.score_BN, routing.kept, routing.evidence.tokens
+        assert isinstance(tokens, TokenMarks)
+        level_BN = score_BN.detach().masked_fill(tokens.protected(score_BN, prefix), torch.inf)
+        level_BK = level_BN.gather(1, kept.index_BK)
+        if kept.valid_BK is not None:
+            level_BK = level_BK.masked_fill(~kept.valid_BK, -torch.inf)
         rank_BK = level_BK.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        if routing.real_BN is None:
-            whole_BK = rank_BK < kept_count(tokens, self.lower, prefix)
+        if tokens.valid_BN is None:
+            whole_BK = rank_BK < kept_count(score_BN.shape[1], self.lower, prefix)
         else:
-            count_B1 = routing.real_BN.sum(1, keepdim=True) * self.lower.numerator // self.lower.denominator
+            count_B1 = tokens.valid_BN.sum(1, keepdim=True) * self.lower.numerator // self.lower.denominator
             whole_BK = rank_BK < count_B1.clamp(min=max(1, prefix))
         # Distributed training waits for a gradient of every parameter, one that is 0 too.
         weight_BK = torch.where(whole_BK, 1 + 0 * self.share, self.share)
-        return routing._replace(gate_BK=weight_BK if routing.gate_BK is None else routing.gate_BK * weight_BK)
+        gate_BK = routing.weights.gate_BK
+        weights = routing.weights._replace(gate_BK=weight_BK if gate_BK is None else gate_BK * weight_BK)
+        return routing._replace(weights=weights)

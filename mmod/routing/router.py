@@ -15,7 +15,7 @@ from mmod.config import Merged, Placement, RoutingConfig, Threshold, rational, s
 from mmod.ops import first_rows, group_sizes, nearest_rows, unit_rows
 from mmod.ops.gate import apply_gate, step_gate
 from mmod.ops.select import kept_count, select_images, select_threshold, select_topk
-from mmod.routing.decision import Routing, TokenGroups, TokenMarks
+from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, TokenMarks, Weights
 from mmod.routing.grouping import Grouping
 from mmod.routing.rule import PerThread, Rule
 
@@ -35,7 +35,7 @@ class Router(nn.Module):
     Example:
         >>> router = Router(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5, prefix=1)
         >>> routing = router(torch.randn(2, 10, 8))
-        >>> routing.index_BK.shape, bool((routing.index_BK[:, 0] == 0).all())
+        >>> routing.kept.index_BK.shape, bool((routing.kept.index_BK[:, 0] == 0).all())
         (torch.Size([2, 5]), True)
     """
 
@@ -126,7 +126,8 @@ class Router(nn.Module):
                 f"a {type(self).__name__} needs {self.chooses_among.__name__}, got {type(tokens).__name__}: run the "
                 "whole model, not a block of it"
             )
-        return self.join(self._select(x_BND, self._score(x_BND, importance_BN, tokens), importance_BN, tokens), x_BND)
+        routing = self._select(x_BND, self._score(x_BND, importance_BN, tokens), importance_BN, tokens)
+        return self.join(routing, x_BND) if self.config.joins else routing
 
     def join(self, routing: Routing, rows: Tensor, earlier: Routing | None = None) -> Routing:
         """Return a decision with where tokens that are not kept join others.
@@ -136,19 +137,29 @@ class Router(nn.Module):
             rows: What was scored (B, N, D), or the rows of the decision before (B, K, D).
             earlier: That decision, as for `forward`.
         """
+        if not self.config.joins:
+            return routing
+        kept, marks = routing.kept, routing.evidence.tokens
+        assert isinstance(marks, TokenMarks)
         if earlier is None:
-            return self._join(routing, self._nearest(routing, rows, routing.index_BK, routing.real_BN))
-        assert earlier.join_BN is not None
-        slot_BK = earlier.join_BN.gather(1, routing.index_BK).clamp(min=0)
-        next_BK = self._nearest(routing, rows, slot_BK, earlier.valid_BK)
-        if next_BK is None:
-            return self._join(routing, earlier.join_BN)
-        join_BN = next_BK.gather(1, earlier.join_BN.clamp(min=0))
-        return self._join(routing, torch.where(earlier.join_BN >= 0, join_BN, -1))
+            slot_BN = self._nearest(routing, rows, kept.index_BK, marks.valid_BN)
+        else:
+            before_BN = earlier.joined.slot_BN
+            assert before_BN is not None
+            slot_BK = before_BN.gather(1, kept.index_BK).clamp(min=0)
+            next_BK = self._nearest(routing, rows, slot_BK, earlier.kept.valid_BK)
+            slot_BN = before_BN
+            if next_BK is not None:
+                slot_BN = torch.where(before_BN >= 0, next_BK.gather(1, before_BN.clamp(min=0)), -1)
+        if slot_BN is None:
+            return routing
+        size_BK = group_sizes(slot_BN, kept.index_BK.shape[1]) if isinstance(self.config.skipped, Merged) else None
+        everyone = kept.valid_BK is None and marks.valid_BN is None and marks.protect_BN is None
+        return routing._replace(joined=Joined(slot_BN, size_BK, everyone))
 
     def _choose_among(self, rows_BKD: Tensor, earlier: Routing) -> Routing:
         """Decide about all tokens, among those that an earlier decision keeps, given its rows."""
-        tokens, rows = earlier.score_BN.shape[1], earlier.index_BK.shape[1]
+        tokens, rows = earlier.score_BN.shape[1], earlier.kept.index_BK.shape[1]
         if kept_count(tokens, self.capacity, self.prefix) > rows:
             raise ValueError(
                 f"skipped={spelled(self.config.skipped)!r} lets capacity fall from block to block and not rise: {rows} "
@@ -157,25 +168,26 @@ class Router(nn.Module):
         if isinstance(self.score, Grouping):
             return self._choose_groups(rows_BKD, earlier)
         if self.config.router.draws:
-            score_BK = self._score(rows_BKD, None, TokenMarks(earlier.valid_BK))
-            if earlier.valid_BK is not None:
-                score_BK = score_BK.masked_fill(~earlier.valid_BK, -torch.inf)
-            score_BN = torch.full_like(earlier.score_BN, -torch.inf).scatter(1, earlier.index_BK, score_BK)
+            score_BK = self._score(rows_BKD, None, TokenMarks(earlier.kept.valid_BK))
+            if earlier.kept.valid_BK is not None:
+                score_BK = score_BK.masked_fill(~earlier.kept.valid_BK, -torch.inf)
+            score_BN = torch.full_like(earlier.score_BN, -torch.inf).scatter(1, earlier.kept.index_BK, score_BK)
         else:
             score_BN = earlier.score_BN.masked_fill(~earlier.keep_BN, -torch.inf)
-        routing = self._select(rows_BKD, score_BN, earlier.importance_BN, TokenMarks(earlier.real_BN))
+        marks, importance_BN = earlier.evidence.tokens, earlier.evidence.importance_BN
+        routing = self._select(rows_BKD, score_BN, importance_BN, TokenMarks(marks.valid_BN))
         return self.join(routing, rows_BKD, earlier)
 
     def _choose_groups(self, rows_BKD: Tensor, earlier: Routing) -> Routing:
         """Decide among rows of an earlier decision as if each token still were, with the state of what it joined."""
-        assert earlier.join_BN is not None
-        x_BND = rows_BKD.gather(1, earlier.join_BN.unsqueeze(-1).expand(-1, -1, rows_BKD.shape[2]))
+        assert earlier.joined.slot_BN is not None
+        x_BND = rows_BKD.gather(1, earlier.joined.slot_BN.unsqueeze(-1).expand(-1, -1, rows_BKD.shape[2]))
         score_BN = self._score(x_BND, None, TokenMarks()).masked_fill(~earlier.keep_BN, -torch.inf)
         return self.join(self._select(x_BND, score_BN, None, TokenMarks()), x_BND)
 
     def _nearest(self, routing: Routing, rows: Tensor, slot_BK: Tensor, real: Tensor | None) -> Tensor | None:
         """Return which kept row each row is most like, or None where none has to join another."""
-        if not self.config.joins or slot_BK.shape[1] == rows.shape[1]:
+        if slot_BK.shape[1] == rows.shape[1]:
             return None
         if slot_BK.shape[1] <= self.prefix:
             raise ValueError(
@@ -189,23 +201,17 @@ class Router(nn.Module):
                     f"router={self.config.router.name!r} keeps a token of each of {groups} groups; capacity "
                     f"{float(self.capacity)} keeps {slot_BK.shape[1]} of {rows.shape[1]}"
                 )
-            return first_rows(self.score.first(rows.shape[1], rows.device), slot_BK, routing.valid_BK)
+            return first_rows(self.score.first(rows.shape[1], rows.device), slot_BK, routing.kept.valid_BK)
         return nearest_rows(
-            unit_rows(rows, self.config.router.compared_channels), slot_BK, self.prefix, routing.valid_BK, real
+            unit_rows(rows, self.config.router.compared_channels), slot_BK, self.prefix, routing.kept.valid_BK, real
         )
-
-    def _join(self, routing: Routing, join_BN: Tensor | None) -> Routing:
-        """Return the decision with where tokens join others."""
-        if join_BN is None:
-            return routing
-        size_BK = group_sizes(join_BN, routing.index_BK.shape[1]) if isinstance(self.config.skipped, Merged) else None
-        return routing._replace(join_BN=join_BN, size_BK=size_BK)
 
     def _select(self, x_BND: Tensor, score_BN: Tensor, importance_BN: Tensor | None, tokens: Any) -> Routing:
         """Select and gate, given the scores (B, N)."""
         select, gate = self.config.select, self.config.gate
-        gate_BK, skip_weight_BN, inverse_BN, total, image_S = None, None, None, None, None
-        valid_BN, protect_BN = tokens.valid_BN, tokens.protect_BN if self.prefix else None
+        gate_BK, skipped_BN, inverse_BN, total, image_S = None, None, None, None, None
+        tokens = tokens if self.prefix else TokenMarks(tokens.valid_BN)
+        valid_BN, protect_BN = tokens
         if not isinstance(select, Threshold):
             index_BK, valid_BK, gate_BK, inverse_BN = select_topk(
                 score_BN, self.capacity, self.prefix, valid_BN, protect_BN, gate=gate.name, scale=gate.scale
@@ -234,38 +240,19 @@ class Router(nn.Module):
             if gate.name != "identity":
                 gate_BK = apply_gate(score_BN.gather(1, index_BK), gate.name, gate.scale)
         if self.config.skipped == "scale":
-            skip_weight_BN = apply_gate(score_BN, gate.name, gate.scale)
-        return Routing(
-            score_BN,
-            index_BK,
-            gate_BK,
-            valid_BK,
-            skip_weight_BN,
-            None if self.config.router.draws else importance_BN,
-            total,
-            inverse_BN=inverse_BN,
-            real_BN=valid_BN,
-            protect_BN=protect_BN,
-            image_S=image_S,
-        )
+            skipped_BN = apply_gate(score_BN, gate.name, gate.scale)
+        evidence = Evidence(score_BN, tokens, None if self.config.router.draws else importance_BN)
+        kept = Kept(index_BK, valid_BK, total, inverse_BN, image_S=image_S)
+        return Routing(kept, evidence, Weights(gate_BK, skipped_BN))
 
     def _run_all(self, score_BN: Tensor, threshold: float, tokens: TokenMarks) -> Routing:
         """Let all tokens run, those that are skipped at a weight of 0, so that the score learns from them too."""
         gate_BN = step_gate(self.config.router.squashed(score_BN, tokens.valid_BN), threshold)
-        protect_BN = tokens.protect_BN if self.prefix else None
-        if protect_BN is not None:
-            gate_BN = torch.where(protect_BN, 1.0, gate_BN)
-        elif self.prefix:
-            gate_BN = torch.cat([torch.ones_like(gate_BN[:, : self.prefix]), gate_BN[:, self.prefix :]], dim=1)
-        return Routing(
-            score_BN,
-            torch.arange(score_BN.shape[1], device=score_BN.device).expand(score_BN.shape[0], -1),
-            gate_BN,
-            tokens.valid_BN,
-            real_BN=tokens.valid_BN,
-            protect_BN=protect_BN,
-            idle_BK=gate_BN == 0,
-        )
+        if self.prefix:
+            gate_BN = torch.where(tokens.protected(score_BN, self.prefix), 1.0, gate_BN)
+        index_BN = torch.arange(score_BN.shape[1], device=score_BN.device).expand(score_BN.shape[0], -1)
+        kept = Kept(index_BN, tokens.valid_BN, idle_BK=gate_BN == 0)
+        return Routing(kept, Evidence(score_BN, tokens), Weights(gate_BN))
 
     def _score(self, x_BND: Tensor, importance_BN: Tensor | None, tokens: Any) -> Tensor:
         """Return raw scores (B, N)."""

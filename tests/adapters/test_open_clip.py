@@ -148,8 +148,10 @@ def test_kept_tokens_are_computed_as_if_they_were_alone(name: str, config: Routi
                 kept = keep.nonzero().squeeze(1)
                 alone = x_BND[sample : sample + 1, kept]
                 wanted = host_class(block).forward(block, alone, **pairs_of(block, mask, sample, kept, kept))[0]
-                if routing.gate_BK is not None:
-                    gate = torch.zeros(len(keep)).scatter(0, routing.index_BK[sample], routing.gate_BK[sample])[kept]
+                if routing.weights.gate_BK is not None:
+                    gate = torch.zeros(len(keep)).scatter(
+                        0, routing.kept.index_BK[sample], routing.weights.gate_BK[sample]
+                    )[kept]
                     wanted = torch.lerp(alone[0], wanted, gate.unsqueeze(1))
                 torch.testing.assert_close(y_BND[sample, kept], wanted, atol=1e-5, rtol=1e-5)
 
@@ -189,7 +191,7 @@ def test_importance_is_the_mean_of_the_map(name: str) -> None:
         if not block_name.startswith("visual") and name != "ViT-L-14-CLIPA":
             valid_BN = getattr(model, "text", model).token_embedding.mod_state.marks(captions).valid_BN
         wanted = (attention_BN * valid_BN.unsqueeze(-1)).sum(1) / valid_BN.sum(1, keepdim=True)
-        torch.testing.assert_close(routing.importance_BN, wanted, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(routing.evidence.importance_BN, wanted, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -267,7 +269,7 @@ def test_copies_carry_no_tensors_of_the_last_call(config: RoutingConfig) -> None
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.token_embedding.mod_state is not model.token_embedding.mod_state
         tracker = other.token_embedding.mod_state.tracker
-        assert tracker.running.forward_pass is None
+        assert not tracker.running.begun
         assert all(torch.equal(*pair) for pair in zip(outputs(other, images, captions), wanted))
         assert tracker is other.transformer.resblocks[1].mod_state.tracker
 

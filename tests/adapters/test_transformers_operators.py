@@ -43,7 +43,7 @@ def defined(layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], 
     keep, tokens = routing.keep_BN, x.shape[1]
     # Groups say which tokens are padding; positions, which a sliding window counts, are places in the row.
     place = torch.arange(tokens)
-    pairs = (place <= place[:, None]) & (routing.groups.group_BN >= 0)[:, None, :]
+    pairs = (place <= place[:, None]) & (routing.evidence.tokens.group_BN >= 0)[:, None, :]
     attention = layer.self_attn
     window = getattr(attention if hasattr(attention, "sliding_window") else attention.config, "sliding_window", None)
     if window is not None:
@@ -58,8 +58,8 @@ def defined(layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], 
     update = layer.post_attention_layernorm(update) if sandwich else update
     chosen = keep.unsqueeze(-1)
     gate = torch.ones_like(x[..., :1])
-    if routing.gate_BK is not None:
-        gate = gate.squeeze(-1).scatter(1, routing.index_BK, routing.gate_BK.to(x.dtype)).unsqueeze(-1)
+    if routing.weights.gate_BK is not None:
+        gate = gate.squeeze(-1).scatter(1, routing.kept.index_BK, routing.weights.gate_BK.to(x.dtype)).unsqueeze(-1)
     middle = x + (torch.where(chosen, gate * update, 0) if operator == "attention" else update)
     normed = (layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm)(middle)
     update = layer.mlp(normed)

@@ -164,7 +164,7 @@ def test_long_sequences_are_clear_to_within_their_rounding() -> None:
         model(images)
         exact(images.double())
     for name, routing in found.items():
-        assert torch.equal(routing.index_BK, expected[name].index_BK)
+        assert torch.equal(routing.kept.index_BK, expected[name].kept.index_BK)
 
 
 def test_the_command_prints_a_table_and_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.blocks import PassTracker, RoutedState, SharedScore
-from mmod.routing import Router, Routing, TokenMarks, share_score
+from mmod.routing import Evidence, Kept, Router, Routing, TokenMarks, share_score
 
 FAR = torch.device("meta")
 
@@ -43,12 +43,12 @@ def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.Monke
 
     def choose(score_BN: Tensor) -> Routing:
         seen.append(score_BN.device)
-        return Routing(score_BN, torch.zeros(2, 3, dtype=torch.long, device=score_BN.device))
+        return Routing(Kept(torch.zeros(2, 3, dtype=torch.long, device=score_BN.device)), Evidence(score_BN))
 
     monkeypatch.setattr(decides, "forward", lambda x, score_BN, tokens: choose(score_BN))
     routing = state.decide(decides, x, TokenMarks(), state.enter(x, training=False), training=False)
     assert seen == [FAR]
-    assert routing.index_BK.device == FAR
+    assert routing.kept.index_BK.device == FAR
 
 
 @pytest.mark.parametrize("capacity", [0.5, 0.25], ids=["the same decision", "a narrower one"])
@@ -61,9 +61,9 @@ def test_whom_tokens_joined_comes_to_its_reader(capacity: float) -> None:
     state, reads = RoutedState(None, tracker, 1, way=None), Router(decides.config, dim=8, block=2, capacity=capacity)  # type: ignore[arg-type]
     x = torch.empty(2, 8, 8, device=FAR)
     routing = state.decide(reads, x, TokenMarks(), state.enter(x, training=False), training=False)
-    assert routing.index_BK.shape == (2, int(8 * capacity))
-    assert routing.join_BN is not None
-    assert {routing.index_BK.device, routing.join_BN.device} == {FAR}
+    assert routing.kept.index_BK.shape == (2, int(8 * capacity))
+    assert routing.joined.slot_BN is not None
+    assert {routing.kept.index_BK.device, routing.joined.slot_BN.device} == {FAR}
 
 
 def test_a_shared_score_comes_to_its_reader() -> None:

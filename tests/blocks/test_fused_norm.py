@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mmod
-from mmod.blocks.fused_norm import FusedNorm
+from mmod.blocks.rows import FusedNorm
 from tests.zoo import make_images, make_model
 
 MODELS = ["vit_tiny_patch16_224", "aimv2_large_patch14_224", "vit_base_patch16_xp_224", "vit_base_patch16_rpn_224"]

@@ -61,7 +61,7 @@ def test_rows_handed_on_batches_and_training_change_nothing(name: str) -> None:
             model(images)
         tokens = next(iter(decisions.values())).score_BN.shape[1]
         assert seen == [tokens]
-        kept = [routing.index_BK.shape[1] for routing in decisions.values()]
+        kept = [routing.kept.index_BK.shape[1] for routing in decisions.values()]
         assert kept == [max(1, int(round(tokens * share, 9))) for share in FALLING.values()]
 
 

@@ -75,19 +75,19 @@ def test_the_update_goes_to_all_that_joined(skipped: str, router: str) -> None:
     for index, routing in zip((1, 2, 3), decisions.values()):
         x, y = seen[index], seen[index + 1] if index < 3 else None
         kept = int(seen[0].shape[1] * FALLING[index - 1])
-        assert routing.index_BK.shape[1] == kept
-        assert routing.join_BN is not None
+        assert routing.kept.index_BK.shape[1] == kept
+        assert routing.joined.slot_BN is not None
         for image in range(3):
-            join = routing.join_BN[image]
-            assert set(routing.index_BK[image].tolist()) <= before
-            assert torch.equal(join[routing.index_BK[image]], torch.arange(kept))
+            join = routing.joined.slot_BN[image]
+            assert set(routing.kept.index_BK[image].tolist()) <= before
+            assert torch.equal(join[routing.kept.index_BK[image]], torch.arange(kept))
             # Nothing joins the class token.
             assert (join == 0).sum() == 1
-            if routing.size_BK is not None:
-                assert torch.equal(routing.size_BK[image].long(), join.bincount(minlength=kept))
+            if routing.joined.size_BK is not None:
+                assert torch.equal(routing.joined.size_BK[image].long(), join.bincount(minlength=kept))
             if y is not None:
                 update = (y - x)[image]
-                torch.testing.assert_close(update, update[routing.index_BK[image]][join], rtol=1e-9, atol=1e-9)
+                torch.testing.assert_close(update, update[routing.kept.index_BK[image]][join], rtol=1e-9, atol=1e-9)
 
 
 def test_a_naive_loop_merges_alike() -> None:

@@ -209,7 +209,7 @@ def test_a_model_that_lost_its_last_blocks_ends_with_all_tokens(name: str, cut: 
     with torch.no_grad():
         model(make_images(name, 2))
     torch.testing.assert_close(last[0], expected[3])
-    assert model.blocks[FIRST].mod_state.tracker.running.forward_pass is None
+    assert model.blocks[FIRST].mod_state.tracker.running.begun is False
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -203,11 +203,11 @@ def test_decisions_alone_are_learned_from_the_highest_gates() -> None:
         with mmod.trace(model) as decisions:
             model(input_ids=ids)
         (routing,) = decisions.values()
-        logit_BN = routing.score_BN if sampling == "score" else routing.predicted_BN
+        logit_BN = routing.score_BN if sampling == "score" else routing.evidence.predicted_BN
         assert logit_BN is not None
-        assert (routing.predicted_BN is None) == (sampling == "score")
+        assert (routing.evidence.predicted_BN is None) == (sampling == "score")
         terms = [
-            -F.logsigmoid(logit_BN[b, n] if n in routing.index_BK[b] else -logit_BN[b, n])
+            -F.logsigmoid(logit_BN[b, n] if n in routing.kept.index_BK[b] else -logit_BN[b, n])
             for b in range(2)
             for n in range(12)
         ]

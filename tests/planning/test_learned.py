@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.planning import learned
 from mmod.planning.learned import LearnedCapacity, capacity_hook, learn_capacity_, settle_capacity_
-from mmod.routing import Routing, kept_count, select_topk
+from mmod.routing import Evidence, Kept, Routing, TokenMarks, Weights, kept_count, select_topk
 from mmod.routing.partial import PartialSlots
 from tests.zoo import make_images, make_model
 
@@ -100,10 +100,10 @@ def test_weights_are_those_of_a_loop(
     capacity, lower = Fraction(upper, 8), Fraction(upper - 1, 8)
     gate = "sigmoid" if gated else "identity"
     index_BK, valid_BK, gate_BK, _ = select_topk(score_BN, capacity, prefix, real_BN, gate=gate)
-    routing = Routing(score_BN, index_BK, gate_BK, valid_BK, real_BN=real_BN)
+    routing = Routing(Kept(index_BK, valid_BK), Evidence(score_BN, TokenMarks(real_BN)), Weights(gate_BK))
     share = torch.tensor(0.25, dtype=torch.float64)
     found = PartialSlots(lower, share).weigh(routing, prefix)
-    assert found.gate_BK is not None
+    assert found.weights.gate_BK is not None
     for image in range(3):
         number = tokens + prefix if real_BN is None else int(real_BN[image].sum())
         order = sorted(range(number), key=lambda token: (token >= prefix, -float(score_BN[image, token]), token))
@@ -114,7 +114,7 @@ def test_weights_are_those_of_a_loop(
                 continue
             expected = 1.0 if token in whole else 0.25
             expected *= float(torch.sigmoid(score_BN[image, token])) if gated else 1.0
-            assert float(found.gate_BK[image, slot]) == pytest.approx(expected)
+            assert float(found.weights.gate_BK[image, slot]) == pytest.approx(expected)
 
 
 def learning_model(name: str, config: mmod.RoutingConfig, budget: float = 0.6) -> tuple[nn.Module, Tensor]:

@@ -50,9 +50,9 @@ def test_tokens_join_the_first_of_their_cell() -> None:
         kept = routing.keep_BN
         assert kept[:, first].all()
         own = torch.arange(49 + prefix).expand_as(kept)
-        joined = routing.index_BK.gather(1, routing.join_BN)
+        joined = routing.kept.index_BK.gather(1, routing.joined.slot_BN)
         assert torch.equal(joined, torch.where(kept, own, first.expand_as(kept)))
-        assert torch.equal(routing.size_BK.sum(dim=1), torch.full((3,), 49.0 + prefix))
+        assert torch.equal(routing.joined.size_BK.sum(dim=1), torch.full((3,), 49.0 + prefix))
 
 
 def test_even_cells_are_the_first_to_merge() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmod.routing import TokenGroups
+from mmod.routing import TokenGroups, TokenMarks
 
 
 class KeptTokens:
@@ -50,15 +50,15 @@ class KeptTokens:
         """
         raise NotImplementedError
 
-    def remember(self, groups: TokenGroups | None) -> None:
+    def remember(self, tokens: TokenMarks | TokenGroups) -> None:
         """Store in which samples tokens competed for selection, for later tokens.
 
         Args:
-            groups: The groups of this step's tokens, or None.
+            tokens: What is known of this step's tokens, with their groups where they have any.
         """
         # Where text may be skipped too, tokens are decided independently of earlier ones.
-        if groups is not None and groups.strict and groups.skips:
-            new_B1 = torch.tensor([[any(sizes)] for sizes in groups.sizes], device=groups.group_BN.device)
+        if isinstance(tokens, TokenGroups) and tokens.strict and tokens.skips:
+            new_B1 = torch.tensor([[any(sizes)] for sizes in tokens.sizes], device=tokens.group_BN.device)
             self.chosen_B1 = new_B1 if self.chosen_B1 is None else self.chosen_B1 | new_B1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -22,7 +22,6 @@ from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.blocks import ForwardPass
 from mmod.ops import Packing, gather_rows
 from mmod.routing import Routing, TokenGroups, TokenMarks
-from mmod.routing.decision import PADDING
 
 # Names of the residual branches of a decoder layer, and of a vision tower's.
 OPERATORS = {"attention": "self_attn", "mlp": "mlp"}
@@ -101,10 +100,11 @@ class DecoderLayerCall:
             )
         return groups
 
-    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None) -> TokenMarks:
-        """Return which tokens are padding; groups determine the tokens that are always kept."""
-        groups = self.groups(arguments)
-        return TokenMarks(None if groups is None or not groups.padded else groups.group_BN > PADDING)
+    def marks(
+        self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None
+    ) -> TokenMarks | TokenGroups:
+        """Return the groups of the tokens."""
+        return self.groups(arguments) or TokenMarks()
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether rows can be packed: in prefill, with causal attention only."""
@@ -203,13 +203,13 @@ class DecoderLayerCall:
         if cache is None:
             return
         if routing is not None:
-            cache.remember(routing.groups)
+            cache.remember(routing.evidence.tokens)
         if routing is None or whole:
             cache.begin_update_all(x_BND)
         elif packing is not None and isinstance(cache, RoutedLayer):
-            cache.begin_update(routing.index_BK, routing.valid_BK, x_BND.shape[1], packing.slot_T)
+            cache.begin_update(routing.kept.index_BK, routing.kept.valid_BK, x_BND.shape[1], packing.slot_T)
         else:
-            cache.begin_update(cache.length + routing.index_BK, routing.valid_BK, x_BND.shape[1])
+            cache.begin_update(cache.length + routing.kept.index_BK, routing.kept.valid_BK, x_BND.shape[1])
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
         """Return the arguments for kept tokens, or for all tokens without a decision."""
@@ -243,7 +243,7 @@ class DecoderLayerCall:
             return arguments
         call = replace(self, index=self.index + places)
         call.open_cache(arguments)
-        selected = dict(call.select_tokens(arguments, x_BND, routing)) if routing.index_BK.shape[1] else {}
+        selected = dict(call.select_tokens(arguments, x_BND, routing)) if routing.kept.index_BK.shape[1] else {}
         call.begin_update(arguments, x_BND, routing)
         cache = arguments.get("past_key_values")
         if cache is not None:
@@ -267,7 +267,7 @@ class DecoderLayerCall:
         mask = arguments.get("attention_mask")
         narrowed["attention_mask"] = mask_of_kept(mask, x_BND, routing, cache, flash, all_keys)
         if self.compact is not None:
-            slots = x_BND.shape[1] if routing is None else routing.index_BK.shape[1]
+            slots = x_BND.shape[1] if routing is None else routing.kept.index_BK.shape[1]
             narrowed.update(self._compact_positions(x_BND, slots, cache))
         return narrowed
 
@@ -276,7 +276,7 @@ class DecoderLayerCall:
         # Attention reads position_ids only to find the boundaries of packed samples.
         narrowed, embeddings = {**arguments, "position_ids": None}, arguments.get("position_embeddings")
         if routing is not None and embeddings is not None and self.compact is None:
-            narrowed["position_embeddings"] = tuple(_rows(embedding, routing.index_BK) for embedding in embeddings)
+            narrowed["position_embeddings"] = tuple(_rows(embedding, routing.kept.index_BK) for embedding in embeddings)
         return narrowed
 
     def _check_window(self, window: int, tokens: int, cache: KeptTokens | None, complete: bool) -> None:

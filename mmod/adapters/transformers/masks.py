@@ -37,7 +37,7 @@ def mask_of_kept(
         A mask (B, H, K, L), or the keys' validity (B, L); None where causal attention is already correct.
     """
     past = 0 if cache is None else cache.length
-    valid_BK = None if routing is None else routing.valid_BK
+    valid_BK = None if routing is None else routing.kept.valid_BK
     ragged = valid_BK is not None or (cache is not None and cache.ragged)
     if not ragged and not all_keys and (mask is None or flash):
         # Without a mask attention is causal, which is correct for kept tokens in order too.
@@ -47,7 +47,7 @@ def mask_of_kept(
         if written is not None:
             return written
     all_BN = torch.arange(x_BND.shape[1], device=x_BND.device).expand(len(x_BND), -1)
-    index_BK = all_BN if routing is None else routing.index_BK
+    index_BK = all_BN if routing is None else routing.kept.index_BK
     query_BK = past + index_BK
     new_BL, new_valid_BL = (past + all_BN, None) if all_keys else (query_BK, valid_BK)
     if cache is None:
@@ -70,7 +70,7 @@ def mask_of_queries(mask: Tensor | None, x_BND: Tensor, routing: Routing, keys: 
     Args:
         mask: The mask of all tokens, bool or a bias (1 or B, H, N, L); None where attention is causal.
     """
-    index_BK, tokens = routing.index_BK, x_BND.shape[1]
+    index_BK, tokens = routing.kept.index_BK, x_BND.shape[1]
     if mask is None:
         # Hosts pass no mask if a single token sees all keys, or if the first key belongs to the first token.
         before = keys - 1 if tokens == 1 else 0
@@ -79,7 +79,7 @@ def mask_of_queries(mask: Tensor | None, x_BND: Tensor, routing: Routing, keys: 
     else:
         rows = index_BK[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
         pairs = mask.expand(len(index_BK), -1, -1, -1).gather(2, rows)
-    return pairs if routing.valid_BK is None else _show_all(pairs, routing.valid_BK)
+    return pairs if routing.kept.valid_BK is None else _show_all(pairs, routing.kept.valid_BK)
 
 
 def first_column(columns: int, length: Tensor | int) -> Tensor | int:

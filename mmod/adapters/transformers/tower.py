@@ -13,21 +13,23 @@ from torch import Tensor, nn
 
 from mmod.adapters.transformers.vision import LAYERS, is_encoder_layer
 from mmod.blocks import ModelHook, host_class
-from mmod.blocks.forward_pass import PerThread, recomputing
+from mmod.blocks.forward_pass import PassTracker, recomputing
 from mmod.ops import attention_with_importance, class_token_importance
 
 
-class _Latest:
-    """The last output in one thread."""
-
-    value: Tensor | None = None
+class _Outputs(dict["Projected", Tensor]):
+    """The last outputs of projections."""
 
 
 class Projected(ModelHook):
-    """Hook that stores a projection's last output, per thread."""
+    """Hook that stores a projection's last output.
 
-    def __init__(self) -> None:
-        self._latest = PerThread(_Latest)
+    Args:
+        tracker: Finds the running forward pass, in which it is stored.
+    """
+
+    def __init__(self, tracker: PassTracker) -> None:
+        self.tracker = tracker
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Do nothing before the call."""
@@ -35,13 +37,11 @@ class Projected(ModelHook):
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Store the output."""
         if isinstance(output, Tensor) and not recomputing():
-            self._latest.own.value = output.detach()
+            self.tracker.running.slot(_Outputs)[self] = output.detach()
 
     def take(self) -> Tensor | None:
         """Return the last output and drop it."""
-        latest = self._latest.own
-        value, latest.value = latest.value, None
-        return value
+        return self.tracker.running.slot(_Outputs).pop(self, None)
 
 
 class TowerImportance:
@@ -74,7 +74,8 @@ class TowerImportance:
         self.class_token = bool(LAYERS[host_class(layers[0]).__name__])
         self.dropped = int(config.vision_feature_select_strategy == "default")
         self.heads, self.scale = int(attention.num_heads), float(attention.scale)
-        self.query, self.key = Projected(), Projected()
+        tracker = PassTracker()
+        self.query, self.key = Projected(tracker), Projected(tracker)
         self.hooks: list[tuple[nn.Module, ModelHook]] = [(attention.q_proj, self.query), (attention.k_proj, self.key)]
 
     def of(self, image_BN: Tensor) -> Tensor:

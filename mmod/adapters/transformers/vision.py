@@ -38,9 +38,9 @@ class EncoderLayerCall(NamedArguments):
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
         """Hide empty slots."""
-        if routing.image_S is not None:
+        if routing.kept.image_S is not None:
             return dict(arguments)
-        return {**arguments, "attention_mask": hide_empty_slots(None, routing.valid_BK, x_BND.dtype)}
+        return {**arguments, "attention_mask": hide_empty_slots(None, routing.kept.valid_BK, x_BND.dtype)}
 
 
 def is_encoder_layer(layer: nn.Module) -> bool:

@@ -244,10 +244,10 @@ class Auditor:
                 "no router of the model decided: `judge` runs another model, or a compiled one. Pass the model itself"
             )
         for name, routing in learned.items():
-            if not len(loss_B) == len(accuracy_B) == len(routing.index_BK):
+            if not len(loss_B) == len(accuracy_B) == len(routing.kept.index_BK):
                 raise ValueError(
                     f"`judge` returned losses of {len(loss_B)} and accuracies of {len(accuracy_B)} images, and {name} "
-                    f"decided on {len(routing.index_BK)}: return one value per image"
+                    f"decided on {len(routing.kept.index_BK)}: return one value per image"
                 )
         return loss_B, accuracy_B, learned
 

@@ -40,7 +40,11 @@ def consult(
     captured: dict[str, capture_importance] = {}
     if DENSE_ATTENTION in wanted:
         modules = dict(model.named_modules())
-        captured = {name: capture_importance(own.real_BN) for name, own in learned.items() if name in modules}
+        captured = {
+            name: capture_importance(getattr(routing.evidence.tokens, "valid_BN", None))
+            for name, routing in learned.items()
+            if name in modules
+        }
     entropies: list[Tensor] = []
     with ExitStack() as stack:
         stack.enter_context(inside([(modules[name], own) for name, own in captured.items()]))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmod.model import routed_blocks
 from mmod.ops.gate import apply_gate
-from mmod.routing import Router, Routing
+from mmod.routing import Router, Routing, TokenGroups
 from mmod.routing.grouping import Grouping
 
 Replace = Callable[[str, Tensor, Routing, "Tensor | None"], "Routing | None"]
@@ -49,7 +49,7 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
         if earlier is None:
             x_BND, left_BN = rows, None
         else:
-            x_BND = rows.gather(1, earlier.join_BN.clamp(min=0).unsqueeze(-1).expand(-1, -1, rows.shape[2]))
+            x_BND = rows.gather(1, earlier.joined.slot_BN.clamp(min=0).unsqueeze(-1).expand(-1, -1, rows.shape[2]))
             left_BN = earlier.keep_BN
         replaced = replace(name, x_BND, routing, left_BN)
         return None if replaced is None else router.join(replaced, rows, earlier)
@@ -64,14 +64,7 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
 
 def free_tokens(routing: Routing, prefix: int) -> Tensor:
     """Return where a token may be skipped (B, N)."""
-    if routing.groups is not None:
-        return routing.groups.free_BN
-    if routing.protect_BN is not None and prefix:
-        free_BN = ~routing.protect_BN
-    else:
-        places = torch.arange(routing.score_BN.shape[1], device=routing.score_BN.device)
-        free_BN = (places >= prefix).expand(routing.score_BN.shape)
-    return free_BN if routing.real_BN is None else free_BN & routing.real_BN
+    return routing.evidence.tokens.free(routing.score_BN, prefix)
 
 
 def only_free(value_BN: Tensor, free_BN: Tensor) -> Tensor:
@@ -99,11 +92,12 @@ def keep_best(
         >>> from mmod.routing import Router
         >>> router = Router(mmod.RoutingConfig(router="norm"), dim=4, block=1, capacity=0.5, prefix=1)
         >>> learned = router(torch.randn(1, 6, 4))
-        >>> keep_best(torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]), learned, learned, router).index_BK
+        >>> keep_best(torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]), learned, learned, router).kept.index_BK
         tensor([[0, 4, 5]])
     """
     kept_BN, free_BN = learned.keep_BN, free_tokens(learned, router.prefix)
-    group_BN = free_BN.long() if learned.groups is None else learned.groups.group_BN
+    groups = learned.evidence.tokens
+    group_BN = groups.group_BN if isinstance(groups, TokenGroups) else free_BN.long()
     least = torch.finfo(torch.float64).min
     level_BN = rank_BN.double().nan_to_num(nan=least, neginf=least)
     places = torch.arange(kept_BN.shape[1], device=kept_BN.device).expand(kept_BN.shape)
@@ -114,17 +108,14 @@ def keep_best(
         order_BN = level_BN.masked_fill(~open_BN, -torch.inf).argsort(dim=1, descending=True, stable=True)
         place_BN = torch.empty_like(order_BN).scatter_(1, order_BN, places)
         keep_BN = keep_BN | (among_BN & (place_BN < (kept_BN & among_BN).sum(dim=1, keepdim=True)))
-    slots = learned.index_BK.shape[1]
+    slots = learned.kept.index_BK.shape[1]
     index_BK = (~keep_BN).to(torch.uint8).sort(dim=1, stable=True).indices[:, :slots]
-    valid_BK = learned.valid_BK
+    valid_BK = learned.kept.valid_BK
     if valid_BK is not None:
         valid_BK = places[:, :slots] < keep_BN.sum(dim=1, keepdim=True)
     return own._replace(
-        index_BK=index_BK,
-        valid_BK=valid_BK,
-        gate_BK=_weights(own, index_BK, router),
-        total=learned.total,
-        inverse_BN=None,
+        kept=own.kept._replace(index_BK=index_BK, valid_BK=valid_BK, total=learned.kept.total, inverse_BN=None),
+        weights=own.weights._replace(gate_BK=_weights(own, index_BK, router)),
     )
 
 
@@ -133,6 +124,6 @@ def _weights(own: Routing, index_BK: Tensor, router: Router) -> Tensor | None:
     weight_BN = apply_gate(own.score_BN, gate.name, gate.scale)
     if weight_BN is None:
         return None
-    if own.groups is not None:
-        weight_BN = torch.where(own.groups.gated_BN, weight_BN, 1.0)
+    if isinstance(own.evidence.tokens, TokenGroups):
+        weight_BN = torch.where(own.evidence.tokens.gated_BN, weight_BN, 1.0)
     return weight_BN.gather(1, index_BK)

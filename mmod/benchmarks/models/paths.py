@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from mmod.blocks import BlockCall, ImportanceBlock, RoutedBlock, Rows, Way, convert, make_dense
+from mmod.blocks.rows import Host
 from mmod.model import routed_blocks
 from mmod.ops import lerp_rows
-from mmod.routing import Routing, kept_count
+from mmod.routing import Evidence, Kept, Routing, kept_count
 from mmod.values import one_of
 
 CONTROLS = ("loop", "masked", "removed")
@@ -47,7 +48,7 @@ class FreeBlock(nn.Module):
         arguments = call.bind(args, kwargs)
         if self.mod_state.context == "all":
             index_BK = torch.arange(count, device=x.device).expand(x.shape[0], -1)
-            first = Routing(score_BN=x[..., 0], index_BK=index_BK)
+            first = Routing(Kept(index_BK), Evidence(x[..., 0]))
             y = call.attend_to_all(self, super().forward, arguments, x, x[:, :count], first)
         else:
             y = super().forward(x[:, :count], **first_tokens(arguments, tokens, count))
@@ -105,15 +106,14 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 class Looped(Way):
     """Image by image: one call of the host block for each."""
 
-    def run(self, block: RoutedBlock, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+    def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Run the host block on the kept tokens of one image after the other."""
         routing = rows.routing
-        assert routing is not None
-        gates = [None] * z.shape[0] if routing.gate_BK is None else routing.gate_BK
+        gates = [None] * z.shape[0] if routing.weights.gate_BK is None else routing.weights.gate_BK
         out = []
-        for tokens_ND, index_K, gate_K in zip(z, routing.index_BK, gates):
+        for tokens_ND, index_K, gate_K in zip(z, routing.kept.index_BK, gates):
             z_KD = tokens_ND[index_K]
-            y_KD = block.run_host(z_KD[None], **arguments)[0]
+            y_KD = host(z_KD[None], **arguments)[0]
             out.append(tokens_ND.index_copy(0, index_K, lerp_rows(z_KD, y_KD, gate_K)))
         return torch.stack(out)
 
@@ -121,15 +121,14 @@ class Looped(Way):
 class Masked(Way):
     """Every token is computed, attending to kept ones only; results of skipped tokens are discarded."""
 
-    def run(self, block: RoutedBlock, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+    def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Run the host block on all tokens and take its result where a token is kept."""
         routing = rows.routing
-        assert routing is not None
         keep_BN = routing.keep_BN
-        y = block.run_host(z, **{**arguments, "attn_mask": keep_BN[:, None, None, :]})
+        y = host(z, **{**arguments, "attn_mask": keep_BN[:, None, None, :]})
         gate_BN = None
-        if routing.gate_BK is not None:
-            gate_BN = torch.zeros_like(routing.score_BN).scatter(1, routing.index_BK, routing.gate_BK)
+        if routing.weights.gate_BK is not None:
+            gate_BN = torch.zeros_like(routing.score_BN).scatter(1, routing.kept.index_BK, routing.weights.gate_BK)
         return torch.where(keep_BN.unsqueeze(-1), lerp_rows(z, y, gate_BN), z)
 
 

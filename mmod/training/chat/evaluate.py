@@ -19,6 +19,7 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.io.progress import progress_bar
 from mmod.methods import methods_of
+from mmod.routing import TokenGroups
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import RoutedResult
 
@@ -164,8 +165,9 @@ def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
     def count(*_: Any) -> None:
         for name, routing in decisions.take().items():
-            free_BN = torch.ones_like(routing.keep_BN) if routing.groups is None else routing.groups.free_BN
-            kept_and_free = torch.stack([(routing.keep_BN & free_BN).sum(), free_BN.sum()])
+            keep_BN, tokens = routing.keep_BN, routing.evidence.tokens
+            free_BN = tokens.free_BN if isinstance(tokens, TokenGroups) else torch.ones_like(keep_BN)
+            kept_and_free = torch.stack([(keep_BN & free_BN).sum(), free_BN.sum()])
             counts[name] = counts.get(name, 0) + kept_and_free
 
     with trace(model) as decisions:

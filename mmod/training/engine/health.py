@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmod import Routing, is_routed, routed_blocks
 from mmod.analysis.audit.replace import free_tokens, only_free
-from mmod.routing import Router
+from mmod.routing import Router, TokenGroups
 from mmod.training.engine.collapse import Collapse
 from mmod.training.engine.logging import write_csv
 
@@ -156,9 +156,9 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> None:
 def figures_of(routing: Routing, router: Router) -> Figures:
     """Return what a decision says of its router."""
     keep_BN, free_BN = routing.keep_BN, free_tokens(routing, router.prefix)
-    counted_BN = torch.ones_like(keep_BN) if routing.real_BN is None else routing.real_BN
-    if routing.groups is not None:
-        counted_BN = free_BN
+    tokens = routing.evidence.tokens
+    counted_BN = free_BN if isinstance(tokens, TokenGroups) else tokens.valid_BN
+    counted_BN = torch.ones_like(keep_BN) if counted_BN is None else counted_BN
     is_whole = router.config.router.whole
     gate_S = _gates(routing)
     spread, level = _spread(routing.score_BN, free_BN, is_whole=is_whole)
@@ -186,14 +186,14 @@ def _share(keep_BN: Tensor, among_BN: Tensor) -> float | None:
 
 def _gates(routing: Routing) -> Tensor:
     """Return the weights of the updates that a gate weighs."""
-    if routing.gate_BK is None:
+    if routing.weights.gate_BK is None:
         return routing.score_BN.new_empty(0)
-    counts_BK = torch.ones_like(routing.index_BK, dtype=torch.bool)
-    for own_BK in (routing.valid_BK, None if routing.idle_BK is None else ~routing.idle_BK):
+    counts_BK = torch.ones_like(routing.kept.index_BK, dtype=torch.bool)
+    for own_BK in (routing.kept.valid_BK, None if routing.kept.idle_BK is None else ~routing.kept.idle_BK):
         counts_BK = counts_BK if own_BK is None else counts_BK & own_BK
-    if routing.groups is not None:
-        counts_BK = counts_BK & routing.groups.gated_BN.gather(1, routing.index_BK)
-    return routing.gate_BK[counts_BK].double()
+    if isinstance(routing.evidence.tokens, TokenGroups):
+        counts_BK = counts_BK & routing.evidence.tokens.gated_BN.gather(1, routing.kept.index_BK)
+    return routing.weights.gate_BK[counts_BK].double()
 
 
 def _spread(score_BN: Tensor, free_BN: Tensor, *, is_whole: bool) -> tuple[float | None, float]:

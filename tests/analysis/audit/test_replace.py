@@ -145,12 +145,14 @@ def test_the_best_free_tokens_are_kept_and_as_many(kind: str, seed: int) -> None
             level = [-1.0 if rank != rank else rank for rank in rank_BN[image].tolist()]
             expected |= set(sorted(members, key=lambda place: (-level[place], place))[:count])
         assert set(found.keep_BN[image].nonzero().flatten().tolist()) == expected
-    assert found.index_BK.shape == learned.index_BK.shape
-    assert found.gate_BK is not None
-    filled = torch.ones_like(found.index_BK, dtype=torch.bool) if found.valid_BK is None else found.valid_BK
-    weights = 1 + 0.2 * learned.score_BN.gather(1, found.index_BK).tanh()
-    gated = torch.ones_like(filled) if kind != "groups" else groups.gated_BN.gather(1, found.index_BK)
-    torch.testing.assert_close(found.gate_BK[filled & gated], weights[filled & gated])
+    assert found.kept.index_BK.shape == learned.kept.index_BK.shape
+    assert found.weights.gate_BK is not None
+    filled = (
+        torch.ones_like(found.kept.index_BK, dtype=torch.bool) if found.kept.valid_BK is None else found.kept.valid_BK
+    )
+    weights = 1 + 0.2 * learned.score_BN.gather(1, found.kept.index_BK).tanh()
+    gated = torch.ones_like(filled) if kind != "groups" else groups.gated_BN.gather(1, found.kept.index_BK)
+    torch.testing.assert_close(found.weights.gate_BK[filled & gated], weights[filled & gated])
 
 
 @pytest.mark.parametrize(

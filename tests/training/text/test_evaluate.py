@@ -76,9 +76,9 @@ def test_both_losses_and_their_agreement(name: str, routing: str) -> None:
     for block, routing_ in decisions.items():
         kept = int(config.capacity * 24)  # type: ignore[operator]
         assert found.kept[block] == pytest.approx(kept / 24)
-        told = routing_.score_BN if routing_.predicted_BN is None else routing_.predicted_BN
+        told = routing_.evidence.logit_BN
         alike = [
-            float((told[b, n] >= 0) == (n in routing_.index_BK[b].tolist()))
+            float((told[b, n] >= 0) == (n in routing_.kept.index_BK[b].tolist()))
             for n in range(24)
             for b in range(len(told))
         ]
