@@ -109,6 +109,15 @@ def test_no_modules_import_each_other() -> None:
     assert not circles, f"modules import each other: {circles}"
 
 
+def test_state_of_threads_is_in_few_places() -> None:
+    texts = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in SOURCES}
+    makers = [path for path, text in texts.items() if re.search(r"threading\.local|ContextVar", text)]
+    assert makers == ["routing/rule.py"]
+    # The running pass of a stack, what modules decided until it is collected, and rules that a context overrides.
+    holders = ["blocks/forward_pass.py", "blocks/record.py", "routing/router.py"]
+    assert [path for path, text in texts.items() if "import PerThread" in text] == holders
+
+
 def test_import_is_lean() -> None:
     code = (
         "import sys, mmod; print(len([m for m in sys.modules if m.split('.')[0] == 'mmod']),"

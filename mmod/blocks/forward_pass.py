@@ -149,7 +149,7 @@ class PassTracker:
     @property
     def running(self) -> ForwardPass:
         """The pass that runs in this thread, an empty one between passes."""
-        return self._threads.own.forward_pass
+        return self._threads.value.forward_pass
 
     def begin(self) -> ForwardPass:
         """Begin a pass in this thread."""
@@ -187,11 +187,11 @@ class PassTracker:
         Args:
             forward_pass: The pass that goes on, None where the block was the last of it.
         """
-        current = self._threads.own
+        current = self._threads.value
         current.forward_pass = ForwardPass(task=current.forward_pass.task) if forward_pass is None else forward_pass
 
     def _run(self, forward_pass: ForwardPass) -> ForwardPass:
-        self._threads.own.forward_pass = forward_pass
+        self._threads.value.forward_pass = forward_pass
         if not torch.compiler.is_compiling():
             forward_pass.task = torch._C._current_graph_task_id()
         return forward_pass

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mmod.blocks.forward_pass import recomputing
 from mmod.routing import Routing
+from mmod.routing.rule import PerThread
 
 
 class Record:
@@ -35,11 +36,22 @@ class Record:
             self.decisions[place], self.fresh = routing, True
 
 
+class Records(PerThread[Record]):
+    """The `Record` of each thread."""
+
+    def __init__(self) -> None:
+        super().__init__(Record)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make another in its place."""
+        return type(self), ()
+
+
 class Deciding(nn.Module):
     """Mixin of a module that decides which tokens, images or channels run.
 
     Attributes:
-        mod_state: Plain state with a `Record` for each thread, `records`.
+        mod_state: Plain state with `records`, a `Records`.
     """
 
     mod_state: Any
@@ -47,7 +59,7 @@ class Deciding(nn.Module):
     @property
     def record(self) -> Record:
         """What this thread keeps of the module."""
-        record: Record = self.mod_state.records.own
+        record: Record = self.mod_state.records.value
         return record
 
     def places(self) -> tuple[str, ...]:

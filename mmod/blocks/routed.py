@@ -18,12 +18,11 @@ from torch import Tensor, fx, nn
 from mmod.blocks.branches import OneBranch
 from mmod.blocks.call import BlockCall
 from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore
-from mmod.blocks.record import Deciding, Record
+from mmod.blocks.record import Deciding, Records
 from mmod.blocks.rows import AmongAll, KeptAlone, Rows, TwoHalves, Way, enter_rows
 from mmod.config import RoutingConfig, Threshold
 from mmod.ops import capture_importance
 from mmod.routing import Router, Routing, TokenGroups, TokenMarks
-from mmod.routing.rule import PerThread
 
 _EXPORT = "Use torch.export, torch.onnx.export(dynamo=True) or torch.compile, which replace TorchScript"
 _TRACED = (
@@ -112,12 +111,12 @@ class RoutedState(BlockState):
     way: Way
     hands_on: bool = False
     observes: bool = False
-    records: PerThread[Record] = field(default_factory=lambda: PerThread(Record), init=False, repr=False)
+    records: Records = field(default_factory=Records, init=False, repr=False)
 
     @property
     def routing(self) -> Routing | None:
         """The last decision that this thread recorded."""
-        return self.records.own.decisions.get("")
+        return self.records.value.decisions.get("")
 
     def enter(self, x_BND: Tensor, training: bool) -> ForwardPass | None:
         """Return the forward pass that the block runs in, or None where it shares nothing."""
@@ -200,7 +199,7 @@ class RoutedState(BlockState):
         if slots is not None:
             # Blocks share the choice; each weighs its last slots by its own capacity.
             routing = slots.weigh(routing, router.prefix)
-        record = self.records.own
+        record = self.records.value
         if training or record.traced:
             record.keep("", routing)
         return routing
@@ -329,7 +328,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
             routing = router(scored, None, tokens)
         else:
             routing = state.decide(router, scored, tokens, forward_pass, self.training)
-        if self.training or state.records.own.traced or router.rule.partial is not None:
+        if self.training or state.records.value.traced or router.rule.partial is not None:
             routing = state.record(router, routing, self.training)
         if rows is None:
             rows = way.rows(self, x, arguments, routing)

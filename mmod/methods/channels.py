@@ -15,11 +15,10 @@ from timm.models.resnet import BasicBlock, Bottleneck
 from torch import Tensor, nn
 
 from mmod.adapters import find_library
-from mmod.blocks import Deciding, Record, StandingModule, convert
+from mmod.blocks import Deciding, Records, StandingModule, convert
 from mmod.methods.base import Method, register_method
 from mmod.ops import gather_rows, scatter_rows, select_topk
 from mmod.routing import Evidence, Kept, Routing, Weights
-from mmod.routing.rule import PerThread
 from mmod.routing.score.random import RandomScore
 from mmod.values import check_fields
 
@@ -104,7 +103,7 @@ class Channels(Method):
             wide = {name: child for name, child in block.named_children() if any(True for _ in child.parameters())}
             for name in wide:
                 setattr(block, name, getattr(narrow, name))
-            convert(block, ChannelBlock, ChannelState(self, wide, RandomScore(0, number), PerThread(Record)))
+            convert(block, ChannelBlock, ChannelState(self, wide, RandomScore(0, number), Records()))
             block.selector = selector
 
     def remove(self, model: nn.Module) -> None:
@@ -128,7 +127,7 @@ class ChannelState(NamedTuple):
     config: Channels
     wide: dict[str, nn.Module]
     draw: RandomScore
-    records: PerThread[Record]
+    records: Records
 
 
 class ChannelBlock(StandingModule, Deciding):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import Deciding, Record, StandingModule
+from mmod.blocks import Deciding, Records, StandingModule
 from mmod.blocks.forward_pass import recomputing
 from mmod.blocks.rows import leave_rows
 from mmod.methods.mixture import balance_loss, probabilities
@@ -25,7 +25,6 @@ from mmod.ops.select import kept_count, select_threshold
 from mmod.routing import Evidence, Kept, Routing, Weights
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import slots_of
-from mmod.routing.rule import PerThread
 from mmod.routing.score.linear import LinearScore
 from mmod.values import Limit, check_fields
 
@@ -107,7 +106,7 @@ class CycleState:
         self.language = stack.language
         self.calls: list[Any] = [stack.call_of(block, None) for block in shared]
         self.others = others
-        self.records = PerThread(Record)
+        self.records = Records()
 
 
 class Cycle(StandingModule, Deciding):

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import Deciding, Record, convert, host_class
+from mmod.blocks import Deciding, Records, convert, host_class
 from mmod.blocks.forward_pass import PassTracker, recomputing
 from mmod.blocks.routed import ConvertedBlock
 from mmod.methods.base import Method, check_blocks, register_method
 from mmod.routing import Evidence, Kept, Routing
-from mmod.routing.rule import PerThread
 from mmod.values import check_fields
 
 _HEAD = ("norm", "fc_norm", "head", "head_dist")
@@ -70,7 +69,7 @@ class Exit(Method):
         heads = {index: ExitHead(model) for index in self.blocks}
         for index in range(self.blocks[0], len(stack.blocks)):
             turn = self.blocks.index(index) if index in heads else None
-            convert(stack.blocks[index], ExitBlock, _ExitState(tracker, self.confidence, turn, ends, PerThread(Record)))
+            convert(stack.blocks[index], ExitBlock, _ExitState(tracker, self.confidence, turn, ends, Records()))
             if index in heads:
                 stack.blocks[index].exit = heads[index]
         convert(model, ExitModel, tracker)
@@ -138,7 +137,7 @@ class _ExitState(NamedTuple):
     confidence: float
     turn: int | None
     ends: int
-    records: PerThread[Record]
+    records: Records
 
 
 class ExitBlock(Deciding, ConvertedBlock):

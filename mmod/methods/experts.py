@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_stack
-from mmod.blocks import Deciding, Record, StandingModule, convert
+from mmod.blocks import Deciding, Records, StandingModule, convert
 from mmod.blocks.forward_pass import recomputing
 from mmod.methods.base import Method, check_blocks, register_method
 from mmod.methods.mixture import (
@@ -32,7 +32,6 @@ from mmod.methods.mixture import (
 from mmod.ops.select import kept_count
 from mmod.routing import Routing
 from mmod.routing.decoder import Predictor
-from mmod.routing.rule import PerThread
 from mmod.values import Limit, check_fields
 
 
@@ -200,7 +199,7 @@ class ExpertState:
 
     def __init__(self, config: Experts) -> None:
         self.config = config
-        self.records = PerThread(Record)
+        self.records = Records()
 
 
 class ExpertMlp(StandingModule, Deciding):

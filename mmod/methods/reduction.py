@@ -17,13 +17,12 @@ from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
 from mmod.adapters.halves import attend, feed
 from mmod.adapters.masks import narrow_rope
-from mmod.blocks import Deciding, Record, convert
+from mmod.blocks import Deciding, Records, convert
 from mmod.blocks.forward_pass import PassTracker, recomputing
 from mmod.blocks.routed import ConvertedBlock
 from mmod.methods.halves import AttentionInputs, take_inputs, watch
 from mmod.ops import capture_importance
 from mmod.routing import Evidence, Joined, Kept, Routing
-from mmod.routing.rule import PerThread
 
 
 class Grid(NamedTuple):
@@ -93,7 +92,7 @@ class _ReducedState(NamedTuple):
     begins: bool
     ends: bool
     restores: bool
-    records: PerThread[Record]
+    records: Records
 
 
 class ReducedBlock(Deciding, ConvertedBlock):
@@ -171,7 +170,7 @@ def reduce_(stack: BlockStack, reductions: Mapping[int, Reduction], restores: bo
         if index in reductions:
             watch(block, tracker)
         place = index == first, index == last, restores
-        state = _ReducedState(call, tracker, stack.prefix, reductions.get(index), *place, PerThread(Record))
+        state = _ReducedState(call, tracker, stack.prefix, reductions.get(index), *place, Records())
         convert(block, ReducedBlock, state)
 
 

@@ -62,11 +62,11 @@ class Router(nn.Module):
     @property
     def rule(self) -> Rule:
         """What this thread's passes decide by: what `override` set, or the router's settings."""
-        return self._override.own or self._settings
+        return self._override.value or self._settings
 
     def override(self, rule: Rule | None) -> Rule | None:
         """Let this thread's passes decide by another rule, None for the router's settings; return the one before."""
-        previous, self._override.own = self._override.own, rule
+        previous, self._override.value = self._override.value, rule
         return previous
 
     @property
@@ -208,18 +208,19 @@ class Router(nn.Module):
 
     def _select(self, x_BND: Tensor, score_BN: Tensor, importance_BN: Tensor | None, tokens: Any) -> Routing:
         """Select and gate, given the scores (B, N)."""
-        select, gate = self.config.select, self.config.gate
+        config, capacity, _ = self.rule
+        select, gate = config.select, config.gate
         gate_BK, skipped_BN, inverse_BN, total, image_S = None, None, None, None, None
         tokens = tokens if self.prefix else TokenMarks(tokens.valid_BN)
         valid_BN, protect_BN = tokens
         if not isinstance(select, Threshold):
             index_BK, valid_BK, gate_BK, inverse_BN = select_topk(
-                score_BN, self.capacity, self.prefix, valid_BN, protect_BN, gate=gate.name, scale=gate.scale
+                score_BN, capacity, self.prefix, valid_BN, protect_BN, gate=gate.name, scale=gate.scale
             )
         elif gate.name == "step" and self.training:
             return self._run_all(score_BN, select.threshold, tokens)
-        elif self.config.router.whole:
-            level_B = self.config.router.squashed(score_BN.detach(), valid_BN)[:, 0]
+        elif config.router.whole:
+            level_B = config.router.squashed(score_BN.detach(), valid_BN)[:, 0]
             image_S, index_BK, valid_BK = select_images(level_B, select.threshold, score_BN.shape[1])
             if index_BK.shape[1]:
                 gate_BK = apply_gate(score_BN, gate.name, gate.scale)
@@ -229,7 +230,7 @@ class Router(nn.Module):
                     gate_BK = torch.zeros_like(score_BN) if gate_BK is None else 0 * gate_BK
         else:
             index_BK, valid_BK, total = select_threshold(
-                self.config.router.squashed(score_BN.detach(), valid_BN),
+                config.router.squashed(score_BN.detach(), valid_BN),
                 select.threshold,
                 prefix=self.prefix,
                 min_tokens=select.min_tokens,
@@ -239,9 +240,9 @@ class Router(nn.Module):
             )
             if gate.name != "identity":
                 gate_BK = apply_gate(score_BN.gather(1, index_BK), gate.name, gate.scale)
-        if self.config.skipped == "scale":
+        if config.skipped == "scale":
             skipped_BN = apply_gate(score_BN, gate.name, gate.scale)
-        evidence = Evidence(score_BN, tokens, None if self.config.router.draws else importance_BN)
+        evidence = Evidence(score_BN, tokens, None if config.router.draws else importance_BN)
         kept = Kept(index_BK, valid_BK, total, inverse_BN, image_S=image_S)
         return Routing(kept, evidence, Weights(gate_BK, skipped_BN))
 

@@ -17,12 +17,12 @@ class PerThread(threading.local, Generic[T]):
     """One object for each thread, made when the thread first asks; copies and pickles start anew.
 
     Args:
-        make: Makes the object. It is a plain one, whose attributes compilers can follow.
+        make: Makes the object: a plain one, whose attributes compilers can follow.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self.make = make
-        self.own = make()
+        self.value = make()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make another in its place."""

@@ -122,19 +122,16 @@ class LinearScore(nn.Module):
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) of tokens (B, N, D)."""
         with without_autocast(x_BND):
-            score_BN = self._score(x_BND)
+            x_BND, weight = x_BND.float(), self.weight[0].float()
+            if self.normalize:
+                # Dividing the product instead of the tokens reads them twice and writes them never.
+                norm_BN = torch.linalg.vector_norm(x_BND, dim=-1).clamp_min(1e-6)
+                score_BN = x_BND @ (weight * math.sqrt(x_BND.shape[-1])) / norm_BN
+            else:
+                score_BN = x_BND @ weight
+            if self.bias is not None:
+                score_BN = score_BN + self.bias.float()
         return mean_score(score_BN, valid_BN) if self.whole else score_BN
-
-    def _score(self, x_BND: Tensor) -> Tensor:
-        x_BND = x_BND.float()
-        weight = self.weight[0].float()
-        if self.normalize:
-            # Dividing the product instead of the tokens reads them twice and writes them never.
-            norm_BN = torch.linalg.vector_norm(x_BND, dim=-1).clamp_min(1e-6)
-            score_BN = x_BND @ (weight * math.sqrt(x_BND.shape[-1])) / norm_BN
-        else:
-            score_BN = x_BND @ weight
-        return score_BN if self.bias is None else score_BN + self.bias.float()
 
 
 def mean_score(score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
