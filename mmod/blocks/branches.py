@@ -12,22 +12,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from mmod.blocks.call import BlockCall
 from mmod.blocks.forward_pass import PassTracker
 from mmod.blocks.rows import Host, Rows, Way, enter_rows, leave_rows
-from mmod.config import RoutingConfig
 from mmod.routing import Routing
 
-# Runs a host's forward, given it, its arguments after the tokens by name, all tokens and the kept ones.
+# From a host's forward, its arguments after the tokens by name, all tokens and the kept ones to the output.
 AttendsToAll = Callable[[Callable[..., Any], Mapping[str, Any], Tensor, Tensor], Any]
 
 
 class BranchRows(NamedTuple):
-    """How a branch runs on the kept tokens; it returns zero for the others.
+    """Runs a branch on the kept tokens; its update of other tokens is zero.
 
     Args:
-        routing: The decision.
-        attend_to_all: Runs the branch where kept tokens attend to all tokens; None where they attend to each other.
+        attend_to_all: Runs the branch if kept tokens attend to all tokens; None if they attend to each other.
         in_tuple: The branch returns a tuple of two, its output first.
     """
 
@@ -36,12 +33,9 @@ class BranchRows(NamedTuple):
     in_tuple: bool = False
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the branch's update of its tokens (B, N, D): the gated output for kept tokens, zero for the others.
+        """Return the gated update of all tokens (B, N, D).
 
-        Args:
-            forward: The host's forward of the branch.
-            args: Its positional arguments; each of them is the tokens.
-            kwargs: Its keyword arguments, with the tokens as `hidden_states` where `args` is empty.
+        Every positional argument is the tokens; without any, they are the keyword `hidden_states`.
         """
         routing, others = self.routing, dict(kwargs)
         x_BND: Tensor = args[0] if args else others.pop("hidden_states")
@@ -63,16 +57,12 @@ class BranchRows(NamedTuple):
 
 
 class WeighedBranch(NamedTuple):
-    """How a branch runs whose output is weighed before it is added to the residual stream.
-
-    Args:
-        gate_BK: The weights (B, K), or None for 1.
-    """
+    """Runs a branch whose output is weighed (B, K) before the residual sum; None for 1."""
 
     gate_BK: Tensor | None
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the branch's output, weighed; of a tuple, the first element is weighed."""
+        """Return the weighed output; of a tuple, the first element is weighed."""
         output = forward(*args, **kwargs)
         if self.gate_BK is None:
             return output
@@ -82,25 +72,23 @@ class WeighedBranch(NamedTuple):
 
 
 class Branch(nn.Module):
-    """Mixin for a module whose output is added to the residual stream.
-
-    It is a mixin because compilers cannot trace a hook that lasts for one call.
+    """Mixin of a residual branch, which runs as the running block wants; compilers cannot trace a hook for one call.
 
     Attributes:
-        mod_state: Knows how the branches of the running block run.
+        mod_state: Finds the running block's branches.
     """
 
     mod_state: PassTracker
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's output as the running block wants it."""
+        """Return the branch's output."""
         branch = self.mod_state.running.branch
         return super().forward(*args, **kwargs) if branch is None else branch.run(super().forward, args, kwargs)
 
 
 @contextmanager
 def running_branch(tracker: PassTracker, branch: BranchRows | WeighedBranch) -> Iterator[None]:
-    """Let the branches of the running block run in a certain way as long as the context lasts."""
+    """Context in which the running block's branches run in a certain way."""
     running = tracker.running
     running.branch = branch
     try:
@@ -111,10 +99,6 @@ def running_branch(tracker: PassTracker, branch: BranchRows | WeighedBranch) -> 
 
 class OneBranch(Way):
     """The block runs on all tokens, except for one branch, which runs on the kept tokens."""
-
-    def __init__(self, call: BlockCall, config: RoutingConfig) -> None:
-        super().__init__(call, config)
-        self.among_all = config.context == "all"
 
     def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return all tokens after the host's block."""

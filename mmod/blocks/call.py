@@ -1,4 +1,4 @@
-"""How a host library calls one of its blocks: what adapters provide and blocks rely on.
+"""How a host library calls its blocks: what adapters provide to routed blocks.
 
 Axes: B images or samples, N tokens, K slots per image or sample, D channels.
 """
@@ -32,12 +32,12 @@ class BlockCall(Protocol):
 
     @property
     def contexts(self) -> tuple[str, ...]:
-        """What kept tokens can attend to in this block, see `RoutingConfig.context`."""
+        """What kept tokens can attend to, see `RoutingConfig.context`."""
         ...
 
     @property
     def operators(self) -> Mapping[str, str]:
-        """Names of the modules of the block that are its residual branches, by `RoutingConfig.operator`."""
+        """Names of the block's residual branches by `RoutingConfig.operator`."""
         ...
 
     @property
@@ -47,105 +47,100 @@ class BlockCall(Protocol):
 
     @property
     def halves(self) -> Halves | None:
-        """The two halves of the block, or None where it can only be run as a whole."""
+        """The block's halves, or None if they cannot run separately."""
         ...
 
     @property
     def fused_norm(self) -> str:
-        """Name of the norm that the block starts with and that can be fused with gathering rows, or empty."""
+        """Name of the block's first norm if it can be fused with gathering rows, else empty."""
         ...
 
     @property
     def weighs_keys(self) -> bool:
-        """Whether attention in the block takes a bias, by which a row can count as several tokens."""
+        """Whether attention takes a bias, by which a row can count as several tokens."""
         ...
 
     @property
     def needs_prefix(self) -> bool:
-        """Whether the block expects its prefix tokens first, whatever else it is given."""
+        """Whether the block always needs its prefix tokens first."""
         ...
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the block's arguments after the tokens, by name, raising for those mmod cannot narrow."""
+        """Return the block's arguments after the tokens by name; raise for those that cannot be narrowed."""
         ...
 
     def marks(
         self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None
     ) -> TokenMarks | TokenGroups:
-        """Return which tokens are padding and which are always kept, as far as the arguments or the pass tell."""
+        """Return which tokens are padding and which are always kept, from the arguments or the forward pass."""
         ...
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
-        """Return whether the block may run on one sequence of many images whose attention is kept apart."""
+        """Return whether the block can run on packed rows of many images, each of which attends to itself."""
         ...
 
     def pack(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing
     ) -> Mapping[str, Any]:
-        """Return the arguments for that one sequence, given where its rows come from."""
+        """Return the arguments for the packed rows."""
         ...
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
-        """Return the arguments for the kept tokens alone; not asked where there are none and every slot is filled."""
+        """Return the arguments for the kept tokens; not called without arguments if every slot is filled."""
         ...
 
     def attend_to_all(
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
         z_BKD: Tensor, routing: Routing,
     ) -> Any:  # fmt: skip
-        """Return what the host's forward makes of the kept tokens (B, K, D), which attend to all tokens in it.
+        """Return the output of the host's forward, of the block or its attention, for kept tokens that attend to all.
 
         Args:
-            block: The block.
-            forward: The host's forward of the block, or of its attention.
-            arguments: The arguments of all tokens.
+            arguments: The arguments for all tokens.
             x_BND: All tokens.
-            z_BKD: The kept ones.
-            routing: The decision.
+            z_BKD: The kept tokens.
         """
         ...
 
 
 class DecoderCall(BlockCall, Protocol):
-    """How a host library calls a decoder layer, whose cache is told which tokens it is about to be given."""
+    """How a host library calls a decoder layer, whose cache is told which tokens come next."""
 
     def groups(self, arguments: Mapping[str, Any]) -> TokenGroups | None:
-        """Return the groups of the tokens, or None when all of them run."""
+        """Return the groups of the tokens, or None if all of them run."""
         ...
 
     def hides_nothing(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether all tokens run and see all tokens before them, so that the arguments are right as they are."""
+        """Return whether all tokens run and see all earlier ones, so that the arguments need no change."""
         ...
 
     def has_static_cache(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether the cache gives a layer keys of tokens to come, too."""
+        """Return whether the cache also holds empty slots of future tokens."""
         ...
 
     def open_cache(self, arguments: Mapping[str, Any]) -> None:
-        """Make the layer's cache, if it has one, one that can hold kept tokens alone."""
+        """Replace the layer's cache, if any, by one of kept tokens."""
         ...
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
-        """Return the arguments for the kept tokens, or for all of them where there is no decision."""
+        """Return the arguments for the kept tokens, or for all tokens without a decision."""
         ...
 
     def begin_update(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None,
         whole: bool = False,
     ) -> None:  # fmt: skip
-        """Tell the layer's cache, if it has one, which tokens it is about to be given.
+        """Announce to the layer's cache, if any, which tokens its next update receives.
 
         Args:
-            arguments: The arguments of all tokens.
-            x_BND: All tokens.
-            routing: The decision; None keeps all of them.
-            packing: Where the rows come from, where they are given as one sequence.
-            whole: It is given all tokens, whatever was decided.
+            routing: The decision; None keeps all tokens.
+            packing: The sources of packed rows.
+            whole: The cache receives all tokens, also the skipped ones.
         """
         ...
 
     def record_no_attention(self, x_BND: Tensor) -> None:
-        """Do for the host what it would find done after a call of the layer, which keeps no token of this pass."""
+        """Record an empty attention map for a layer that keeps no token, if the host collects maps."""
         ...
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:

@@ -14,7 +14,7 @@ from mmod.routing import Router
 
 
 class StandingModule(nn.Module):
-    """Base of mixins that are no part of routing: routing a model, and undoing that, leaves them in place.
+    """Base of mixins of other methods than routing, which routing and unrouting leave in place.
 
     Attributes:
         added_modules: Names of the submodules that the host's module lacks.
@@ -23,23 +23,15 @@ class StandingModule(nn.Module):
     added_modules: ClassVar[tuple[str, ...]] = ()
 
     def chooses_together(self, training: bool) -> bool:
-        """Return whether what it makes of a token depends on the other tokens of the image or text that it is given.
-
-        Args:
-            training: In training mode, or in evaluation.
-        """
+        """Return whether a token's output depends on the other tokens of its image or text."""
         return True
 
     def rows_of(self, tokens: int) -> int:
-        """Return how many rows the host's module and its copies run on.
-
-        Args:
-            tokens: Tokens that the module is given.
-        """
+        """Return how many rows the host's module and its copies run on, for a number of tokens."""
         return tokens
 
     def choosing_modules(self) -> list[nn.Module]:
-        """Return the modules that choose among the tokens, and run on all of them."""
+        """Return the modules that choose among tokens, and run on all of them."""
         return []
 
 
@@ -47,21 +39,16 @@ _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def converted_class(mixin: type[nn.Module], host: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `host` with `mixin` in front, made once for each pair.
-
-    Args:
-        mixin: `RoutedBlock`, `ImportanceBlock`, or an adapter's own for a module outside the blocks.
-        host: The host library's class.
-    """
+    """Return the subclass of a host's class with a mixin in front, created once per pair."""
     if (mixin, host) in _CLASSES:
         return _CLASSES[mixin, host]
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        # A class made at run time cannot be pickled by name, so it is named by what it is made of.
+        # A class created at run time cannot be pickled by name.
         reduced = host.__reduce_ex__(self, protocol)
         return (_instance, (mixin, host), *reduced[2:])
 
-    # Libraries know a whole model by the name of its class, which says what is in a saved folder.
+    # Libraries identify a model in a saved folder by the name of its class.
     prefix = "" if getattr(mixin, "keeps_name", False) else mixin.__name__.removesuffix("Block")
     members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce}
     return _CLASSES.setdefault((mixin, host), type(prefix + host.__name__, (mixin, host), members))
@@ -77,15 +64,15 @@ def host_class(module: nn.Module) -> type[nn.Module]:
     return host_of(type(module))
 
 
-def host_of(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the host library's class that a class was made of, or the class itself where it was not made here."""
+def host_of(module_class: type[nn.Module]) -> type[nn.Module]:
+    """Return the host library's class of a converted class, or the class itself."""
     mixins = tuple(mixin for mixin, _ in _CLASSES)
-    # A mixin may derive from another, which stands among the bases of a converted class without being one of them.
+    # Bases of a mixin are bases of converted classes too.
     ours = {base for mixin in mixins for base in mixin.__mro__}
-    for base in kind.__mro__:
+    for base in module_class.__mro__:
         if issubclass(base, nn.Module) and base not in ours and not issubclass(base, mixins):
             return base
-    raise AssertionError(kind)
+    raise AssertionError(module_class)
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -94,9 +81,9 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def convert(module: nn.Module, mixin: type[nn.Module], state: object) -> None:
-    """Put a mixin in front of a module's host class, with the plain state it reads as `mod`."""
+    """Put a mixin in front of a module's host class; the mixin reads its plain state as `mod_state`."""
     module.__class__ = converted_class(mixin, host_class(module))
-    module.mod_state = state  # type: ignore[assignment]  # plain, so that no registry of the module sees it
+    module.mod_state = state  # type: ignore[assignment]
 
 
 def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: type[RoutedBlock] = RoutedBlock) -> None:
@@ -106,7 +93,6 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
     if state.call.fused_norm:
         convert(block.get_submodule(state.call.fused_norm), FusedNorm, state.tracker)
     config = router.config
-    # That of one block is not several.
     operator = str(config.operator)
     if operator != "block":
         convert(block.get_submodule(state.call.operators[operator]), Branch, state.tracker)

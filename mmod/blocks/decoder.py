@@ -24,7 +24,7 @@ from mmod.routing import Routing, TokenGroups
 
 
 class RowsInPlace(Rows):
-    """All tokens in their own order, where a gather would return them: all are kept, or each sample has one token."""
+    """All tokens in order, because all are kept or each sample has one token."""
 
     def enter(self, rows_BND: Tensor, routing: Routing) -> Tensor:
         """Return the tokens."""
@@ -32,7 +32,7 @@ class RowsInPlace(Rows):
         return rows_BND
 
     def leave(self, y_BKD: Tensor) -> Tensor:
-        """Return the tokens after the layer; those that are skipped are as before, or weighed."""
+        """Return the tokens after the layer; skipped ones are unchanged, or weighed."""
         x_BND, routing = self.x_BND, self.routing if self.weighs else without_gate(self.routing)
         if routing.kept.valid_BK is None:
             return leave_rows(x_BND, x_BND, y_BKD, routing)
@@ -41,13 +41,13 @@ class RowsInPlace(Rows):
 
 
 def _in_order(x_BND: Tensor, routing: Routing) -> bool:
-    """Return whether the rows of a decision are all tokens in their own order, kept or not."""
+    """Return whether the rows of a decision are all tokens in order, kept or not."""
     tokens = x_BND.shape[1]
     return routing.kept.index_BK.shape[1] == tokens and (routing.kept.valid_BK is None or tokens == 1)
 
 
 class _LayerWay(Way):
-    """A layer tells its cache which tokens come; its gate weighs the update of the layer, or of branches inside."""
+    """A layer announces tokens to its cache; its gate weighs the update of the layer, or of branches inside."""
 
     def __init__(self, call: BlockCall, config: RoutingConfig) -> None:
         super().__init__(call, config)
@@ -56,7 +56,7 @@ class _LayerWay(Way):
             self.scored_norm = self.call.first_norm
 
     def gated(self, block: Any, gate: Tensor | None) -> AbstractContextManager[None]:
-        """Return a context in which the layer's branches are weighed, where that is where the gate is."""
+        """Return a context in which the gate weighs the layer's branches, if the config says so."""
         return nullcontext() if self.weighs else running_branch(block.mod_state.tracker, WeighedBranch(gate))
 
 
@@ -64,7 +64,7 @@ class KeptAloneInLayer(_LayerWay):
     """The layer runs on the kept tokens, which attend to each other and to those in its cache."""
 
     def rows(self, block: Any, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
-        """Return packed rows where samples keep different numbers and the host can run them, else padded ones."""
+        """Return packed rows if samples keep different numbers and the host can run them, else padded ones."""
         if routing.kept.valid_BK is not None and routing.kept.total and self.call.can_pack(block, arguments):
             return PackedRows(x, weighs=self.weighs)
         groups = cast(TokenGroups, routing.evidence.tokens)
@@ -79,7 +79,7 @@ class KeptAloneInLayer(_LayerWay):
             call.begin_update(arguments, x, routing, rows.packing)
             with self.gated(block, rows.gate_1T):
                 return run_packed(host, z, packed, rows)
-        # One token per sample, all kept: the arguments are right as they are.
+        # With one token per sample, all kept, the arguments need no change.
         narrows = None if isinstance(rows, RowsInPlace) and routing.kept.valid_BK is None else routing
         selected = call.select_tokens(arguments, x, narrows)
         call.begin_update(arguments, x, narrows)
@@ -129,19 +129,19 @@ class OneBranchOfLayer(OneBranch, _LayerWay):
 
 
 class RoutedDecoderBlock(RoutedBlock):
-    """Mixin that runs a decoder layer on the tokens its router keeps, and caches their keys and values alone."""
+    """Mixin that runs a decoder layer on the tokens that its router keeps, and caches only their keys and values."""
 
     @staticmethod
     def choose_way(call: BlockCall, config: RoutingConfig) -> Way:
-        """Return how a layer runs that is routed by a config."""
+        """Return how a layer with this config runs."""
         if config.operator != "block":
             return OneBranchOfLayer(call, config)
         return (KeptAloneInLayer if config.context == "kept" else AmongAllInLayer)(call, config)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Route tokens (B, N, D) as `RoutedBlock` does, among those that may be skipped."""
+        """Route the tokens (B, N, D) that may be skipped, see `RoutedBlock.forward`."""
         call = cast(DecoderCall, self.mod_state.call)
-        # Fast path for decoding, which is bound by Python overhead.
+        # Python overhead dominates decoding.
         if not args and call.hides_nothing(kwargs):
             call.begin_update(kwargs, x, None)
             return self.run_host(x, **kwargs)
@@ -155,27 +155,26 @@ class RoutedDecoderBlock(RoutedBlock):
         return self.run_host(x, **selected)
 
     def enter(self, x: Tensor, arguments: Mapping[str, Any]) -> ForwardPass | None:
-        """Return the forward pass that the layer runs in; it shares nothing where no token may be skipped."""
+        """Return the layer's forward pass, or None if no token may be skipped."""
         groups = cast(DecoderCall, self.mod_state.call).groups(arguments)
         return None if groups is None or not groups.skips else super().enter(x, arguments)
 
 
 class ImportanceDecoderBlock(ImportanceBlock):
-    """Mixin that shares the importance of a dense decoder layer, where tokens may be skipped."""
+    """Mixin that shares the importance in a dense decoder layer, if tokens may be skipped."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the host layer on tokens (B, N, D) and share the attention each of them received in it."""
+        """Run the host's layer on tokens (B, N, D) and share their importance."""
         call = cast(DecoderCall, self.mod_state.call)
         arguments: Mapping[str, Any] = call.bind(args, kwargs)
         groups = call.groups(arguments)
         if call.has_static_cache(arguments):
-            # A static cache also returns unused slots, and importance is that of the tokens seen: a cache of kept
-            # tokens, here of all, returns no others.
+            # A static cache also returns unused slots; a cache of kept tokens, here all, returns no others.
             call.open_cache(arguments)
             selected = call.select_tokens(arguments, x, None)
             call.begin_update(arguments, x, None)
             arguments = selected
         if groups is None or not groups.skips:
-            # Every token runs in the layers that would read it, and behind a filled cache the map is no square.
+            # All tokens run in the layers that would read it, and with a filled cache the map is not square.
             return self.run_host(x, **arguments)
         return super().forward(x, **arguments)

@@ -15,9 +15,7 @@ T = TypeVar("T")
 
 
 class SharedScore:
-    """Scores that all routed blocks of a span read, and what was decided on them so far.
-
-    A span is a run of consecutive routed blocks.
+    """Scores that a span, a run of consecutive routed blocks, reads, and the decisions on them so far.
 
     Args:
         score_BN: Importance in the dense block before the span, or what its first block drew (B, N).
@@ -25,40 +23,29 @@ class SharedScore:
 
     def __init__(self, score_BN: Tensor) -> None:
         self.score_BN = score_BN
-        # By falling capacity, where tokens join others; parts of the pass that run again find each its own.
+        # By falling capacity, where tokens join others; a segment that is recomputed finds its decision again.
         self._decided: list[tuple[Router, tuple[object, ...], Routing]] = []
 
     @property
     def latest(self) -> Routing | None:
-        """What the span decided last, if anything."""
+        """The span's last decision, if any."""
         return self._decided[-1][2] if self._decided else None
 
     def decided(self, router: Router, tokens: tuple[object, ...], device: torch.device) -> Routing | None:
-        """Return what an earlier block decided on these scores by the same rule, if one did.
-
-        Args:
-            router: The block's router.
-            tokens: What else the decision depends on: which tokens are padding, protected, or in which group.
-            device: Where the block is; the blocks of a span may lie on several devices.
-        """
-        for earlier, seen, routing in reversed(self._decided):
+        """Return an earlier block's decision by the same rule on the same tokens, on the block's device; or None."""
+        for earlier, marks, routing in reversed(self._decided):
             if earlier.config is router.config and earlier.capacity == router.capacity:
                 if router.config.joins:
                     return routing.to(device)
-                if routing.kept.index_BK.device == device and all(a is b for a, b in zip(seen, tokens)):
+                if routing.kept.index_BK.device == device and all(a is b for a, b in zip(marks, tokens)):
                     return routing
         return None
 
     def before(self, router: Router, device: torch.device) -> Routing | None:
-        """Return the decision on whose rows the attention of a block runs that decides after it, None for all tokens.
-
-        Args:
-            router: The block's router.
-            device: Where the block is.
-        """
+        """Return the decision whose rows a block's attention runs on before the block decides; None for all tokens."""
         earlier = None
         for other, _, routing in self._decided:
-            # A part of the pass that runs again finds what it has decided, and what was decided after it.
+            # A recomputed segment finds its decision, and those after it.
             if other is router:
                 break
             earlier = routing
@@ -73,30 +60,29 @@ class SharedScore:
 
 
 class ForwardPass:
-    """What the modules of one stack of blocks share in one forward pass, and cannot hand on through the host's code.
+    """What the modules of a stack share in a forward pass, because the host's code does not pass it on.
 
-    Life cycle, kept by `PassTracker`, of which a stack has one:
+    Life cycle, kept by the stack's `PassTracker`:
 
-    - The first converted module that runs begins the pass: the token embedding of a text tower, which knows its
-      captions, or the first converted block. Whatever an aborted pass left behind is out of sight from then on.
-    - Each thread has a running pass; between passes it is an empty one. A block asks for it once, by its input, and
-      writes or reads shared scores. When it leaves, the pass that it entered runs again, whatever was called inside.
-    - The last routed block ends the pass, and nothing is left in the tracker.
-    - Gradient checkpointing runs segments again, in a backward pass, perhaps in another thread and after other passes.
-      A block that starts such a segment gets the input it had at first: by that, each input remembers its pass for as
-      long as it lives. Blocks that follow in the same segment find the pass that runs in this backward pass.
+    - The first converted module begins the pass: the token embedding of a text tower, or the first converted block.
+      This hides what an aborted pass left behind.
+    - Each thread has a running pass, an empty one between passes. A block looks it up once, by its input. When the
+      block leaves, the pass that it entered is the running one again.
+    - The last routed block ends the pass.
+    - Gradient checkpointing recomputes segments in a backward pass, perhaps in another thread and after other passes.
+      The first block of a segment finds the pass by its input, which is the same tensor; the others find the pass that
+      runs in this backward pass.
 
     Attributes:
-        begun: A module has begun it; False between passes.
-        scores: Shared scores by the first block of their span. They stay to the end of the pass, for segments that run
-            again.
-        tokens: What is known of a batch of captions, None for images.
-        holds_rows: Blocks of a span may hand on rows in the place of all tokens.
-        next_holds_rows: They may in the pass that the call of the model will begin.
-        held: The rows that the block before has handed on, a `Rows`, or None if it did not.
-        task: The backward pass that it was last used in, -1 for none.
-        normed: Kept rows of the running block, and what its first norm makes of them.
-        branch: How the branches of the running block run, a `BranchRows` or `WeighedBranch`; None as the host's do.
+        begun: False for the empty pass between two others.
+        scores: Shared scores by the first block of their span, kept to the end for recomputed segments.
+        tokens: Padding and protected tokens of captions; None for images.
+        holds_rows: Blocks of a span may pass on rows instead of all tokens.
+        next_holds_rows: The same, of the pass that begins next.
+        held: The `Rows` that the previous block passed on, or None.
+        task: The backward pass that last used it, -1 for none.
+        normed: Kept rows of the running block, and their first norm.
+        branch: How branches of the running block run, a `BranchRows` or `WeighedBranch`; None as in the host.
     """
 
     def __init__(self, holds_rows: bool = False, begun: bool = False, task: int = -1) -> None:
@@ -112,7 +98,7 @@ class ForwardPass:
         self._slots: dict[type, Any] = {}
 
     def slot(self, owner: type[T]) -> T:
-        """Return what one sort of module keeps in this pass, an object of its class, made when first asked for."""
+        """Return this pass's object of a class that a method keeps its state in, made on first use."""
         if owner not in self._slots:
             self._slots[owner] = owner()
         value: T = self._slots[owner]
@@ -120,14 +106,14 @@ class ForwardPass:
 
 
 class _Current:
-    """Refers to the running pass of a thread."""
+    """The running pass of a thread."""
 
     def __init__(self) -> None:
         self.forward_pass = ForwardPass()
 
 
 class PassTracker:
-    """Finds the forward pass that a module of one stack runs in, see `ForwardPass`; copies and pickles know none.
+    """Finds the forward pass that a module of a stack runs in, see `ForwardPass`; copies and pickles start anew.
 
     Example:
         >>> tracker, x = PassTracker(), torch.zeros(1)
@@ -143,7 +129,7 @@ class PassTracker:
         self._remembered: dict[int, tuple[weakref.ref[Tensor], ForwardPass]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make an empty one in its place."""
+        """Copy and pickle without passes."""
         return type(self), ()
 
     @property
@@ -154,24 +140,17 @@ class PassTracker:
     def begin(self) -> ForwardPass:
         """Begin a pass in this thread."""
         before = self.running
-        # For one pass: a call that is interrupted does not hear of its end.
+        # For one pass only: an interrupted call is not told of its end.
         holds_rows, before.next_holds_rows = before.next_holds_rows, False
         return self._run(ForwardPass(holds_rows, begun=True))
 
     def resume(self) -> ForwardPass:
-        """Return the running pass for a block that only writes; begin one where none runs, or a segment runs again."""
+        """Return the running pass for a block that only writes; begin one if none runs, or a segment is recomputed."""
         running = self.running
         return running if running.begun and not recomputing() else self.begin()
 
     def of(self, x: Tensor) -> ForwardPass | None:
-        """Return the pass that a block's input belongs to, or None where none was begun.
-
-        Args:
-            x: The block's input.
-
-        Raises:
-            RuntimeError: Gradient checkpointing runs the block again, but on an input that it never had.
-        """
+        """Return the pass that a block's input belongs to, or None if none was begun."""
         if recomputing():
             return self._recomputed(x)
         running = self.running
@@ -182,11 +161,7 @@ class PassTracker:
         return running
 
     def leave(self, forward_pass: ForwardPass | None) -> None:
-        """Leave a block.
-
-        Args:
-            forward_pass: The pass that goes on, None where the block was the last of it.
-        """
+        """Leave a block: its pass goes on, or ends for None."""
         current = self._threads.value
         current.forward_pass = ForwardPass(task=current.forward_pass.task) if forward_pass is None else forward_pass
 

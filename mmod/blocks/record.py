@@ -1,4 +1,4 @@
-"""What modules that decide leave behind in a forward pass: their decisions, and losses that were not collected yet."""
+"""What deciding modules leave behind in a forward pass: decisions, and losses to be collected."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mmod.routing.rule import PerThread
 
 
 class Record:
-    """What one thread keeps of a module that decides.
+    """What one thread keeps of a deciding module.
 
     Attributes:
-        traced: A trace wants the decisions, in evaluation too.
-        together: Decide among all tokens as in training, whatever the mode.
+        traced: A trace records decisions, in evaluation too.
+        together: Decide jointly as in training, in any mode.
         decisions: The last decision of each place in the module.
         fresh: The losses of that decision were not collected yet.
         losses: Weighted losses of the last pass in training mode.
@@ -31,7 +31,7 @@ class Record:
         self.losses: list[Tensor] = []
 
     def keep(self, place: str, routing: Routing) -> None:
-        """Record a decision; gradient checkpointing, which runs a module again, decides nothing new."""
+        """Record a decision, unless gradient checkpointing repeats it."""
         if not recomputing():
             self.decisions[place], self.fresh = routing, True
 
@@ -43,12 +43,12 @@ class Records(PerThread[Record]):
         super().__init__(Record)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make another in its place."""
+        """Copy and pickle without records."""
         return type(self), ()
 
 
 class Deciding(nn.Module):
-    """Mixin of a module that decides which tokens, images or channels run.
+    """Mixin of a module that decides which tokens, images or channels run: what traces and FLOP counts read.
 
     Attributes:
         mod_state: Plain state with `records`, a `Records`.
@@ -58,59 +58,48 @@ class Deciding(nn.Module):
 
     @property
     def record(self) -> Record:
-        """What this thread keeps of the module."""
+        """This thread's record."""
         record: Record = self.mod_state.records.value
         return record
 
     def places(self) -> tuple[str, ...]:
-        """Return the names of the decisions that the module makes in a pass, in order; empty for a single one."""
+        """Return the names of the decisions in a pass, in order; "" for a single one."""
         return ("",)
 
     @property
     def dense_blocks(self) -> int:
-        """Number of consecutive dense blocks in whose place the module stands."""
+        """Number of consecutive dense blocks that the module replaces."""
         return 1
 
     @property
     def cost_follows_data(self) -> bool:
-        """Whether the FLOPs of a pass depend on what is decided, so that they cannot be told from shapes."""
+        """Whether FLOPs depend on the decisions, not on shapes alone."""
         return False
 
     def assume_kept(self, share: float) -> float:
-        """Make a copy that is counted cost what it would if it kept a share of what it chooses among.
+        """Make a copy whose FLOPs are counted keep a share of its tokens.
 
         Args:
-            share: The share, in [0, 1].
+            share: In [0, 1].
 
         Returns:
-            The share of images by which FLOPs of the module are multiplied; 1 where the share shows in shapes.
+            The factor of the module's FLOPs; 1 if the share shows in shapes.
         """
         return share
 
     def missed(self, flops: Mapping[str, int], name: str) -> int:
-        """Return the FLOPs that an image misses which the module skips as a whole.
-
-        Args:
-            flops: Those of a pass that skipped none, by name of the module.
-            name: The module's name.
-        """
+        """Return the FLOPs that a skipped image saves, from the FLOPs by module when none is skipped."""
         return flops[name]
 
     def auxiliary_loss(self) -> Tensor | None:
-        """Return the weighted losses of the last pass in training mode, once; None where there are none."""
+        """Return the weighted losses of the last pass in training mode, once; None without any."""
         record = self.record
         losses, record.losses = record.losses, []
         return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0]) if losses else None
 
 
 def deciding_modules(model: nn.Module) -> dict[str, Deciding]:
-    """Return the modules of a model that decide, by name.
-
-    Modules inside a routed block choose among the tokens that the block keeps, and are left out.
-
-    Args:
-        model: Any model; a dense one has none.
-    """
+    """Return the deciding modules of a model by name, without those inside a routed block."""
     modules: dict[str, Deciding] = {}
     enclosing = ""
     for name, module in model.named_modules():

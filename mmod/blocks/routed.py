@@ -1,6 +1,6 @@
-"""Routed blocks, the dense blocks that compute importance for them, and what both remember beside parameters.
+"""Routed blocks, dense blocks that compute importance for them, and the plain state of both.
 
-Both are mixins put in front of a host's own class, so the host's forward is called and never copied.
+Both are mixins in front of a host's class, so the host's forward is called and never copied.
 Axes: B images, N tokens, K slots per image, D channels.
 """
 
@@ -19,7 +19,7 @@ from mmod.blocks.branches import OneBranch
 from mmod.blocks.call import BlockCall
 from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore
 from mmod.blocks.record import Deciding, Records
-from mmod.blocks.rows import AmongAll, KeptAlone, Rows, TwoHalves, Way, enter_rows
+from mmod.blocks.rows import KeptRows, Rows, TwoHalves, Way, enter_rows
 from mmod.config import RoutingConfig, Threshold
 from mmod.ops import capture_importance
 from mmod.routing import Router, Routing, TokenGroups, TokenMarks
@@ -33,17 +33,16 @@ _TRACED = (
 
 @dataclass(eq=False)
 class BlockState:
-    """What a converted block remembers; a plain object, invisible to state_dict and export.
+    """Plain state of a converted block, invisible to state_dict and export.
 
     Args:
-        call: How the host calls the block.
         tracker: Finds the forward pass of the block's stack.
-        span: First block of the span whose scores the block reads or writes, None where it shares none.
+        span: First block of the span whose scores the block reads or writes; None if it shares none.
         writes: The block computes those scores.
         begins: The block begins a forward pass.
         ends: The block ends it.
-        captioned: What is padding and what is protected stands in the forward pass.
-        training_only: Importance serves a loss only, so outside training it is neither computed nor expected.
+        captioned: The forward pass knows padding and protected tokens.
+        training_only: Importance serves a loss only, and is computed in training only.
         shares: The block reads or writes what a forward pass shares.
     """
 
@@ -62,12 +61,7 @@ class BlockState:
         self.shares = self.captioned or self.span is not None
 
     def enter(self, x_BND: Tensor, training: bool) -> ForwardPass | None:
-        """Return the forward pass that the block runs in, or None where it shares nothing.
-
-        Args:
-            x_BND: The block's input (B, N, D).
-            training: Whether scores that serve a loss are computed.
-        """
+        """Return the forward pass that the block runs in, or None if it shares nothing."""
         if not self.shares or (self.training_only and not training and not self.captioned):
             return None
         if self.begins:
@@ -81,7 +75,7 @@ class BlockState:
 
 @dataclass(eq=False, kw_only=True)
 class ImportanceState(BlockState):
-    """The state of a dense block that computes importance.
+    """Plain state of a dense block that computes importance.
 
     Args:
         routers: The routers of the blocks that read importance.
@@ -100,12 +94,12 @@ class ImportanceState(BlockState):
 
 @dataclass(eq=False, kw_only=True)
 class RoutedState(BlockState):
-    """The state of a routed block.
+    """Plain state of a routed block.
 
     Args:
         way: How the block runs.
-        hands_on: The block that follows shares the span's scores, and may be given rows in place of all tokens.
-        observes: The span reads the importance in this block's own attention, after which it decides.
+        hands_on: The next block shares the span's scores, and can take rows instead of all tokens.
+        observes: The span reads importance from this block's attention, after which the block decides.
     """
 
     way: Way
@@ -119,20 +113,14 @@ class RoutedState(BlockState):
         return self.records.value.decisions.get("")
 
     def enter(self, x_BND: Tensor, training: bool) -> ForwardPass | None:
-        """Return the forward pass that the block runs in, or None where it shares nothing."""
+        """Return the forward pass that the block runs in, or None if it shares nothing."""
         forward_pass = super().enter(x_BND, training)
         held: Rows | None = None if forward_pass is None else forward_pass.held
-        # Rows of another length are those of a pass that was interrupted.
+        # Rows of another length are left from an interrupted pass.
         return None if held is not None and held.slots != x_BND.shape[1] else forward_pass
 
     def take(self, x: Tensor, router: Router, forward_pass: ForwardPass) -> tuple[Tensor, Rows | None]:
-        """Return the block's tokens, and the rows that the block before handed on, or None.
-
-        Args:
-            x: The block's input: all tokens (B, N, D), or rows (B, K, D).
-            router: The block's router.
-            forward_pass: The pass that the block runs in.
-        """
+        """Return the block's input, and the rows if it is those that the previous block passed on; else None."""
         held: Rows | None = forward_pass.held
         if held is None or held.serves(router):
             return x, held
@@ -140,7 +128,7 @@ class RoutedState(BlockState):
         return held.leave(x), None
 
     def leave_rows(self, y: Tensor, rows: Rows, router: Router, forward_pass: ForwardPass) -> Tensor:
-        """Leave the block; return all tokens after it (B, N, D), or its rows where the next block takes them."""
+        """Leave the block; return all tokens after it (B, N, D), or its rows if the next block takes them."""
         hands_on = self.hands_on and forward_pass.holds_rows and rows.shrinks
         if hands_on and rows.router is None:
             rows.router = router
@@ -150,7 +138,7 @@ class RoutedState(BlockState):
         return y
 
     def shared(self, forward_pass: ForwardPass | None, training: bool) -> SharedScore | None:
-        """Return the scores that the block's span shares in a forward pass, where they were computed."""
+        """Return the shared scores of the block's span, if they were computed."""
         if forward_pass is None or self.span is None or (self.training_only and not training):
             return None
         return forward_pass.scores.get(self.span)
@@ -158,19 +146,14 @@ class RoutedState(BlockState):
     def decide(
         self, router: Router, x_BND: Tensor, tokens: TokenMarks | TokenGroups, forward_pass: ForwardPass, training: bool
     ) -> Routing:
-        """Let the router decide; blocks of a span that read the same scores by the same rule decide once.
+        """Return the decision on all tokens (B, N, D), or on the rows that the previous block passed on.
 
-        Args:
-            router: The block's router.
-            x_BND: What is scored: all tokens (B, N, D), or the rows that the block before has handed on.
-            tokens: What the router must know of the tokens.
-            forward_pass: The pass that the block runs in.
-            training: Whether the block trains.
+        Blocks of a span that read the same scores by the same rule decide once.
         """
         shared, held, device = self.shared(forward_pass, training), forward_pass.held, x_BND.device
         joins = router.config.joins
-        # Compilers find equal calls by themselves, and would guard on which tensor came before. Whom a token joins
-        # depends on the block that decides.
+        # Compilers merge equal calls themselves, and would guard on the identity of tensors. Whom a token joins depends
+        # on the block that decides.
         reuses = router.config.router.shared and (joins or not torch.compiler.is_compiling())
         routing: Routing | None = None
         if held is not None and not joins:
@@ -180,7 +163,7 @@ class RoutedState(BlockState):
         if routing is None:
             earlier = shared.latest if shared is not None and reuses and joins else None
             if earlier is not None and earlier.joined.slot_BN is not None:
-                # Scores that are shared do not learn, and a segment that runs again decides nothing.
+                # Shared scores do not learn, and a recomputed segment decides nothing.
                 with torch.no_grad():
                     earlier = earlier.to(device)
                     rows_BKD = enter_rows(x_BND, earlier) if held is None else x_BND
@@ -194,7 +177,7 @@ class RoutedState(BlockState):
         return routing
 
     def record(self, router: Router, routing: Routing, training: bool) -> Routing:
-        """Record a decision for losses in training and for traces; return it with the block's own weights."""
+        """Record a decision for losses and traces; return it with the block's weights."""
         slots = router.rule.partial
         if slots is not None:
             # Blocks share the choice; each weighs its last slots by its own capacity.
@@ -206,37 +189,23 @@ class RoutedState(BlockState):
 
 
 class ConvertedBlock(nn.Module):
-    """Mixin of a block whose class was changed.
-
-    Attributes:
-        mod_state: Plain state, kept out of the module's registries.
-    """
+    """Mixin of a block whose class was changed; `mod_state` is its plain state."""
 
     mod_state: Any
 
     def run_host(self, z: Tensor, **arguments: Any) -> Tensor:
-        """Return tokens (B, K, D) after the host's forward."""
+        """Return tokens after the host's forward."""
         y: Tensor = super().forward(z, **arguments)
         return y
 
     def observe(
         self, run: Callable[[], Tensor], valid_BN: Tensor | None, average: str, forward_pass: ForwardPass | None
     ) -> Tensor:
-        """Return what `run` does, and share the attention that each token received in it.
-
-        Args:
-            run: Runs the host's attention on all tokens.
-            valid_BN: False where one is padding (B, N); None where none is.
-            average: See `mmod.config.WithImportance`.
-            forward_pass: The pass that the block runs in.
-
-        Raises:
-            RuntimeError: The host calls no attention that can be read.
-        """
+        """Run the host's attention on all tokens, and share the importance that it gives them."""
         span = self.mod_state.span
         assert forward_pass is not None
         assert span is not None
-        # Compilers lose what `with ... as` binds.
+        # Compilers lose the name that `with ... as` binds.
         captured = capture_importance(valid_BN, average)
         with captured:
             y = run()
@@ -249,7 +218,7 @@ class ConvertedBlock(nn.Module):
         return y
 
     def as_node(self, x: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the block as one node of the graph that torch.fx traces: decisions are no symbolic values."""
+        """Return the block as one node of torch.fx's graph, because decisions depend on values."""
         return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *args), dict(kwargs))
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -261,11 +230,10 @@ class ConvertedBlock(nn.Module):
 
 
 class RoutedBlock(Deciding, ConvertedBlock):
-    """Mixin that runs a host block on the tokens its router keeps; all others pass by unchanged.
+    """Mixin that runs a host block on the tokens that its router keeps; other tokens do not change.
 
     Attributes:
-        router: Decides which tokens run; the only module added to the host.
-        mod_state: Plain state, see `RoutedState`.
+        router: Decides which tokens run; the only module added to the host's.
     """
 
     router: Router
@@ -273,41 +241,41 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
     @staticmethod
     def choose_way(call: BlockCall, config: RoutingConfig) -> Way:
-        """Return how a block runs that is routed by a config."""
+        """Return how a block with this config runs."""
         if config.merges_inside:
             return TwoHalves(call, config)
         if config.operator != "block":
             return OneBranch(call, config)
-        return KeptAlone(call, config) if config.context == "kept" else AmongAll(call, config)
+        return KeptRows(call, config)
 
     @property
     def cost_follows_data(self) -> bool:
-        """Whether it is routed by threshold."""
+        """Whether the router selects by threshold."""
         return self.router.config.select != "topk"
 
     def assume_kept(self, share: float) -> float:
-        """Choose a share of the tokens by top-k; return the share where whole images, or no tokens, are kept."""
+        """Keep a share of the tokens by top-k; return the share for whole images, or 0 for no tokens."""
         router, select = self.router, self.router.config.select
         if isinstance(select, Threshold) and select.max_tokens is not None:
-            # So many slots run, whatever fills them.
+            # This number of slots runs, filled or empty.
             return 1.0
         if router.config.router.whole:
-            # Training runs all tokens at such a gate.
+            # In training, all tokens run with a step gate.
             router.config = router.config.replace(gate="step")
             router.train()
             return share
         router.config = router.config.replace(select="topk")
-        # A share is a count over N in most traces; the nearest simple fraction gives that count back exactly.
+        # Most shares are a count over N: the nearest simple fraction restores that count exactly.
         router.capacity = Fraction(share).limit_denominator(10_000)
         return 1.0 if share else 0.0
 
     def missed(self, flops: Mapping[str, int], name: str) -> int:
-        """Return the FLOPs of the block without its router, or of the branch that skipped images miss."""
+        """Return the FLOPs of the block without its router, or of the routed branch."""
         branch = self.mod_state.call.operators.get(str(self.router.config.operator))
         return flops[name] - flops[f"{name}.router"] if branch is None else flops[f"{name}.{branch}"]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Route tokens (B, N, D): decide, enter the kept rows, run the host's block on them, leave.
+        """Route tokens (B, N, D): decide, gather the kept rows, run the host's block on them, write them back.
 
         Source: Raposo et al., arXiv 2404.02258 (MoD), equation 1.
         """
@@ -337,13 +305,13 @@ class RoutedBlock(Deciding, ConvertedBlock):
         return rows.leave(y) if forward_pass is None else state.leave_rows(y, rows, router, forward_pass)
 
     def enter(self, x: Tensor, arguments: Mapping[str, Any]) -> ForwardPass | None:
-        """Return the forward pass that a block runs in which shares something, or None where it does not now."""
+        """Return the forward pass of a block that shares something, or None if it shares nothing in this call."""
         return self.mod_state.enter(x, self.training)
 
     def attend(
         self, x: Tensor, arguments: Mapping[str, Any], forward_pass: ForwardPass | None, held: Rows | None
     ) -> Tensor:
-        """Return the tokens, or the rows that were handed on, after attention, which a block runs before it decides."""
+        """Return tokens, or rows that were passed on, after the attention that runs before the decision."""
         state, call, rows, z = self.mod_state, self.mod_state.call, held, x
         if rows is None:
             shared = state.shared(forward_pass, training=True)
@@ -364,16 +332,12 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
 
 class ImportanceBlock(ConvertedBlock):
-    """Mixin that shares the importance of a dense host block's attention with the routed blocks after it.
-
-    Attributes:
-        mod_state: Plain state, see `ImportanceState`.
-    """
+    """Mixin that shares the importance in a dense block's attention with the routed blocks after it."""
 
     mod_state: ImportanceState
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the host block on tokens (B, N, D) and share the attention each of them received in it."""
+        """Run the host's block on tokens (B, N, D) and share their importance."""
         if isinstance(x, fx.Proxy):
             return self.as_node(x, args, kwargs)
         state = self.mod_state

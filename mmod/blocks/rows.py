@@ -1,4 +1,4 @@
-"""The rows that a routed block computes, the ways in and out of them, and what of the host runs on them.
+"""The rows that a routed block computes: how they are gathered, run and written back.
 
 Axes: B images, N tokens, K slots per image, T packed rows, D channels.
 """
@@ -31,16 +31,16 @@ from mmod.routing import Router, Routing
 
 
 class FusedNorm(nn.Module):
-    """Mixin of a block's first norm that returns rows which were normalised while they were gathered.
+    """Mixin of a block's first norm, for rows that were normalised in the kernel that gathered them.
 
     Attributes:
-        mod_state: Knows the rows of the running block.
+        mod_state: Finds the rows of the running block.
     """
 
     mod_state: PassTracker
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of rows (B, K, D), precomputed if they are the gathered ones."""
+        """Return the norm of rows (B, K, D)."""
         running = self.mod_state.running
         if running.normed is None or running.normed[0] is not x:
             return super().forward(x)
@@ -49,15 +49,11 @@ class FusedNorm(nn.Module):
 
 
 def enter_rows(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None) -> Tensor:
-    """Return the rows of a decision: kept tokens, means of merged tokens, or all tokens of kept images.
+    """Return the rows of a decision: kept tokens or means of merged ones (B, K, D), or kept images (S, N, D).
 
     Args:
         x_BND: All tokens (B, N, D).
-        routing: The decision.
-        norm: The block's first norm, computed with the gather if it is a `FusedNorm` and a kernel can do it.
-
-    Returns:
-        The rows (B, K, D), or those of whole images (S, N, D).
+        norm: The block's first norm, computed in the gather's kernel if it is a `FusedNorm` and there is one.
     """
     kept, (slot_BN, size_BK, all_join) = routing.kept, routing.joined
     if kept.image_S is not None:
@@ -75,8 +71,7 @@ def enter_rows(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None) -
 
 
 def _fuses(x_BND: Tensor) -> bool:
-    # Under autocast a norm computes and returns fp32; the op keeps the type of its rows. Torch has no answer for meta,
-    # where nothing is computed.
+    # Under autocast a norm returns fp32, the op the dtype of its rows. `is_autocast_enabled` raises for meta.
     device = x_BND.device.type
     if device == "meta" or torch.is_autocast_enabled(device):
         return False
@@ -84,16 +79,9 @@ def _fuses(x_BND: Tensor) -> bool:
 
 
 def leave_rows(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tensor:
-    """Write the gated update of the rows back to all tokens.
+    """Return all tokens (B, N, D) with the gated update from rows z to rows y.
 
-    Args:
-        x_BND: All tokens before the block (B, N, D).
-        z_BKD: The rows before the block, from `enter_rows`.
-        y_BKD: The rows after the block.
-        routing: The decision.
-
-    Returns:
-        All tokens after the block (B, N, D). `enter_rows` of them returns the gated rows, up to rounding.
+    `enter_rows` of the result returns the gated rows, up to rounding.
     """
     kept, joined, (gate_BK, skipped_BN) = routing.kept, routing.joined, routing.weights
     y_BKD = y_BKD.to(x_BND.dtype)
@@ -109,24 +97,24 @@ def leave_rows(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) ->
 
 
 def reweigh(x_BND: Tensor, weight_BN: Tensor | None) -> Tensor:
-    """Return the tokens times the weight of skipped ones, as in p-MoD; None leaves them unchanged."""
+    """Return tokens times the weights of skipped ones, as in p-MoD; None leaves them unchanged."""
     return x_BND if weight_BN is None else x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
 
 
 class Rows:
-    """The rows that blocks run on in place of all tokens.
+    """The rows that blocks run on instead of all tokens.
 
-    Blocks of a span hand one object on: each enters the rows of its decision, and the last block leaves all of them.
+    Blocks of a span pass on one object: each enters the rows of its decision, and the last block leaves all of them.
 
     Args:
         x_BND: All tokens before the first block.
         norm: The first norm of the first block, see `enter_rows`.
-        weighs: The gate weighs what is written back; False where it weighs branches inside the block.
+        weighs: The gate weighs what is written back; False if it weighs branches inside the block.
 
     Attributes:
         routing: The last decision.
-        router: The router of the first block, where blocks hand the rows on.
-        packing: Where packed rows come from; None where rows are not packed.
+        router: The router of the first block, if blocks pass on the rows.
+        packing: Sources of packed rows; None for padded ones.
     """
 
     routing: Routing
@@ -141,26 +129,21 @@ class Rows:
 
     @property
     def slots(self) -> int:
-        """Rows of an image."""
+        """Number of rows per image."""
         return self.routing.kept.index_BK.shape[1]
 
     @property
     def shrinks(self) -> bool:
-        """Whether there are fewer rows than tokens, and none is empty."""
+        """Whether there are fewer rows than tokens, and no empty ones."""
         return self.routing.kept.valid_BK is None and self.slots < self.x_BND.shape[1]
 
     def serves(self, router: Router) -> bool:
-        """Return whether a block can choose among the rows, or keeps all of them."""
+        """Return whether a block can select among the rows, or keeps all of them."""
         assert self.router is not None
         return router.config.joins or router.capacity == self.router.capacity
 
     def enter(self, rows_BND: Tensor, routing: Routing) -> Tensor:
-        """Return the rows of a decision.
-
-        Args:
-            rows_BND: All tokens, or the rows of the decision before.
-            routing: The decision about all tokens.
-        """
+        """Return the rows of a decision about all tokens, from these or from the rows of the previous decision."""
         if not self._steps:
             among, z_BKD = routing, enter_rows(rows_BND, routing, self.norm)
         elif self.routing is routing:
@@ -177,14 +160,14 @@ class Rows:
         return z_BKD
 
     def leave(self, y_BKD: Tensor) -> Tensor:
-        """Return all tokens (B, N, D) after the last block, from its rows (B, K, D)."""
+        """Return all tokens after the last block, from its rows."""
         for x_BND, z_BKD, routing in reversed(self._steps):
             y_BKD = leave_rows(x_BND, z_BKD, y_BKD, routing)
         return y_BKD
 
 
 def _among(routing: Routing, earlier: Routing) -> Routing:
-    """Return a decision about all tokens as one about the rows of the decision before."""
+    """Return a decision about all tokens as one about the rows of the previous decision."""
     assert earlier.joined.slot_BN is not None
     assert routing.joined.slot_BN is not None
     kept = routing.kept._replace(index_BK=earlier.joined.slot_BN.gather(1, routing.kept.index_BK), inverse_BN=None)
@@ -193,12 +176,12 @@ def _among(routing: Routing, earlier: Routing) -> Routing:
 
 
 def without_gate(routing: Routing) -> Routing:
-    """Return a decision whose gate is applied elsewhere."""
+    """Return a decision without its gate, which is applied elsewhere."""
     return routing._replace(weights=routing.weights._replace(gate_BK=None))
 
 
 class AllTokens(Rows):
-    """All tokens in their own order, where nothing has to be gathered."""
+    """All tokens in order, so nothing is gathered."""
 
     def enter(self, rows_BND: Tensor, routing: Routing) -> Tensor:
         """Return the tokens."""
@@ -206,7 +189,7 @@ class AllTokens(Rows):
         return rows_BND
 
     def leave(self, y_BKD: Tensor) -> Tensor:
-        """Return the tokens after the block, whose update needs no write-back."""
+        """Return the tokens after the block."""
         return y_BKD
 
 
@@ -214,7 +197,7 @@ class PackedRows(Rows):
     """Kept tokens of all images as one sequence (1, T, D) without padding."""
 
     def enter(self, rows_BND: Tensor, routing: Routing) -> Tensor:
-        """Return the packed rows (1, T, D) of a decision with a known total of valid slots."""
+        """Return the packed rows of a decision whose total of valid slots is known."""
         index_BK, valid_BK, total, *_ = routing.kept
         assert valid_BK is not None
         assert total is not None
@@ -225,13 +208,13 @@ class PackedRows(Rows):
 
     @property
     def gate_1T(self) -> Tensor | None:
-        """Gate of each packed row (1, T); None where it is 1."""
+        """Gates of the packed rows (1, T); None for 1."""
         assert self.packing is not None
         gate_BK = self.routing.weights.gate_BK
         return None if gate_BK is None else gate_BK.flatten()[self.packing.slot_T].unsqueeze(0)
 
     def leave(self, y_BKD: Tensor) -> Tensor:
-        """Return all tokens (B, N, D) after the block, from its packed rows (1, T, D)."""
+        """Return all tokens after the block, from its packed rows."""
         assert self.packing is not None
         gate_1T = self.gate_1T if self.weighs else None
         new_TD = lerp_rows(self._z_TD, y_BKD.squeeze(0), None if gate_1T is None else gate_1T.squeeze(0))
@@ -243,15 +226,11 @@ Host = Callable[..., Tensor]
 
 
 class Way:
-    """How a routed block runs.
-
-    Args:
-        call: How the host library calls the block.
-        config: How the block is routed.
+    """How a routed block runs, chosen once from its config.
 
     Attributes:
         two_halves: The block decides between its attention and its MLP.
-        scored_norm: Returns the norm whose output is scored, from the block; None scores the block's input.
+        scored_norm: From the block to the norm whose output is scored; None scores the block's input.
     """
 
     two_halves = False
@@ -260,6 +239,7 @@ class Way:
     def __init__(self, call: BlockCall, config: RoutingConfig) -> None:
         self.call: Any = call
         self.operator = str(config.operator)
+        self.among_all = config.context == "all"
 
     def rows(self, block: Any, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
         """Return the rows that the block runs on, not yet entered."""
@@ -269,23 +249,22 @@ class Way:
         """Return the rows after the block.
 
         Args:
-            block: The block.
-            host: Its host's forward.
-            z: The rows, as `rows.enter` returned them.
+            host: The forward of the block's host class.
+            z: The rows that `rows.enter` returned.
             arguments: The block's arguments for all tokens.
-            rows: The rows that were entered.
         """
         raise NotImplementedError
 
 
-class KeptAlone(Way):
-    """The block runs on the kept tokens, which attend to each other."""
+class KeptRows(Way):
+    """The block runs on the kept tokens, which attend to each other or to all tokens."""
 
     def rows(self, block: Any, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
-        """Return packed rows where images keep different numbers and the host can run them, else padded ones."""
-        if routing.kept.valid_BK is not None and routing.kept.total and self.call.can_pack(block, arguments):
+        """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
+        kept, call = routing.kept, self.call
+        if kept.valid_BK is not None and kept.total and not self.among_all and call.can_pack(block, arguments):
             return PackedRows(x)
-        return Rows(x, getattr(block, self.call.fused_norm) if self.call.fused_norm else None)
+        return Rows(x, getattr(block, call.fused_norm) if call.fused_norm else None)
 
     def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return the rows after the host's block."""
@@ -294,17 +273,16 @@ class KeptAlone(Way):
             return run_packed(host, z, self.call.pack(arguments, rows.x_BND, routing, rows.packing), rows)
         if not routing.kept.index_BK.shape[1]:
             return z
+        if self.among_all:
+            y: Tensor = self.call.attend_to_all(block, host, arguments, rows.x_BND, z, routing)
+            return y
         if arguments or routing.kept.valid_BK is not None or routing.joined.size_BK is not None:
             arguments = self.call.select_tokens(arguments, rows.x_BND, routing)
         return host(z, **arguments)
 
 
 def run_packed(host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-    """Return packed rows (1, T, D) after the host's block, in which each image attends to itself alone.
-
-    Raises:
-        RuntimeError: The block called no fused attention, so images would have attended to each other.
-    """
+    """Return packed rows (1, T, D) after the host's block, in which each image attends to itself only."""
     assert rows.packing is not None
     attention = attend_within(rows.packing)
     with attention:
@@ -314,28 +292,13 @@ def run_packed(host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) 
     return y
 
 
-class AmongAll(Way):
-    """The block runs on the kept tokens, which attend to all tokens."""
-
-    def rows(self, block: Any, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
-        """Return the kept tokens."""
-        return Rows(x, getattr(block, self.call.fused_norm) if self.call.fused_norm else None)
-
-    def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return the rows after the host's block."""
-        if not rows.slots:
-            return z
-        y: Tensor = self.call.attend_to_all(block, host, arguments, rows.x_BND, z, rows.routing)
-        return y
-
-
 class TwoHalves(Way):
-    """Attention runs on the rows of the decision before; then the block decides, and its MLP runs on fewer rows."""
+    """Attention runs on the rows of the previous decision; then the block decides, and its MLP runs on fewer rows."""
 
     two_halves = True
 
     def rows(self, block: Any, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
-        """Return the kept tokens, or the means of merged ones."""
+        """Return the means of merged tokens."""
         return Rows(x)
 
     def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:

@@ -1,4 +1,4 @@
-"""When blocks of a span may hand rows on, so that only the first of them enters and only the last leaves."""
+"""When blocks of a span may pass on rows, so that only the first gathers and only the last scatters."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from mmod.blocks.hook import ModelHook
 
 
 class SpanHook(ModelHook):
-    """Ends each forward pass of a stack, and lets its blocks hand on rows where nobody can look between them.
+    """Ends each forward pass of a stack, and lets its blocks pass on rows if nothing reads the tokens between them.
 
-    That is so in a call of the module that holds the blocks, without gradients, as long as the host library's own
-    code runs the very blocks that were routed, one after another, and calls nothing but their forward. Whatever else
-    runs the blocks (a subclass with a forward of its own, `forward_intermediates`, a graph of extracted features, a
-    loop of the user's) gets all tokens from each of them.
+    This holds without gradients, in a call of the module that holds the blocks, if the host library's code runs exactly
+    the routed blocks in sequence, without hooks. Any other caller (a subclass with another forward,
+    `forward_intermediates`, extracted features, a user's loop) gets all tokens from each block.
 
     Args:
-        tracker: That of the stack.
+        tracker: The stack's tracker.
         name: Name of the list of blocks in the module.
-        blocks: The blocks.
-        host: Package whose code may run blocks that hand on rows; empty where none may.
+        host: Package whose code may run blocks that pass on rows; empty for none.
     """
 
     def __init__(self, tracker: PassTracker, name: str, blocks: Sequence[nn.Module], host: str) -> None:
@@ -34,7 +32,7 @@ class SpanHook(ModelHook):
         self.host = host
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take note of the call."""
+        """Decide whether blocks pass on rows in this call."""
         holds_rows = bool(self.host) and not torch.is_grad_enabled() and self._runs(module) and not self._is_watched()
         self.tracker.running.next_holds_rows = holds_rows
 
@@ -43,7 +41,7 @@ class SpanHook(ModelHook):
         self.tracker.leave(None)
 
     def _runs(self, module: nn.Module) -> bool:
-        """Return whether the host's code runs the blocks that were routed, in their order."""
+        """Return whether the host's code runs the routed blocks in order."""
         if not all(_runs_code_of(self.host, module, name) for name in _RUNNING if hasattr(type(module), name)):
             return False
         blocks: Any = module.get_submodule(self.name)
@@ -52,7 +50,7 @@ class SpanHook(ModelHook):
         return len(blocks) == len(self.blocks) and all(a is b for a, b in zip(blocks, self.blocks))
 
     def _is_watched(self) -> bool:
-        """Return whether a hook, or a forward put in the place of a block's, sees what passes between blocks."""
+        """Return whether a hook or a replaced forward reads the tokens between blocks."""
         hooks = torch.nn.modules.module
         if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
             return True
@@ -69,11 +67,9 @@ _RUNNING = ("forward", "forward_features")
 
 
 def _runs_code_of(package: str, module: nn.Module, name: str) -> bool:
-    """Return whether a module's function is written in a package, not put in its place by a subclass or on the module.
-
-    A decorator copies the name of the function's module, but not its globals.
-    """
+    """Return whether a module's method is a package's code, not replaced by a subclass or on the instance."""
     if name in vars(module):
         return False
+    # A decorator copies `__module__`, but not the globals.
     code = getattr(type(module), name)
     return getattr(code, "__globals__", {}).get("__name__", "").partition(".")[0] == package

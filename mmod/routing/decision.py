@@ -1,4 +1,4 @@
-"""Values that routers take and return: which tokens may be skipped, and which are kept.
+"""Values that routers take and return: which tokens may be skipped, which are kept, and how they are weighed.
 
 Axes: B images or samples, N tokens, K kept slots per image or sample.
 """
@@ -17,55 +17,55 @@ PADDING, KEPT = -1, 0
 
 
 class TokenMarks(NamedTuple):
-    """What a router must know of the tokens of images or captions.
+    """Which tokens of images or captions are padding, and which are always kept.
 
     Args:
-        valid_BN: False where a token is padding (B, N); None where none is.
-        protect_BN: True where a token is always kept (B, N), as many in each image as the router's prefix at most; None
-            where those are the leading ones.
+        valid_BN: False at padding (B, N); None without padding.
+        protect_BN: True at tokens that are always kept (B, N), at most the router's prefix per image; None for the
+            leading ones.
     """
 
     valid_BN: Tensor | None = None
     protect_BN: Tensor | None = None
 
     def protected(self, score_BN: Tensor, prefix: int) -> Tensor:
-        """Return where a token is always kept, for tokens with these scores (B, N) and a router's prefix."""
+        """Return which tokens are always kept (B, N), for a router's prefix."""
         if self.protect_BN is not None:
             return self.protect_BN
         return (torch.arange(score_BN.shape[1], device=score_BN.device) < prefix).expand_as(score_BN)
 
     def free(self, score_BN: Tensor, prefix: int) -> Tensor:
-        """Return where a token may be skipped: it is neither padding nor protected."""
+        """Return which tokens may be skipped (B, N): neither padding nor protected ones."""
         free_BN = ~self.protected(score_BN, prefix)
         return free_BN if self.valid_BN is None else free_BN & self.valid_BN
 
     def gated(self, score_BN: Tensor, prefix: int) -> Tensor:
-        """Return where the gate weighs a kept token's update: where it may be skipped."""
+        """Return at which kept tokens the gate weighs the update (B, N)."""
         return self.free(score_BN, prefix)
 
     @property
     def counted_BN(self) -> Tensor | None:
-        """True where a token counts towards a capacity (B, N); None where all do."""
+        """True at tokens that count towards a capacity (B, N); None for all."""
         return self.valid_BN
 
 
 class TokenGroups(NamedTuple):
-    """Which tokens of a batch may be skipped, for all routed layers of a forward pass.
+    """Which tokens of texts may be skipped, for all routed layers of a forward pass.
 
-    Counts stand beside the tensors as plain numbers, so that no layer waits for the device to learn its shapes.
+    Counts are plain numbers, so that no layer synchronises with the device to know its shapes.
 
     Args:
-        group_BN: -1 for padding, 0 for tokens that are always kept, and the number of the group, from 1 on, for
-            tokens that may be skipped; the top-k is taken within each group (B, N).
+        group_BN: -1 for padding, 0 for tokens that are always kept, and from 1 on the group of tokens that may be
+            skipped (B, N); top-k is taken within each group.
         gated_BN: True where the gate weighs a kept token's update (B, N).
-        limit_BN: Upper bound on the ascending sort key (B, N): -inf where a token is always kept, inf where it may be
-            skipped, NaN where it is padding.
-        sizes: For each sample the sizes of its groups.
-        always: For each sample the number of tokens that are always kept.
+        limit_BN: Upper bound on the ascending sort key (B, N): -inf at tokens that are always kept, inf at those that
+            may be skipped, NaN at padding.
+        sizes: Sizes of the groups of every sample.
+        always: Number of tokens that are always kept, per sample.
         strict: A capacity that keeps no token of a group is an error.
-        alone: Every sample has one token, and a slot for it whether it is kept or not.
-        causal: A token attends to all valid ones up to itself and to no other, whatever mask says so.
-        importance: Returns the importance (B, N) that was computed elsewhere than in the layers; None where none was.
+        alone: Every sample has one token, and a slot for it, kept or not.
+        causal: Attention is causal over the valid tokens, whatever the mask.
+        importance: Returns importance (B, N) from outside the layers; None without.
     """
 
     group_BN: Tensor
@@ -80,7 +80,7 @@ class TokenGroups(NamedTuple):
 
     @property
     def valid_BN(self) -> Tensor | None:
-        """False where a token is padding (B, N); None where none is."""
+        """False at padding (B, N); None without padding."""
         padded = sum(map(sum, self.sizes)) + sum(self.always) < self.group_BN.numel()
         return self.group_BN > PADDING if padded else None
 
@@ -91,20 +91,20 @@ class TokenGroups(NamedTuple):
 
     @property
     def free_BN(self) -> Tensor:
-        """True where a token may be skipped (B, N)."""
+        """True at tokens that may be skipped (B, N)."""
         return self.group_BN > KEPT
 
     @property
     def counted_BN(self) -> Tensor:
-        """True where a token counts towards a capacity (B, N)."""
+        """True at tokens that count towards a capacity (B, N)."""
         return self.gated_BN
 
     def free(self, score_BN: Tensor, prefix: int) -> Tensor:
-        """Return where a token may be skipped (B, N)."""
+        """Return which tokens may be skipped (B, N)."""
         return self.free_BN
 
     def gated(self, score_BN: Tensor, prefix: int) -> Tensor:
-        """Return where the gate weighs a kept token's update (B, N)."""
+        """Return at which kept tokens the gate weighs the update (B, N)."""
         return self.gated_BN
 
 
@@ -113,12 +113,11 @@ class Kept(NamedTuple):
 
     Args:
         index_BK: Kept tokens, ascending among the valid slots (B, K).
-        valid_BK: False where a slot is empty (B, K); None where every slot is filled.
-        total: Number of valid slots in the batch where the host knows it, else None.
-        inverse_BN: Slot of each token, -1 for none (B, N), where the selection computed it, else None.
-        idle_BK: True where a skipped token fills a slot at gate 0, so that the router learns from it (B, K); None where
-            none does.
-        image_S: Images that run, where images are kept or skipped as a whole, else None.
+        valid_BK: False at empty slots (B, K); None if all are filled.
+        total: Number of valid slots in the batch if known without a synchronisation, else None.
+        inverse_BN: Slot of each token, -1 for none (B, N), if the selection computed it, else None.
+        idle_BK: True at slots of skipped tokens, which run at gate 0 so that the router learns (B, K); None for none.
+        image_S: The kept images, if images are kept or skipped as a whole, else None.
     """
 
     index_BK: Tensor
@@ -129,7 +128,7 @@ class Kept(NamedTuple):
     image_S: Tensor | None = None
 
     def among(self, tokens: int) -> Tensor:
-        """Return where one of N tokens is kept (B, N)."""
+        """Return which of N tokens are kept (B, N)."""
         valid_BK = torch.ones_like(self.index_BK, dtype=torch.bool) if self.valid_BK is None else self.valid_BK
         if self.idle_BK is not None:
             valid_BK = valid_BK & ~self.idle_BK
@@ -141,8 +140,8 @@ class Weights(NamedTuple):
     """How updates and states are weighed.
 
     Args:
-        gate_BK: Weight of the block's update for each slot (B, K), or None where it is 1.
-        skipped_BN: Weight of a skipped token's state (B, N), or None where it is 1.
+        gate_BK: Weights of the block's updates (B, K); None for 1.
+        skipped_BN: Weights of skipped tokens' states (B, N); None for 1.
     """
 
     gate_BK: Tensor | None = None
@@ -153,10 +152,9 @@ class Joined(NamedTuple):
     """Which kept tokens the skipped ones join.
 
     Args:
-        slot_BN: Slot of the kept token whose update a token receives, its own where it is kept, -1 where it passes by
-            (B, N); None where all skipped tokens pass by.
-        size_BK: Number of tokens averaged into each slot (B, K), or None where each slot holds its own token.
-        all: No token passes by, as far as shapes tell.
+        slot_BN: Slot whose update a token receives, -1 for none (B, N); None if only kept tokens receive one.
+        size_BK: Number of tokens averaged into each slot (B, K); None if every slot holds one token.
+        all: Every token receives an update, as far as shapes tell.
     """
 
     slot_BN: Tensor | None = None
@@ -170,8 +168,8 @@ class Evidence(NamedTuple):
     Args:
         score_BN: Raw scores, fp32 (B, N).
         tokens: Which tokens are padding, and which may be skipped.
-        importance_BN: Importance of the tokens where it was computed, else None.
-        predicted_BN: Logits of the network that predicts what is kept, where there is one.
+        importance_BN: Importance of the tokens, if computed.
+        predicted_BN: Logits of the network that predicts the kept tokens, if there is one (B, N).
     """
 
     score_BN: Tensor
@@ -181,19 +179,12 @@ class Evidence(NamedTuple):
 
     @property
     def logit_BN(self) -> Tensor:
-        """What says of a token alone whether it is kept: the prediction, or else the score (B, N)."""
+        """Logits that decide about a token alone: predicted ones, or else the scores (B, N)."""
         return self.score_BN if self.predicted_BN is None else self.predicted_BN
 
 
 class Routing(NamedTuple):
-    """One block's decision for a batch: made once by its router, then only applied.
-
-    Args:
-        kept: Which tokens run.
-        evidence: What was known of the tokens.
-        weights: How updates and states are weighed.
-        joined: Which kept tokens the skipped ones join.
-    """
+    """A block's decision for a batch, made by its router."""
 
     kept: Kept
     evidence: Evidence
@@ -207,7 +198,7 @@ class Routing(NamedTuple):
 
     @property
     def keep_BN(self) -> Tensor:
-        """True where a token is kept (B, N)."""
+        """True at kept tokens (B, N)."""
         return self.kept.among(self.evidence.score_BN.shape[1])
 
     def to(self, device: torch.device) -> Routing:

@@ -18,16 +18,11 @@ from mmod.routing.router import Router
 
 
 class _Linear(nn.Linear):
-    """A linear layer that keeps its precision when a model is quantized: bitsandbytes replaces `nn.Linear` itself."""
+    """A linear layer that bitsandbytes does not quantize, because it replaces only `nn.Linear` itself."""
 
 
 class Predictor(nn.Module):
     """Predict from a token alone whether it will be kept; the token receives no gradient.
-
-    Args:
-        dim: Channels D of a token.
-        device: Where parameters are created.
-        dtype: Type of the parameters.
 
     Source: Raposo et al., arXiv 2404.02258, section 3.5 (a small network with a stopped gradient).
 
@@ -51,11 +46,9 @@ class Predictor(nn.Module):
 
 
 class DecoderRouter(Router):
-    """A router that chooses within groups of tokens, as decoder layers need it.
+    """A router of decoder layers, which selects within groups of tokens.
 
-    Args:
-        config: How to score, select and gate.
-        options: As for `Router`; capacity is the share kept of the tokens that may be skipped.
+    Its capacity is the share kept of the tokens that may be skipped.
 
     Example:
         >>> from mmod.routing import assign_groups
@@ -74,7 +67,7 @@ class DecoderRouter(Router):
 
     @property
     def always_keeps(self) -> bool:
-        """Whether some token runs at any capacity, as text does where image tokens may be skipped."""
+        """Whether some token runs at any capacity, as text does if only image tokens may be skipped."""
         return self.config.language.tokens != "all"
 
     def forward(
@@ -88,7 +81,7 @@ class DecoderRouter(Router):
         wanted = self.config.wants_importance(self.training)
         if importance_BN is None and isinstance(tokens, TokenGroups):
             if not tokens.skips and (wanted or self.config.router.shared):
-                # With nothing to choose among, no importance was computed: any scores will do.
+                # Without a choice no importance was computed, and scores have no effect.
                 importance_BN = x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
             elif wanted and tokens.importance is not None:
                 importance_BN = tokens.importance().to(x_BND.device)
@@ -98,7 +91,7 @@ class DecoderRouter(Router):
         free_BN = tokens.free_BN
         score_BN = super()._score(x_BND, importance_BN, TokenMarks(free_BN))
         if self.config.router.positional and score_BN is not importance_BN:
-            # By rank among the tokens that may be skipped, so that neither padding nor text moves the draw.
+            # By rank among the tokens that may be skipped, so that padding and text do not change the draw.
             score_BN = score_BN.gather(1, (free_BN.cumsum(1) - 1).clamp(min=0))
         return score_BN
 
@@ -118,7 +111,7 @@ class DecoderRouter(Router):
         return Routing(Kept(index_BK, valid_BK, total), evidence, Weights(gate_BK, skipped_BN))
 
     def _run_all_of(self, score_BN: Tensor, threshold: float, tokens: TokenGroups) -> Routing:
-        """Let all tokens run, those that are skipped at a weight of 0, so that the score learns from them too."""
+        """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""
         free_BN, there_BN = tokens.free_BN, tokens.group_BN >= KEPT
         gate_BN = torch.where(free_BN, step_gate(self.config.router.squashed(score_BN, free_BN), threshold), 1.0)
         index_BK, valid_BK, total = slots_of(there_BN, there_BN.sum(1).tolist())

@@ -1,4 +1,4 @@
-"""What the router asks of a score that puts tokens into groups."""
+"""The interface of scores that group tokens."""
 
 from __future__ import annotations
 
@@ -9,24 +9,12 @@ from torch import Tensor, nn
 
 
 class Grouping(nn.Module):
-    """A module that scores tokens in groups: tokens that are not kept join the first of their group.
-
-    The first tokens of all groups must have the best scores, so that they are kept.
-    """
+    """A score whose skipped tokens join the first token of their group, which must score best so that it is kept."""
 
     @abstractmethod
     def groups(self, tokens: int) -> int:
-        """Return the number of groups, a token that is always kept counted as one.
-
-        Args:
-            tokens: N.
-        """
+        """Return the number of groups of N tokens; every token that is always kept is one."""
 
     @abstractmethod
     def first(self, tokens: int, device: torch.device) -> Tensor:
-        """Return the first token of each token's group (N,).
-
-        Args:
-            tokens: N.
-            device: Where.
-        """
+        """Return the first token of each token's group (N)."""

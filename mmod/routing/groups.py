@@ -24,20 +24,16 @@ def assign_groups(
     segment_BN: Tensor | None = None,
     first_BN: Tensor | None = None,
 ) -> TokenGroups:
-    """Assign every token to its group; waits for the device once, and twice where frames are spans or rows are packed.
+    """Assign every token to its group, with one host synchronisation, or two for spans and packed rows.
 
     Args:
-        free_BN: True where a token may be skipped (B, N).
+        free_BN: True at tokens that may be skipped (B, N).
         gated_BN: True where the gate weighs a kept token's update (B, N).
-        valid_BN: False where a token is padding (B, N).
-        frames: How groups are formed: one per sample, one per "span", or of a number of tokens each.
+        valid_BN: False at padding (B, N).
+        frames: Groups: None for one per sample, "span" for one per span, or a number of tokens.
         strict: A capacity that keeps no token of a group is an error.
-        segment_BN: Where a row packs several samples, the number of each token's, from 0 on (B, N); else None.
-        first_BN: True at the first token of every span (B, N); None where a span is an unbroken run of tokens that may
-            be skipped.
-
-    Raises:
-        ValueError: A sample's tokens cannot be divided into frames of that size.
+        segment_BN: Sample of each token in rows that pack several, from 0 (B, N); else None.
+        first_BN: True at the first token of every span (B, N); None takes unbroken runs of tokens that may be skipped.
 
     Example:
         >>> free = torch.tensor([[False, True, True, False, True]])
@@ -73,10 +69,10 @@ def assign_groups(
 
 
 def decoded_groups(valid_BN: Tensor) -> TokenGroups:
-    """Assign the next token of every sample: it may be skipped, and no shape depends on whether it is.
+    """Assign the next token of every sample, which may be skipped without a change of shapes.
 
     Args:
-        valid_BN: False where a sample has none (B, 1).
+        valid_BN: False for samples without one (B, 1).
 
     Example:
         >>> decoded_groups(torch.tensor([[True], [False]])).group_BN.tolist()
@@ -100,21 +96,10 @@ def _used(counts: list[int]) -> int:
 def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> tuple[Tensor, Tensor | None, int]:
     """Keep the highest scores of every group, and all tokens that are always kept.
 
-    Ties go to the lowest index and NaN ranks last among the tokens of its group. A group of n tokens keeps
-    `floor(capacity * n)`.
-
-    Args:
-        score_BN: Raw scores (B, N).
-        capacity: Share of each group that is kept.
-        groups: The groups of the tokens.
+    Ties go to the lowest index and NaN ranks last in its group. A group of n tokens keeps `floor(capacity * n)`.
 
     Returns:
-        Indices (B, K), ascending among the kept; which slots are valid (B, K), None meaning all; and how many are
-        valid in all.
-
-    Raises:
-        ValueError: A capacity above 0 that keeps none of a group's tokens, where the groups are strict about it, or 0
-            where they are not.
+        Indices (B, K), ascending among the kept; which slots are valid (B, K), None for all; and the number of them.
 
     Example:
         >>> free = torch.tensor([[False, True, True, True, True]])
@@ -133,10 +118,10 @@ def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> 
         worst_BN = torch.minimum(worst_BN, groups.limit_BN)
         return _first_of(torch.sort(worst_BN, dim=1, stable=True).indices[:, : max(counts)], counts, tokens)
     order_BN = torch.sort(worst_BN, dim=1, stable=True).indices
-    # Sorting by group afterwards, stably, leaves every group sorted by score; padding and kept tokens come first.
+    # A second, stable sort by group keeps every group sorted by score; padding and kept tokens come first.
     in_order_BN = groups.group_BN.gather(1, order_BN)
     order_BN = order_BN.gather(1, torch.sort(in_order_BN, dim=1, stable=True).indices)
-    # Places at which what is kept of each group ends: of n tokens the first m, behind the groups before.
+    # Of the n tokens of a group, the first m are kept: the places at which they end, behind earlier groups.
     ends = [
         [start + kept for start, kept in zip(accumulate([tokens - sum(sizes), *sizes]), row)]
         for sizes, row in zip(groups.sizes, keeps)
@@ -165,7 +150,7 @@ def _kept_of(size: int, capacity: Fraction, strict: bool) -> int:
 
 
 def _first_of(best_BK: Tensor, counts: list[int], tokens: int) -> tuple[Tensor, Tensor | None, int]:
-    """Sort the first slots of each row, as many as it counts, ascending in front of the others."""
+    """Sort the first `counts` slots of each row, ascending in front of the others."""
     if min(counts) == best_BK.shape[1]:
         return torch.sort(best_BK, dim=1).values, None, sum(counts)
     count_B1 = torch.tensor(counts, device=best_BK.device).unsqueeze(1)
@@ -175,7 +160,7 @@ def _first_of(best_BK: Tensor, counts: list[int], tokens: int) -> tuple[Tensor, 
 
 
 def slots_of(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None, int]:
-    """Return the kept tokens' indices in order, others behind them in slots that are not valid."""
+    """Return indices of kept tokens in order, then others in empty slots; the valid slots; and their number."""
     slots, total = slots_for(counts), sum(counts)
     if all(count == keep_BN.shape[1] for count in counts):
         return torch.arange(slots, device=keep_BN.device).expand_as(keep_BN), None, total

@@ -1,4 +1,4 @@
-"""Slots that run at a part of their weight, so that a capacity has a gradient.
+"""Slots at reduced weight, which give a capacity a gradient.
 
 Axes: B images, N tokens, K slots per image.
 """
@@ -16,22 +16,18 @@ from mmod.routing.decision import Routing, TokenMarks
 
 
 class PartialSlots(NamedTuple):
-    """A capacity between two others: tokens that only the larger one keeps run at a part of their weight.
+    """A capacity between two others: tokens that only the larger one keeps run at reduced weight.
 
     Args:
         lower: The smaller capacity; the larger one is the router's.
-        share: Weight of what the smaller one leaves out, in [0, 1], a scalar that may carry a gradient.
+        share: Weight of the tokens that the smaller one drops, in [0, 1]; a scalar that may carry a gradient.
     """
 
     lower: Fraction
     share: Tensor
 
     def weigh(self, routing: Routing, prefix: int) -> Routing:
-        """Return a decision at the larger capacity with the weights of the one between.
-
-        Args:
-            routing: The decision.
-            prefix: Number of tokens that are always kept.
+        """Return a decision at the larger capacity with the weights of the capacity between.
 
         Example:
             >>> scores, kept = torch.tensor([[0.1, 0.9, 0.5, 0.2]]), torch.tensor([[1, 2]])
@@ -52,7 +48,7 @@ class PartialSlots(NamedTuple):
         else:
             count_B1 = tokens.valid_BN.sum(1, keepdim=True) * self.lower.numerator // self.lower.denominator
             whole_BK = rank_BK < count_B1.clamp(min=max(1, prefix))
-        # Distributed training waits for a gradient of every parameter, one that is 0 too.
+        # Distributed training needs a gradient of every parameter, even 0.
         weight_BK = torch.where(whole_BK, 1 + 0 * self.share, self.share)
         gate_BK = routing.weights.gate_BK
         weights = routing.weights._replace(gate_BK=weight_BK if gate_BK is None else gate_BK * weight_BK)

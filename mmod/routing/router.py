@@ -24,13 +24,12 @@ class Router(nn.Module):
     """Decide which tokens of a block run: score, then select, then gate.
 
     Args:
-        config: How to score, select and gate.
         dim: Channels D of a token.
         block: Index of the block in its model.
         capacity: Share of tokens kept.
-        prefix: Number of tokens that are always kept; the leading ones where a call does not mark others.
-        device: Where parameters are created.
-        dtype: Type of the parameters; scores are fp32 whatever it is.
+        prefix: Number of tokens that are always kept: the leading ones, unless a call marks others.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters; scores are fp32.
 
     Example:
         >>> router = Router(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5, prefix=1)
@@ -61,11 +60,11 @@ class Router(nn.Module):
 
     @property
     def rule(self) -> Rule:
-        """What this thread's passes decide by: what `override` set, or the router's settings."""
+        """The rule of this thread's passes: set by `override`, or else the router's settings."""
         return self._override.value or self._settings
 
     def override(self, rule: Rule | None) -> Rule | None:
-        """Let this thread's passes decide by another rule, None for the router's settings; return the one before."""
+        """Set the rule of this thread's passes, None for the router's settings; return the previous override."""
         previous, self._override.value = self._override.value, rule
         return previous
 
@@ -93,7 +92,7 @@ class Router(nn.Module):
         return self.prefix > 0
 
     def extra_repr(self) -> str:
-        """Say in a printed model what this router does."""
+        """Describe the router in a printed model."""
         return f"router={self.config.router.name!r}, select={self.config.select!r}, capacity={float(self.capacity)}"
 
     def forward(
@@ -106,17 +105,16 @@ class Router(nn.Module):
         """Decide for a batch of tokens.
 
         Args:
-            x_BND: What is scored, the block's input or a norm of it (B, N, D).
-            importance_BN: Attention received in the preceding dense block (B, N), needed by "attention"; for "random"
-                what the first block of the span drew, if another one did.
-            tokens: What is known of the tokens: `TokenMarks`, `TokenGroups` in a language model, or None for nothing.
-            earlier: The decision before, where blocks that share its scores choose among the tokens that it keeps;
-                `x_BND` are then its rows (B, K, D). Tokens that had joined one which is kept no more go with it.
+            x_BND: The tokens to score, the block's input or a norm of it (B, N, D).
+            importance_BN: Importance in the preceding dense block (B, N), required by "attention"; or the scores that
+                the first block of a span computed for all.
+            tokens: `TokenMarks`, `TokenGroups` in a language model, or None for images without padding.
+            earlier: The previous decision, if the router selects among the tokens that it keeps; `x_BND` are then its
+                rows (B, K, D). Tokens merged into a token that is now dropped move with it.
 
         Raises:
-            TypeError: Tokens of another kind than this router chooses among.
-            ValueError: Attention routing without importance, importance of another shape than the tokens, or a
-                capacity that keeps nothing, or more than was kept before.
+            TypeError: `tokens` of a class that this router does not support.
+            ValueError: Importance is missing or of a wrong shape, or the capacity keeps no token, or more than before.
         """
         if earlier is not None:
             return self._choose_among(x_BND, earlier)
@@ -130,13 +128,7 @@ class Router(nn.Module):
         return self.join(routing, x_BND) if self.config.joins else routing
 
     def join(self, routing: Routing, rows: Tensor, earlier: Routing | None = None) -> Routing:
-        """Return a decision with where tokens that are not kept join others.
-
-        Args:
-            routing: The decision.
-            rows: What was scored (B, N, D), or the rows of the decision before (B, K, D).
-            earlier: That decision, as for `forward`.
-        """
+        """Return a decision with the kept tokens that others join, from the scored rows; `earlier` as in `forward`."""
         if not self.config.joins:
             return routing
         kept, marks = routing.kept, routing.evidence.tokens
@@ -158,7 +150,7 @@ class Router(nn.Module):
         return routing._replace(joined=Joined(slot_BN, size_BK, everyone))
 
     def _choose_among(self, rows_BKD: Tensor, earlier: Routing) -> Routing:
-        """Decide about all tokens, among those that an earlier decision keeps, given its rows."""
+        """Select among the tokens that an earlier decision keeps, from its rows."""
         tokens, rows = earlier.score_BN.shape[1], earlier.kept.index_BK.shape[1]
         if kept_count(tokens, self.capacity, self.prefix) > rows:
             raise ValueError(
@@ -179,14 +171,14 @@ class Router(nn.Module):
         return self.join(routing, rows_BKD, earlier)
 
     def _choose_groups(self, rows_BKD: Tensor, earlier: Routing) -> Routing:
-        """Decide among rows of an earlier decision as if each token still were, with the state of what it joined."""
+        """Select among the rows of an earlier decision as if every token had the state of the row that it joined."""
         assert earlier.joined.slot_BN is not None
         x_BND = rows_BKD.gather(1, earlier.joined.slot_BN.unsqueeze(-1).expand(-1, -1, rows_BKD.shape[2]))
         score_BN = self._score(x_BND, None, TokenMarks()).masked_fill(~earlier.keep_BN, -torch.inf)
         return self.join(self._select(x_BND, score_BN, None, TokenMarks()), x_BND)
 
     def _nearest(self, routing: Routing, rows: Tensor, slot_BK: Tensor, real: Tensor | None) -> Tensor | None:
-        """Return which kept row each row is most like, or None where none has to join another."""
+        """Return the most similar kept row of every row; None if all are kept."""
         if slot_BK.shape[1] == rows.shape[1]:
             return None
         if slot_BK.shape[1] <= self.prefix:
@@ -207,7 +199,7 @@ class Router(nn.Module):
         )
 
     def _select(self, x_BND: Tensor, score_BN: Tensor, importance_BN: Tensor | None, tokens: Any) -> Routing:
-        """Select and gate, given the scores (B, N)."""
+        """Return the decision from scores (B, N)."""
         config, capacity, _ = self.rule
         select, gate = config.select, config.gate
         gate_BK, skipped_BN, inverse_BN, total, image_S = None, None, None, None, None
@@ -225,7 +217,7 @@ class Router(nn.Module):
             if index_BK.shape[1]:
                 gate_BK = apply_gate(score_BN, gate.name, gate.scale)
                 if not image_S.shape[0]:
-                    # One runs at a weight of 0, which gives each parameter a gradient: hosts take no batch of none.
+                    # Hosts take no empty batch: one image runs at weight 0, which gives all parameters a gradient.
                     image_S = image_S.new_zeros(1)
                     gate_BK = torch.zeros_like(score_BN) if gate_BK is None else 0 * gate_BK
         else:
@@ -247,7 +239,7 @@ class Router(nn.Module):
         return Routing(kept, evidence, Weights(gate_BK, skipped_BN))
 
     def _run_all(self, score_BN: Tensor, threshold: float, tokens: TokenMarks) -> Routing:
-        """Let all tokens run, those that are skipped at a weight of 0, so that the score learns from them too."""
+        """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""
         gate_BN = step_gate(self.config.router.squashed(score_BN, tokens.valid_BN), threshold)
         if self.prefix:
             gate_BN = torch.where(tokens.protected(score_BN, self.prefix), 1.0, gate_BN)
