@@ -109,7 +109,7 @@ class _Current:
     """The running pass of a thread."""
 
     def __init__(self) -> None:
-        self.forward_pass = ForwardPass()
+        self.running = ForwardPass()
 
 
 class PassTracker:
@@ -125,7 +125,7 @@ class PassTracker:
     """
 
     def __init__(self) -> None:
-        self._threads = PerThread(_Current)
+        self.thread = PerThread(_Current)
         self._remembered: dict[int, tuple[weakref.ref[Tensor], ForwardPass]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,7 +135,7 @@ class PassTracker:
     @property
     def running(self) -> ForwardPass:
         """The pass that runs in this thread, an empty one between passes."""
-        return self._threads.value.forward_pass
+        return self.thread.value.running
 
     def begin(self) -> ForwardPass:
         """Begin a pass in this thread."""
@@ -162,11 +162,11 @@ class PassTracker:
 
     def leave(self, forward_pass: ForwardPass | None) -> None:
         """Leave a block: its pass goes on, or ends for None."""
-        current = self._threads.value
-        current.forward_pass = ForwardPass(task=current.forward_pass.task) if forward_pass is None else forward_pass
+        current = self.thread.value
+        current.running = ForwardPass(task=current.running.task) if forward_pass is None else forward_pass
 
     def _run(self, forward_pass: ForwardPass) -> ForwardPass:
-        self._threads.value.forward_pass = forward_pass
+        self.thread.value.running = forward_pass
         if not torch.compiler.is_compiling():
             forward_pass.task = torch._C._current_graph_task_id()
         return forward_pass

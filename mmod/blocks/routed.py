@@ -291,12 +291,12 @@ class RoutedBlock(Deciding, ConvertedBlock):
         if way.two_halves:
             x = self.attend(x, arguments, forward_pass, rows)
         tokens = state.call.marks(arguments, x, forward_pass)
-        scored = x if way.scored_norm is None else way.scored_norm(self)(x)
+        scored, partial_slots = x if way.scored_norm is None else way.scored_norm(self)(x), router.rule.partial
         if forward_pass is None:
             routing = router(scored, None, tokens)
         else:
             routing = state.decide(router, scored, tokens, forward_pass, self.training)
-        if self.training or state.records.value.traced or router.rule.partial is not None:
+        if self.training or state.records.value.traced or partial_slots is not None:
             routing = state.record(router, routing, self.training)
         if rows is None:
             rows = way.rows(self, x, arguments, routing)

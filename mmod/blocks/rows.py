@@ -41,7 +41,7 @@ class FusedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of rows (B, K, D)."""
-        running = self.mod_state.running
+        running = self.mod_state.thread.value.running
         if running.normed is None or running.normed[0] is not x:
             return super().forward(x)
         normed_BKD, running.normed = running.normed[1], None

@@ -95,7 +95,10 @@ class DecoderRouter(Router):
             score_BN = score_BN.gather(1, (free_BN.cumsum(1) - 1).clamp(min=0))
         return score_BN
 
-    def _select(self, x_BND: Tensor, score_BN: Tensor, importance_BN: Tensor | None, tokens: TokenGroups) -> Routing:
+    def _select(
+        self, x_BND: Tensor, importance_BN: Tensor | None, tokens: TokenGroups, score_BN: Tensor | None = None
+    ) -> Routing:
+        score_BN = self._score(x_BND, importance_BN, tokens) if score_BN is None else score_BN
         predicted_BN = None if self.predictor is None else self.predictor(x_BND)
         gate, select = self.config.gate, self.config.select
         if gate.name == "step" and isinstance(select, Threshold) and self.training:

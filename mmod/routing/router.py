@@ -124,8 +124,8 @@ class Router(nn.Module):
                 f"a {type(self).__name__} needs {self.chooses_among.__name__}, got {type(tokens).__name__}: run the "
                 "whole model, not a block of it"
             )
-        routing = self._select(x_BND, self._score(x_BND, importance_BN, tokens), importance_BN, tokens)
-        return self.join(routing, x_BND) if self.config.joins else routing
+        config, routing = self.config, self._select(x_BND, importance_BN, tokens)
+        return self.join(routing, x_BND) if config.joins else routing
 
     def join(self, routing: Routing, rows: Tensor, earlier: Routing | None = None) -> Routing:
         """Return a decision with the kept tokens that others join, from the scored rows; `earlier` as in `forward`."""
@@ -167,7 +167,7 @@ class Router(nn.Module):
         else:
             score_BN = earlier.score_BN.masked_fill(~earlier.keep_BN, -torch.inf)
         marks, importance_BN = earlier.evidence.tokens, earlier.evidence.importance_BN
-        routing = self._select(rows_BKD, score_BN, importance_BN, TokenMarks(marks.valid_BN))
+        routing = self._select(rows_BKD, importance_BN, TokenMarks(marks.valid_BN), score_BN)
         return self.join(routing, rows_BKD, earlier)
 
     def _choose_groups(self, rows_BKD: Tensor, earlier: Routing) -> Routing:
@@ -175,7 +175,7 @@ class Router(nn.Module):
         assert earlier.joined.slot_BN is not None
         x_BND = rows_BKD.gather(1, earlier.joined.slot_BN.unsqueeze(-1).expand(-1, -1, rows_BKD.shape[2]))
         score_BN = self._score(x_BND, None, TokenMarks()).masked_fill(~earlier.keep_BN, -torch.inf)
-        return self.join(self._select(x_BND, score_BN, None, TokenMarks()), x_BND)
+        return self.join(self._select(x_BND, None, TokenMarks(), score_BN), x_BND)
 
     def _nearest(self, routing: Routing, rows: Tensor, slot_BK: Tensor, real: Tensor | None) -> Tensor | None:
         """Return the most similar kept row of every row; None if all are kept."""
@@ -198,9 +198,13 @@ class Router(nn.Module):
             unit_rows(rows, self.config.router.compared_channels), slot_BK, self.prefix, routing.kept.valid_BK, real
         )
 
-    def _select(self, x_BND: Tensor, score_BN: Tensor, importance_BN: Tensor | None, tokens: Any) -> Routing:
-        """Return the decision from scores (B, N)."""
+    def _select(
+        self, x_BND: Tensor, importance_BN: Tensor | None, tokens: Any, score_BN: Tensor | None = None
+    ) -> Routing:
+        """Score tokens without scores (B, N); return the decision."""
         config, capacity, _ = self.rule
+        if score_BN is None:
+            score_BN = self._score(x_BND, importance_BN, tokens)
         select, gate = config.select, config.gate
         gate_BK, skipped_BN, inverse_BN, total, image_S = None, None, None, None, None
         tokens = tokens if self.prefix else TokenMarks(tokens.valid_BN)
