@@ -72,12 +72,7 @@ class BlockStack:
     hands_on: str = ""
 
     def check_skipped(self, config: RoutingConfig, call: BlockCall, name: str) -> None:
-        """Raise a ValueError if a block does not support the config's `skipped` or `enter_at`.
-
-        Args:
-            config: The block's config.
-            call: How the library calls the block.
-        """
+        """Raise a ValueError if a block does not support its config's `skipped`."""
         skipped = config.skipped
         if config.joins and (self.language or self.sequence is not None):
             raise ValueError(
@@ -92,11 +87,7 @@ class BlockStack:
             )
 
     def check_importance(self, importance: str) -> None:
-        """Raise a ValueError if the stack does not support a definition of importance.
-
-        Args:
-            importance: See `mmod.config.WithImportance`.
-        """
+        """Raise a ValueError if the stack does not support a definition of importance."""
         if importance == "class_token" and not self.class_token:
             raise ValueError(
                 f"router.importance='class_token': the tokens of {self.names[0]} do not begin with a class token"

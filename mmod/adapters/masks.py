@@ -10,13 +10,10 @@ from torch import Tensor
 
 
 def narrow_queries(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
-    """Return the rows of a mask or bias that belong to kept queries.
+    """Return the rows (B, H or 1, K or 1, N) of kept queries.
 
     Args:
         bias: Mask or bias of shape (N, N), (H, N, N) or (B or 1, H or 1, N or 1, N).
-
-    Returns:
-        The mask of kept queries and all keys (B, H or 1, K or 1, N).
     """
     bias = _pairs_of_batch(bias, index_BK.shape[0], tokens)
     if bias.shape[2] == 1 and tokens > 1:
@@ -34,11 +31,7 @@ def _pairs_of_batch(bias: Tensor, images: int, tokens: int) -> Tensor:
 
 
 def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
-    """Return the rows and columns of a mask or bias that belong to kept tokens.
-
-    Args:
-        bias: Mask or bias of shape (N, N), (H, N, N) or (B or 1, H or 1, N or 1, N).
-    """
+    """Return the rows and columns of kept tokens, of a mask or bias as in `narrow_queries`."""
     bias = narrow_queries(bias, index_BK, tokens)
     return bias.gather(3, index_BK[:, None, None, :].expand(-1, *bias.shape[1:3], -1))
 
@@ -78,10 +71,7 @@ def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.
 
     Args:
         mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K), or None.
-        valid_BK: False where a slot is empty (B, K), or None.
-
-    Returns:
-        A bias (B, H or 1, K or 1, K), or the unchanged mask if no slot can be empty.
+        valid_BK: False at empty slots (B, K); None leaves the mask unchanged.
     """
     if valid_BK is None:
         return mask
@@ -102,10 +92,7 @@ def weigh_groups(mask: Tensor | None, size_BK: Tensor | None, dtype: torch.dtype
 
     Args:
         mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K), or None.
-        size_BK: Number of tokens per slot (B, K), or None for one each.
-
-    Returns:
-        A bias (B, H or 1, K or 1, K), or the unchanged mask without sizes.
+        size_BK: Number of tokens per slot (B, K); None leaves the mask unchanged.
 
     Source: proportional attention of ToMe, Bolya et al., arXiv 2210.09461, Eq. 1.
     """

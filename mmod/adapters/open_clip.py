@@ -248,11 +248,7 @@ class CaptionTracker:
 
 
 class CaptionReader(nn.Module):
-    """Mixin of a tower's token embedding that begins the forward pass with its token ids.
-
-    Attributes:
-        mod_state: The tracker that receives the ids.
-    """
+    """Mixin of a tower's token embedding that begins the forward pass with its token ids."""
 
     mod_state: CaptionTracker
 

@@ -95,30 +95,18 @@ class Method(ABC):
         return model
 
     def describe(self, model: nn.Module) -> None:
-        """Record the method on a model whose host library saves it.
-
-        Args:
-            model: The changed model.
-        """
+        """Record the method on a changed model whose host library saves it."""
         library = find_library(model)
         describe = None if library is None else getattr(load_adapter(library), "describe_method", None)
         if describe is not None:
             describe(model, self)
 
     def precedes(self, kind: str) -> bool:
-        """Return whether a method of another kind can be applied after this one.
-
-        Args:
-            kind: A registered kind.
-        """
+        """Return whether a method of a registered kind can be applied after this one."""
         return self.kind in METHODS[kind].follows
 
     def replaced_in(self, names: Iterable[str]) -> bool:
-        """Return whether a checkpoint has weights that replace dense ones.
-
-        Args:
-            names: Names of the checkpoint's weights.
-        """
+        """Return whether any of a checkpoint's weights, by name, replaces a dense one."""
         return bool(self.replaces) and any(self.replaces in name for name in names)
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,11 +121,7 @@ class Method(ABC):
         return self
 
     def card(self, model: nn.Module) -> str:
-        """Return the method's section of a hub card, in Markdown.
-
-        Args:
-            model: The changed model.
-        """
+        """Return the method's section of a hub card, in Markdown."""
         return f"```json\n{json.dumps(self.to_dict(), indent=2)}\n```"
 
     @property
@@ -243,12 +227,7 @@ def undo_(model: Model) -> Model:
 
 
 def undo_last_(model: nn.Module, count: int = 1) -> None:
-    """Undo the last methods of a model.
-
-    Args:
-        model: The model itself, not a wrapper.
-        count: Number of methods to undo.
-    """
+    """Undo the last methods of a model itself, not of a wrapper."""
     for _ in range(count):
         *remaining, method = methods_of(model)
         method.restore(model)

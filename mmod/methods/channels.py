@@ -117,12 +117,7 @@ class Channels(Method):
 
 
 class ChannelState(NamedTuple):
-    """Plain state of a `ChannelBlock`.
-
-    Args:
-        wide: The replaced dense modules, by name.
-        records: Decisions, per thread.
-    """
+    """Plain state of a `ChannelBlock`; `wide` has the replaced dense modules by name."""
 
     config: Channels
     wide: dict[str, nn.Module]

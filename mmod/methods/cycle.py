@@ -84,12 +84,7 @@ class CycleOptions:
 
 
 class Depths(NamedTuple):
-    """Number of recursions that tokens run in.
-
-    Args:
-        prob_BNR: Probability of every depth (B, N, R).
-        last_BN: A token's last recursion, counted from 0 (B, N).
-    """
+    """Probability of every depth (B, N, R), and a token's last recursion, from 0 (B, N)."""
 
     prob_BNR: Tensor
     last_BN: Tensor
@@ -148,11 +143,7 @@ class Cycle(StandingModule, Deciding):
         return len(self.shared) + len(self.mod_state.others)
 
     def blocks(self, initialise: Callable[[nn.Module], None] | None) -> list[nn.Module]:
-        """Return the dense blocks that the cycle replaces, on the device and in the dtype of the shared blocks.
-
-        Args:
-            initialise: Initialises a module on the meta device; None if there are none.
-        """
+        """Return the replaced dense blocks; `initialise` fills those that are on the meta device."""
         weight = next(self.shared.parameters())
         for block in self.mod_state.others:
             if initialise is not None and next(block.parameters()).is_meta and not weight.is_meta:
@@ -161,11 +152,7 @@ class Cycle(StandingModule, Deciding):
         return [*self.shared, *others]
 
     def forward(self, x_BND: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return all tokens after their recursions (B, N, D).
-
-        Args:
-            args: Further arguments of the shared blocks.
-        """
+        """Return all tokens after their recursions (B, N, D)."""
         config, record = self.mod_state.config, self.record
         arguments = self.mod_state.calls[0].bind(args, kwargs)
         valid_BN = self._valid(arguments, x_BND)
@@ -298,12 +285,7 @@ class Cycle(StandingModule, Deciding):
 
 
 def membership(routing: Routing, previous_BN: Tensor | None) -> Tensor:
-    """Return the binary cross-entropy of the independent decision against the top-k choice.
-
-    Args:
-        routing: The decision of a recursion.
-        previous_BN: Which tokens the previous recursion kept (B, N), over which the mean is taken; None for all.
-    """
+    """Return the cross-entropy of independent decisions against the top-k, over the previous recursion's tokens."""
     logit_BN = routing.evidence.logit_BN
     loss_BN = F.binary_cross_entropy_with_logits(logit_BN, routing.keep_BN.to(logit_BN.dtype), reduction="none")
     return loss_BN.mean() if previous_BN is None else loss_BN[previous_BN].mean()

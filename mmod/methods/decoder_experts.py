@@ -11,12 +11,7 @@ from mmod.adapters.transformers.masks import valid_tokens
 
 
 class CompleteTexts:
-    """A forward pre-hook that refuses incomplete or padded texts where experts choose among all tokens.
-
-    Args:
-        mixture: Name of a mixture of experts in the hooked module.
-        names: Parameters of the module's forward, in order.
-    """
+    """A forward pre-hook that refuses incomplete or padded texts if experts choose among all tokens."""
 
     def __init__(self, mixture: str, names: tuple[str, ...]) -> None:
         self.mixture = mixture

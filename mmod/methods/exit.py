@@ -82,11 +82,7 @@ class Exit(Method):
 
 
 class ExitHead(nn.Module):
-    """Copy of a model's final norm and head, with separate weights; all other attributes are the model's.
-
-    Args:
-        model: A timm model.
-    """
+    """Copy of a timm model's final norm and head, with separate weights; all other attributes are the model's."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -108,17 +104,13 @@ class ExitHead(nn.Module):
 
 
 class _Leaving:
-    """The images of a forward pass that exited, and the remaining ones.
-
-    Attributes:
-        total: Number of images in the batch.
-        index_B: Batch indices of the remaining images; None for all.
-        answers: Batch indices and logits of the images that exited, by exit.
-    """
+    """The images of a forward pass that exited, and the remaining ones."""
 
     def __init__(self) -> None:
         self.total = 0
+        # Batch indices of the remaining images; None for all.
         self.index_B: Tensor | None = None
+        # Batch indices and logits of the images that left, by exit.
         self.answers: list[tuple[Tensor, Tensor]] = []
 
 
@@ -126,11 +118,8 @@ class _ExitState(NamedTuple):
     """Plain state of a block before, at or after an exit.
 
     Args:
-        tracker: Finds the running forward pass.
-        confidence: Probability at which an image exits.
         turn: Index of the exit after the block, or None.
         ends: Number of exits, including the final head.
-        records: Decisions, per thread.
     """
 
     tracker: PassTracker
@@ -156,12 +145,7 @@ class ExitBlock(Deciding, ConvertedBlock):
         return True
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the host's block, and return the tokens of the remaining images.
-
-        Args:
-            x: Tokens (B, N, D).
-            args: Further arguments of the host block.
-        """
+        """Run the host's block on tokens (B, N, D), and return those of the remaining images."""
         if recomputing():
             raise RuntimeError(
                 "early exit does not support gradient checkpointing, which runs blocks twice: turn it off"

@@ -108,11 +108,7 @@ class Experts(Method):
         return self.sampling is not None and self.membership > 0
 
     def chooses_together(self, training: bool) -> bool:
-        """Return whether an expert's choice of a token depends on other tokens.
-
-        Args:
-            training: Training mode; False means evaluation.
-        """
+        """Return whether an expert's choice of a token depends on other tokens."""
         return self.capacity is not None if self.choice == "tokens" else training or self.sampling is None
 
     @property
@@ -191,11 +187,7 @@ class Experts(Method):
 
 
 class ExpertState:
-    """Plain state of an `ExpertMlp`.
-
-    Attributes:
-        records: Decisions and losses, per thread.
-    """
+    """Plain state of an `ExpertMlp`."""
 
     def __init__(self, config: Experts) -> None:
         self.config = config
@@ -209,7 +201,6 @@ class ExpertMlp(StandingModule, Deciding):
         router: Maps tokens to logits over the experts.
         others: The other active experts.
         predictors: One per expert, with sampling="predictor".
-        mod_state: Plain state, see `ExpertState`.
     """
 
     router: nn.Linear

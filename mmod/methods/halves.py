@@ -36,11 +36,7 @@ class _Outputs(dict[nn.Module, Tensor]):
 
 
 class _Watched(nn.Module):
-    """Mixin of the last module that queries or keys pass before attention; it stores its output.
-
-    Attributes:
-        mod_state: Finds the running forward pass.
-    """
+    """Mixin of the last module that queries or keys pass before attention; it stores its output."""
 
     mod_state: PassTracker
 
@@ -70,11 +66,7 @@ def watch(block: nn.Module, tracker: PassTracker) -> None:
 
 
 def take_inputs(block: nn.Module, arguments: Mapping[str, Any], importance_BN: Tensor | None) -> AttentionInputs:
-    """Return and drop the last queries and keys of a watched block.
-
-    Args:
-        importance_BN: Mean attention that tokens received (B, N), if it was captured.
-    """
+    """Return and drop the last queries and keys of a watched block, with its importance if captured."""
     query, key = (_take(block.get_submodule(norm)) for norm in ("attn.q_norm", "attn.k_norm"))
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)

@@ -91,14 +91,7 @@ class _Merging(Reduction):
 
 
 class _Merged(Restore):
-    """Unmerging: every token gets the output of the token that it was merged into.
-
-    Args:
-        tokens: N.
-        stay_BK: Remaining tokens.
-        gone_BR: Merged tokens.
-        into_BR: Their slots among the remaining ones.
-    """
+    """Unmerging: every token gets the output of the token that it was merged into; arguments as `match` returns."""
 
     def __init__(self, tokens: int, stay_BK: Tensor, gone_BR: Tensor, into_BR: Tensor) -> None:
         self.tokens = tokens

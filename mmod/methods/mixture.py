@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmod.ops.casting import without_autocast
 from mmod.routing import Evidence, Kept, Routing, Weights
 from mmod.routing.groups import slots_of
 
@@ -72,12 +73,7 @@ def choose_tokens(prob_BNJ: Tensor, experts: int, slots: int, choice: str, norma
 
 
 def chosen_expert(prob_BNJ: Tensor, experts: int) -> Tensor:
-    """Return for every active expert which tokens have it as their most likely one (E, B, N).
-
-    Args:
-        prob_BNJ: Probabilities over experts, idle ones last (B, N, J).
-        experts: Number of active experts E.
-    """
+    """Return for every active expert which tokens have it as their most likely one (E, B, N)."""
     expert_E11 = torch.arange(experts, device=prob_BNJ.device)[:, None, None]
     return prob_BNJ.argmax(dim=-1) == expert_E11
 
@@ -105,26 +101,14 @@ def all_of(keep_EBN: Tensor, prob_BNJ: Tensor, normalize: bool = False) -> Exper
 
 
 def route_logits(x_BND: Tensor, router: Any) -> Tensor:
-    """Return a linear router's logits in fp32, under autocast too (B, N, J).
-
-    Args:
-        router: The linear layer, without a bias.
-    """
+    """Return the logits of a linear router without a bias in fp32, under autocast too (B, N, J)."""
     x_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
-    weight, device = router.weight.to(x_BND.dtype), x_BND.device.type
-    # `is_autocast_enabled` raises for the meta device.
-    if device != "meta" and torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
-            return F.linear(x_BND, weight)
-    return F.linear(x_BND, weight)
+    with without_autocast(x_BND):
+        return F.linear(x_BND, router.weight.to(x_BND.dtype))
 
 
 def probabilities(x_BND: Tensor, router: Any) -> Tensor:
-    """Return the softmax of a linear router's logits in fp32, under autocast too (B, N, J).
-
-    Args:
-        router: The linear layer, without a bias.
-    """
+    """Return the softmax of `route_logits`."""
     return route_logits(x_BND, router).softmax(dim=-1)
 
 
@@ -146,23 +130,14 @@ def balance_loss(prob_BNJ: Tensor) -> Tensor:
 
 
 def computed(rows: ExpertRows, experts: int, x_BND: Tensor) -> Tensor:
-    """Return which tokens experts compute (E, B, N); an empty slot computes a token with weight 0.
-
-    Args:
-        experts: Experts E.
-    """
+    """Return which tokens experts compute (E, B, N); an empty slot computes a token with weight 0."""
     keep = torch.zeros(experts, x_BND.shape[0] * x_BND.shape[1], dtype=torch.bool, device=x_BND.device)
     keep[_experts_of(rows), rows.row_T] = True
     return keep.view(experts, *x_BND.shape[:2])
 
 
 def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | None) -> list[Routing]:
-    """Return the experts' decisions: which tokens they compute, with which weights.
-
-    Args:
-        prob_BNJ: Probabilities over experts, idle ones last (B, N, J).
-        logit_EBN: Logits of the independent decision, if there is one (E, B, N).
-    """
+    """Return the experts' decisions, with logits of the independent ones (E, B, N) if there are any."""
     experts, (batch, tokens, _) = len(rows.counts), prob_BNJ.shape
     if prob_BNJ.is_meta:
         index = torch.arange(rows.counts[0] // batch, device=prob_BNJ.device).expand(batch, -1)
@@ -180,7 +155,7 @@ def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | Non
 
 
 def _experts_of(rows: ExpertRows) -> Tensor:
-    """Return the expert of each row (T)."""
+    """Return the expert of every row (T)."""
     device = rows.row_T.device
     counts = torch.tensor(rows.counts, device=device)
     return torch.arange(len(rows.counts), device=device).repeat_interleave(counts, output_size=len(rows.row_T))

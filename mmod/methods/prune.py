@@ -104,12 +104,7 @@ class _Pruning(Reduction):
 
 
 class _Pruned(Restore):
-    """Restores pruned tokens to their state before the pruning; a fused token is dropped.
-
-    Args:
-        x_BND: Tokens before the pruning.
-        index_BK: The kept ones.
-    """
+    """Restores pruned tokens to their state before the pruning; a fused token is dropped."""
 
     def __init__(self, x_BND: Tensor, index_BK: Tensor) -> None:
         self.x_BND = x_BND
@@ -122,8 +117,5 @@ class _Pruned(Restore):
 
 
 def received(inputs: AttentionInputs) -> Tensor:
-    """Return the attention that tokens receive (B, N), averaged over heads.
-
-    It is the captured mean over queries, without a gradient, or else the attention of the first query.
-    """
+    """Return the captured mean attention of tokens (B, N), or else the attention of the first query."""
     return class_token_attention(inputs.query, inputs.key) if inputs.importance_BN is None else inputs.importance_BN

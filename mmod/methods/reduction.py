@@ -75,14 +75,10 @@ class _ReducedState(NamedTuple):
     """Plain state of a block that reduces tokens, or follows such a block.
 
     Args:
-        call: How the host calls the block.
-        tracker: Finds the running forward pass.
         prefix: Number of leading tokens, which are always kept.
-        reduction: How the block reduces tokens, or None.
         begins: The block begins the forward pass.
         ends: The block ends it.
         restores: The last block restores all tokens.
-        records: Decisions, per thread.
     """
 
     call: NamedArguments

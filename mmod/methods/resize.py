@@ -58,11 +58,7 @@ class Resize(Method):
 
 
 class _ResizingPatches(nn.Module):
-    """Mixin of a patch embedding that first resizes its images (B, C, H, W).
-
-    Attributes:
-        mod_state: Side of the resized images in pixels.
-    """
+    """Mixin of a patch embedding that first resizes its images (B, C, H, W) to a side of `mod_state` pixels."""
 
     mod_state: int
 

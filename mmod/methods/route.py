@@ -202,15 +202,7 @@ def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
 
 
 def assign_capacities(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> None:
-    """Set the capacities of routed blocks, whatever decides in evaluation.
-
-    Args:
-        model: A routed model.
-        capacity: Share of tokens kept: one number, one per routed block in order, or a mapping by module name.
-
-    Raises:
-        ValueError: A capacity outside [0, 1], a wrong number of them, or a block that is not routed.
-    """
+    """Set the capacities of routed blocks, see `mmod.set_capacity_`, also of those that decide by a threshold."""
     blocks = routed_blocks(model)
     for name, value in exact_capacities(model, capacity).items():
         # peft may wrap a router and train copies of it.

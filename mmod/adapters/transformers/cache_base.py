@@ -31,11 +31,7 @@ class KeptTokens:
     _by_sample: tuple[str, ...]
 
     def begin_update(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
-        """Announce the tokens of the next `update`; without slots, no such call follows.
-
-        Args:
-            valid_BK: False where a slot is empty (B, K), or None.
-        """
+        """Announce the tokens of the next `update`; without slots, no such call follows."""
         raise NotImplementedError
 
     def begin_update_all(self, x_BND: Tensor) -> None:
@@ -43,19 +39,11 @@ class KeptTokens:
         raise NotImplementedError
 
     def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return positions and validity (B, L) of the keys that `update` will return.
-
-        Args:
-            valid_BK: False where a new slot is empty (B, K), or None.
-        """
+        """Return positions and validity (B, L) of the keys that `update` will return."""
         raise NotImplementedError
 
     def remember(self, tokens: TokenMarks | TokenGroups) -> None:
-        """Store in which samples tokens competed for selection, for later tokens.
-
-        Args:
-            tokens: What is known of this step's tokens, with their groups where they have any.
-        """
+        """Store in which samples tokens competed for selection, for later tokens."""
         # Where text may be skipped too, tokens are decided independently of earlier ones.
         if isinstance(tokens, TokenGroups) and tokens.strict and tokens.skips:
             new_B1 = torch.tensor([[any(sizes)] for sizes in tokens.sizes], device=tokens.group_BN.device)

@@ -21,11 +21,7 @@ class _Captured(Exception):
 
 
 class _KeepingCache:
-    """Cache proxy: forwards keys and values to the cache, and keeps those that the layer attends to.
-
-    Args:
-        cache: The cache, or None.
-    """
+    """Cache proxy: forwards keys and values to the cache, if any, and keeps those that the layer attends to."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -47,11 +43,7 @@ class _CapturingCache(_KeepingCache):
 
 
 class OtherLayer:
-    """Cache proxy for a layer that runs several times: each run has another cache layer.
-
-    Args:
-        index: Index of the cache layer.
-    """
+    """Cache proxy for a layer that runs several times: each run has the cache layer of another index."""
 
     def __init__(self, cache: Any, index: int) -> None:
         self.cache = cache
@@ -64,11 +56,7 @@ class OtherLayer:
 
 
 class _CapturedCache:
-    """Cache proxy that returns captured keys and values.
-
-    Args:
-        captured: Keys and values (B, H, L, E).
-    """
+    """Cache proxy that returns captured keys and values (B, H, L, E)."""
 
     def __init__(self, captured: tuple[Tensor, Tensor]) -> None:
         self.captured = captured

@@ -34,11 +34,7 @@ class Frames(NamedTuple):
 
 
 class ImageTokens:
-    """Finds the image tokens of a vision-language model.
-
-    Args:
-        config: The model's config; None where it sees no images.
-    """
+    """Finds the image tokens of a vision-language model; the config is None for a model without images."""
 
     def __init__(self, config: Any) -> None:
         tokens = {kind: getattr(config, f"{name}_token_id", None) for name, kind in _KINDS.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,40 +49,18 @@ class DecoderLayerCall:
     compact: CompactRotary | None = None
     window: int | None = None
 
-    @property
-    def fused_norm(self) -> str:
-        """Empty: the layer's norm is not fused with gathering rows."""
-        return ""
-
-    @property
-    def weighs_keys(self) -> bool:
-        """False: tokens of a text are not grouped."""
-        return False
-
-    @property
-    def needs_prefix(self) -> bool:
-        """False: there is no prefix."""
-        return False
+    # Norms are not fused with gathering rows, tokens of a text are not grouped, and halves cannot run separately.
+    fused_norm: ClassVar[str] = ""
+    weighs_keys: ClassVar[bool] = False
+    needs_prefix: ClassVar[bool] = False
+    operators: ClassVar[Mapping[str, str]] = OPERATORS
+    tuples: ClassVar[tuple[str, ...]] = TUPLES
+    halves: ClassVar[None] = None
 
     @property
     def contexts(self) -> tuple[str, ...]:
         """What kept tokens can attend to; flash attention has no mask between some queries and all keys."""
         return ("kept",) if self._is_flash else ("kept", "all")
-
-    @property
-    def operators(self) -> Mapping[str, str]:
-        """Names of the layer's residual branches."""
-        return OPERATORS
-
-    @property
-    def tuples(self) -> tuple[str, ...]:
-        """Attention, which returns a tuple of output and map."""
-        return TUPLES
-
-    @property
-    def halves(self) -> None:
-        """None: the layer's halves cannot run separately."""
-        return None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, including those that the layer only passes on."""
@@ -234,11 +212,7 @@ class DecoderLayerCall:
         return None if mask is None else valid_tokens(mask, x_BND, self.cached(arguments))
 
     def repeated(self, places: int, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
-        """Return the arguments for kept tokens of a repeated layer, whose repetitions have other cache layers.
-
-        Args:
-            places: Offset to the layer's cache index; 0 for its first run, on all tokens.
-        """
+        """Return the arguments for kept tokens of a repeated layer, whose cache index is `places` higher."""
         if not places:
             return arguments
         call = replace(self, index=self.index + places)

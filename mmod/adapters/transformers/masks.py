@@ -136,11 +136,7 @@ def _narrow(mask: Tensor, index_BK: Tensor, key_BL: Tensor, length: Tensor | int
 
 
 def valid_tokens(mask: Any, source: Tensor, past: Tensor | int) -> Tensor:
-    """Return which tokens are not padding (B, N), from an attention mask.
-
-    Args:
-        mask: Of tokens (B, length), or of pairs (B, 1 or H, N, length); None where all are valid.
-    """
+    """Return which tokens are not padding (B, N), from a mask (B, length) or (B, 1 or H, N, length); None for all."""
     samples, tokens = source.shape[:2]
     if isinstance(mask, Mapping):
         mask = next(iter(mask.values()))

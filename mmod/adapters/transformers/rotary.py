@@ -15,11 +15,7 @@ _FIXED = ("default", "linear", "llama3", "yarn")
 
 
 class CompactRotary:
-    """Rotary embeddings by compact position, computed once for all layers and steps.
-
-    Args:
-        rotary: The language model's module.
-    """
+    """Rotary embeddings of a language model by compact position, computed once for all layers and steps."""
 
     def __init__(self, rotary: nn.Module) -> None:
         self.rotary = rotary

@@ -45,12 +45,7 @@ from mmod.registry.transformers import auto_class as __getattr__
 
 
 class DescribedRouting(ModelHook):
-    """Hook without effect that marks a routed part of a model, with its config, for saving.
-
-    Args:
-        part: The part's name.
-        config: Its routing config.
-    """
+    """Hook without effect that marks a routed part of a model, by name and config, for saving."""
 
     def __init__(self, part: str, config: RoutingConfig) -> None:
         self.part = part

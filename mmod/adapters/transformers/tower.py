@@ -22,11 +22,7 @@ class _Outputs(dict["Projected", Tensor]):
 
 
 class Projected(ModelHook):
-    """Hook that stores a projection's last output.
-
-    Args:
-        tracker: Finds the running forward pass, in which it is stored.
-    """
+    """Hook that stores a projection's last output in the running forward pass."""
 
     def __init__(self, tracker: PassTracker) -> None:
         self.tracker = tracker
