@@ -1,5 +1,7 @@
 """Adapters: one module per host library, named after it and imported on first use."""
 
+# The one list of this package's names.
+# ruff: noqa: F401
 from mmod.adapters.base import BlockStack
 from mmod.adapters.find import (
     ADAPTERS,
@@ -11,15 +13,3 @@ from mmod.adapters.find import (
     find_stacks,
     load_adapter,
 )
-
-__all__ = [
-    "ADAPTERS",
-    "BlockStack",
-    "adapted_model",
-    "find_part",
-    "find_stack",
-    "find_stacks",
-    "find_library",
-    "find_parts",
-    "load_adapter",
-]

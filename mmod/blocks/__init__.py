@@ -1,5 +1,7 @@
 """Routed blocks: a host's block on the tokens that are kept; no host library is known here."""
 
+# The one list of this package's names.
+# ruff: noqa: F401
 from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import (
     StandingModule,
@@ -18,36 +20,3 @@ from mmod.blocks.record import Deciding, Record, Records, deciding_modules
 from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, RoutedState
 from mmod.blocks.rows import Rows, Way
 from mmod.blocks.span import SpanHook
-
-__all__ = [
-    "BlockCall",
-    "Deciding",
-    "ForwardPass",
-    "Halves",
-    "ImportanceBlock",
-    "ImportanceDecoderBlock",
-    "ImportanceState",
-    "ModelHook",
-    "PassTracker",
-    "Record",
-    "Records",
-    "RoutedBlock",
-    "RoutedDecoderBlock",
-    "RoutedState",
-    "Rows",
-    "SharedScore",
-    "SpanHook",
-    "StandingModule",
-    "Way",
-    "attach",
-    "convert",
-    "deciding_modules",
-    "detach_hooks",
-    "host_class",
-    "host_of",
-    "is_converted",
-    "make_dense",
-    "make_important",
-    "make_routed",
-    "model_hooks",
-]

@@ -1,5 +1,7 @@
 """Routing: scores, selection, gates and the router that joins them; no model is known here."""
 
+# The one list of this package's names.
+# ruff: noqa: F401
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold, select_topk
 from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, TokenMarks, Weights
@@ -15,34 +17,3 @@ from mmod.routing.score.random import RandomScore
 from mmod.routing.score.redundancy import RedundancyScore
 from mmod.routing.score.stride import StrideScore
 from mmod.routing.shared import BorrowedScore, share_score, unshare_score
-
-__all__ = [
-    "BorrowedScore",
-    "CoinScore",
-    "Evidence",
-    "Joined",
-    "Kept",
-    "Weights",
-    "DiversityScore",
-    "FunctionScore",
-    "LinearScore",
-    "NormScore",
-    "Predictor",
-    "RandomScore",
-    "DecoderRouter",
-    "TokenGroups",
-    "TokenMarks",
-    "RedundancyScore",
-    "Router",
-    "Routing",
-    "StrideScore",
-    "apply_gate",
-    "assign_groups",
-    "decoded_groups",
-    "kept_count",
-    "select_threshold",
-    "select_topk",
-    "select_within",
-    "share_score",
-    "unshare_score",
-]
