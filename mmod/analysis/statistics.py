@@ -95,7 +95,7 @@ def _read_field(kind: Any, value: Any) -> Any:
     inner = get_args(kind)
     if get_origin(kind) is UnionType:
         return None if value is None else _read_field(inner[0], value)
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         return read_published(kind, value)
     if isinstance(value, Mapping):
         return {name: _read_field(inner[1], item) for name, item in value.items()}

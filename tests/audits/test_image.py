@@ -89,7 +89,7 @@ def test_a_finished_audit_is_read_and_never_overwritten(run: Path, tmp_path: Pat
 
 def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [str(run), *QUICK, "--audit.conditions", "[random]", "--audit.maps", "0", "--data.batch_size", "16"]
-    whole = main([*arguments, "--output", str(tmp_path / "whole")])
+    (whole,) = main([*arguments, "--output", str(tmp_path / "whole")])
     cut = [*arguments, "--output", str(tmp_path / "cut")]
     left, judge = itertools.count(18, -1), ImageSubject.judge
 
@@ -106,7 +106,7 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
     assert json.loads((tmp_path / "cut/audit/partial.json").read_text())["done"] == {"positions": 4, "audit": 3}
     with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
         main([*cut, "--audit.draws", "2"])
-    found = main(cut)
+    (found,) = main(cut)
     first, second = (json.loads((folder / "audit/audit.json").read_text())["audit"] for folder in (whole, found))
     assert first == second
     assert not (tmp_path / "cut/audit/partial.json").exists()

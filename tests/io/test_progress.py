@@ -69,11 +69,11 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_study_off_a_terminal_says_what_is_done_in_lines(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    def do(job: Job[None], tick: Tick) -> None:
+    def do(job: Job[str], tick: Tick) -> None:
         clock.now += SECONDS
         tick(1.0)
 
-    jobs = [Job(name, seed, None) for seed in range(2) for name in ("dense", "mod")]
+    jobs = [Job(name, seed, "config") for seed in range(2) for name in ("dense", "mod")]
     assert len(list(Runner().run(jobs, do))) == 4
     said = capsys.readouterr().err
     assert "\r" not in said
