@@ -27,11 +27,11 @@ from mmod.benchmarks import (
 from mmod.benchmarks.command import main
 from mmod.benchmarks.models.benchmark import _Bench
 from mmod.benchmarks.ops import benchmark as op_benchmark
-from mmod.benchmarks.ops import roofline
+from mmod.benchmarks.ops import case as op_case
 from mmod.benchmarks.ops.benchmark import _calls, check_case
+from mmod.benchmarks.ops.case import Rates, Work
 from mmod.benchmarks.ops.cases import CASES, make_case
 from mmod.benchmarks.ops.cases.attention import packed_baselines
-from mmod.benchmarks.ops.roofline import Rates, Work
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -42,9 +42,9 @@ SUITES = sorted((ROOT / "configs" / "benchmark").glob("*.yaml"))
 @pytest.fixture
 def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates mean nothing here, so their measurement may be quick."""
-    for sizes in (roofline.COPIED_BYTES, roofline.FLUSHED_BYTES):
+    for sizes in (op_case.COPIED_BYTES, op_case.FLUSHED_BYTES):
         monkeypatch.setitem(sizes, "cpu", 1 << 16)
-    monkeypatch.setitem(roofline.PRODUCT_SIDE, "cpu", 16)
+    monkeypatch.setitem(op_case.PRODUCT_SIDE, "cpu", 16)
 
 
 def config(tmp_path: Path, **options: Any) -> OpBenchmarkConfig:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
-from mmod.benchmarks.ops.case import Result
+from mmod.benchmarks.ops.case import Probes, Result, cache_flush
 from mmod.benchmarks.ops.cases import CASES, OpCase, OpSize, make_case
-from mmod.benchmarks.ops.roofline import Probes, cache_flush
 from mmod.benchmarks.options import Runs, TimedOptions
 from mmod.benchmarks.oracle import PLAIN_TOLERANCE, check_close, check_error_rule
 from mmod.benchmarks.report import ReportRow

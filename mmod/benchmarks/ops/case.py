@@ -1,4 +1,4 @@
-"""Case of an op: sizes, inputs, definition, baselines, and the work that every implementation must do.
+"""Case of an op: sizes, inputs, definition, baselines, and the roofline, a lower bound of its time on this machine.
 
 Axes: B images, N tokens, K slots per image, D channels, H heads, E channels of a head.
 """
@@ -11,12 +11,50 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mmod.benchmarks.ops.roofline import Work
 from mmod.config import rational
 from mmod.ops.select import kept_count
 from mmod.values import check_fields, one_of
 
 Result = Tensor | tuple[Tensor, ...]
+# Far beyond any cache, so that a copy runs at the speed of memory.
+COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+# Large enough that a matrix product runs at the speed of the arithmetic units.
+PRODUCT_SIDE = {"cpu": 1024, "cuda": 8192}
+# Written before each timed call: more than the caches hold, and on a GPU longer than the launches of the call take.
+FLUSHED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work that every implementation must do: bytes read and written, and FLOPs, two for a multiply-add."""
+
+    bytes: int
+    flops: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        """Return the work of both."""
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a machine per millisecond: bytes of a large copy, and FLOPs of a large matrix product."""
+
+    bytes: float
+    flops: float
+
+    def bound_ms(self, work: Work) -> float:
+        """Return the least time that some work takes: memory and arithmetic in parallel, both at full rate.
+
+        Example:
+            >>> Rates(bytes=10.0, flops=100.0).bound_ms(Work(bytes=20, flops=100))
+            2.0
+        """
+        return max(work.bytes / self.bytes, work.flops / self.flops)
+
+    def limit(self, work: Work) -> str:
+        """Return what sets the bound: "copy" or "matmul"."""
+        return "copy" if work.bytes / self.bytes >= work.flops / self.flops else "matmul"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,3 +179,35 @@ def make_case(op: str, size: OpSize, dtype: torch.dtype, device: torch.device, s
     """
     one_of("op", op, tuple(CASES))
     return CASES[op](Maker(size, dtype, device, seed))
+
+
+class Probes:
+    """A large copy and a large matrix product, timed in turns with the implementations of a run."""
+
+    COPY = "copy"
+    PRODUCT = "matmul"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        side = PRODUCT_SIDE[device.type]
+        # Random bits: a GPU runs faster on constants, which cost it less power.
+        self._source = torch.randint(256, (COPIED_BYTES[device.type],), dtype=torch.uint8, device=device)
+        self._target = torch.empty_like(self._source)
+        self._left = torch.randn(side, side, dtype=dtype, device=device)
+        self._right = torch.randn(side, side, dtype=dtype, device=device)
+
+    def functions(self) -> dict[str, Callable[[], Tensor]]:
+        """Return the functions to time, by name."""
+        return {
+            self.COPY: lambda: self._target.copy_(self._source),
+            self.PRODUCT: lambda: torch.mm(self._left, self._right),
+        }
+
+    def rates(self, copy_ms: float, product_ms: float) -> Rates:
+        """Return the rates that follow from the times of both functions."""
+        return Rates(2 * self._source.numel() / copy_ms, 2 * self._left.shape[0] ** 3 / product_ms)
+
+
+def cache_flush(device: torch.device) -> Callable[[], Tensor]:
+    """Return a function that empties the caches, so that a timed call reads its inputs from memory."""
+    buffer = torch.empty(FLUSHED_BYTES[device.type], dtype=torch.uint8, device=device)
+    return buffer.zero_

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmod.benchmarks.ops.case import Maker, OpCase, Result, register_case
-from mmod.benchmarks.ops.roofline import Work
+from mmod.benchmarks.ops.case import Maker, OpCase, Result, Work, register_case
 from mmod.ops import attention_with_importance, capture_importance, packed_attention
 
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.benchmarks.ops.case import Maker, OpCase, register_case
-from mmod.benchmarks.ops.roofline import Work
+from mmod.benchmarks.ops.case import Maker, OpCase, Work, register_case
 from mmod.config import rational
 from mmod.ops import gather_norm, gather_rows, merge_rows, scatter_rows
 from mmod.ops.select import select_topk
