@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mmod.analysis.timing import Spread
-from mmod.benchmarks.options import Options, Runs
-from mmod.benchmarks.report import ReportRow
+from mmod.benchmarks.report import Options, ReportRow, Runs
 from mmod.data.readers.text import TextReader, read_text
 from mmod.io.yaml import read_yaml
 from mmod.speculation import DraftReport, judge_drafts

@@ -19,9 +19,8 @@ from mmod.analysis.calibrate import between
 from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.analysis.trace import trace
-from mmod.benchmarks.options import Runs, TimedOptions
 from mmod.benchmarks.oracle import WrongOutputError, check_close, ungated
-from mmod.benchmarks.report import ReportRow
+from mmod.benchmarks.report import ReportRow, Runs, TimedOptions
 from mmod.config import PRESETS, RoutingConfig
 from mmod.model import route_, routed_blocks
 from mmod.planning import preset

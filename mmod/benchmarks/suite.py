@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from mmod.benchmarks.generation import GenerationConfig, GenerationRow
 from mmod.benchmarks.models.benchmark import BenchmarkConfig, BenchmarkRow
 from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig, OpRow
-from mmod.benchmarks.options import Options
 from mmod.benchmarks.report import (
     UNFINISHED,
     BenchmarkReport,
+    Options,
     ReportRow,
     benchmark,
     environment,

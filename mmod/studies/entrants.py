@@ -22,19 +22,11 @@ class Entrant(ABC):
     """A model of a study, made from the dense one by its training config.
 
     Args:
-        name: Its name in the study, and of its run folders.
-        series: Entrants of one series are joined in the picture.
-        capacity: Capacity of its routed blocks; None where its routing says more than one number.
         control: Name of the entrant that it is compared with besides the dense one.
         share: Its training time as a share of the dense model's.
-        is_trained: It is trained; otherwise it is evaluated as it is made.
-        image_size: Side of its images in pixels, where it differs from the dense model's; position embeddings are
-            resampled.
+        image_size: Side of its images in pixels, where it differs; position embeddings are resampled.
         search: How its routing is searched in the dense model of every seed; None where it is known.
         changes: Fields of its training config that differ, nested as there.
-
-    Attributes:
-        is_tuned: It starts from the trained dense model; otherwise from scratch.
     """
 
     name: str
@@ -46,7 +38,7 @@ class Entrant(ABC):
     image_size: int | None = None
     search: PlanOptions | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
-    is_tuned: ClassVar[bool] = True
+    is_tuned: ClassVar[bool] = True  # It starts from the trained dense model.
 
     def __post_init__(self) -> None:
         refuse_set_by_study(f"{self.name}: changes", self.changes)
@@ -81,12 +73,7 @@ class Dense(Entrant):
 
 @dataclass(frozen=True, kw_only=True)
 class Changed(Entrant):
-    """The dense model with routed blocks, changed by another method, or both.
-
-    Args:
-        routing: The training config's `routing`; None where it is searched, or where the method stands alone.
-        method: The training config's `method`; None for routing alone.
-    """
+    """The dense model with the `routing` of a training config, unless it is searched, with its `method`, or both."""
 
     routing: Any = None
     method: dict[str, Any] | None = None
@@ -103,13 +90,7 @@ class Changed(Entrant):
 
 @dataclass(frozen=True, kw_only=True)
 class Anew(Entrant):
-    """A model trained from scratch for as long as the others in total: dense, or of a method that starts so.
-
-    Args:
-        epochs: Epochs of its training.
-        args: Arguments of `timm.create_model` that differ, such as `depth`, or `embed_dim` and `num_heads`.
-        method: The training config's `method`; None for a dense model.
-    """
+    """A model trained from scratch, for as long as the others in total: dense with other `args`, or of a method."""
 
     is_tuned: ClassVar[bool] = False
     epochs: int

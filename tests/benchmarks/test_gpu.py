@@ -17,8 +17,7 @@ from mmod.benchmarks.gpu import benchmark as gpu_benchmark
 from mmod.benchmarks.gpu.config import FiguresRow, PartName, UnavailableError
 from mmod.benchmarks.gpu.parts import PARTS, Part
 from mmod.benchmarks.gpu.programs import run_tests
-from mmod.benchmarks.options import Runs
-from mmod.benchmarks.report import BenchmarkReport, run_all
+from mmod.benchmarks.report import BenchmarkReport, Runs, run_all
 from tests.scripts import ROOT
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from mmod.benchmarks.options import Options
-from mmod.benchmarks.report import ReportRow
+from mmod.benchmarks.report import Options, ReportRow
 from mmod.values import check_fields
 
 PartName = Literal[

@@ -16,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks.gpu.config import FiguresRow, GpuConfig
-from mmod.benchmarks.options import Runs
-from mmod.benchmarks.report import BenchmarkReport, environment, run_all
+from mmod.benchmarks.report import BenchmarkReport, Runs, environment, run_all
 from mmod.ops import attention_with_importance, choices
 
 PACKAGES = ("triton", "timm", "transformers", "open_clip_torch", "numpy")

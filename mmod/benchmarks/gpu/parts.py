@@ -15,8 +15,7 @@ from mmod.benchmarks.gpu.training import compare_training
 from mmod.benchmarks.models.benchmark import BenchmarkConfig
 from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig
 from mmod.benchmarks.ops.case import OpSize
-from mmod.benchmarks.options import Options
-from mmod.benchmarks.report import BenchmarkReport, benchmark
+from mmod.benchmarks.report import BenchmarkReport, Options, benchmark
 
 LONG = [
     {"images": 256, "tokens": 197, "heads": 12},

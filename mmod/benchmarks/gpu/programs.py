@@ -14,8 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from mmod.benchmarks.gpu.config import FiguresRow, GpuConfig, UnavailableError
-from mmod.benchmarks.options import Runs
-from mmod.benchmarks.report import BenchmarkReport, run_all
+from mmod.benchmarks.report import BenchmarkReport, Runs, run_all
 
 # Exit codes of pytest: no test failed, some failed, none was collected.
 _OK, _FAILED, _NONE = 0, 1, 5

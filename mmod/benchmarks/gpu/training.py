@@ -20,8 +20,7 @@ from torch import Tensor
 from mmod.analysis.flops import flops
 from mmod.analysis.memory import peak_bytes
 from mmod.benchmarks.gpu.config import FiguresRow, GpuConfig
-from mmod.benchmarks.options import Runs
-from mmod.benchmarks.report import BenchmarkReport, run_all
+from mmod.benchmarks.report import BenchmarkReport, Runs, run_all
 from mmod.config import Gate
 from mmod.model import apply_
 from mmod.planning import preset

@@ -15,8 +15,7 @@ from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks.models.steps import Step
 from mmod.benchmarks.models.variants import DENSE, Variant, Variants
-from mmod.benchmarks.options import Runs, TimedOptions
-from mmod.benchmarks.report import ReportRow
+from mmod.benchmarks.report import ReportRow, Runs, TimedOptions
 from mmod.config import RoutingConfig, score
 from mmod.values import check_distinct, check_fields
 

@@ -16,9 +16,8 @@ from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks.ops.case import Probes, Result, cache_flush
 from mmod.benchmarks.ops.cases import CASES, OpCase, OpSize, make_case
-from mmod.benchmarks.options import Runs, TimedOptions
 from mmod.benchmarks.oracle import PLAIN_TOLERANCE, check_close, check_error_rule
-from mmod.benchmarks.report import ReportRow
+from mmod.benchmarks.report import ReportRow, Runs, TimedOptions
 from mmod.ops import use
 from mmod.values import check_distinct
 
