@@ -197,14 +197,21 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
             return gap is not None and gap.value > 0 and (gap.is_clear if has_intervals else gap.value > self.chance)
 
         advice = [self._advice(scores, ms, size, is_better) for size, ms in times.items()]
-        if not has_intervals:
-            return "\n\n".join([*self.caption, *advice, _ONE_SEED.format(chance=self.chance)])
-        lines = [
+        is_repeated = self.config.train_dense or self.config.tune
+        limits = [
+            "" if has_intervals else f"Differences below {self.chance:.1f} points may be chance.",
+            ""
+            if self.config.train_dense
+            else "All models start from one dense model; another may rank them differently.",
+            "One seed: `--seeds 5` gives confidence intervals over runs." if is_repeated and not has_intervals else "",
+        ]
+        unranked = [
             f"At batch {size}, no entrant that is as fast is significantly better (95 % interval of the paired "
             f"difference) than any of these, which are not ranked: {', '.join(map(quoted, unbeaten(ms, is_better)))}."
             for size, ms in times.items()
+            if has_intervals
         ]
-        return "\n\n".join([*self.caption, *advice, *lines])
+        return "\n\n".join([*self.caption, *advice, *unranked, *filter(None, [" ".join(filter(None, limits))])])
 
     def _advice(self, scores: Scores, ms: Mapping[str, float], size: int, is_better: Callable[[str, str], bool]) -> str:
         """Name the best model at some speeds, and those that may be as good."""
@@ -251,10 +258,6 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
 
 # Speeds for which a model is named, as multiples of the dense model's; images whose redundancy is measured.
 _SPEEDS, _MEASURED = (1.25, 1.5, 2.0), 256
-_ONE_SEED = (
-    "One seed and one dense model: differences below {chance:.1f} points may be chance, and another dense model may "
-    "rank these differently. `--seeds 5` gives confidence intervals over runs."
-)
 _MEASURES = {"top1": "top-1 accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
 
 
