@@ -189,7 +189,7 @@ class NamedArguments:
             bias = narrowed.get("shared_rel_pos_bias")
             bias = None if bias is None else narrow_pairs(bias, index_BK, x_BND.shape[1])
             bias = hide_empty_slots(bias, routing.kept.valid_BK, x_BND.dtype)
-            narrowed["shared_rel_pos_bias"] = weigh_groups(bias, routing.joined.size_BK, x_BND.dtype)
+            narrowed["shared_rel_pos_bias"] = weigh_groups(bias, routing.joined.bias, x_BND.dtype)
             return narrowed
         mask = narrowed.get("attn_mask")
         if mask is not None:
@@ -198,7 +198,7 @@ class NamedArguments:
             mask = hide_empty_slots(mask, routing.kept.valid_BK, x_BND.dtype)
             if narrowed.pop("is_causal", False):
                 mask = add_causal(mask, x_BND.dtype)
-        mask = weigh_groups(mask, routing.joined.size_BK, x_BND.dtype)
+        mask = weigh_groups(mask, routing.joined.bias, x_BND.dtype)
         if mask is not None:
             narrowed["attn_mask"] = mask
         return narrowed

@@ -87,18 +87,18 @@ def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.
     return torch.maximum(pairs, torch.full_like(pairs, lowest / 2)) + bias / 2
 
 
-def weigh_groups(mask: Tensor | None, size_BK: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def weigh_groups(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return a bias for proportional attention: a key counts as the number of tokens it represents.
 
     Args:
         mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K), or None.
-        size_BK: Number of tokens per slot (B, K); None leaves the mask unchanged.
+        bias: Logarithms of the tokens per slot (B, 1, 1, K); None leaves the mask unchanged.
 
     Source: proportional attention of ToMe, Bolya et al., arXiv 2210.09461, Eq. 1.
     """
-    if size_BK is None:
+    if bias is None:
         return mask
-    bias = size_BK.clamp(min=1).log().to(dtype)[:, None, None, :]
+    bias = bias.to(dtype)
     if mask is None:
         return bias
     return bias + (torch.where(mask, 0.0, torch.finfo(dtype).min / 2).to(dtype) if mask.dtype == torch.bool else mask)

@@ -55,7 +55,7 @@ def enter_rows(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None) -
         x_BND: All tokens (B, N, D).
         norm: The block's first norm, computed in the gather's kernel if it is a `FusedNorm` and there is one.
     """
-    kept, (slot_BN, size_BK, all_join) = routing.kept, routing.joined
+    kept, (slot_BN, size_BK, all_join, _) = routing.kept, routing.joined
     if kept.image_S is not None:
         return x_BND.index_select(0, kept.image_S)
     if slot_BN is not None and size_BK is not None:
@@ -150,7 +150,7 @@ class Rows:
             return rows_BND
         else:
             among = _among(routing, self.routing)
-            slot_BN, size_BK, _ = among.joined
+            slot_BN, size_BK, *_ = among.joined
             if size_BK is None or slot_BN is None:
                 z_BKD = gather_rows(rows_BND, among.kept.index_BK)
             else:

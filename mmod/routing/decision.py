@@ -155,11 +155,13 @@ class Joined(NamedTuple):
         slot_BN: Slot whose update a token receives, -1 for none (B, N); None if only kept tokens receive one.
         size_BK: Number of tokens averaged into each slot (B, K); None if every slot holds one token.
         all: Every token receives an update, as far as shapes tell.
+        bias: Bias by which a key of attention counts as the tokens of its slot (B, 1, 1, K), with `size_BK`.
     """
 
     slot_BN: Tensor | None = None
     size_BK: Tensor | None = None
     all: bool = False
+    bias: Tensor | None = None
 
 
 class Evidence(NamedTuple):

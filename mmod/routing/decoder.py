@@ -87,7 +87,9 @@ class DecoderRouter(Router):
                 importance_BN = tokens.importance().to(x_BND.device)
         return super().forward(x_BND, importance_BN, tokens, earlier)
 
-    def _score(self, x_BND: Tensor, importance_BN: Tensor | None, tokens: TokenGroups) -> Tensor:
+    def _score(
+        self, x_BND: Tensor, importance_BN: Tensor | None, tokens: TokenGroups, alike: Tensor | None = None
+    ) -> Tensor:
         free_BN = tokens.free_BN
         score_BN = super()._score(x_BND, importance_BN, TokenMarks(free_BN))
         if self.config.router.positional and score_BN is not importance_BN:

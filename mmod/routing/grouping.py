@@ -1,4 +1,4 @@
-"""The interface of scores that group tokens."""
+"""The interfaces of scores that group or compare tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from abc import abstractmethod
 
 import torch
 from torch import Tensor, nn
+
+
+class Comparing(nn.Module):
+    """A score that compares all pairs of tokens by their cosine.
+
+    Its `forward` takes `unit_rows` of the tokens as `unit_BNE`: a router that compares them again computes them once.
+    """
 
 
 class Grouping(nn.Module):

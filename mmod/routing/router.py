@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import Merged, Placement, RoutingConfig, Threshold, rational, spelled
-from mmod.ops import first_rows, group_sizes, nearest_rows, unit_rows
+from mmod.ops import first_rows, nearest_rows, size_groups, unit_rows
 from mmod.ops.gate import apply_gate, step_gate
 from mmod.ops.select import kept_count, select_images, select_threshold, select_topk
 from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, TokenMarks, Weights
-from mmod.routing.grouping import Grouping
+from mmod.routing.grouping import Comparing, Grouping
 from mmod.routing.rule import PerThread, Rule
 
 
@@ -124,30 +124,44 @@ class Router(nn.Module):
                 f"a {type(self).__name__} needs {self.chooses_among.__name__}, got {type(tokens).__name__}: run the "
                 "whole model, not a block of it"
             )
-        config, routing = self.config, self._select(x_BND, importance_BN, tokens)
-        return self.join(routing, x_BND) if config.joins else routing
+        if not self.config.joins:
+            return self._select(x_BND, importance_BN, tokens)
+        alike = self._alike(x_BND)
+        score_BN = None if alike is None else self._score(x_BND, importance_BN, tokens, alike)
+        return self.join(self._select(x_BND, importance_BN, tokens, score_BN), x_BND, alike=alike)
 
-    def join(self, routing: Routing, rows: Tensor, earlier: Routing | None = None) -> Routing:
-        """Return a decision with the kept tokens that others join, from the scored rows; `earlier` as in `forward`."""
+    def _alike(self, x_BND: Tensor) -> Tensor | None:
+        """Return the rows of norm 1 that the score compares, to be compared again; None if it compares none."""
+        return unit_rows(x_BND, self.config.router.compared_channels) if isinstance(self.score, Comparing) else None
+
+    def join(
+        self, routing: Routing, rows: Tensor, earlier: Routing | None = None, alike: Tensor | None = None
+    ) -> Routing:
+        """Return a decision with the kept tokens that others join, from the scored rows; `earlier` as in `forward`.
+
+        `alike` are the same rows at norm 1, if the score has computed them.
+        """
         if not self.config.joins:
             return routing
         kept, marks = routing.kept, routing.evidence.tokens
         assert isinstance(marks, TokenMarks)
+        everyone = kept.valid_BK is None and marks.valid_BN is None and marks.protect_BN is None
         if earlier is None:
-            slot_BN = self._nearest(routing, rows, kept.index_BK, marks.valid_BN)
+            slot_BN = self._nearest(routing, rows, kept.index_BK, marks.valid_BN, alike)
         else:
-            before_BN = earlier.joined.slot_BN
+            slot_BN = before_BN = earlier.joined.slot_BN
             assert before_BN is not None
-            slot_BK = before_BN.gather(1, kept.index_BK).clamp(min=0)
-            next_BK = self._nearest(routing, rows, slot_BK, earlier.kept.valid_BK)
-            slot_BN = before_BN
+            at_BN = before_BN if everyone else before_BN.clamp(min=0)
+            next_BK = self._nearest(routing, rows, at_BN.gather(1, kept.index_BK), earlier.kept.valid_BK, alike)
             if next_BK is not None:
-                slot_BN = torch.where(before_BN >= 0, next_BK.gather(1, before_BN.clamp(min=0)), -1)
+                slot_BN = next_BK.gather(1, at_BN)
+                slot_BN = slot_BN if everyone else torch.where(before_BN >= 0, slot_BN, -1)
         if slot_BN is None:
             return routing
-        size_BK = group_sizes(slot_BN, kept.index_BK.shape[1]) if isinstance(self.config.skipped, Merged) else None
-        everyone = kept.valid_BK is None and marks.valid_BN is None and marks.protect_BN is None
-        return routing._replace(joined=Joined(slot_BN, size_BK, everyone))
+        size_BK, bias = None, None
+        if isinstance(self.config.skipped, Merged):
+            size_BK, bias = size_groups(slot_BN, kept.index_BK.shape[1], rows.dtype, all_join=everyone)
+        return routing._replace(joined=Joined(slot_BN, size_BK, everyone, bias))
 
     def _choose_among(self, rows_BKD: Tensor, earlier: Routing) -> Routing:
         """Select among the tokens that an earlier decision keeps, from its rows."""
@@ -159,8 +173,10 @@ class Router(nn.Module):
             )
         if isinstance(self.score, Grouping):
             return self._choose_groups(rows_BKD, earlier)
+        alike = None
         if self.config.router.draws:
-            score_BK = self._score(rows_BKD, None, TokenMarks(earlier.kept.valid_BK))
+            alike = self._alike(rows_BKD)
+            score_BK = self._score(rows_BKD, None, TokenMarks(earlier.kept.valid_BK), alike)
             if earlier.kept.valid_BK is not None:
                 score_BK = score_BK.masked_fill(~earlier.kept.valid_BK, -torch.inf)
             score_BN = torch.full_like(earlier.score_BN, -torch.inf).scatter(1, earlier.kept.index_BK, score_BK)
@@ -168,7 +184,7 @@ class Router(nn.Module):
             score_BN = earlier.score_BN.masked_fill(~earlier.keep_BN, -torch.inf)
         marks, importance_BN = earlier.evidence.tokens, earlier.evidence.importance_BN
         routing = self._select(rows_BKD, importance_BN, TokenMarks(marks.valid_BN), score_BN)
-        return self.join(routing, rows_BKD, earlier)
+        return self.join(routing, rows_BKD, earlier, alike)
 
     def _choose_groups(self, rows_BKD: Tensor, earlier: Routing) -> Routing:
         """Select among the rows of an earlier decision as if every token had the state of the row that it joined."""
@@ -177,7 +193,9 @@ class Router(nn.Module):
         score_BN = self._score(x_BND, None, TokenMarks()).masked_fill(~earlier.keep_BN, -torch.inf)
         return self.join(self._select(x_BND, None, TokenMarks(), score_BN), x_BND)
 
-    def _nearest(self, routing: Routing, rows: Tensor, slot_BK: Tensor, real: Tensor | None) -> Tensor | None:
+    def _nearest(
+        self, routing: Routing, rows: Tensor, slot_BK: Tensor, real: Tensor | None, alike: Tensor | None
+    ) -> Tensor | None:
         """Return the most similar kept row of every row; None if all are kept."""
         if slot_BK.shape[1] == rows.shape[1]:
             return None
@@ -194,9 +212,8 @@ class Router(nn.Module):
                     f"{float(self.capacity)} keeps {slot_BK.shape[1]} of {rows.shape[1]}"
                 )
             return first_rows(self.score.first(rows.shape[1], rows.device), slot_BK, routing.kept.valid_BK)
-        return nearest_rows(
-            unit_rows(rows, self.config.router.compared_channels), slot_BK, self.prefix, routing.kept.valid_BK, real
-        )
+        alike = unit_rows(rows, self.config.router.compared_channels) if alike is None else alike
+        return nearest_rows(alike, slot_BK, self.prefix, routing.kept.valid_BK, real)
 
     def _select(
         self, x_BND: Tensor, importance_BN: Tensor | None, tokens: Any, score_BN: Tensor | None = None
@@ -251,7 +268,7 @@ class Router(nn.Module):
         kept = Kept(index_BN, tokens.valid_BN, idle_BK=gate_BN == 0)
         return Routing(kept, Evidence(score_BN, tokens), Weights(gate_BN))
 
-    def _score(self, x_BND: Tensor, importance_BN: Tensor | None, tokens: Any) -> Tensor:
+    def _score(self, x_BND: Tensor, importance_BN: Tensor | None, tokens: Any, alike: Tensor | None = None) -> Tensor:
         """Return raw scores (B, N)."""
         if importance_BN is not None and importance_BN.shape != x_BND.shape[:2]:
             raise ValueError(
@@ -267,5 +284,6 @@ class Router(nn.Module):
             return importance_BN
         assert self.score is not None
         read = (importance_BN,) if score.reads_importance else ()
-        score_BN: Tensor = self.score(x_BND, tokens.valid_BN, *read)
+        options = {} if alike is None else {"unit_BNE": alike}
+        score_BN: Tensor = self.score(x_BND, tokens.valid_BN, *read, **options)
         return score_BN

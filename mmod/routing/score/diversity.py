@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.config import Placement, Score, WithImportance, register_score
+from mmod.ops import unit_rows
+from mmod.routing.grouping import Comparing
 
 
 @register_score("diversity")
@@ -45,7 +47,7 @@ class ImportantDiversity(WithImportance):
         return DiversityScore(place.prefix)
 
 
-class DiversityScore(nn.Module):
+class DiversityScore(Comparing):
     """Score tokens so that the k best are those that max-min selection takes, for every k.
 
     Selection takes the token i with the largest `w_i min_j d(i, j)`, where d is the cosine distance and j runs over the
@@ -69,9 +71,12 @@ class DiversityScore(nn.Module):
         self.prefix = prefix
 
     @torch.no_grad()
-    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None, importance_BN: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BND: Tensor, valid_BN: Tensor | None = None, importance_BN: Tensor | None = None,
+        unit_BNE: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the scores (B, N) of tokens (B, N, D); those where `valid_BN` is False take no part and have -1."""
-        unit_BND = F.normalize(x_BND[:, self.prefix :].float(), dim=-1)
+        unit_BND = (unit_rows(x_BND) if unit_BNE is None else unit_BNE)[:, self.prefix :]
         tokens = unit_BND.shape[1]
         far_BNN = (1 - unit_BND @ unit_BND.transpose(1, 2)).clamp_min(0)
         out_BN = torch.zeros_like(far_BNN[:, 0], dtype=torch.bool)

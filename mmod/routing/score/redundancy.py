@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mmod.config import Placement, Score, register_score
 from mmod.ops import redundancy_scores, unit_rows
+from mmod.routing.grouping import Comparing
 from mmod.values import check_fields
 
 
@@ -41,7 +42,7 @@ class Redundancy(Score):
         return self.channels
 
 
-class RedundancyScore(nn.Module):
+class RedundancyScore(Comparing):
     """Score tokens so that those which another token can stand for come last.
 
     Tokens are ordered as `StrideScore` ranks them, evenly spread at any length. The score of a token is the smallest
@@ -63,6 +64,10 @@ class RedundancyScore(nn.Module):
         self.prefix = prefix
         self.channels = channels
 
-    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
-        """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, stands for nothing."""
-        return redundancy_scores(unit_rows(x_BND, self.channels), self.prefix, valid_BN)
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None, unit_BNE: Tensor | None = None) -> Tensor:
+        """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, stands for nothing.
+
+        `unit_BNE` are `unit_rows` of the tokens, if they were computed before.
+        """
+        unit_BNE = unit_rows(x_BND, self.channels) if unit_BNE is None else unit_BNE
+        return redundancy_scores(unit_BNE, self.prefix, valid_BN)
