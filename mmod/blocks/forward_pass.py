@@ -19,10 +19,12 @@ class SharedScore:
 
     Args:
         score_BN: Importance in the dense block before the span, or what its first block drew (B, N).
+        trains: The score has a weight that trains.
     """
 
-    def __init__(self, score_BN: Tensor) -> None:
+    def __init__(self, score_BN: Tensor, trains: bool = False) -> None:
         self.score_BN = score_BN
+        self.trains = trains
         # By falling capacity, where tokens join others; a segment that is recomputed finds its decision again.
         self._decided: list[tuple[Router, tuple[object, ...], Routing]] = []
 

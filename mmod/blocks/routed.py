@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from mmod.blocks.branches import OneBranch
 from mmod.blocks.call import BlockCall
-from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore
+from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore, recomputing
 from mmod.blocks.record import Deciding, Records
 from mmod.blocks.rows import KeptRows, Rows, TwoHalves, Way, enter_rows
 from mmod.config import RoutingConfig, Threshold
@@ -151,10 +151,15 @@ class RoutedState(BlockState):
         Blocks of a span that read the same scores by the same rule decide once.
         """
         shared, held, device = self.shared(forward_pass, training), forward_pass.held, x_BND.device
-        joins = router.config.joins
+        joins, learns = router.config.joins, router.config.router.learns
         # Compilers merge equal calls themselves, and would guard on the identity of tensors. Whom a token joins depends
         # on the block that decides.
         reuses = router.config.router.shared and (joins or not torch.compiler.is_compiling())
+        if shared is not None and shared.trains and recomputing() and not shared.score_BN.requires_grad:
+            raise RuntimeError(
+                "reentrant gradient checkpointing loses the gradient of a score that blocks share: checkpoint with "
+                "use_reentrant=False, or set router.shared=False"
+            )
         routing: Routing | None = None
         if held is not None and not joins:
             routing = held.routing
@@ -171,7 +176,8 @@ class RoutedState(BlockState):
             else:
                 routing = router(x_BND, None if shared is None else shared.score_BN.to(device), tokens)
         if self.writes and shared is None and self.span is not None:
-            shared = forward_pass.scores[self.span] = SharedScore(routing.score_BN)
+            trains = learns and any(weight.requires_grad for weight in router.parameters())
+            shared = forward_pass.scores[self.span] = SharedScore(routing.score_BN, trains)
         if shared is not None and reuses:
             shared.remember(router, tokens, routing)
         return routing

@@ -147,7 +147,13 @@ class Rows:
         if not self._steps:
             among, z_BKD = routing, enter_rows(rows_BND, routing, self.norm)
         elif self.routing is routing:
-            return rows_BND
+            before_BND, z_BKD, among = self._steps[-1]
+            if among.weights.gate_BK is None:
+                return rows_BND
+            # The gate weighs each block's update, not that of all together.
+            z_BKD = lerp_rows(z_BKD, rows_BND, among.weights.gate_BK)
+            self._steps[-1] = before_BND, z_BKD, among
+            return z_BKD
         else:
             among = _among(routing, self.routing)
             slot_BN, size_BK, *_ = among.joined

@@ -141,7 +141,7 @@ class RoutingConfig:
     @property
     def hands_on(self) -> bool:
         """Whether consecutive blocks that keep the same tokens may pass on these tokens alone."""
-        return self.router.shared and self.context == "kept" and self.operator == "block"
+        return self.router.shared and self.skipped != "scale" and self.context == "kept" and self.operator == "block"
 
     def wants_importance(self, training: bool) -> bool:
         """Return whether the score, or in training a loss, reads importance."""
@@ -171,6 +171,11 @@ class RoutingConfig:
         elif isinstance(select, Threshold):
             # The score passes through a sigmoid.
             check_value("select.threshold of a learned score", select.threshold, float, "[0, 1]")
+        if router.learns and router.shared and (self.joins or self.wants_importance(training=True)):
+            raise ValueError(
+                f"router.shared of {router.name!r} needs skipped='pass' or 'scale', and no loss that reads importance: "
+                "what joins or is learned there depends on the block"
+            )
         if "load" in self.losses and gate.name in ("identity", "step"):
             raise ValueError(f"losses.load needs gate 'linear', 'sigmoid' or 'tanh', got {gate.name!r}")
         all_attend = self.context == "all" or self.operator == "mlp" or router.whole

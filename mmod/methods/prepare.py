@@ -44,6 +44,9 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
                 f"dense (routed are {list(plan.blocks)})"
             )
         router = _make_router(stack, block_config, index, capacity)
+        if config.router.learns and config.router.shared and index != start:
+            # A weight that never scores would get no gradient.
+            router.score = None
         check_zero(stack.names[index], router, router.capacity)
         readers.setdefault(start, []).append(router)
         state = RoutedState(
@@ -78,6 +81,8 @@ def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
         )
     if config.router.tied and not stack.language:
         raise ValueError(f"router.one_weight is for layers of a language model, and {stack.names[0]} is none")
+    if config.router.learns and config.router.shared and stack.language:
+        raise ValueError(f"router.shared is for images and captions, and {stack.names[0]} generates text")
     if config.router.whole and stack.language:
         raise ValueError(
             f"a score per sequence is for images and captions: {stack.names[0]} generates text, so its router must "

@@ -282,7 +282,8 @@ class Router(nn.Module):
             )
         if score.shared and importance_BN is not None:
             return importance_BN
-        assert self.score is not None
+        if self.score is None:
+            raise ValueError("this block uses the score of a block before it: run the whole model")
         read = (importance_BN,) if score.reads_importance else ()
         options = {} if alike is None else {"unit_BNE": alike}
         score_BN: Tensor = self.score(x_BND, tokens.valid_BN, *read, **options)

@@ -75,8 +75,9 @@ def launches_of(config: RoutingConfig | None) -> Counter[str]:
         (RoutingConfig(router="redundancy", skipped="merge", blocks="late", **HALF), 140),
         (RoutingConfig(router="random", **HALF), 143),
         (RoutingConfig(router="attention", blocks="late", **HALF), 130),
+        (RoutingConfig(router=mmod.config.score("linear", shared=True), blocks="late", **HALF), 140),
     ],
-    ids=["dense", "gradual", "late merge", "random", "late attention"],
+    ids=["dense", "gradual", "late merge", "random", "late attention", "late learned, shared"],
 )
 def test_a_pass_launches_few_kernels(config: RoutingConfig | None, most: int) -> None:
     launches = launches_of(config)

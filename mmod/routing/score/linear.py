@@ -29,6 +29,8 @@ class Linear(WithImportance):
         initial: Value around which scores start. None means 1 for a linear gate, which is the score itself, and 0
             otherwise. A sigmoid gate that starts near 1, as with 3, leaves a pretrained model what it was.
         one_weight: All routed layers of a language model score with one weight, stored once (gamma-MoD).
+        shared: Consecutive routed blocks of an image or caption encoder use the score of the first of them, which alone
+            has a weight; at equal capacity they keep the same tokens, decided once, in training too.
         importance: Which queries count where the loss "importance" teaches it, see `mmod.config.WithImportance`.
     """
 
@@ -39,6 +41,7 @@ class Linear(WithImportance):
     per: Literal["token", "sequence"] = "token"
     initial: float | None = None
     one_weight: bool = False
+    shared: bool = False  # type: ignore[misc]  # other scores share by class, this one by choice
 
     def __post_init__(self) -> None:
         check_fields(self, "router", importance=IMPORTANCE, init_std="[0, inf)", initial="(-inf, inf)")
